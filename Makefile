@@ -33,7 +33,7 @@ help:
 # What only the tests need stays out of the demo's environment: some of it is large, and some of it noisy.
 .venv/test-installed: .venv/installed tests/fetch_transformers_tests.py tests/fetch_chromium.py
 	@echo "Installing what the tests need (about two minutes)"
-	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev,export]"
+	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev]"
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/deepspeed \
 		deepspeed einops hjson msgpack ninja py-cpuinfo
 # Transformers imports hqq wherever it finds it, which takes a second.
@@ -80,7 +80,7 @@ test-full: lint
 
 test-oldest: .venv-oldest/installed
 	$(OLDEST) -m pytest -n 2 --dist loadfile --deselect tests/conversion/test_conversion.py::test_real_weights tests/modeling/test_mechanisms.py tests/modeling/test_reference.py tests/modeling/test_generation.py tests/modeling/test_interleave.py \
-		tests/conversion/test_conversion.py tests/hub/test_check_remote_code.py tests/modeling/test_versions.py tests/conversion/test_serving.py
+		tests/conversion/test_conversion.py tests/modeling/test_versions.py tests/conversion/test_serving.py
 
 test-vllm: .venv-vllm/installed
 	$(VLLM) -m pytest vllm_iha/tests

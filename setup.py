@@ -1,4 +1,4 @@
-import runpy
+import re
 from pathlib import Path
 
 from setuptools import setup
@@ -6,11 +6,11 @@ from setuptools import setup
 
 HERE = Path(__file__).resolve().parent
 # The commands that `iha` runs come along inside iha_commands: their names are too common for anybody's site-packages.
-ROOMS = ["common", "kind_facts", "model_cards", "hub", "conversion_scripts"]
+ROOMS = ["common", "kind_facts", "model_cards", "conversion_scripts"]
 
 setup(
     name="modeling-iha",
-    version=runpy.run_path(str(HERE / "iha_commands" / "__init__.py"))["__version__"],
+    version=re.search(r'^__version__ = "(.+?)"', (HERE / "modeling_iha" / "__init__.py").read_text(), re.MULTILINE)[1],
     description="Interleaved Head Attention for Hugging Face Transformers",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -51,8 +51,6 @@ setup(
         "serve": ["transformers[serving]"],
         # What `python -m evaluation.run` needs beside "scripts".
         "evaluation": ["lm_eval", "markdown-it-py", "math-verify[antlr4-13-2]", "nltk", "wonderwords"],
-        # What `python -m conversion_scripts.export` needs for `--format onnx` and `--format openvino`.
-        "export": ["onnx", "onnxruntime", "onnxscript", "openvino"],
         # Attention cores for a GPU: FlashAttention 4 for Hopper and Blackwell, in wheels; FlashAttention 2 for Ampere
         # and later, which compiles for hours (`pip install --no-build-isolation`).
         "flash": ["flash-attn-4[cu13]>=4.0.0b36; platform_system == 'Linux'"],

@@ -192,38 +192,18 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
         return None if file is None else GenerationConfig.from_dict(read_json(file, _Generation))
 
 
-def _check_shards(location: str) -> None:
-    """Refuse weights that contradict each other, of which a load would silently take one.
-
-    Two shards may hold different values of one tensor, or a whole file may stand beside an index of others. An index
-    may name no file that is not beside it. Raise `UserError`.
-    """
-    maps: dict[str, dict[str, str]] = {}
-    for name in (WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        if (index := _optional_file(location, name)) is not None:
-            maps[name] = read_json(index, _Index)["weight_map"]
-            for tensor, shard in maps[name].items():
-                if Path(shard).name != shard:
-                    raise UserError(f"{name} looks for {tensor} in {shard!r}: expected a file of the same directory.")
-    if (weight_map := maps.get(SAFE_WEIGHTS_INDEX_NAME)) is None:
+def _check_index(location: str) -> None:
+    """Refuse a whole file of weights beside an index of others, which a load would ignore. Raise `UserError`."""
+    whole, index = (_optional_file(location, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    if whole is None or index is None:
         return
-    if (whole := _optional_file(location, SAFE_WEIGHTS_NAME)) is not None:
-        with safe_open(whole, "pt") as tensors:
-            if weight_map != dict.fromkeys(tensors.keys(), SAFE_WEIGHTS_NAME):
-                raise UserError(
-                    f"{SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME} disagree: a load reads the first and ignores "
-                    "the other. Remove the older."
-                )
-    holders: dict[str, str] = {}
-    for shard in get_checkpoint_shard_files(location, index)[0]:
-        with safe_open(shard, "pt") as tensors:
-            for name in tensors.keys():
-                if (other := holders.setdefault(name, shard)) != shard:
-                    with safe_open(other, "pt") as earlier:
-                        first, second = earlier.get_tensor(name), tensors.get_tensor(name)
-                    if first.dtype != second.dtype or not torch.equal(first, second):
-                        names = f"{Path(other).name} and {Path(shard).name}"
-                        raise UserError(f"{names} hold different values of {name}: remove the older.")
+    with safe_open(whole, "pt") as tensors:
+        names = tensors.keys()
+    if read_json(index, _Index)["weight_map"] != dict.fromkeys(names, SAFE_WEIGHTS_NAME):
+        raise UserError(
+            f"{SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME} disagree: a load reads the first and ignores the "
+            "other. Remove the older."
+        )
 
 
 def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
@@ -245,27 +225,15 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
 def weight_files(source: str | os.PathLike) -> list[str]:
     """Return the local paths of the weights that a load of a directory or Hub id reads, which may be none.
 
-    Raise `UserError` for an index or shards that contradict each other.
+    Raise `UserError` for an index that contradicts them.
     """
     location, _ = locate_checkpoint(source)
     with _refusing(f"The weights of {source} cannot be read"):
-        _check_shards(location)
+        _check_index(location)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
             if (file := _optional_file(location, name)) is not None:
                 return get_checkpoint_shard_files(location, file)[0] if name.endswith(".json") else [file]
     return []
-
-
-def weight_shapes(source: str | os.PathLike) -> dict[str, list[int]]:
-    """Return the shape of each tensor by the headers of the safetensors that a load of `source` reads."""
-    shapes: dict[str, list[int]] = {}
-    files = weight_files(source)
-    with _refusing(f"The weights of {source} cannot be read"):
-        for file in files:
-            if file.endswith(".safetensors"):
-                with safe_open(file, "pt") as tensors:
-                    shapes |= {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
-    return shapes
 
 
 def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.PathLike) -> None:
@@ -333,30 +301,6 @@ def _check_tied(model: Any, source: str | os.PathLike) -> None:
         raise UserError(
             f"{source} ties its embeddings, and its files hold two that differ: set tie_word_embeddings to false in "
             "its config.json, or remove the one that is out of date."
-        )
-
-
-def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
-    """Say on stderr that `source` holds weights in a dtype that `dtype` rounds, in which it was loaded.
-
-    A config may name another dtype than the files have, and a load takes the config's.
-    """
-    if locate_checkpoint(source)[1]:
-        return
-    loaded = torch.finfo(dtype)
-    rounded = [
-        f"{name} first, in {tensor.dtype}"
-        for file in weight_files(source)
-        for name, tensor in load_state_dict(file, map_location="meta").items()
-        if tensor.is_floating_point()
-        # float16 and bfloat16 round each other: one has more digits, the other the larger range.
-        and (torch.finfo(tensor.dtype).eps < loaded.eps or torch.finfo(tensor.dtype).max > loaded.max)
-    ]
-    if rounded:
-        print(
-            f"{dtype}, in which its config has them loaded, rounds {len(rounded)} tensors of {source} ({rounded[0]}): "
-            "set dtype in its config.json, or --dtype where a command has it, to keep them.",
-            file=sys.stderr,
         )
 
 
@@ -446,17 +390,10 @@ else:
 request = json.load(sys.stdin)
 """
 
-# Imported without the garbage collector, as `run_cli` does. PreTrainedModel is imported with the rest because
-# AutoModelForCausalLM would import it later.
 _LOAD_AND_GENERATE = """
-import gc
-
-gc.disable()
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-gc.freeze()
-gc.enable()
 model, info = AutoModelForCausalLM.from_pretrained(
     request["source"], revision=request["revision"], trust_remote_code=True, dtype="auto", output_loading_info=True
 )

@@ -4,13 +4,10 @@ An error is one line. What comes from outside is read with a bound, and has the 
 output is written whole or not at all. One command runs another.
 """
 
-import atexit
-import gc
 import gzip
 import hashlib
 import json
 import os
-import re
 import reprlib
 import secrets
 import shutil
@@ -26,17 +23,18 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
-from difflib import get_close_matches
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
 from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,8 +42,6 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_TEXT = 2**26  # bytes of a JSON file or of one row: far more than any record here
 MAX_YAML = 2**17  # bytes: PyYAML reads a megabyte in half a minute
 MAX_EXPANSION = 100  # of the bytes of a compressed file: rows rarely shrink to a twentieth, and zeros to a thousandth
-# What acts on a terminal: controls but tab, line feed and carriage return, and marks that turn the order of letters.
-_ACTS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 # The files of a checkpoint's directory that decide what is loaded.
 LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 
@@ -59,27 +55,17 @@ def run_cli(main: Callable[[], object]) -> None:
 
     The code is 130 for Ctrl-C and 1 for every exception. Of one that is neither a mistake of the user nor a refusal of
     the machine, such as a full disk, the line names a file with the traceback. The option --traceback of every command
-    shows it instead. What the terminal cannot show, and what would act on it, is printed escaped. A name of an option
-    is taken with hyphens and with underscores. Help names the command as it was started.
-
-    A command that has read its arguments imports its libraries without the garbage collector: each collection would
-    walk through all that they make, a quarter of their time.
+    shows it instead. Help names the command as it was started.
     """
-    if not gc.isenabled():
-        gc.freeze()
-        # At the end nanobind, of Triton 3.9 for one, lists what is frozen as leaks, on 25 lines.
-        if any(type(of_a_library).__module__ == "nanobind" for of_a_library in object.__subclasses__()):
-            atexit.register(gc.unfreeze)
-        gc.enable()
-    if not sys.stderr.isatty() and "transformers" in sys.modules:  # to import it for --help would take seconds
-        sys.modules["transformers"].utils.logging.disable_progress_bar()  # a log would keep every state of a bar
+    sys.excepthook = _end_of_imports  # of what a command imports between two calls
+    if not sys.stderr.isatty():  # a log would keep every state of a progress bar
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for Transformers too, if it is imported later
+        if "transformers" in sys.modules:
+            sys.modules["transformers"].utils.logging.disable_progress_bar()
     if not sys.warnoptions:
         for category in (FutureWarning, SyntaxWarning):  # of a library, to whoever calls it: our tests show them
             warnings.simplefilter("ignore", category)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-    given, arguments = sys.argv, [_with_hyphens(word) for word in sys.argv if word != "--traceback"]
+    given, arguments = sys.argv, [word for word in sys.argv if word != "--traceback"]
     if (file := Path(arguments[0].removesuffix(".py"))).is_relative_to(ROOT):
         arguments[0] = f"python -m {'.'.join(file.relative_to(ROOT).parts)}"
     sys.argv = arguments
@@ -87,8 +73,7 @@ def run_cli(main: Callable[[], object]) -> None:
         if "" in arguments[1:]:  # as a path it would be the current directory
             empty = f"argument {arguments.index('', 1)} is empty"
             raise UserError(f"{empty}: expected a value; is a variable of the shell not set?")
-        with redirect_stdout(_Escaped(sys.stdout)):
-            main()
+        main()
     except KeyboardInterrupt as interrupt:
         print("Interrupted.", *getattr(interrupt, "__notes__", ()), file=sys.stderr)
         sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
@@ -101,14 +86,6 @@ def run_cli(main: Callable[[], object]) -> None:
         sys.exit(1)
     finally:
         sys.argv = given
-    if "torch" not in sys.modules:
-        gc.disable()  # until the command itself runs
-
-
-def _with_hyphens(word: str) -> str:
-    """Return a word of a command line with hyphens for the underscores in the name of an option."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if re.fullmatch(r"--\w[\w-]*", name) else word
 
 
 def _end_of_imports(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -119,25 +96,6 @@ def _end_of_imports(kind: type[BaseException], error: BaseException, trace: Trac
         print(f"Error: {_explained(error, sys.argv)}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
-
-
-sys.excepthook = _end_of_imports  # commands import between their two calls of `run_cli`
-
-
-class _Escaped:
-    """Write to a stream, with what would act on a terminal escaped: much that is printed is a stranger's."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def isatty(self) -> bool:
-        return False  # libraries would send colours
-
-    def write(self, text: str) -> int:
-        return self._stream.write(_ACTS.sub(lambda found: printable(found[0]), text))
 
 
 def _explained(error: BaseException, arguments: list[str]) -> str:
@@ -152,20 +110,18 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
         how = f'pip install "modeling-iha[{extras}]"; in a checkout give -e ".[{extras}]"'
         return f"the package {name} is not installed: {how}."
     ours = [call for call in traceback.extract_tb(error.__traceback__) if "site-packages" not in call.filename]
-    doing = printable(" ".join([Path(arguments[0]).name, *arguments[1:]]))
+    doing = " ".join([Path(arguments[0]).name, *arguments[1:]])
     place = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}"
     what = f"{doing:.300} failed in {place}: {type(error).__name__}: {one_line(error):.500}; --traceback shows more"
-    with suppress(OSError):
-        descriptor, name = tempfile.mkstemp(".txt", "traceback-")
-        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            traceback.print_exception(error, file=file)
-        what += f", as does {name}"
+    with suppress(OSError), tempfile.NamedTemporaryFile("w", prefix="traceback-", suffix=".txt", delete=False) as file:
+        traceback.print_exception(error, file=file)
+        what += f", as does {file.name}"
     return f"{what}."
 
 
 def one_line(error: BaseException) -> str:
     """Return the message of `error` on one line, or the name of its class when it has no message."""
-    return printable(" ".join(str(error).split())) or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager
@@ -193,38 +149,12 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def printable(text: str) -> str:
-    """Return `text` with its control characters escaped, because a terminal acts on those that a stranger wrote."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
-
-
-@contextmanager
-def progress(what: str, every: float = 5) -> Iterator[None]:
-    """Print `what` the block does and, each time that it has taken `every` seconds more, how long it has taken."""
-    print(what, flush=True)
-    start, done = time.monotonic(), threading.Event()
-
-    def tick() -> None:
-        while not done.wait(every):
-            print(f"    {time.monotonic() - start:.0f} s", flush=True)
-
-    ticker = threading.Thread(target=tick, daemon=True)
-    ticker.start()
-    try:
-        yield
-    finally:
-        done.set()
-        ticker.join()
-
-
 def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
     """Return the first argument of `from_pretrained` for `source` and, for a GGUF file, its keyword argument.
 
-    Raise `UserError` for what is no directory, GGUF file or Hub id, and for a name that looks like a mistyped path:
-    its folder exists, or the current directory has one of nearly this name. Raise it too for a directory with a
-    folder, a FIFO or a broken link in the place of a file, which a load would pass over in silence or wait for.
+    Raise `UserError` for what is no directory, GGUF file or Hub id, and for a name in a folder that exists, which is a
+    mistyped path. Raise it too for a directory with a folder, a FIFO or a broken link in the place of a file, which a
+    load would pass over in silence or wait for.
     """
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
@@ -236,15 +166,9 @@ def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
             if file.suffix in LOADED and not file.is_file():
                 raise UserError(f"{file} is no file, or a link to none: remove it, or fetch what it stood for.")
         return str(path), {}
-    if path.parent.is_dir():  # a mistyped path: to ask the Hub takes a minute without a network
-        here = [each.name for each in path.parent.iterdir() if each.is_dir()]
-        near = get_close_matches(path.name, here, 1, 0.85)
-        if near or path.parent != Path():
-            there = f"{path.parent} is one: expected a directory in it, or a Hub id such as org/name."
-            hint = f": did you mean {path.with_name(near[0])}?" if near else f", and {there}"
-            raise UserError(f"{source} is no directory{hint}")
-    from huggingface_hub.utils import HFValidationError, validate_repo_id  # here: --help must not wait for it
-
+    if path.parent != Path() and path.parent.is_dir():  # to ask the Hub takes a minute without a network
+        there = f"{path.parent} is one: expected a directory in it, or a Hub id such as org/name."
+        raise UserError(f"{source} is no directory, and {there}")
     try:
         validate_repo_id(str(source))
     except HFValidationError:
@@ -291,30 +215,13 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
     """
     check_new_directory(dst)
     dst = Path(os.path.abspath(dst))
-    absent = [parent for parent in dst.parents if not parent.exists()]
     try:
         with _signals_as_interrupts(), _temporary_sibling(dst) as temporary:
             yield temporary
             os.replace(temporary, dst)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            error.add_note(f"{dst} was not made: the same command starts again.")
-        with suppress(OSError):  # a parent that somebody else uses by now stays
-            for parent in absent:
-                parent.rmdir()
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(f"{dst} was not made: the same command starts again.")
         raise
-
-
-def new_path(text: str) -> Path:
-    """Return the path of a new directory. As a type of argparse it refuses one that exists before slow imports."""
-    check_new_directory(text)
-    return Path(text)
-
-
-def checkpoint(text: str) -> str:
-    """Return what names a checkpoint. As a type of argparse it refuses what `locate_checkpoint` does."""
-    locate_checkpoint(text)
-    return text
 
 
 @contextmanager
@@ -414,20 +321,15 @@ def _signals_as_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _temporary_sibling(dst: Path) -> Iterator[Path]:
-    """Yield the new directory .NAME.tmp beside `dst`, and remove it if it still exists in the end.
+    """Yield the new directory .NAME.unfinished beside `dst`, and remove it if it still exists in the end.
 
-    The file .NAME.lock beside it is locked meanwhile and says what it is for. The system drops the lock of a killed
-    run, so such a file without a lock marks the directory as a leftover. Raise `UserError`.
+    The file .NAME.lock beside it is locked meanwhile. The system drops the lock of a run that is killed, and the next
+    run removes what that one left. Raise `UserError` when another run holds the lock.
     """
-    temporary, lock_file = dst.with_name(f".{dst.name}.tmp"), dst.with_name(f".{dst.name}.lock")
-    with _locked(lock_file, dst):
+    temporary = dst.with_name(f".{dst.name}.unfinished")
+    with _locked(dst.with_name(f".{dst.name}.lock"), dst):
         check_new_directory(dst)  # another run may have finished since
-        if os.path.lexists(temporary):
-            if not lock_file.read_bytes():
-                raise UserError(f"{temporary} exists, and no run of this command made it: remove or rename it.")
-            print(f"Removing {temporary}, left by a run that was killed", flush=True)
-            shutil.rmtree(temporary)
-        lock_file.write_text("A run of this project makes the directory .tmp beside this file.\n")
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         try:
             yield temporary
@@ -455,12 +357,6 @@ def _locked(path: Path, dst: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         lock.release()
-
-
-def attention_kinds() -> list[str]:
-    """Return the names of all attention kinds, read from file names because options must not wait for PyTorch."""
-    files = (path.stem.removeprefix("attention_") for path in ROOT.glob("modeling_iha/attention_*.py"))
-    return sorted(set(files) - {"kinds"})
 
 
 def write_json(path: str | os.PathLike, content: dict) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers.utils import CONFIG_NAME
 
-from common.command_io import UserError, printable, read_json
+from common.command_io import UserError, read_json
 from modeling_iha.configuration_interleaved import InterleavedConfig
 from modeling_iha.package import INTERLEAVED_FILES, PACKAGE, shipped_code
 
@@ -35,7 +35,7 @@ def note_foreign_code(source: str | Path) -> None:
     `UserError`.
     """
     if Path(source).is_dir() and (found := ", ".join(foreign_code(Path(source)))):
-        print(f"Not run, because it is not this package's: {printable(found)} of {source}", file=sys.stderr)
+        print(f"Not run, because it is not this package's: {found} of {source}", file=sys.stderr)
 
 
 def foreign_code(directory: Path) -> list[str]:

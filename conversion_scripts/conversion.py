@@ -1,6 +1,8 @@
 """Hold what the converters share: the checks of a source, how a model is built, and how a checkpoint is written."""
 
+import argparse
 import copy
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from pydantic import Field
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_utils import load_state_dict
 
 from common.checkpoint_io import (
     check_filled,
@@ -18,10 +21,9 @@ from common.checkpoint_io import (
     load_config,
     load_model,
     load_tokenizer,
-    note_rounding,
+    weight_files,
 )
-from common.command_io import UserError, new_directory, one_line, progress, typed
-from kind_facts import is_ours
+from common.command_io import UserError, locate_checkpoint, new_directory, one_line, typed
 from model_cards.render import markdown, render_card, source_license, source_name
 from modeling_iha.configuration_iha import SIZES
 
@@ -45,6 +47,24 @@ Config = TypeVar("Config", bound=PreTrainedConfig)
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
+def converter_parser(description: str, example: str, source: str, destination: str) -> argparse.ArgumentParser:
+    """Return a parser of the positional arguments of a converter; the description is the docstring of the command."""
+    parser = argparse.ArgumentParser(description=description, epilog=f"example: %(prog)s {example}")
+    parser.add_argument("source", help=source)
+    parser.add_argument("destination", help=f"new directory for {destination}")
+    return parser
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add the option of the dtype in which the source is read."""
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="auto",
+        help="dtype of the weights (default: the source's)",
+    )
+
+
 def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
     """Refuse a source config that sets a field which is neither shared nor one of its architecture's `fields`.
 
@@ -65,17 +85,10 @@ def check_known(entries: dict, known: set[str]) -> None:
             raise UserError(f"The source config sets {field}={value!r}, which no conversion here knows. {advice}.")
 
 
-def check_iha(source: str, config: PreTrainedConfig) -> None:
+def check_iha(source: str | os.PathLike, config: PreTrainedConfig) -> None:
     """Raise `UserError` unless `config`, that of the checkpoint `source`, is an IHA model's without quantization."""
     if (model_type := type(config).model_type) != "iha":  # of interleaved heads, where an object has the base's
         raise UserError(f"{source} is a {model_type!r} checkpoint; expected 'iha'.")
-    check_ours(source, config)
-
-
-def check_ours(source: str, config: PreTrainedConfig) -> None:
-    """Raise `UserError` unless `config` is that of a model of this package, of either way, without quantization."""
-    if not is_ours(config):
-        raise UserError(f"{source} is a {config.model_type!r} checkpoint; expected 'iha' or 'interleaved'.")
     if getattr(config, "quantization_config", None):
         raise UserError(f"The weights of {source} are quantized: take the checkpoint from which they were made.")
 
@@ -111,7 +124,7 @@ def build(
 
 
 def read_source(
-    src: str, check: Callable[[PreTrainedConfig], object], dtype: str = "auto"
+    src: str | os.PathLike, check: Callable[[PreTrainedConfig], object], dtype: str = "auto"
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
     """Return the model, of the class that its config names, and the tokenizer of the checkpoint `src`, if it has one.
 
@@ -128,7 +141,31 @@ def read_source(
     return source, tokenizer
 
 
-def read_tokenizer(src: str, vocab_size: int) -> PreTrainedTokenizerBase | None:
+def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
+    """Say on stderr that `source` holds weights in a dtype that `dtype` rounds, in which it was loaded.
+
+    A config may name another dtype than the files have, and a load takes the config's.
+    """
+    if locate_checkpoint(source)[1]:
+        return
+    loaded = torch.finfo(dtype)
+    rounded = [
+        f"{name} first, in {tensor.dtype}"
+        for file in weight_files(source)
+        for name, tensor in load_state_dict(file, map_location="meta").items()
+        if tensor.is_floating_point()
+        # float16 and bfloat16 round each other: one has more digits, the other the larger range.
+        and (torch.finfo(tensor.dtype).eps < loaded.eps or torch.finfo(tensor.dtype).max > loaded.max)
+    ]
+    if rounded:
+        print(
+            f"{dtype}, in which its config has them loaded, rounds {len(rounded)} tensors of {source} ({rounded[0]}): "
+            "set dtype in its config.json, or --dtype where a command has it, to keep them.",
+            file=sys.stderr,
+        )
+
+
+def read_tokenizer(src: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a source, or `None`, with a warning, for a directory without one. Raise `UserError`."""
     if lacks_tokenizer(src):
         print(f"{src} holds no tokenizer, so the converted checkpoint has none: add one to use it.", file=sys.stderr)
@@ -136,17 +173,19 @@ def read_tokenizer(src: str, vocab_size: int) -> PreTrainedTokenizerBase | None:
     return load_tokenizer(src, vocab_size)
 
 
-def describe(src: str, model_type: str, how: str = "", exact_length: int | None = None) -> str:
+def describe(src: str | os.PathLike, model_type: str, how: str = "", exact_length: int | None = None) -> str:
     """Return the section of a card that says what was converted and up to which length, in tokens, it is exact."""
     lengths = f"at most {exact_length} tokens; longer ones differ" if exact_length else "any length"
     return (
-        f"## Conversion\n\nConverted from {markdown(source_name(src))} ({model_type}){how}. Before any further "
+        f"## Conversion\n\nConverted from {markdown(source_name(str(src)))} ({model_type}){how}. Before any further "
         f"training the model computes what its source does, up to rounding, for sequences of {lengths}."
     )
 
 
 def write_checkpoint(
-    src: str, dst: str, make: Callable[[], tuple[Any, PreTrainedTokenizerBase | None, str | None]]
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    make: Callable[[], tuple[Any, PreTrainedTokenizerBase | None, str | None]],
 ) -> None:
     """Write what `make` reads from `src` and converts into the new directory `dst`.
 
@@ -154,17 +193,17 @@ def write_checkpoint(
     model has `None` in its place and gets no card. Raise `UserError`.
     """
     with new_directory(dst) as directory:
-        with progress(f"1 of 2: reading {src}"):
-            model, tokenizer, section = make()
-        with progress(f"2 of 2: writing {type(model).__name__}"):
-            model.save_pretrained(directory)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(directory)
-            if section is not None:
-                base_model, license = None if Path(src).expanduser().exists() else src, source_license(src)
-                about: dict[str, Any] = {"base_model": base_model, "license": license, "details": section}
-                card = render_card(model.config, Path(dst).name, **about)
-                (directory / "README.md").write_text(card, encoding="utf-8")
+        print(f"1 of 2: reading {src}", flush=True)
+        model, tokenizer, section = make()
+        print(f"2 of 2: writing {type(model).__name__}", flush=True)
+        model.save_pretrained(directory)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(directory)
+        if section is not None:
+            base_model, license = None if Path(src).expanduser().exists() else str(src), source_license(str(src))
+            about: dict[str, Any] = {"base_model": base_model, "license": license, "details": section}
+            card = render_card(model.config, Path(dst).name, **about)
+            (directory / "README.md").write_text(card, encoding="utf-8")
     print(f"Wrote {dst}, {model.num_parameters():,} parameters.")
     if section is not None:
         print(section.splitlines()[-1])

@@ -6,25 +6,9 @@ The official code has windows of two lengths: in its decoding and its JAX traini
 itself included, and in its PyTorch training one more. In the converted model it sees `window_size` tokens.
 """
 
-import argparse
 import functools
-
-from common.command_io import UserError, run_cli, typed
-from conversion_scripts.options import converter_parser
-
-
-def parse_arguments() -> argparse.Namespace:
-    return converter_parser(
-        __doc__,
-        "Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
-        "source checkpoint: a directory or a Hub id",
-        "the converted checkpoint",
-    ).parse_args()
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
+import os
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -33,10 +17,12 @@ from transformers import GenerationConfig, PreTrainedConfig
 from typing_extensions import TypedDict
 
 from common.checkpoint_io import check_finite, load_config_dict, load_generation_config, load_weights
+from common.command_io import UserError, run_cli, typed
 from conversion_scripts.conversion import (
     Size,
     build,
     check_known,
+    converter_parser,
     describe,
     new_config,
     read_tokenizer,
@@ -221,7 +207,7 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
     return state
 
 
-def convert(
+def convert_model(
     source: dict, weights: dict[str, torch.Tensor], generation_config: GenerationConfig | None = None
 ) -> IHAForCausalLM:
     """Return the model that computes what the official code does with the config.json `source` and its `weights`.
@@ -235,19 +221,33 @@ def convert(
     return build(IHAForCausalLM, config, state, dtype, generation_config)
 
 
-def main() -> None:
-    args = parse_arguments()
+def convert(source: str | os.PathLike, destination: str | os.PathLike) -> None:
+    """Convert the DCFormer `source`, a directory or a Hub id, into the new directory `destination`.
+
+    Raise `UserError`, and leave nothing behind, if the source cannot be converted.
+    """
 
     def make():
-        source = load_config_dict(args.src)
+        entries = load_config_dict(source)
         # Loading takes long, so everything that can be refused without weights is refused first.
-        config = iha_config(source)
-        generation_config = load_generation_config(args.src)
-        tokenizer = read_tokenizer(args.src, config.vocab_size)
-        model = convert(source, load_weights(args.src), generation_config)
-        return model, tokenizer, describe(args.src, "dcformer")
+        config = iha_config(entries)
+        generation_config = load_generation_config(source)
+        tokenizer = read_tokenizer(source, config.vocab_size)
+        model = convert_model(entries, load_weights(source), generation_config)
+        return model, tokenizer, describe(source, "dcformer")
 
-    write_checkpoint(args.src, args.dst, make)
+    write_checkpoint(source, destination, make)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = converter_parser(
+        __doc__,
+        "Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
+        "source checkpoint: a directory or a Hub id",
+        "the converted checkpoint",
+    )
+    convert(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -4,33 +4,19 @@ A "diff" layer is the attention of Transformers' DiffLlama (Differential Transfo
 name.
 """
 
-import argparse
 import copy
-
-from common.command_io import UserError, run_cli
-from conversion_scripts.options import add_dtype, converter_parser
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = converter_parser(
-        __doc__,
-        "kajuma/DiffLlama-0.3B-handcut diff-iha",
-        "DiffLlama checkpoint: a directory or a Hub id",
-        "the converted checkpoint",
-    )
-    add_dtype(parser)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
+import os
+from collections.abc import Sequence
 
 from transformers import DiffLlamaForCausalLM, PreTrainedConfig
 
+from common.command_io import UserError, run_cli
 from conversion_scripts.conversion import (
     SHARED_FIELDS,
+    add_dtype,
     build,
     check_fields,
+    converter_parser,
     describe,
     new_config,
     read_source,
@@ -52,7 +38,7 @@ def iha_config(source: PreTrainedConfig) -> IHAConfig:
     )
 
 
-def convert(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
+def convert_model(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
     """Return the model that computes what `source` does, in eval mode and its dtype, with its weights' memory.
 
     Raise `UserError` when the source is not supported.
@@ -61,14 +47,30 @@ def convert(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
     return build(IHAForCausalLM, config, source.state_dict(), source.dtype, source.generation_config)
 
 
-def main() -> None:
-    args = parse_arguments()
+def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str = "auto") -> None:
+    """Convert the DiffLlama `source`, a directory or a Hub id, into the new directory `destination`.
+
+    `dtype` is that of the weights, by default the source's. Raise `UserError`, and leave nothing behind, if the source
+    cannot be converted.
+    """
 
     def make():
-        source, tokenizer = read_source(args.src, iha_config, args.dtype)
-        return convert(source), tokenizer, describe(args.src, "diffllama")
+        model, tokenizer = read_source(source, iha_config, dtype)
+        return convert_model(model), tokenizer, describe(source, "diffllama")
 
-    write_checkpoint(args.src, args.dst, make)
+    write_checkpoint(source, destination, make)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = converter_parser(
+        __doc__,
+        "kajuma/DiffLlama-0.3B-handcut diff-iha",
+        "DiffLlama checkpoint: a directory or a Hub id",
+        "the converted checkpoint",
+    )
+    add_dtype(parser)
+    convert(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,12 @@
 """Convert an IHA checkpoint of "diff" layers, trained or not, to a DiffLlama checkpoint that computes the same."""
 
-import argparse
-
-from common.command_io import UserError, run_cli
-from conversion_scripts.options import add_dtype, converter_parser
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = converter_parser(
-        __doc__,
-        "diff-iha diffllama-again",
-        "IHA checkpoint: a directory or a Hub id",
-        "the DiffLlama checkpoint",
-    )
-    add_dtype(parser)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
+import os
+from collections.abc import Sequence
 
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-from conversion_scripts.conversion import SHARED_FIELDS, build, new_config
+from common.command_io import UserError, run_cli
+from conversion_scripts.conversion import SHARED_FIELDS, add_dtype, build, converter_parser, new_config
 from conversion_scripts.convert_iha_to_llama import write_stock_checkpoint
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -51,8 +35,21 @@ def convert_back(model: IHAForCausalLM) -> DiffLlamaForCausalLM:
     return build(DiffLlamaForCausalLM, config, model.state_dict(), model.dtype, model.generation_config)
 
 
-def main() -> None:
-    write_stock_checkpoint(parse_arguments(), convert_back)
+def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str = "auto") -> None:
+    """Convert the IHA checkpoint `source` to a DiffLlama in the new directory `destination`. Raise `UserError`."""
+    write_stock_checkpoint(source, destination, dtype, convert_back)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = converter_parser(
+        __doc__,
+        "diff-iha diffllama-again",
+        "IHA checkpoint: a directory or a Hub id",
+        "the DiffLlama checkpoint",
+    )
+    add_dtype(parser)
+    convert(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

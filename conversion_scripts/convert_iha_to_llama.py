@@ -1,38 +1,30 @@
 """Convert an IHA checkpoint to a stock architecture that computes the same.
 
-This is possible while every layer computes multi-head attention: its kind is "mha", or a kind with `deviations` in its
-file of kind_facts/ whose parameters are still at the exact start of `convert_llama_to_iha.py`, or fold into the
-projections (`to_mha`). The command refuses anything else and names the first parameter that has moved.
+This is possible while every layer computes multi-head attention: its kind is "mha", or "iha" with parameters that are
+still at the exact start of `convert_llama_to_iha.py`, or that fold into the projections. The command refuses anything
+else and names the first parameter that has moved.
 """
 
-import argparse
+import os
 import sys
-from collections.abc import Callable
-
-from common.command_io import UserError, run_cli
-from conversion_scripts.options import add_dtype, converter_parser
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = converter_parser(
-        __doc__,
-        "smollm2-iha smollm2-again",
-        "IHA checkpoint: a directory or a Hub id",
-        "the stock checkpoint",
-    )
-    add_dtype(parser)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from common.command_io import UserError, run_cli
 from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
-from conversion_scripts.conversion import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
-from kind_facts import companion_of
+from conversion_scripts.conversion import (
+    SHARED_FIELDS,
+    add_dtype,
+    build,
+    check_iha,
+    converter_parser,
+    new_config,
+    read_source,
+    write_checkpoint,
+)
+from kind_facts import iha
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import values
 
@@ -45,12 +37,14 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
     """
     config, added = model.config, set()
     for i, kind in enumerate(config.attention_kinds):
-        if (deviations := companion_of(kind).deviations) is None:
+        if kind == "mha":
+            continue
+        if kind != "iha":
             raise UserError(f"Layer {i} is of kind {kind!r}, which none of these architectures computes.")
-        if kind == "iha" and config.pseudo_positions != "shared" and config.num_pseudo_heads > 1:
+        if config.pseudo_positions != "shared" and config.num_pseudo_heads > 1:
             positions = f"pseudo_positions={config.pseudo_positions!r}"
             raise UserError(f"Layer {i} has {positions}; only shared positions can equal an MHA.")
-        for parameter, deviation in deviations(model.model.layers[i].self_attn, config).items():
+        for parameter, deviation in iha.deviations(model.model.layers[i].self_attn, config).items():
             name, largest = f"model.layers.{i}.self_attn.{parameter}", deviation.abs().max().item()
             if largest != 0:  # true for NaN too
                 moved = f"{name} has moved by up to {largest:.2g} from the warm start"
@@ -105,7 +99,8 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     }
     rounded = 0
     for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):
-        for name, value in companion_of(kind).to_mha(model.config, values(layer.self_attn)).items():
+        folds = iha.to_mha(model.config, values(layer.self_attn)) if kind == "iha" else {}
+        for name, value in folds.items():
             folded = state[f"model.layers.{i}.self_attn.{name}"] = value.to(model.dtype)
             rounded += model.dtype.itemsize < 4 and not torch.equal(folded.to(value.dtype), value)
     if rounded:
@@ -114,18 +109,36 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     return build(architecture.model_class, config, state, model.dtype, model.generation_config)
 
 
-def write_stock_checkpoint(args: argparse.Namespace, convert: Callable[[IHAForCausalLM], PreTrainedModel]) -> None:
-    """Convert the IHA checkpoint `args.src`, and write the stock model and the tokenizer to `args.dst`."""
+def write_stock_checkpoint(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    dtype: str,
+    convert_model: Callable[[IHAForCausalLM], PreTrainedModel],
+) -> None:
+    """Convert the IHA checkpoint `source`, and write the stock model and the tokenizer to `destination`."""
 
     def make():
-        source, tokenizer = read_source(args.src, lambda config: check_iha(args.src, config), args.dtype)
-        return convert(source), tokenizer, None
+        model, tokenizer = read_source(source, lambda config: check_iha(source, config), dtype)
+        return convert_model(model), tokenizer, None
 
-    write_checkpoint(args.src, args.dst, make)
+    write_checkpoint(source, destination, make)
 
 
-def main() -> None:
-    write_stock_checkpoint(parse_arguments(), convert_back)
+def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str = "auto") -> None:
+    """Convert the IHA checkpoint `source` to a stock one in the new directory `destination`. Raise `UserError`."""
+    write_stock_checkpoint(source, destination, dtype, convert_back)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = converter_parser(
+        __doc__,
+        "smollm2-iha smollm2-again",
+        "IHA checkpoint: a directory or a Hub id",
+        "the stock checkpoint",
+    )
+    add_dtype(parser)
+    convert(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -1,70 +1,41 @@
 """Convert a pretrained Llama-like checkpoint to "iha" or another attention kind without changing what it computes.
 
-The source is a qwen2, llama, mistral, ministral, qwen3 or smollm3. The file of a kind in kind_facts/ gives the values
-at which its parameters start.
+The source is a qwen2, llama, mistral, ministral, qwen3 or smollm3. The file of a kind in kinds/ gives the values at
+which its parameters start.
 """
 
 import argparse
 import copy
 import json
 import math
-import re
+import os
+from collections.abc import Sequence
+from typing import Literal
 
-from common.command_io import ROOT, UserError, refusing, run_cli, typed
-from conversion_scripts.options import add_dtype, converter_parser
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
-
-# The kinds whose file in kind_facts/ has an exact start, read without PyTorch, for which --help must not wait.
-KINDS = sorted(
-    path.stem for path in ROOT.glob("kind_facts/*.py") if re.search(r"^    start=", path.read_text(), re.MULTILINE)
+from common.command_io import UserError, refusing, run_cli, typed
+from conversion_scripts.architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
+from conversion_scripts.conversion import (
+    SHARED_FIELDS,
+    Size,
+    add_dtype,
+    build,
+    converter_parser,
+    describe,
+    new_config,
+    read_source,
+    write_checkpoint,
 )
+from kind_facts import all_companions, companion_of
+from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.interleaving import keep_start
+from modeling_iha.package import flop_matched_window
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = converter_parser(
-        __doc__,
-        "HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
-        "source checkpoint: a directory, a Hub id or a GGUF file",
-        "the converted checkpoint",
-    )
-    add = parser.add_argument
-    add("--kind", choices=KINDS, default="iha", help="attention kind of the converted layers (default: iha)")
-    add("--options", metavar="JSON", help="""options of the kind, such as '{"per_head": true}' for gated""")
-    add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
-    add(
-        "--schedule",
-        choices=("global", "hybrid"),
-        default="global",
-        help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a "
-        "plain global layer, exact for sequences of at most WINDOW tokens (default: global)",
-    )
-    add("--window", type=int, help="window of hybrid, in tokens (default: the paper's, context length / (2 P^2))")
-    add(
-        "--value-offsets",
-        choices=("balanced", "none"),
-        default="balanced",
-        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the "
-        "pseudo-heads start equal (default: balanced)",
-    )
-    add_dtype(parser)
-    add(
-        "--mixing-scale",
-        type=float,
-        default=40.0,
-        metavar="S",
-        help="how many times the optimizer's rate the weights that mix heads learn at (default: 40)",
-    )
-    add("--seed", type=int, default=0, help="seed of the random values (default: 0)")
-    args = parser.parse_args()
-    if args.options is not None:
-        with refusing(f"--options {args.options}: expected JSON", ValueError, RecursionError):
-            args.options = json.loads(args.options)
-    check_arguments(args.num_pseudo_heads, args.schedule, args.window, args.kind)
-    if not 0 < args.mixing_scale < math.inf:
-        raise UserError(f"--mixing-scale {args.mixing_scale}: expected a number above 0.")
-    if not 0 <= args.seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
-        raise UserError(f"--seed {args.seed}: expected a whole number from 0 to {2**64 - 1}.")
-    return args
+KINDS = sorted(kind for kind, companion in all_companions().items() if companion.start is not None)
 
 
 def check_arguments(num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str) -> None:
@@ -80,28 +51,6 @@ def check_arguments(num_pseudo_heads: int | None, schedule: str, window: int | N
         raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
     if window is not None and (schedule == "global" or window < 1):
         raise UserError(f"window={window} with schedule={schedule!r}: only hybrid has a window, of at least 1 token.")
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
-import torch
-from transformers import PreTrainedConfig, PreTrainedModel
-
-from conversion_scripts.architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
-from conversion_scripts.conversion import (
-    SHARED_FIELDS,
-    Size,
-    build,
-    describe,
-    new_config,
-    read_source,
-    write_checkpoint,
-)
-from kind_facts import companion_of
-from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.interleaving import keep_start
 
 
 def iha_config(
@@ -125,7 +74,8 @@ def iha_config(
     if num_pseudo_heads is not None and schedule == "hybrid":
         # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
         kinds = ["iha", "iha", "iha", "iha", "mha"]
-        window = window or max(1, context // (2 * num_pseudo_heads**2))
+        with refusing("The hybrid schedule does not fit the source", ValueError):
+            window = window or flop_matched_window(context, num_pseudo_heads)
         if window > context:
             raise UserError(f"window={window}: expected at most the source's context, {context} tokens.")
         windows = [None if i % 5 == 4 else window for i in range(source.num_hidden_layers)]
@@ -168,20 +118,20 @@ def exact_start(
     return {name: value for name, value in started.items() if name in own}
 
 
-def convert(
+def convert_model(
     source: PreTrainedModel,
     num_pseudo_heads: int | None = None,
     schedule: str = "global",
     window: int | None = None,
-    value_offsets: str = "balanced",
-    seed: int = 0,
     kind: str = "iha",
     options: dict | None = None,
+    value_offsets: str = "balanced",
+    seed: int = 0,
     mixing_scale: float = 40.0,
 ) -> IHAForCausalLM:
     """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
-    The arguments are those of the command. The result shares the memory of the weights of `source`: delete one of the
+    The arguments are those of `convert`. The result shares the memory of the weights of `source`: delete one of the
     two, or copy it, before training. Raise `UserError` if the source is not supported or an argument does not fit it.
     """
     config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options)
@@ -200,27 +150,93 @@ def convert(
     return model
 
 
-def main() -> None:
-    args = parse_arguments()
-    names = ("num_pseudo_heads", "schedule", "window", "kind", "options")
-    arguments = {name: getattr(args, name) for name in names}
+def convert(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    num_pseudo_heads: int | None = None,
+    kind: str = "iha",
+    options: dict | None = None,
+    schedule: Literal["global", "hybrid"] = "global",
+    window: int | None = None,
+    value_offsets: Literal["balanced", "none"] = "balanced",
+    dtype: str = "auto",
+    mixing_scale: float = 40.0,
+    seed: int = 0,
+) -> None:
+    """Convert a checkpoint without changing what it computes, and write it, its tokenizer and a model card.
+
+    `source` is a directory, a Hub id or a GGUF file, and `destination` a new directory. The other arguments are the
+    options of the command. Raise `UserError`, and leave nothing behind, if the source cannot be converted.
+    """
+    check_arguments(num_pseudo_heads, schedule, window, kind)
+    if not 0 < mixing_scale < math.inf:
+        raise UserError(f"mixing_scale={mixing_scale}: expected a number above 0.")
+    if not 0 <= seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
+        raise UserError(f"seed={seed}: expected a whole number from 0 to {2**64 - 1}.")
 
     def make():
-        source, tokenizer = read_source(args.src, lambda config: iha_config(config, **arguments), args.dtype)
-        start = {name: getattr(args, name) for name in ("value_offsets", "seed", "mixing_scale")}
-        model = convert(source, **arguments, **start)
-        how = f" to attention of kind {args.kind!r}"
-        if args.options:
-            how += f" with {json.dumps(args.options)}"
-        if args.kind == "iha":
-            how = f" with {args.num_pseudo_heads} pseudo-heads and the {args.schedule} schedule"
-        if args.schedule == "hybrid":
-            context = model.config.max_position_embeddings
-            how += f", whose windows are {model.config.sliding_window} of {context} tokens"
-        length = exact_length(source.config, model.config)
-        return model, tokenizer, describe(args.src, source.config.model_type, how, length)
+        arguments = (num_pseudo_heads, schedule, window, kind, options)
+        model, tokenizer = read_source(source, lambda config: iha_config(config, *arguments), dtype)
+        converted = convert_model(model, *arguments, value_offsets, seed, mixing_scale)
+        how = f" to attention of kind {kind!r}"
+        if options:
+            how += f" with {json.dumps(options)}"
+        if kind == "iha":
+            how = f" with {num_pseudo_heads} pseudo-heads and the {schedule} schedule"
+        if schedule == "hybrid":
+            config = converted.config
+            how += f", whose windows are {config.sliding_window} of {config.max_position_embeddings} tokens"
+        length = exact_length(model.config, converted.config)
+        return converted, tokenizer, describe(source, model.config.model_type, how, length)
 
-    write_checkpoint(args.src, args.dst, make)
+    write_checkpoint(source, destination, make)
+
+
+def json_object(text: str) -> dict:
+    """Return the object that an option gives as JSON, or raise `ArgumentTypeError`."""
+    try:
+        return typed(json.loads(text), dict, "it")
+    except (ValueError, RecursionError, UserError) as error:
+        raise argparse.ArgumentTypeError(f'{text}: expected JSON such as {{"per_head": true}}: {error}') from None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = converter_parser(
+        __doc__,
+        "HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
+        "source checkpoint: a directory, a Hub id or a GGUF file",
+        "the converted checkpoint",
+    )
+    add = parser.add_argument
+    add("--kind", choices=KINDS, default="iha", help="attention kind of the converted layers (default: iha)")
+    add("--options", type=json_object, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
+    add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
+    add(
+        "--schedule",
+        choices=("global", "hybrid"),
+        default="global",
+        help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a "
+        "plain global layer, exact for sequences of at most WINDOW tokens (default: global)",
+    )
+    add("--window", type=int, help="window of hybrid, in tokens (default: the paper's, context length / (2 P^2))")
+    add(
+        "--value-offsets",
+        choices=("balanced", "none"),
+        default="balanced",
+        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the "
+        "pseudo-heads start equal (default: balanced)",
+    )
+    add_dtype(parser)
+    add(
+        "--mixing-scale",
+        type=float,
+        default=40.0,
+        metavar="S",
+        help="how many times the optimizer's rate the weights that mix heads learn at (default: 40)",
+    )
+    add("--seed", type=int, default=0, help="seed of the random values (default: 0)")
+    convert(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -5,69 +5,49 @@ auth login.
 """
 
 import argparse
-import re
+import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
-from common.command_io import UserError, read_text, run_cli
-
-
-def parse_arguments() -> argparse.Namespace:
-    example = "example: %(prog)s smollm2-iha me/smollm2-iha --private --dry-run"
-    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
-    parser.add_argument("directory", metavar="dir", type=Path, help="saved model directory")
-    parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
-    parser.add_argument("--private", action="store_true", help="make a new repository private")
-    parser.add_argument("--tag", help="name the uploaded revision, such as v1")
-    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
-    parser.add_argument("--collection", help="add it to this collection, such as me/iha-0123456789abcdef01234567")
-    parser.add_argument("--license", help="of the weights, if the model card does not state it, such as apache-2.0")
-    parser.add_argument(
-        "--base-model", help="Hub id of the model it was made from, if the card does not state it; none: from scratch"
-    )
-    parser.add_argument("--trust-code", action="store_true", help="run and publish code that is not this package's")
-    parser.add_argument("--dry-run", action="store_true", help="only print what would be uploaded, without network")
-    args = parser.parse_args()
-    if not args.directory.is_dir():
-        raise UserError(f"{args.directory} is no directory: expected a saved model.")
-    return args
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
+from huggingface_hub import HfApi, constants
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from common.checkpoint_io import load_config, load_in_clean_process
+from common.command_io import UserError, read_text, run_cli
 from common.foreign_code import CUSTOM_GENERATE, refuse_foreign_code
-from hub.checks import EVAL_RESULTS, LOADED_NAMES, check_checkpoint, check_links, check_secrets, checkpoint_files
-from hub.client import check_repo_id, commit_of, download, hub_api, hub_errors, snippet
+from conversion_scripts.checkpoint_checks import (
+    EVAL_RESULTS,
+    LOADED_NAMES,
+    check_checkpoint,
+    checkpoint_files,
+    loading_code,
+)
 from kind_facts import is_ours
 from model_cards.render import MAX_CARD, parse_card, render_card, with_name
 from modeling_iha.package import PACKAGE
 
 
-# Weights by the names under which Transformers looks for them, in one file or several, of any variant.
-WEIGHTS = re.compile(r"(pytorch_)?model([.-][\w.-]+)?\.(safetensors|bin)(\.index(\.\w+)?\.json)?")
-# A load takes an adapter's base in the place of the weights beside it.
-ADAPTER = re.compile(r"adapter_(config\.json|model[\w.-]*\.(safetensors|bin))")
-# What git refuses in the name of a tag (git check-ref-format).
-NO_TAG = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|/\.|\.lock(/|$)|^[-./]|[./]$|^@?$")
+# Names of weights, in one file or several, of any variant, as Transformers looks for them.
+WEIGHTS = ["model.safetensors*", "model[.-]*.safetensors*", "pytorch_model*.bin*"]
+# What a load would find in the repository beside what is published, or in its place.
+SUPERSEDED = [
+    *WEIGHTS,
+    *sorted(LOADED_NAMES | {path.name for path in PACKAGE.glob("*.py")}),
+    *("adapter_config.json", "adapter_model*"),
+    *(f"{CHAT_TEMPLATE_DIR}/*", f"{Path(CUSTOM_GENERATE).parent}/*"),
+]
 
 
-def publish(
-    directory: Path,
+def push(
+    directory: str | os.PathLike,
     repo_id: str,
-    *,
     private: bool = False,
     tag: str | None = None,
     create_pr: bool = False,
-    collection: str | None = None,
     license: str | None = None,
     base_model: str | None = None,
     trust_code: bool = False,
@@ -75,23 +55,19 @@ def publish(
 ) -> str | None:
     """Check a saved model, commit it to the model repository `repo_id`, made if necessary, and load it back.
 
-    Return the web address of the commit or pull request. Raise `UserError`, before anything is uploaded where that is
-    possible. Whatever stops it, the repository holds the old checkpoint or the new one, and the same call goes on from
-    there.
+    The options are those of the command. Return the web address of the commit or pull request. Raise `UserError`,
+    before anything is uploaded where that is possible, and the client's errors where the Hub refuses. Whatever stops
+    it, the repository holds the old checkpoint or the new one, and the same call goes on from there.
     """
-    check_repo_id(repo_id)
-    if "/" not in repo_id:  # the Hub would make it in the user's account, where no later request finds it
-        raise UserError(f"{repo_id!r} names no account: expected the account too, such as me/{repo_id}.")
-    if tag is not None and NO_TAG.search(tag):
-        raise UserError(f"{tag!r} is no name that git allows for a tag: choose another, such as v1.")
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"{directory} is no directory: expected a saved model.")
     if tag is not None and create_pr:
         raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")
     names, others = checkpoint_files(directory)
-    check_links(directory, names)
     card = completed_card(directory, repo_id, license, base_model)
     with _staged(directory, names, card) as stage:
         names = sorted({*names, "README.md"})
-        check_secrets(stage, names)
         check_checkpoint(stage, trust_code)
         print(f"Loading {directory} in a clean process", flush=True)
         load_in_clean_process(stage)
@@ -102,37 +78,42 @@ def publish(
             print(f"Not part of a checkpoint, not uploaded: {', '.join(others)}", flush=True)
         if dry_run:
             return None
-        with hub_errors(f"Publishing {repo_id}"):
-            api = hub_api()
-            if collection is not None:
-                api.get_collection(collection)
-            # With None the Hub applies the account's default, which may be private.
-            api.create_repo(repo_id, private=private or None, exist_ok=True)
-            if private and not api.repo_info(repo_id).private:
-                raise UserError(
-                    f"{repo_id} exists and is public: choose another, or make it private on the Hub first."
-                )
-            head = commit_of(api, repo_id)
-            changed, superseded = _difference(api, stage, repo_id, head)
-            is_there = not changed and not superseded
-            tagged = tag is not None and _has_tag(api, repo_id, tag, head if is_there else None)
-            if is_there:
-                print(f"{repo_id} holds these files already", flush=True)
-                url, revision = f"{api.endpoint}/{repo_id}/commit/{head}", head
-            else:
-                url, revision = _commit(api, stage, repo_id, head, changed, superseded, create_pr)
-            if left := ", ".join(_difference(api, stage, repo_id, revision)[0]):
-                raise UserError(f"{repo_id} at {revision} holds other content than was sent for {left}: push again.")
-            # The cache may hold more of this revision than what was just downloaded.
-            refuse_foreign_code(download(api, repo_id, revision, names), trust_code)
-            print(f"Loading {repo_id} at {revision} in a clean process", flush=True)
-            load_in_clean_process(repo_id, revision=revision, hub_cache=constants.HF_HUB_CACHE)
-            if tag is not None and not tagged:
-                api.create_tag(repo_id, tag=tag, revision=revision)
-            if collection is not None:
-                api.add_collection_item(collection, repo_id, "model", exists_ok=True)
-        print(f"Published: {url}\nRevision: {revision}\n\n{snippet(repo_id, revision)}")
+        api = HfApi()
+        # With None the Hub applies the account's default, which may be private.
+        repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
+        info = api.model_info(repo_id)
+        if private and not info.private:
+            raise UserError(f"{repo_id} exists and is public: choose another, or make it private on the Hub first.")
+        changed = _changed(api, stage, repo_id, info.sha)
+        tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags}
+        if tags.get(tag, info.sha) != info.sha or (tag in tags and changed):
+            raise UserError(f"{repo_id} already has a tag {tag!r}: choose another, or delete it first.")
+        # The results of the weights before do not describe the new ones.
+        new_weights = any(fnmatch(name, pattern) for name in changed for pattern in WEIGHTS)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=stage,
+            commit_message="Upload Interleaved Head Attention model",
+            delete_patterns=[*SUPERSEDED, f"{EVAL_RESULTS}/*"] if new_weights else SUPERSEDED,
+            create_pr=create_pr,
+            parent_commit=info.sha,  # of a commit that somebody made meanwhile the Hub says so
+        )
+        # The cache may hold more of this revision than what was published.
+        published = api.snapshot_download(repo_id, revision=commit.oid, allow_patterns=names)
+        refuse_foreign_code(Path(published), trust_code)
+        print(f"Loading {repo_id} at {commit.oid} in a clean process", flush=True)
+        load_in_clean_process(repo_id, revision=commit.oid, hub_cache=constants.HF_HUB_CACHE)
+        if tag is not None and tag not in tags:
+            api.create_tag(repo_id, tag=tag, revision=commit.oid)
+        url = commit.pr_url or commit.commit_url
+        print(f"Published: {url}\nRevision: {commit.oid}\n\n{loading_code(repo_id, commit.oid)}")
         return url
+
+
+def _changed(api: HfApi, stage: Path, repo_id: str, revision: str) -> list[str]:
+    """Return the names of the files that a commit of the repository lacks of the directory `stage`, by checksums."""
+    found = api.verify_repo_checksums(repo_id, revision=revision, local_dir=stage)
+    return [mismatch["path"] for mismatch in found.mismatches] + found.extra_paths
 
 
 def completed_card(directory: Path, repo_id: str, license: str | None, base_model: str | None) -> str:
@@ -179,54 +160,21 @@ def _staged(directory: Path, names: list[str], card: str) -> Iterator[Path]:
             raise UserError(str(error).replace(temporary, str(directory))) from error
 
 
-def _difference(api: HfApi, stage: Path, repo_id: str, revision: str) -> tuple[list[str], list[str]]:
-    """Return what a commit of the repository lacks of the directory `stage`, by checksums, and what is superseded."""
-    found = api.verify_repo_checksums(repo_id, revision=revision, local_dir=stage)
-    changed = [mismatch["path"] for mismatch in found.mismatches] + found.extra_paths
-    new_weights = any(WEIGHTS.fullmatch(path) for path in changed)
-    code = {path.name for path in PACKAGE.glob("*.py")}
-    superseded = [
-        path
-        for path in found.missing_paths
-        if path in LOADED_NAMES | code
-        or WEIGHTS.fullmatch(path)
-        or ADAPTER.fullmatch(path)
-        or path.startswith((f"{CHAT_TEMPLATE_DIR}/", f"{Path(CUSTOM_GENERATE).parent}/"))
-        or (new_weights and path.startswith(f"{EVAL_RESULTS}/"))  # of the weights that were there before
-    ]
-    return changed, superseded
-
-
-def _commit(
-    api: HfApi, stage: Path, repo_id: str, head: str, changed: list[str], superseded: list[str], create_pr: bool
-) -> tuple[str, str]:
-    """Commit the difference to `head`, all of it or nothing, and return the commit's web address and id."""
-    for path in superseded:
-        print(f"Removing what is superseded: {path}", flush=True)
-    operations: list[Any] = [
-        *(CommitOperationAdd(path, str(stage / path)) for path in changed),
-        *(CommitOperationDelete(path, is_folder=False) for path in superseded),
-    ]
-    message = "Upload Interleaved Head Attention model"
-    # A commit of somebody else meanwhile is an error of status 412, for which `hub_errors` has its advice.
-    commit = api.create_commit(repo_id, operations, commit_message=message, create_pr=create_pr, parent_commit=head)
-    return commit.pr_url or commit.commit_url, commit.oid
-
-
-def _has_tag(api: HfApi, repo_id: str, tag: str, head: str | None) -> bool:
-    """Tell if the commit `head` has the tag already.
-
-    Raise `UserError` for a branch of this name and for a tag of another commit.
-    """
-    refs = api.list_repo_refs(repo_id)
-    commits = [ref.target_commit for ref in refs.tags if ref.name == tag]
-    if commits not in ([], [head]) or any(ref.name == tag for ref in refs.branches):
-        raise UserError(f"{repo_id} already has a tag or branch {tag!r}: choose another, or delete it first.")
-    return bool(commits)
-
-
-def main() -> None:
-    publish(**vars(parse_arguments()))
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    example = "example: %(prog)s smollm2-iha me/smollm2-iha --private --dry-run"
+    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
+    add = parser.add_argument
+    add("directory", metavar="dir", help="saved model directory")
+    add("repo_id", help="repository on the Hub, such as me/smollm2-iha")
+    add("--private", action="store_true", help="make a new repository private")
+    add("--tag", help="name the uploaded revision, such as v1")
+    add("--create-pr", action="store_true", help="open a pull request instead of committing")
+    add("--license", help="of the weights, if the model card does not state it, such as apache-2.0")
+    add("--base-model", help="Hub id of the model it was made from, if the card does not state it; none: from scratch")
+    add("--trust-code", action="store_true", help="run and publish code that is not this package's")
+    add("--dry-run", action="store_true", help="only print what would be uploaded, without network")
+    push(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -7,50 +7,16 @@ The exit code is 1 if the models differ, or if the control does not.
 """
 
 import argparse
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.command_io import (
-    MAX_TEXT,
-    UserError,
-    check_output_file,
-    checkpoint,
-    progress,
-    read_text,
-    run_cli,
-    write_json,
-)
-
-
-DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
-
-
-def parse_arguments() -> argparse.Namespace:
-    example = "example: %(prog)s HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha"
-    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
-    parser.add_argument("src", type=checkpoint, help="source checkpoint: a directory, a Hub id or a GGUF file")
-    parser.add_argument("dst", type=checkpoint, help="converted checkpoint: a directory or a Hub id")
-    parser.add_argument(
-        "--text", type=Path, default=DEFAULT_TEXT, help="text file (default: a speech that ships with the command)"
-    )
-    parser.add_argument("--tokens", type=int, default=500, help="tokens of the text to compare (default: 500)")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="tokens to decode greedily (default: 64)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    args = parser.parse_args()
-    if not 0 < args.max_new_tokens < args.tokens:
-        parser.error(f"--max-new-tokens {args.max_new_tokens} must be at least 1 and less than --tokens {args.tokens}")
-    if args.json is not None:
-        check_output_file(args.json, replace=True)
-    return args
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from common.checkpoint_io import load_config, load_model, load_tokenizer
+from common.command_io import MAX_TEXT, UserError, check_output_file, read_text, run_cli, write_json
 from common.foreign_code import note_foreign_code
 from conversion_scripts.architectures import exact_length
 from conversion_scripts.conversion import check_iha
@@ -58,6 +24,7 @@ from kind_facts import companion_of, is_interleaved
 from modeling_iha.modeling_interleaved import backbone_of
 
 
+DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
 # Rounding makes logits of up to 100 differ by less than the first number, and larger ones by less than this part.
 MAX_LOGIT_DIFFERENCE, MAX_RELATIVE_DIFFERENCE = 1e-3, 1e-5
 
@@ -176,66 +143,105 @@ def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
     return tokens[:count]
 
 
-def main() -> None:
-    args = parse_arguments()
-    config = load_config(args.src)
-    tokenizer = load_tokenizer(args.src, config.vocab_size)
-    tokens = read_tokens(tokenizer, args.text, args.tokens)
+def read_both(
+    source: str | os.PathLike, converted: str | os.PathLike, text: Path, count: int
+) -> tuple[PreTrainedConfig, PreTrainedConfig, torch.Tensor]:
+    """Return the configs of both checkpoints, and the tokens [count] of the text, which both tokenizers make of it.
 
-    note_foreign_code(args.dst)
-    converted_config = load_config(args.dst)
+    Raise `UserError` if one is no conversion of the other.
+    """
+    config = load_config(source)
+    tokens = read_tokens(load_tokenizer(source, config.vocab_size), text, count)
+    note_foreign_code(Path(converted))
+    converted_config = load_config(converted)
     if not is_interleaved(converted_config):
-        check_iha(args.dst, converted_config)
+        check_iha(converted, converted_config)
     if converted_config.vocab_size != config.vocab_size:
         sizes = f"{converted_config.vocab_size} and {config.vocab_size}"
-        raise UserError(f"{args.dst} is no conversion of {args.src}: their vocabularies have the sizes {sizes}.")
-    converted_tokens = read_tokens(load_tokenizer(args.dst, config.vocab_size), args.text, args.tokens)
-    if not torch.equal(tokens, converted_tokens):
-        raise UserError(f"The tokenizer in {args.dst} cuts the text into other tokens than the one in {args.src}.")
+        raise UserError(f"{converted} is no conversion of {source}: their vocabularies have the sizes {sizes}.")
+    if not torch.equal(tokens, read_tokens(load_tokenizer(converted, config.vocab_size), text, count)):
+        raise UserError(f"The tokenizer in {converted} cuts the text into other tokens than the one in {source}.")
+    return config, converted_config, tokens
 
-    length, new_tokens = min(args.tokens, exact_length(config, converted_config) or args.tokens), args.max_new_tokens
-    if length < args.tokens:
+
+def verify(
+    source: str | os.PathLike,
+    converted: str | os.PathLike,
+    text: str | os.PathLike | None = None,
+    tokens: int = 500,
+    max_new_tokens: int = 64,
+    json: str | os.PathLike | None = None,
+) -> dict[str, Comparison]:
+    """Check that the checkpoint `converted` computes what its `source` does, and that the check can fail.
+
+    Both are compared in float32 on `tokens` tokens of the file `text`, by default a speech, of which the last
+    `max_new_tokens` are decoded greedily. The figures are printed and, if a file `json` is named, written to it.
+    Return how far the conversion and the control with a broken parameter are from the source. Raise `UserError` if the
+    conversion differs or the control does not.
+    """
+    if not 0 < max_new_tokens < tokens:
+        raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1, and less than tokens={tokens}.")
+    if json is not None:
+        check_output_file(json, replace=True)
+    config, converted_config, ids = read_both(source, converted, Path(text or DEFAULT_TEXT), tokens)
+    length, new_tokens = min(tokens, exact_length(config, converted_config) or tokens), max_new_tokens
+    if length < tokens:
         if length == 1:
-            raise UserError(f"{args.dst} has windows of 1 token: it is exact for no sequence that can be decoded.")
+            raise UserError(f"{converted} has windows of 1 token: it is exact for no sequence that can be decoded.")
         new_tokens = min(new_tokens, length // 2)
         how = f"it is verified on {length}, of which it decodes {new_tokens}, and compared beyond them"
-        print(f"The windows of {args.dst} make it exact for sequences of at most {length} tokens: {how}.")
-    prompt = tokens[: length - new_tokens]
+        print(f"The windows of {converted} make it exact for sequences of at most {length} tokens: {how}.")
+    prompt = ids[: length - new_tokens]
 
-    with progress(f"1 of 4: reading {args.src}"):
-        source = load_model(args.src, torch.float32, config)
-    with progress(f"2 of 4: running it on {args.tokens} tokens, and decoding {new_tokens}"):
-        reference = run_source(args.src, source, tokens, prompt, new_tokens)
-    del source  # before the weights of the conversion are read
-    with progress(f"3 of 4: reading {args.dst}"):
-        converted = load_model(args.dst, torch.float32, converted_config)
-    with progress("4 of 4: running it, and a control with a broken parameter"):
-        within = Run(reference.logits[:length], reference.continuation)
-        logits = forward(converted, tokens)
-        decoded = decode(converted, prompt, new_tokens).continuation
-        results = {"converted": compare(within, Run(logits[:length], decoded))}
-        break_one_parameter(converted)
-        broken = Run(forward(converted, tokens[:length]), decode(converted, prompt, new_tokens).continuation)
-        results["control"] = compare(within, broken)
+    print(f"1 of 4: reading {source}", flush=True)
+    model = load_model(source, torch.float32, config)
+    print(f"2 of 4: running it on {tokens} tokens, and decoding {new_tokens}", flush=True)
+    reference = run_source(str(source), model, ids, prompt, new_tokens)
+    del model  # before the weights of the conversion are read
+    print(f"3 of 4: reading {converted}", flush=True)
+    model = load_model(converted, torch.float32, converted_config)
+    print("4 of 4: running it, and a control with a broken parameter", flush=True)
+    within = Run(reference.logits[:length], reference.continuation)
+    logits = forward(model, ids)
+    decoded = decode(model, prompt, new_tokens).continuation
+    results = {"converted": compare(within, Run(logits[:length], decoded))}
+    break_one_parameter(model)
+    broken = Run(forward(model, ids[:length]), decode(model, prompt, new_tokens).continuation)
+    results["control"] = compare(within, broken)
 
     print(f"\n{'':12}{'max |dlogit|':>14}{'KL per token':>14}{'greedy':>10}")
     for name, result in results.items():
         greedy = f"{result.greedy_agreement}/{result.greedy_tokens}"
         verdict = "agrees" if result.passed else "differs"
         print(f"{name:12}{result.max_logit_difference:14.2e}{result.mean_kl:14.2e}{greedy:>10}  {verdict}")
-    if length < args.tokens:
+    if length < tokens:
         largest, divergence = compare_logits(reference.logits[length:], logits[length:])
         print(f"{f'after {length}':12}{largest:14.2e}{divergence:14.2e}{'':10}  another function, by its windows")
-    if args.json is not None:
+    if json is not None:
         figures = {name: asdict(result) | {"passed": result.passed} for name, result in results.items()}
-        write_json(args.json, {"tokens": length, **figures})
+        write_json(json, {"tokens": length, **figures})
 
     if results["control"].passed:
         raise UserError("The control with a broken parameter passed as well: this text cannot tell the models apart.")
     if not results["converted"].passed:
         expected = f"max |dlogit| < {results['converted'].allowed_difference:g} and the same greedy continuation"
-        raise UserError(f"{args.dst} does not compute what {args.src} does: expected {expected}.")
-    print(f"The conversion is exact up to rounding{f', for {length} tokens' if length < args.tokens else ''}.")
+        raise UserError(f"{converted} does not compute what {source} does: expected {expected}.")
+    print(f"The conversion is exact up to rounding{f', for {length} tokens' if length < tokens else ''}.")
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    example = "example: %(prog)s HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha"
+    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
+    add = parser.add_argument
+    add("source", help="source checkpoint: a directory, a Hub id or a GGUF file")
+    add("converted", help="converted checkpoint: a directory or a Hub id")
+    add("--text", help="text file (default: a speech that ships with the command)")
+    add("--tokens", type=int, default=500, help="tokens of the text to compare (default: 500)")
+    add("--max-new-tokens", type=int, default=64, help="tokens to decode greedily (default: 64)")
+    add("--json", help="also write the figures to this file")
+    verify(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

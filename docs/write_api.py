@@ -1,25 +1,29 @@
-"""Write docs/API.md: the arguments of what `modeling_iha` exports, from docstrings and from the helps of commands.
+"""Write docs/API.md: the arguments of what `modeling_iha` exports and of the commands, from docstrings and helps.
 
 example: PYTHONPATH=. python docs/write_api.py      # writes docs/API.md
 """
 
 import argparse
 import inspect
+import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from importlib import import_module
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from textwrap import fill
 from unittest.mock import patch
 
 import modeling_iha
-from iha_commands import run
+from iha_commands import api
 
 
 START = """# API
 What `from modeling_iha import ...` gives. `python docs/write_api.py` writes this page from the
 docstrings, and from the helps of the commands."""
+COMMANDS = """`from iha_commands.api import convert, verify, push, pull` gives the commands as functions. An option of
+a command is an argument of its function."""
 
 
 def paragraphs(text: str, first: str = "", others: str = "") -> str:
@@ -41,19 +45,12 @@ def arguments(docstring: str) -> tuple[str, str, str]:
     return before, "\n".join(paragraphs(item, "- ", "  ") for item in items), after.partition("```")[0]
 
 
-def options(command: str) -> Iterator[str]:
-    """Yield the options of a command with their helps."""
-    parsers = []
-
-    def keep(parser: argparse.ArgumentParser) -> None:
-        parsers.append(parser)
-        raise SystemExit
-
-    with patch.object(argparse.ArgumentParser, "parse_args", keep), suppress(SystemExit):
-        import_module(run.COMMANDS[command]).parse_arguments()
-    for action in parsers[0]._actions:
-        if action.option_strings and action.dest != "help":
-            yield paragraphs(f"`{action.dest}`: {action.help}", "- ", "  ")
+def options(main: Callable) -> str:
+    """Return what the help of a command says of its options."""
+    with redirect_stdout(StringIO()) as printed, suppress(SystemExit), patch.dict(os.environ, COLUMNS="100"):
+        main(["--help"])
+    listed = printed.getvalue().partition("this help message and exit\n")[2].partition("\nexample:")[0]
+    return f"```text\n{listed.rstrip()}\n```"
 
 
 def described(name: str, value: Callable, more: str = "") -> str:
@@ -75,8 +72,10 @@ def page() -> str:
     sections.append(described("IHAConfig", modeling_iha.IHAConfig))
     sections.append(described("IHAConfig.from_preset", modeling_iha.IHAConfig.from_preset))
     sections.append("## The models\n\n" + paragraphs(f"{models} take an `IHAConfig`, and are called as Llama's are."))
-    for name in ("convert", "verify", "push", "pull"):
-        sections.append(described(name, getattr(modeling_iha, name), "\n".join(options(name))))
+    sections.append("## Commands\n\n" + paragraphs(COMMANDS))
+    for name in api.__all__:
+        function = getattr(api, name)
+        sections.append("#" + described(name, function, options(sys.modules[function.__module__].main)))
     return "\n\n".join([START, *sections]) + "\n"
 
 

@@ -1,3 +1,12 @@
-"""Hold the commands of this package, and its version, which setup.py reads."""
+"""Bring the commands of a checkout into an installation: the console command `iha`, and functions in `api.py`.
 
-__version__ = "0.1.0"
+A wheel holds the rooms of the checkout in this folder, because names such as `common` belong to nobody's
+site-packages. They are found behind everything else on the path.
+"""
+
+import sys
+from pathlib import Path
+
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE if (HERE / "conversion_scripts").is_dir() else HERE.parent))  # of a wheel, or of a checkout

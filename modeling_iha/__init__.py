@@ -11,8 +11,6 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from iha_commands import __version__ as __version__
-
 from .adapters import load_adapter, save_mixing
 from .configuration_iha import IHAConfig
 from .interleave import LocalInterleavedConfig, interleave_heads, remove_interleaving
@@ -27,6 +25,8 @@ from .modeling_iha import (
 from .package import from_preset, save_pretrained
 
 
+__version__ = "0.1.0"  # setup.py reads it
+
 IHAConfig.from_preset = classmethod(from_preset)
 IHAConfig.save_pretrained = save_pretrained
 # This `save_pretrained` ships the code: Transformers' own would copy that of every kind first.
@@ -39,15 +39,6 @@ AutoModelForCausalLM.register(IHAConfig, IHAForCausalLM)
 AutoModelForSequenceClassification.register(IHAConfig, IHAForSequenceClassification)
 AutoModelForTokenClassification.register(IHAConfig, IHAForTokenClassification)
 AutoModelForQuestionAnswering.register(IHAConfig, IHAForQuestionAnswering)
-
-
-def __getattr__(name):
-    """Import a command where it is asked for: the model itself needs none."""
-    if name not in ("convert", "verify", "push", "pull"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from iha_commands import run
-
-    return getattr(run, name)
 
 
 __all__ = [

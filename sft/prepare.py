@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from common.command_io import UserError, file_sha256, new_directory, new_path, one_line, read_json, run_cli, write_json
+from common.command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli, write_json
 
 
 EXAMPLE = """
@@ -39,7 +39,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("source", help="a .jsonl, .parquet or .txt file or a folder of such, or the id of a dataset on the Hub")
-    add("out", type=new_path, metavar="OUT_DIR", help="the directory to make")
+    add("out", type=Path, metavar="OUT_DIR", help="the directory to make")
     add("--tokenizer", required=True, metavar="MODEL", help="the model to train: its tokenizer and chat template")
     add(
         "--chat-template",

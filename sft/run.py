@@ -33,7 +33,7 @@ from common.command_io import (
     sole_writer,
     write_json,
 )
-from conversion_scripts.push_to_hub import publish
+from conversion_scripts.push_to_hub import push
 from kind_facts import is_ours
 from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
 from sft.arguments import UNUSED_KEYS, RecipeParser, RunArguments, chat_template, check_values
@@ -183,7 +183,7 @@ def train(run: RunArguments, args: TrainingArguments, build: BuildTrainer) -> No
         save_final(trainer, model, run, record, final)
         print(f"Final model: {final}\nCurves:      loss.json, loss.png, curves.json and curves.png beside it")
         if run.push_repo_id is not None:
-            publish(final, run.push_repo_id)
+            push(final, run.push_repo_id)
     # DDP's reducer must go before the process group. The last one to hold the group destroys it and joins its threads;
     # the reducer would do so with the GIL held, while such a thread may still need the GIL to release a tensor, for
     # ever.

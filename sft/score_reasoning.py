@@ -9,7 +9,6 @@ from pathlib import Path
 from common.command_io import (
     UserError,
     check_output_file,
-    checkpoint,
     open_regular,
     read_jsonl,
     run_cli,
@@ -27,7 +26,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=checkpoint, help="model directory, GGUF file or id on the Hub")
+    parser.add_argument("model", help="model directory, GGUF file or id on the Hub")
     parser.add_argument("data", help="rows made by make_reasoning_data.py")
     parser.add_argument("--limit", type=int, help="use the first LIMIT rows only")
     parser.add_argument("--batch-size", type=int, default=16)

@@ -18,15 +18,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from math import prod
 from threading import RLock, Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from huggingface_hub import HfApi, constants
-
-from hub import client as hub_client
+from huggingface_hub import constants
 
 
 TOKEN = "hf_loopback"
@@ -127,7 +124,6 @@ class LoopbackHub:
         self.lfs: dict[str, bytes] = {}
         self.calls: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
-        self.collections: dict[str, list[str]] = {}
         self.before_commit = None
         self.lock = RLock()
         self.server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -154,7 +150,7 @@ class LoopbackHub:
 
     def use(self, monkeypatch, home) -> None:
         """Lead the commands of this process here, with caches below `home` and retries that do not wait."""
-        monkeypatch.setattr(hub_client, "HfApi", partial(HfApi, endpoint=self.endpoint, token=TOKEN))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, self.endpoint)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
@@ -193,24 +189,6 @@ class LoopbackHub:
         siblings = [{"rfilename": path} for path in sorted(repository.commits[sha])]
         return {"id": repo_id, "sha": sha, "private": repository.private, "tags": [], "siblings": siblings}
 
-    def models(self, author: str) -> list[dict]:
-        ids = [repo_id for repo_id in self.repositories if repo_id.startswith(f"{author}/")]
-        models = [self.info(repo_id, self.repositories[repo_id], "main") for repo_id in ids]
-        for model in models:
-            file = self.head(model["id"]).get("model.safetensors")
-            header = json.loads(file.content[8 : 8 + int.from_bytes(file.content[:8], "little")]) if file else {}
-            total = sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-            model["safetensors"] = {"parameters": {"F32": total}, "total": total}
-        return models
-
-    def collection(self, slug: str, item: str | None) -> dict:
-        if slug not in self.collections:
-            raise HubError(404, "Collection not found")
-        if item is not None:
-            self.collections[slug].append(item)
-        described = {"slug": slug, "title": "", "owner": {}, "lastUpdated": "2026-01-01T00:00:00.000Z", "items": []}
-        return {**described, "position": 0, "private": False, "theme": "blue", "upvotes": 0}
-
     def tree(self, repository: Repository, revision: str, folder: str) -> list[dict]:
         """List the files below `folder`, recursively, because the stand-in holds no folders."""
         sha = repository.resolve(revision)
@@ -225,9 +203,19 @@ class LoopbackHub:
                 listing[-1]["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
         return listing
 
-    def preupload(self, body: dict) -> dict:
-        modes = {file["path"]: "lfs" if file["path"].endswith(LFS_SUFFIXES) else "regular" for file in body["files"]}
-        return {"files": [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]}
+    def preupload(self, repository: Repository, revision: str, body: dict) -> dict:
+        there = repository.commits[repository.resolve(revision)]
+        return {
+            "files": [
+                {
+                    "path": (path := file["path"]),
+                    "uploadMode": "lfs" if path.endswith(LFS_SUFFIXES) else "regular",
+                    "shouldIgnore": False,
+                    "oid": there[path].etag if path in there else None,
+                }
+                for file in body["files"]
+            ]
+        }
 
     def lfs_batch(self, repo_id: str, body: dict) -> dict:
         """Ask for the objects that are not there yet."""
@@ -357,10 +345,6 @@ class _Handler(BaseHTTPRequestHandler):
             return hub.create(json.loads(body))
         if parts == ["api", "validate-yaml"]:
             return {"errors": [], "warnings": []}
-        if parts == ["api", "models"]:
-            return hub.models(query["author"][0])
-        if parts[:2] == ["api", "collections"]:
-            return hub.collection("/".join(parts[2:4]), json.loads(body)["item"]["id"] if body else None)
         if parts[2:] and parts[1].endswith(".git"):
             repo_id = "/".join(parts[:2]).removesuffix(".git")
             body = json.loads(body)
@@ -381,7 +365,7 @@ class _Handler(BaseHTTPRequestHandler):
             case ["tree"]:
                 return hub.tree(repository, rest[0], "/".join(rest[1:]))
             case ["preupload"]:
-                return hub.preupload(json.loads(body))
+                return hub.preupload(repository, rest[0], json.loads(body))
             case ["commit"]:
                 lines = [json.loads(line) for line in body.splitlines()]
                 return hub.commit(repo_id, repository, rest[0], lines, "create_pr" in query)

@@ -1,7 +1,6 @@
-"""Answer in one line, with a bound, whatever comes from outside, and show a terminal nothing that acts on it."""
+"""Answer in one line, with a bound, whatever comes from outside."""
 
 import gzip
-import io
 import json
 import os
 import re
@@ -17,13 +16,13 @@ from pydantic import FiniteFloat
 from typing_extensions import TypedDict
 
 from common import command_io
-from common.command_io import UserError, check_output_file, read_json, read_jsonl, read_yaml, run_cli, whole_file
+from common.command_io import UserError, read_json, read_jsonl, read_yaml, run_cli, whole_file
 
 
 # What is left of an exception
 
 
-def failing(error=KeyError("value\n\x1b[2J")):
+def failing(error=KeyError("value\n")):
     raise error
 
 
@@ -43,9 +42,8 @@ def fails(monkeypatch, capsys, tmp_path):
 
 
 def test_a_defect_is_one_line_that_names_its_traceback(fails, monkeypatch, tmp_path):
-    line = fails(failing, "results\x1b.json")
-    assert re.match(r"Error: command.py results\\x1b.json failed in test_borders.py, line \d+: KeyError: ", line)
-    assert "\x1b" not in line and "\n" not in line
+    line = fails(failing, "results.json")
+    assert re.match(r"Error: command.py results\.json failed in test_borders.py, line \d+: KeyError: ", line)
     (file,) = tmp_path.iterdir()
     assert line.endswith(f"--traceback shows more, as does {file}.")
     assert file.read_text().startswith("Traceback") and "in failing" in file.read_text()
@@ -63,26 +61,6 @@ def test_the_option_traceback_shows_it(error, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["command", "--traceback", "a"])
     with pytest.raises(type(error)):
         run_cli(main)
-
-
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_any_terminal_shows_any_name(encoding, monkeypatch):
-    streams = [io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2)]
-    monkeypatch.setattr(sys, "stdout", streams[0])
-    monkeypatch.setattr(sys, "stderr", streams[1])
-    name = "日\udcff\u202e\x1b[2J\x9b"
-
-    def main():
-        print(f"a\tb: {name}")
-        raise UserError(name)
-
-    with pytest.raises(SystemExit):
-        run_cli(main)
-    for stream in streams:
-        stream.flush()
-        text = stream.buffer.getvalue().decode(encoding)
-        assert text.endswith(r"\udcff\u202e\x1b[2J\x9b" + "\n") and text.count("\n") == 1
-        assert ("日" in text) == (encoding == "utf-8")
 
 
 # What is read
@@ -193,14 +171,3 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
         temporary.write_text("half")
         1 / 0
     assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("file", "figures")]
-
-
-def test_no_link_in_the_place_of_a_temporary_file_is_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr(command_io.secrets, "token_hex", lambda size: "0")
-    (tmp_path / "mine").write_text("mine")
-    (tmp_path / ".file.0.tmp").symlink_to(tmp_path / "mine")
-    with pytest.raises(FileExistsError), whole_file(tmp_path / "file"):
-        pytest.fail("it was opened")
-    with pytest.raises(UserError, match="cannot be written: File exists"):
-        check_output_file(tmp_path / "file")
-    assert (tmp_path / "mine").read_text() == "mine"

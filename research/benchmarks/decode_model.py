@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from common.checkpoint_io import load_model, smollm2_gguf
-from conversion_scripts.convert_llama_to_iha import convert
+from conversion_scripts.convert_llama_to_iha import convert_model
 from kind_facts.model_cost import attention
 from research.benchmarks.harness import medians, ratios, reported, write
 
@@ -69,11 +69,11 @@ def main() -> None:
     args = PARSER.parse_args()
     logging.disable_progress_bar()
     llama = load_model(smollm2_gguf(), torch.float32)
-    iha = convert(llama, PSEUDO_HEADS)
+    iha = convert_model(llama, PSEUDO_HEADS)
     rows = reported(measure(llama, iha, tokens, args.repeats) for tokens in args.tokens)
     setting = {"new_tokens": NEW_TOKENS, "checkpoint": "SmolLM2-135M-Instruct"}
     predicted_by = "values of weights and cache that are read"
-    write(args.out, "decode_model", rows, dtype="float32", **setting, predicted_by=predicted_by)
+    write(args.out, "decode_model", rows, None, dtype="float32", **setting, predicted_by=predicted_by)
 
 
 if __name__ == "__main__":

@@ -9,26 +9,22 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.command_io import attention_kinds, new_directory, run_cli
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=attention_kinds(), help="attention mechanism")
-    parser.add_argument("dst", type=Path, help="new directory")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from common.command_io import new_directory, run_cli
 from kind_facts import companion_of
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=ATTENTION_CLASSES, help="attention mechanism")
+    parser.add_argument("dst", type=Path, help="new directory")
+    return parser.parse_args(argv)
 
 
 # Those of sft/chat_templates.

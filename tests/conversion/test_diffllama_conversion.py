@@ -7,7 +7,7 @@ from tiny_sources import OTHER_SOURCES, assert_equal_logits, continuation, logit
 from transformers import DiffLlamaForCausalLM
 
 from common.command_io import UserError
-from conversion_scripts.convert_diffllama_to_iha import convert, iha_config
+from conversion_scripts.convert_diffllama_to_iha import convert_model, iha_config
 from conversion_scripts.convert_iha_to_diffllama import convert_back
 from modeling_iha import IHAForCausalLM, cpu_precision
 
@@ -18,7 +18,7 @@ def test_there_and_back(name, dtype, monkeypatch):
     monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [])  # as on a CPU with products of the dtype
     source = tiny_source(name, dtype)
     expected, tokens = logits(source), continuation(source)
-    model = convert(source)
+    model = convert_model(source)
     assert type(model) is IHAForCausalLM and not model.training and model.dtype == dtype
     assert model.config.attention_kinds == ["diff"] * 6
     assert_equal_logits(logits(model), expected)

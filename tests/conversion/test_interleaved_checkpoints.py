@@ -1,15 +1,13 @@
 """Give the commands a checkpoint of a decoder whose heads `interleave_heads` interleaved."""
 
 import re
-import sys
-from types import SimpleNamespace
 
+import openai
 import pytest
 import torch
-import uvicorn
-from fastapi.testclient import TestClient
 from helpers import small_config
 from loopback_hub import LoopbackHub
+from servers import answering
 from tiny_training import byte_tokenizer, saved
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
@@ -18,10 +16,8 @@ from common.command_io import UserError
 from conversion_scripts import (
     convert_iha_to_llama,
     convert_llama_to_iha,
-    list_checkpoints,
     pull_from_hub,
     push_to_hub,
-    serve,
     verify_conversion,
 )
 from model_cards.render import render_card
@@ -53,20 +49,15 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_commands_take_it(name, place, tmp_path, monkeypatch, capsys):
+def test_commands_take_it(name, place, tmp_path, capsys):
     plain, directory = str(place / name), str(place / f"{name}-iha")
-    monkeypatch.setattr(sys, "argv", ["verify", plain, directory, "--tokens", "40", "--max-new-tokens", "9"])
-    verify_conversion.main()
+    results = verify_conversion.verify(plain, directory, tokens=40, max_new_tokens=9)
     printed = capsys.readouterr().out
     assert "exact up to rounding" in printed
-    assert [line.split()[-1] for line in printed.splitlines() if line.startswith(("converted", "control"))] == [
-        *("agrees", "differs")
-    ]
+    assert results["converted"].passed and not results["control"].passed
     explore_attention.main([directory, "abc", "--output", str(tmp_path / "page.html")])
     assert generate_replies(load_model(directory), byte_tokenizer(), [[{"role": "user", "content": "1"}]] * 2, 2, 3)
-    kind, schedule = {"llama": ("llama", "3 full"), "gemma3": ("gemma3_text", "2 sliding of 6 + 1 full")}[name]
-    rows = {row[0]: row[1:4] for row in list_checkpoints.local_rows(place)}
-    assert rows[f"{name}-iha"] == [f"iha, {kind}", "2", schedule] and name not in rows
+    kind = {"llama": "llama", "gemma3": "gemma3_text"}[name]
     card = render_card(load_config(directory), "me/model")
     assert f'- "{kind}": the base model\'s own layer.' in card
     assert "vLLM, SGLang and llama.cpp do not run it" in card and card.count("vLLM") == 1
@@ -92,17 +83,12 @@ def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
         assert {line.split()[0] for line in out.splitlines() if ".py " in line} == set(INTERLEAVED_FILES)
         status, out, err = cli(pull_from_hub, "me/model", tmp_path / "pulled")
         assert status == 0 and "InterleavedForCausalLM" in out, err
-    apps = []
-    monkeypatch.setattr("uvicorn.Server", lambda config: SimpleNamespace(run=lambda: apps.append(config.app)))
-    monkeypatch.setattr("uvicorn.Config", uvicorn.Config)  # main changes it
     pulled = str(tmp_path / "pulled")
-    with pytest.raises(SystemExit, match="0"):
-        serve.main([pulled, "--port", "0", "--device", "cpu"])
     chat = [{"role": "user", "content": "1+1?"}]
-    client = TestClient(apps[0], base_url="http://localhost:8000")
-    sent = {"model": pulled, "messages": chat, "max_tokens": 4, "temperature": 0}
-    answer = client.post("/v1/chat/completions", json=sent).json()["choices"][0]["message"]["content"]
-    assert [answer] == generate_replies(load_model(pulled), byte_tokenizer(), [chat], 1, 4)
+    with answering(pulled) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+        answer = client.chat.completions.create(model=pulled, messages=chat, max_tokens=4, temperature=0)
+    assert [answer.choices[0].message.content] == generate_replies(load_model(pulled), byte_tokenizer(), [chat], 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +98,9 @@ def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
         (convert_iha_to_llama, [], "is a 'interleaved' checkpoint; expected 'iha'"),
     ],
 )
-def test_converters_refuse_it(command, options, message, place, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["command", str(place / "llama-iha"), str(tmp_path / "out"), *options])
+def test_converters_refuse_it(command, options, message, place, tmp_path):
     with pytest.raises(UserError, match=message):
-        command.main()
+        command.main([str(place / "llama-iha"), str(tmp_path / "out"), *options])
     assert not (tmp_path / "out").exists()
 
 

@@ -1,24 +1,14 @@
 """Serve OpenAI's client and `transformers chat`, run pipelines, and refuse what cannot serve."""
 
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
+import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from multiprocessing import get_context
-from pathlib import Path
-from types import SimpleNamespace
 
 import openai
 import pytest
 import torch
-import uvicorn
-from fastapi.testclient import TestClient
 from helpers import HYBRID, plant, random_ids, random_model, small_config
-from tiny_sources import tiny_tokenizer
+from servers import answering
+from tiny_sources import edit_config, edit_weights, tiny_tokenizer
 from transformers import AutoModel, pipeline
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -64,30 +54,6 @@ def reply(model):
     return answer(model, CHAT)
 
 
-@contextmanager
-def answering(checkpoint, *options):
-    """Yield the address of a server of the checkpoint, which runs in a process of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = [checkpoint, *options, "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
-    process = get_context("fork").Process(target=serve.main, args=(arguments,))  # a new one would import PyTorch
-    process.start()
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=5).close()
-                break
-            except OSError:
-                assert process.is_alive() and time.monotonic() < deadline, "no server answers"
-                time.sleep(0.2)
-        yield url
-    finally:
-        process.kill()  # a fork stays with the threads of its parent if it is asked to end
-        process.join(30)
-
-
 @pytest.fixture(scope="module")
 def server(checkpoint):
     with answering(checkpoint) as url:
@@ -95,10 +61,9 @@ def server(checkpoint):
 
 
 def test_openai_client(server, checkpoint, reply):
-    """Ask for the model's name, and for a whole and a streamed answer, decoded greedily."""
+    """Ask for a whole and a streamed answer, decoded greedily."""
     text, length = reply
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60, max_retries=0)
-    assert [served.id for served in client.models.list()] == [checkpoint]
     request = {"model": checkpoint, "messages": CHAT, "max_tokens": NEW_TOKENS, "temperature": 0}
     whole = client.chat.completions.create(**request)
     assert whole.choices[0].message.content == text and whole.choices[0].finish_reason == "length"
@@ -131,62 +96,18 @@ def test_continuous_batching_answers_clients_together(checkpoint, model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "error"),
-    [("dcmha", [], "layers of kind 'dcmha' cache more"), ("iha", ["--cb-use-cuda-graph"], "leave use_cuda_graph")],
+    ("change", "error"),
+    [
+        (lambda path: edit_weights(path, lambda weights: weights.pop("model.norm.weight")), "missing keys model.norm"),
+        (lambda path: edit_config(path, _attn_implementation="org/kernel"), "'org/kernel' would load what is not"),
+    ],
 )
-def test_what_continuous_batching_cannot_serve_is_refused_at_the_start(kind, options, error, tmp_path, monkeypatch):
+def test_what_would_be_served_otherwise_than_it_says_is_refused(change, error, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr("uvicorn.Server", None)  # a server would run for ever
-    random_model(small_config(attention_kinds=kind)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=f"The server cannot start with .*{error}"):
-        serve.main([str(tmp_path), "--port", "0", "--continuous-batching", *options])
-
-
-def test_the_server_answers_this_machine_only_and_stops_soon(checkpoint, monkeypatch):
-    configs = []
-    monkeypatch.setattr("uvicorn.Server", lambda config: SimpleNamespace(run=lambda: configs.append(config)))
-    monkeypatch.setattr("uvicorn.Config", uvicorn.Config)  # main changes it
-    with pytest.raises(SystemExit, match="0"):
-        serve.main([checkpoint, "--port", "0"])
-    assert configs[0].timeout_graceful_shutdown == serve.STOP_SECONDS
-    client = TestClient(configs[0].app, base_url="http://localhost:8000")
-    for headers, status in (
-        ({}, 200),
-        ({"Host": "127.0.0.1:8000"}, 200),
-        ({"Host": "[::1]:8000"}, 200),
-        ({"Origin": "http://localhost:8000"}, 200),
-        ({"Host": "rebound.example:8000", "Origin": "http://rebound.example:8000"}, 400),
-        ({"Origin": "http://localhost:3000"}, 403),
-        ({"Origin": "null"}, 403),
-    ):
-        for method, path in (("GET", "/v1/models"), ("POST", "/reset")):
-            assert client.request(method, path, headers=headers).status_code == status, (headers, path)
-
-
-def test_what_would_be_served_otherwise_than_it_says_is_refused(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("uvicorn.Server", None)  # a server would run for ever
-    weights = model.state_dict()
-    del weights["model.norm.weight"]
-    model.save_pretrained(tmp_path / "lacking", state_dict=weights)
-    tiny_tokenizer().save_pretrained(tmp_path / "lacking")
-    with pytest.raises(UserError, match="missing keys model.norm.weight"):
-        serve.main([str(tmp_path / "lacking"), "--port", "0"])
-    (tmp_path / "model@v2").mkdir()
-    with pytest.raises(UserError, match="for a revision of another model. Rename the directory"):
-        serve.main([str(tmp_path / "model@v2"), "--port", "0"])
-
-
-def test_transformers_chat(server, checkpoint, reply, tmp_path):
-    process = subprocess.run(
-        [Path(sys.executable).with_name("transformers"), "chat", checkpoint, server]
-        + [f"max_new_tokens={NEW_TOKENS}", "do_sample=False"],
-        input=f"{CHAT[0]['content']}\nn\n!exit\n",
-        env=os.environ
-        | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_UPDATE_CHECK": "1", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert process.returncode == 0 and reply[0] in process.stdout, process.stdout + process.stderr
+    change(shutil.copytree(checkpoint, tmp_path / "iha"))
+    monkeypatch.setattr("sys.argv", ["serve", str(tmp_path / "iha"), "--port", "0"])
+    with pytest.raises(UserError, match=error):
+        serve.main()
 
 
 def test_text_generation_pipeline(checkpoint, reply):

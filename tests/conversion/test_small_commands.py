@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 
 import pytest
 from helpers import last_line, random_model, small_config
@@ -10,7 +9,6 @@ from tiny_training import with_template
 from transformers import LlamaConfig
 
 from common.command_io import UserError, run_module
-from conversion_scripts import serve
 from research.benchmarks import cost
 from sft import make_reasoning_data, score_reasoning
 
@@ -23,8 +21,6 @@ def files(tmp_path_factory):
     wrong = json.loads((directory / "rows.jsonl").read_text().splitlines()[0])
     wrong["conversations"][1]["value"] = "<|begin_of_solution|>\nnone\n<|end_of_solution|>"
     (directory / "wrong.jsonl").write_text(json.dumps(wrong))
-    (directory / "kernel").mkdir()
-    (directory / "kernel" / "config.json").write_text('{"a": {"attn_implementation": "org/k"}}')
     LlamaConfig().save_pretrained(directory / "llama")
     return directory
 
@@ -34,11 +30,6 @@ MISTAKES = [
     (cost, ["--config", "IN/llama", "--tokens", "8"], "IN/llama is a 'llama' model; expected 'iha'"),
     (make_reasoning_data, ["IN/rows.jsonl", "--rows", "1"], "IN/rows.jsonl exists: "),
     (score_reasoning, ["IN", "IN/wrong.jsonl"], "row 1: the verifier of 'chain_sum' does not accept"),
-    (serve, ["IN/absent", "--port", "0"], "IN/absent is no directory, and IN is one"),
-    (serve, ["IN/kernel", "--port", "0"], "attn_implementation 'org/k' would load what is not in the checkpoint"),
-    (serve, ["IN/absent", "--host", "127.0.0.1", "--port", "TAKEN"], "Address already in use"),
-    (serve, ["IN/absent", "--host", "0.0.0.0"], "without a key.* vLLM and --api-key"),
-    (serve, ["IN/absent", "--port", "0", "--enable-cors"], "--enable-cors: any web page could use this server"),
 ]
 
 
@@ -48,10 +39,7 @@ MISTAKES = [
 def test_a_mistake_is_one_line(module, arguments, message, files, monkeypatch, cli):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     before = {path: path.read_bytes() for path in files.rglob("*") if path.is_file()}
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        for name, value in {"IN": str(files), "TAKEN": str(taken.getsockname()[1])}.items():
-            arguments = [argument.replace(name, value) for argument in arguments]
-        code, out, err = cli(module, *arguments)
+    code, out, err = cli(module, *(argument.replace("IN", str(files)) for argument in arguments))
     assert (code, out) == (1, "") and re.search(message.replace("IN", str(files)), last_line(err))
     assert {path: path.read_bytes() for path in files.rglob("*") if path.is_file()} == before
 

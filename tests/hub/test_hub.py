@@ -145,8 +145,8 @@ def first(hub, trained, second):
     with pytest.MonkeyPatch.context() as patch:
         load = lambda source, **pinned: pinned and load_in_clean_process(source, **pinned)  # noqa: E731
         patch.setattr(push_to_hub, "load_in_clean_process", load)
-        push_to_hub.publish(trained / "final", "me/iha", tag="v1", base_model="me/llama")
-    push_to_hub.publish(second, "me/iha", base_model="me/llama", trust_code=True)
+        push_to_hub.push(trained / "final", "me/iha", tag="v1", base_model="me/llama")
+    push_to_hub.push(second, "me/iha", base_model="me/llama", trust_code=True)
     return hub.repositories["me/iha"].references["v1"]
 
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import kind_facts
-from common.command_io import ROOT, attention_kinds
+from common.command_io import ROOT
 from conversion_scripts.convert_llama_to_iha import KINDS, exact_start
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -63,7 +63,6 @@ def test_every_companion_is_of_a_kind():
 def test_what_is_derived():
     assert KINDS == sorted(kind for kind in ATTENTION_CLASSES if kind_facts.companion_of(kind).start)
     assert KINDS == ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "talking_heads"]
-    assert attention_kinds() == sorted(ATTENTION_CLASSES)
     of_scores = {"score_mix", "weight_mix", "score_conv", "weight_conv", "pre_base", "post_base"}
     names = {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
     assert names == {name for attention in ATTENTION_CLASSES.values() for name in attention.mixing_modules}

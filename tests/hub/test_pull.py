@@ -1,7 +1,6 @@
-"""Fetch checkpoints from the stand-in for the Hub, whole or not at all, and list checkpoints as they are."""
+"""Fetch checkpoints from the stand-in for the Hub, whole or not at all, and run no code that is not this package's."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,29 +14,11 @@ from tiny_sources import tiny_tokenizer
 from common import foreign_code
 from common.checkpoint_io import load_config, load_in_clean_process
 from common.command_io import UserError
-from conversion_scripts import (
-    check_remote_code,
-    list_checkpoints,
-    pull_from_hub,
-    verify_conversion,
-)
+from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
 
 
-CARD = """---
-license: mit
-base_model: me/base
-tags: [iha]
-model-index:
-- name: a model
-  results:
-  - task: {type: text-generation}
-    dataset: {name: sums, type: sums}
-    metrics:
-    - {type: accuracy, value: 0.123456}
----
-A model.
-"""
+CARD = "---\nlicense: mit\nbase_model: me/base\n---\nA model.\n"
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +67,15 @@ def test_pull_fetches_every_file(hub, pull, saved, tmp_path):
     assert (pulled / "README.md").read_text().endswith("newer\n")
 
 
-def test_pull_does_not_believe_a_damaged_cache(pull, saved, tmp_path):
+def test_pull_does_not_believe_a_damaged_cache(pull, tmp_path):
     pull()
     shutil.rmtree(tmp_path / "pulled")
     weights = next(Path(constants.HF_HUB_CACHE).rglob("model.safetensors")).resolve()
     weights.chmod(0o644)
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    pull()
-    assert (tmp_path / "pulled" / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    assert "model.safetensors of me/iha differs from the Hub's checksum: remove it from the cache" in pull()
+    shutil.rmtree(Path(constants.HF_HUB_CACHE) / "models--me--iha")
+    assert "Revision: " in pull()
 
 
 def damage(hub):
@@ -115,20 +97,14 @@ def put(name, content, lfs=False):
     return lambda hub: hub.head("me/iha").update({name: File(content, lfs)})
 
 
-GATED = HubError(403, "This repository is gated")
 REFUSED = {
-    "private": (fault("GET", "/api/", 401), "log in with `hf auth login`"),
-    "gated": (fault("GET", "", GATED), "a gated model asks for access on its page"),
-    "dropped": (fault("GET", "/resolve/", "drop"), "run the command again"),
-    "login page": (fault("GET", "/api/", "html"), "a login page of the network"),
+    "private": (fault("GET", "/api/", 401), "401"),
+    "gated": (fault("GET", "", HubError(403, "This repository is gated")), "This repository is gated"),
+    "dropped": (fault("GET", "/resolve/", "drop"), ""),
     "no model": (lambda hub: hub.head("me/iha").pop("config.json"), "me/iha holds no config.json"),
     "a pickle": (put("pytorch_model.bin", b"x", True), "me/iha holds pytorch_model.bin: pickles are refused"),
-    "a hidden name": (put("notes\u202efdp.py", b""), "me/iha holds notes\\u202efdp.py: expected names"),
-    "git's own": (put("a/.GIT/config", b""), "me/iha holds a/.GIT/config: expected names"),
-    "one name in two cases": (put("Config.json", b"{}"), "me/iha holds Config.json: expected names"),
-    "other code": (put("modeling_iha.py", b"class IHAForCausalLM: pass\n"), "expects the class"),
     "other sizes": (resize, "me/iha does not hold the weights its config asks for: mismatched keys "),
-    "other content": (damage, "cannot be fetched whole"),
+    "other content": (damage, ""),
 }
 
 
@@ -137,11 +113,11 @@ def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull):
     change, message = REFUSED[name]
     change(hub)
     error = pull()
-    assert message in error and ".tmp" not in error and "may write" not in error
+    assert message in error and ".unfinished" not in error
     if hub.faults:
         hub.faults.clear()
         assert "Revision: " in pull()
-    if name in ("a pickle", "no model", "a hidden name", "git's own", "one name in two cases"):
+    if name in ("a pickle", "no model"):
         assert not any("resolve" in path for _, path in hub.calls)
 
 
@@ -210,74 +186,10 @@ def test_the_other_commands_run_no_code_of_a_checkpoint(saved, tmp_path, cli):
     plant(directory, mark)
     smoke = ("--suite", "smoke", "--tasks", "gsm8k", "--samples", 1, "--max-new-tokens", 4)
     for module, arguments in (
-        (list_checkpoints, [directory]),
-        (check_remote_code, [directory]),
         (verify_conversion, [directory, directory, "--tokens", 20, "--max-new-tokens", 4]),
         (evaluate, [directory, *smoke, "--output", tmp_path / "results"]),
     ):
         code, out, err = cli(module, *arguments)
         assert code == 0, err
-        assert ("planted_tokenizer.py" in err) == (module in (verify_conversion, evaluate)), err
+        assert "planted_tokenizer.py" in err, err
     assert not mark.exists()
-
-
-# Tables
-
-
-def rows_of(text):
-    return {line.split()[0]: line for line in text.splitlines()}
-
-
-def test_list_shows_a_directory(saved, tmp_path, cli):
-    shutil.copytree(saved, tmp_path / "a" / "final")
-    layers = {"attention_kinds": ["iha", "mha"], "layer_types": ["sliding_attention", "full_attention"]}
-    model = random_model(small_config(**layers, sliding_window=8))
-    model.save_pretrained(tmp_path / "b", max_shard_size="20KB")
-    odd = {
-        "\x1b[2Jc/config.json": "{",
-        "e/config.json": None,  # a pipe
-        "g/README.md": "---\n2024: x\n---\n",
-        "h/.eval_results/y.yaml": "a: [",
-        "i/model.safetensors": "damaged",
-    }
-    results = "- dataset: {id: openai/gsm8k, task_id: gsm8k}\n  value: 12.5\n"
-    known = {"b/.eval_results/x.yaml": results, "d/config.json": '{"model_type": "llama"}'}
-    for name, content in (odd | known).items():
-        if name[0] in "ghi":
-            shutil.copytree(saved, tmp_path / name[0])
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).unlink(missing_ok=True)
-        os.mkfifo(tmp_path / name) if content is None else (tmp_path / name).write_text(content)
-    code, out, err = cli(list_checkpoints, tmp_path)
-    rows = rows_of(out)
-    assert code == 0 and set(rows) == {"checkpoint", "a/final", "b"}
-    passed_over = [line.split(": ")[0].removeprefix(f"Passed over {tmp_path}/") for line in err.splitlines()]
-    assert passed_over == ["\\x1b[2Jc", "e", "g", "h", "i"]
-    parameters = random_model(small_config()).num_parameters()
-    cells = ["a/final", "iha", "2", "2 full", f"{parameters:,}", "me/base", "sums accuracy 0.1235", "-"]
-    assert rows["a/final"].split() == " ".join(cells).split()
-    cells = ["b", "iha, mha", "2", "1 sliding of 8 + 1 full", f"{model.num_parameters():,}", "-", "gsm8k 12.5", "-"]
-    assert rows["b"].split() == " ".join(cells).split()
-    code, out, _ = cli(list_checkpoints, tmp_path / "a" / "final")
-    assert code == 0 and set(rows_of(out)) == {"checkpoint", "final"}
-
-
-def test_list_shows_an_account(hub, saved, cli):
-    hub.add("other/iha", saved)
-    for name, config in {"a": b"{", "b": b'{"num_hidden_layers": 1000000000, "model_type": "iha"}'}.items():
-        hub.add(f"me/{name}", saved)
-        hub.head(f"me/{name}")["config.json"] = File(config, False)
-    code, out, err = cli(list_checkpoints, "me")
-    assert err.count("\n") == 2 and all(f"Passed over me/{name}: " in err for name in "ab")
-    cells = rows_of(out)["me/iha"]
-    assert code == 0 and "other/iha" not in out and "me/base" in cells and "sums accuracy 0.1235" in cells
-    assert f"{random_model(small_config()).num_parameters():,}" in cells
-    assert cells.endswith(hub.repositories["me/iha"].references["main"][:12])
-    assert not any("model.safetensors" in path for _, path in hub.calls)
-    hub.add("me/gated", saved)
-    hub.faults.append(Fault("GET", "/me/gated/", GATED))
-    code, out, err = cli(list_checkpoints, "me")
-    assert code == 0 and "Passed over me/gated: " in err and "me/iha" in rows_of(out), err
-    hub.faults[:] = [Fault("GET", "/me/gated/", HubError(429, "Slow down"))]
-    code, _, err = cli(list_checkpoints, "me")
-    assert code == 1 and "wait some minutes" in last_line(err)

@@ -1,15 +1,10 @@
 """Check what must hold for a checkpoint that is published or was fetched.
 
-The files that belong to it are there, its weights are whole and consistent, its code is known, its tokenizer fits, and
-it holds no secrets.
+The files that belong to it are there, its weights are whole and consistent, its code is known, and its tokenizer fits.
 """
 
-import re
-from collections import Counter
 from pathlib import Path
-from unicodedata import normalize
 
-from huggingface_hub import constants, get_token
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import (
     CHAT_TEMPLATE_DIR,
@@ -27,9 +22,8 @@ from common.checkpoint_io import (
     load_tokenizer,
     weight_files,
 )
-from common.command_io import UserError
+from common.command_io import UserError, refusing
 from common.foreign_code import refuse_foreign_code
-from hub.remote_code import check_remote_code
 
 
 # What Transformers reads beside weights and code.
@@ -49,18 +43,6 @@ READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png"}
 EVAL_RESULTS = ".eval_results"  # the Hub's folder of results, one YAML file for each source
 FOLDERS = {EVAL_RESULTS: "*.yaml", CHAT_TEMPLATE_DIR: "*.jinja"}
 PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
-MAX_HEADER = 100_000_000  # bytes, the format's own limit
-
-SECRETS = {
-    "a Hugging Face token": rb"(?:hf|api_org)_[A-Za-z0-9]{30,}|hf_(?:oauth|jwt)_[\w.-]{30,}",
-    "a private key": rb"-----BEGIN [A-Z ]*PRIVATE KEY",  # PGP writes "BLOCK" behind it
-    "an AWS key": rb"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
-    "a GitHub token": rb"\b(?:gh[opsur]_[A-Za-z0-9]{36}|github_pat_\w{22,})",
-    "a GitLab token": rb"\bglpat-[\w-]{20}",
-    "a Google key": rb"\bAIza[\w-]{35}",
-    "a Slack token": rb"\bxox[abeoprs]-[\w-]{10,}",
-    "an OpenAI or Anthropic key": rb"\bsk-[\w-]{32,}",
-}
 
 
 def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
@@ -91,28 +73,15 @@ def refuse_pickles(source: str | Path, names: list[str]) -> None:
         )
 
 
-def refuse_names(source: str, names: list[str]) -> None:
-    """Raise `UserError` if a fetched name would be git's own, show as another, or take another's place on a disk."""
-    folded = Counter(normalize("NFC", name).casefold() for name in names)
-    for name in names:
-        own = normalize("NFC", name).casefold()
-        if ".git" in own.split("/") or not name.isprintable() or folded[own] > 1:
-            raise UserError(
-                f"{source} holds {name}: expected names that are not git's own, have no hidden characters, "
-                "and differ in more than case. Do not use it before you know who put this there."
-            )
-
-
 def _code_files(directory: Path) -> set[str]:
     """Return the names of the modules in the config's `auto_map` and of all siblings that they import.
 
-    Raise `UserError` for code that would not work from the Hub.
+    Raise `UserError` if one is missing.
     """
-    if problems := check_remote_code(directory):
-        raise UserError(f"{directory} holds code that breaks once it is published: {' '.join(problems)}")
     auto_map = load_config_dict(directory).get("auto_map", {})
     modules = {directory / f"{reference.split('.')[0]}.py" for reference in auto_map.values()}
-    helpers = {Path(helper) for module in modules for helper in get_relative_import_files(module)}
+    with refusing(f"The code of {directory} is not whole", OSError):
+        helpers = {Path(helper) for module in modules for helper in get_relative_import_files(module)}
     return {path.name for path in modules | helpers}
 
 
@@ -135,36 +104,11 @@ def check_checkpoint(directory: Path, trust_code: bool) -> None:
     load_model(directory, config=config)
 
 
-def check_links(directory: Path, names: list[str]) -> None:
-    """Refuse a link that leads out of `directory`, because its target may not be meant for publication.
-
-    The Hub's own cache is made of links, and a link into it is allowed. Raise `UserError`.
-    """
-    cache = Path(constants.HF_HUB_CACHE).resolve()
-    for name in names:
-        target = (directory / name).resolve()
-        if target != directory.resolve() / name and not target.is_relative_to(cache):
-            raise UserError(
-                f"{directory / name} is a link to {target}: put the file itself there, or remove the link."
-            )
-
-
-def check_secrets(directory: Path, names: list[str]) -> None:
-    """Refuse a file that holds the token in use, or what looks like a token or a private key.
-
-    The error says where without repeating it. Of weights only the header is searched. Raise `UserError`.
-    """
-    patterns = dict(SECRETS)
-    if token := get_token():
-        patterns["the Hugging Face token in use"] = re.escape(token.encode())
-    for name in names:
-        with open(directory / name, "rb") as file:
-            is_weights = name.endswith(".safetensors")
-            text = file.read(min(int.from_bytes(file.read(8), "little"), MAX_HEADER)) if is_weights else file.read()
-        for what, pattern in patterns.items():
-            if match := re.search(pattern, text):
-                line = text.count(b"\n", 0, match.start()) + 1
-                raise UserError(
-                    f"{directory / name}, line {line}, holds what looks like {what}: remove it, and revoke it if "
-                    "anybody else has seen the file."
-                )
+def loading_code(repo_id: str, revision: str) -> str:
+    """Return Python code that loads a checkpoint at a commit."""
+    pinned = f'"{repo_id}", revision="{revision}", trust_remote_code=True'
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"model = AutoModelForCausalLM.from_pretrained({pinned})\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({pinned})"
+    )
