@@ -18,7 +18,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 
 from common.checkpoint_io import load_config, load_in_clean_process
 from common.command_io import UserError, read_text, run_cli
-from common.foreign_code import CUSTOM_GENERATE, refuse_foreign_code
+from common.foreign_code import CUSTOM_GENERATE
 from conversion_scripts.checkpoint_checks import (
     EVAL_RESULTS,
     LOADED_NAMES,
@@ -98,9 +98,7 @@ def push(
             create_pr=create_pr,
             parent_commit=info.sha,  # of a commit that somebody made meanwhile the Hub says so
         )
-        # The cache may hold more of this revision than what was published.
-        published = api.snapshot_download(repo_id, revision=commit.oid, allow_patterns=names)
-        refuse_foreign_code(Path(published), trust_code)
+        api.snapshot_download(repo_id, revision=commit.oid, allow_patterns=names)
         print(f"Loading {repo_id} at {commit.oid} in a clean process", flush=True)
         load_in_clean_process(repo_id, revision=commit.oid, hub_cache=constants.HF_HUB_CACHE)
         if tag is not None and tag not in tags:

@@ -297,7 +297,7 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
     [
         ({"attention_kinds": "mha", "gated_mlp": False, "use_qk_norm": True}, "gated_mlp=False"),
         ({"attention_kinds": "mha", "mlp_gate_groups": 4}, "mlp_gate_groups=4"),
-        ({"attention_kinds": "dcmha"}, "Layer 0 is of kind 'dcmha'"),
+        ({"attention_kinds": "talking_heads"}, "Layer 0 is of kind 'talking_heads'"),
         ({"attention_kinds": "mha", "no_rope_layers": [1, 0], "use_qk_norm": True}, r"no_rope_layers=\[1, 0\]"),
         ({"pseudo_positions": "interleaved"}, "pseudo_positions='interleaved'"),
     ],
