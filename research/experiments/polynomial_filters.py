@@ -36,6 +36,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from common import plots
+from modeling_iha.virtual_core import virtual_tokens
 from research.experiments.bare_attention import BareAttention, relative_error
 from research.experiments.study import begin, points, run_once, seeded, spread, train, write
 
@@ -111,7 +112,7 @@ def filter_bank(layer: BareAttention, x: torch.Tensor, k: int) -> torch.Tensor:
     """Return the first k blocks of the heads of a constructed layer, [k, rows, d], of X [rows, d]."""
     module, features = layer.layer, x.shape[1]
     heads, nodes = module.config.num_attention_heads, module.q_proj.in_features - features
-    blocks = module.num_pseudo_heads
+    blocks = virtual_tokens(module.config)
     output = layer(embed(x[None], nodes))[0].unflatten(-1, (heads, -1))[..., : features * blocks]
     return output.reshape(len(x), heads * blocks, features).transpose(0, 1)[:k]
 

@@ -33,6 +33,7 @@ import torch
 from matplotlib.figure import Figure
 
 from common import plots
+from modeling_iha.virtual_core import virtual_tokens
 from research.experiments.bare_attention import BareAttention, relative_error
 from research.experiments.study import begin, spread, write
 
@@ -61,7 +62,7 @@ def attention(kind: str, seed: int, **overrides) -> BareAttention:
 
 def select(layer: BareAttention, pseudo_head: int) -> BareAttention:
     """Give `layer` the proof's weights: all pseudo-heads are copies of their head, and the collapse picks one."""
-    module, virtual = layer.layer, layer.layer.num_pseudo_heads
+    module, virtual = layer.layer, virtual_tokens(layer.layer.config)
     with torch.no_grad():
         for mixing in (module.q_mix, module.k_mix, module.v_mix):
             mixing.weight.copy_(torch.eye(HEADS).unsqueeze(-1))
@@ -103,7 +104,7 @@ def strict_layers(seed: int) -> dict[str, BareAttention]:
 @torch.no_grad()
 def repeated(layer: BareAttention, x: torch.Tensor) -> torch.Tensor:
     """Return the outputs at one token of the repeated tokens 1 x^T, for directions [rows, width]."""
-    return layer(x[:, None].expand(-1, LENGTH, -1), mask(False, layer.layer.num_pseudo_heads))[:, 0]
+    return layer(x[:, None].expand(-1, LENGTH, -1), mask(False, virtual_tokens(layer.layer.config)))[:, 0]
 
 
 def nonlinearity(layer: BareAttention, seed: int) -> float:

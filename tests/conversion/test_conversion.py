@@ -64,7 +64,7 @@ OTHER_KINDS = [{"kind": kind} for kind in KINDS if kind != "iha"]
 CONVERSIONS = [
     *((name, P3) for name in SOURCES),
     *(("qwen2-sliding", {"num_pseudo_heads": p}) for p in (1, 4)),
-    *(("smollm3-sliding", kind) for kind in OTHER_KINDS),
+    *(("smollm3-sliding", kind) for kind in OTHER_KINDS if kind["kind"] != "multi_token"),  # which has no windows
     *(
         ("qwen3", {"kind": kind, "options": options})
         for kind, options in (
@@ -491,7 +491,6 @@ def test_verify_a_hybrid_within_its_window(tmp_path, cli):
             lambda w: [w[f"model.layers.0.self_attn.{name}_proj.weight"].mul_(1e25) for name in "qk"],
             "itself gives NaN or infinity",
         ),
-        ({"sliding_window": 1}, None, "disagrees with itself: from its cache"),
         ({}, lambda w: w["lm_head.weight"].mul_(1e5), None),  # large logits round by more than small ones
     ],
 )
