@@ -77,8 +77,8 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     of_tokens = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     # Where Transformers needs no mask none is made, and a GPU need not wait for an answer.
     whole = attention_mask is None and kwargs["q_length"] == kwargs["kv_length"] and kwargs.get("local_size") is None
-    skips = whole and kwargs.get("allow_is_causal_skip", True)
-    if core == "sdpa" and (skips or kwargs["q_length"] == 1) and of_tokens() is None:
+    skips = kwargs.get("allow_is_causal_skip", True) and (whole or kwargs["q_length"] == 1)
+    if core == "sdpa" and skips and of_tokens() is None:
         return None
     if core == "sdpa" and hasattr(config, "num_pseudo_heads"):
         first_keys = _first_keys(num_pseudo_heads, mask_function, attention_mask, **kwargs)
