@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from trl import SFTConfig
 
 from common.command_io import run_cli
-from sft.arguments import RecipeParser
+from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_of_turn
 from sft.memory_plan import check_memory
 from sft.run import begun, train
@@ -30,27 +30,32 @@ example:
 """
 
 
+def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
+    """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
+    model, tokenizer = prepare_model(run, args, run_config(run, args))
+    check_packing(model, args)
+    check_memory(model, run, args)
+    train_rows, eval_rows = training_rows(run, args, tokenizer)
+    if args.assistant_only_loss:
+        stop_at_end_of_turn(model, tokenizer)
+    trainer = MixingTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        peft_config=lora_config(run, model),
+    )
+    check_cut(trainer, train_rows)
+    return trainer
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe of supervised fine-tuning. Raise `UserError`."""
     run, args = RecipeParser(SFTConfig, USAGE).parse(argv)
     check_rows(run, args)
     with begun(run, args) as checkpoint:
-        model, tokenizer = prepare_model(run, args, run_config(run, args))
-        check_packing(model, args)
-        check_memory(model, run, args)
-        train_rows, eval_rows = training_rows(run, args, tokenizer)
-        if args.assistant_only_loss:
-            stop_at_end_of_turn(model, tokenizer)
-        trainer = MixingTrainer(
-            model=model,
-            args=args,
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            processing_class=tokenizer,
-            peft_config=lora_config(run, model),
-        )
-        check_cut(trainer, train_rows)
-        train(trainer, run, checkpoint)
+        train(build_trainer(run, args), run, checkpoint)
 
 
 if __name__ == "__main__":

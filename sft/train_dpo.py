@@ -15,7 +15,7 @@ from trl import DPOConfig, DPOTrainer
 from typing_extensions import TypedDict
 
 from common.command_io import UserError, run_cli, typed
-from sft.arguments import RecipeParser
+from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import load_base_model, lora_config, prepare_model, run_config
 from sft.data import TURNS, UNREAD_COLUMNS, Messages, load_rows, rendering, to_messages
 from sft.distributed import asks_for_fsdp
@@ -103,33 +103,38 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
     )
 
 
+def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
+    """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
+    if args.beta == 0:
+        raise UserError("beta is 0, with which no answer is preferred: expected above 0.")
+    pairs = load_pairs(run.dataset_name, run.dataset_train_split)
+    config = run_config(run, args)
+    model, tokenizer = prepare_model(run, args, config)
+    check_lengths(pairs, tokenizer, args)
+    if args.precompute_ref_log_probs:
+        # TRL caches the reference's log-probabilities by rows and weights, but they depend on these as well.
+        pairs._fingerprint = Hasher.hash((pairs._fingerprint, config.to_dict(), args.to_dict()))
+    # TRL would load it without what the recipe changes in the config. Else the model serves itself.
+    serves_itself = run.use_peft or (args.precompute_ref_log_probs and not asks_for_fsdp(args))
+    reference = None if serves_itself else load_base_model(run, config)
+    train_rows, eval_rows = split_rows(pairs, run, args)
+    trainer = MixingDPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        peft_config=lora_config(run, model),
+    )
+    return trainer
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe of preference optimisation. Raise `UserError`."""
     run, args = RecipeParser(DPOConfig, USAGE).parse(argv)
-    if args.beta == 0:
-        raise UserError("beta is 0, with which no answer is preferred: expected above 0.")
     with begun(run, args) as checkpoint:
-        pairs = load_pairs(run.dataset_name, run.dataset_train_split)
-        config = run_config(run, args)
-        model, tokenizer = prepare_model(run, args, config)
-        check_lengths(pairs, tokenizer, args)
-        if args.precompute_ref_log_probs:
-            # TRL caches the reference's log-probabilities by rows and weights, but they depend on these as well.
-            pairs._fingerprint = Hasher.hash((pairs._fingerprint, config.to_dict(), args.to_dict()))
-        # TRL would load it without what the recipe changes in the config. Else the model serves itself.
-        serves_itself = run.use_peft or (args.precompute_ref_log_probs and not asks_for_fsdp(args))
-        reference = None if serves_itself else load_base_model(run, config)
-        train_rows, eval_rows = split_rows(pairs, run, args)
-        trainer = MixingDPOTrainer(
-            model=model,
-            ref_model=reference,
-            args=args,
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            processing_class=tokenizer,
-            peft_config=lora_config(run, model),
-        )
-        train(trainer, run, checkpoint)
+        train(build_trainer(run, args), run, checkpoint)
 
 
 if __name__ == "__main__":

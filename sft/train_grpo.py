@@ -13,7 +13,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from common.command_io import UserError, refusing, run_cli
-from sft.arguments import RecipeParser
+from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import CONFIG_KEYS, lora_config, prepare_model, run_config
 from sft.run import begun, train
 from sft.score_reasoning import check_positions, check_rows, is_right, read_rows
@@ -76,9 +76,8 @@ def load_prompts(path: str) -> Dataset:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run a recipe of reinforcement learning. Raise `UserError`."""
-    run, args = RecipeParser(GRPOConfig, USAGE).parse(argv)
+def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
+    """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
         raise UserError(
             "use_transformers_continuous_batching with bf16 or fp16: TRL would round the weights that are trained to "
@@ -92,24 +91,30 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{', '.join(changed)} with beta={args.beta:g}: TRL loads the reference model, without what the recipe "
             "changes. Train with sft/train.py and these keys before, or set beta to 0 or use_peft to true."
         )
+    rows = load_prompts(run.dataset_name)
+    model, tokenizer = prepare_model(run, args, run_config(run, args))
+    if args.use_transformers_continuous_batching:
+        with refusing("use_transformers_continuous_batching", NotImplementedError):
+            model.init_continuous_batching()
+    check_positions(model, tokenizer, list(rows["prompt"]), args.max_completion_length)
+    train_rows, eval_rows = split_rows(rows, run, args)
+    trainer = MixingGRPOTrainer(
+        model=model,
+        reward_funcs=[correctness, solution_format],
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        peft_config=lora_config(run, model),
+    )
+    return trainer
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a recipe of reinforcement learning. Raise `UserError`."""
+    run, args = RecipeParser(GRPOConfig, USAGE).parse(argv)
     with begun(run, args) as checkpoint:
-        rows = load_prompts(run.dataset_name)
-        model, tokenizer = prepare_model(run, args, run_config(run, args))
-        if args.use_transformers_continuous_batching:
-            with refusing("use_transformers_continuous_batching", NotImplementedError):
-                model.init_continuous_batching()
-        check_positions(model, tokenizer, list(rows["prompt"]), args.max_completion_length)
-        train_rows, eval_rows = split_rows(rows, run, args)
-        trainer = MixingGRPOTrainer(
-            model=model,
-            reward_funcs=[correctness, solution_format],
-            args=args,
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            processing_class=tokenizer,
-            peft_config=lora_config(run, model),
-        )
-        train(trainer, run, checkpoint)
+        train(build_trainer(run, args), run, checkpoint)
 
 
 if __name__ == "__main__":

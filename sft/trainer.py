@@ -39,9 +39,7 @@ def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
     for _, path in sorted(((int(step), path) for step, path in numbered if step.isdigit()), reverse=True):
         if (path / RECORD).exists():
             return path
-        PartialState().print(
-            f"Passing over {path}: it was cut off before {RECORD}, which is written last.", flush=True
-        )
+        PartialState().print(f"Passing over {path}: {RECORD} is missing, which is written last.", flush=True)
     return None
 
 
