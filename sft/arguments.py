@@ -60,6 +60,15 @@ class RunArguments(ScriptArguments, ModelConfig):
     sliding_window: int | None = key("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
     push_repo_id: str | None = key("Repository on the Hub, such as me/model, to publish the final model in.")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # TRL takes the values of a file as they are: 20 for 20.0, and one name for a list of it.
+        for name in ("rope_theta", "mixing_scale"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, float(value))
+        if isinstance(self.interleaved_layers, str):
+            self.interleaved_layers = [self.interleaved_layers]
+
 
 class RecipeParser(TrlParser):
     """Parse `--config FILE [--key value ...]` as TRL does."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import psutil
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -35,6 +35,7 @@ example:
 """
 # What the allocator of a CPU takes at most beyond the tensors, by peaks of sft/train.py (docs/LOG.md).
 ALLOCATOR = 1.25
+LOSS_OUTPUTS = ("log_probs", "entropy", "is_top1")  # of TRL's loss
 
 
 class Counter(TorchDispatchMode):
@@ -78,21 +79,22 @@ class Plan(NamedTuple):
     peak: int
 
 
-def plan(model: PreTrainedModel, run: RunArguments, args: SFTConfig) -> Plan:
+def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -> Plan:
     """Count a step of `sft/train.py` on `model`, with the kernels of a CPU.
 
     Raise whatever a model or an optimizer raises that looks at data.
     """
     mode, counter = FakeTensorMode(allow_non_fake_inputs=True), Counter()
+    adapted = get_peft_model(model, adapters) if adapters else None  # PEFT cannot adapt a model without data
     with FakeCopyMode(mode):
-        model = copy.deepcopy(model).train()
+        model = copy.deepcopy(model if adapted is None else adapted).train()
+    if adapted is not None:
+        adapted.unload()
     with mode:
-        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        add_fused_lm_head(model if adapted is None else model.get_base_model(), outputs=LOSS_OUTPUTS)
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        if adapters := lora_config(run, model):
             model.enable_input_require_grads()
-            model = get_peft_model(model, adapters)
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         optimizer = optimizer_class([weight for weight in model.parameters() if weight.requires_grad], **options)
         for tensor in (*model.parameters(), *model.buffers()):
@@ -118,9 +120,9 @@ def plan(model: PreTrainedModel, run: RunArguments, args: SFTConfig) -> Plan:
 
 def check_memory(model: PreTrainedModel, run: RunArguments, args: SFTConfig) -> None:
     """Print what a step takes on each device and what there is. Raise `UserError` for a run that needs more."""
-    say = args.distributed_state.print
+    say, adapters = args.distributed_state.print, lora_config(run, model)
     try:
-        planned = plan(model, run, args)
+        planned = plan(model, adapters, args)
     except Exception as error:  # routed experts, optimizers with kernels of their own, rows without a length
         say(f"Note: what this run takes in memory is not planned ({one_line(error):.200}).")
         return

@@ -211,13 +211,6 @@ def test_every_type_of_file_holds_the_same_rows(rows_file, tmp_path):
             assert list(rows) == expected, name
 
 
-def test_rows_of_generators_whose_entries_differ_are_read(tmp_path):
-    """Read columns of one name and several types beside the turns, as sft/make_reasoning_data.py writes them."""
-    entries = [{"answer": 1}, {"answer": "x", "more": {"a": [1]}}, {"answer": None, "more": {"a": "b"}}]
-    rows = [{"conversations": GOOD_TURNS, "entry": json.dumps(entry)} for entry in entries]
-    assert len(load_rows(write_jsonl(tmp_path / "rows.jsonl", rows))) == 3
-
-
 def test_plain_text_is_learned_whole_and_ends(tmp_path):
     text, tokenizer = "Größe 🙂\n\nEnd", byte_tokenizer()
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
