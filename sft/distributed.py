@@ -30,6 +30,11 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
     What a launcher asks for stands in environment variables, and what came of it in `args.distributed_state`: where
     the two differ, accelerate says nothing and trains without sharding, or in one process.
     """
+    if args.n_gpu > 1:
+        raise UserError(
+            f"one process sees {args.n_gpu} GPUs, and TRL trains on one GPU a process: start it by accelerate launch, "
+            "or set CUDA_VISIBLE_DEVICES to one GPU."
+        )
     started, resolved = int(os.environ.get("WORLD_SIZE", 1)), args.distributed_state.distributed_type
     if started != args.world_size:
         raise UserError(
