@@ -96,10 +96,11 @@ from conversion_scripts.convert_llama_to_iha import convert
 from experiments.study import begin, correct_by_holm, differences, interval, points, run_once, write
 from experiments.warm_start import RECIPE, train
 from sft.arguments import read_chat_template
-from sft.data import IGNORED_LABEL, to_row, tokenize
+from sft.data import to_messages
 
 
 SAVE_STEPS = 500
+IGNORED_LABEL = -100
 MIXING = ("q_mix", "k_mix", "v_mix", "collapse")
 SMALL = {"variants": [name for name in VARIANTS if name != "iha_9"], "steps": 16, "batch": 4, "test_rows": 150}
 FULL = {"variants": list(VARIANTS), "steps": 4280, "batch": 64, "test_rows": 1500}
@@ -180,8 +181,14 @@ def token_rows(source: Path, vocab_size: int, rows: list[dict]) -> Dataset:
     """Return the rows as the training of `source` sees them."""
     tokenizer = load_tokenizer(source, vocab_size)
     tokenizer.chat_template = read_chat_template(TEMPLATE)
-    messages = Dataset.from_list([to_row(row, f"row {number}", "messages") for number, row in enumerate(rows, 1)])
-    return tokenize(messages, tokenizer, assistant_only=True)
+    tokens = []
+    for number, row in enumerate(rows, 1):
+        messages = to_messages(row, f"row {number}")
+        encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        learned = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        labels = [token if kept else IGNORED_LABEL for token, kept in learned]
+        tokens.append({"input_ids": encoded["input_ids"], "labels": labels})
+    return Dataset.from_list(tokens)
 
 
 @torch.inference_mode()
@@ -193,7 +200,7 @@ def answers(model: PreTrainedModel, tokens: Dataset, batch_size: int = 20) -> li
     results = []
     for start in range(0, len(tokens), batch_size):
         batch = tokens[start : start + batch_size]
-        length = max(batch["num_tokens"])
+        length = max(map(len, batch["input_ids"]))
         ids, labels = (
             torch.tensor([row + [fill] * (length - len(row)) for row in batch[name]], device=model.device)
             for name, fill in (("input_ids", 0), ("labels", IGNORED_LABEL))

@@ -31,7 +31,7 @@ USAGE = """python -m sft.memory_plan --config sft/recipes/NAME/sft.yaml [--key v
 Print what a step of a recipe takes in memory. The model is loaded, and no rows are.
 
 example:
-  python -m sft.memory_plan --config sft/recipes/demo/sft.yaml --model_name_or_path checkpoints/smollm2-iha
+  python -m sft.memory_plan --config sft/recipes/demo/sft.yaml --model_name_or_path smollm2-iha --use_cpu true
 """
 # What the allocator of a CPU takes at most beyond the tensors, by peaks of sft/train.py (docs/LOG.md).
 ALLOCATOR = 1.25
@@ -93,7 +93,7 @@ def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -
     with mode:
         add_fused_lm_head(model if adapted is None else model.get_base_model(), outputs=LOSS_OUTPUTS)
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
             model.enable_input_require_grads()
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         optimizer = optimizer_class([weight for weight in model.parameters() if weight.requires_grad], **options)

@@ -316,7 +316,7 @@ def test_deepspeed_is_refused_where_it_would_not_shard(monkeypatch):
         ("USE_FSDP", "true", {}, "would silently train unsharded"),
         ("MIXED_PRECISION", "bf16", {}, "mixed_precision: bf16, and the recipe has neither"),
         # With a recipe that says so too the run goes on to its model.
-        ("MIXED_PRECISION", "bf16", {"bf16": "true"}, "absent is no directory"),
+        ("MIXED_PRECISION", "bf16", {"bf16": "true"}, "absent has no usable configuration"),
     ],
 )
 def test_the_command_refuses_a_launch_before_it_looks_at_the_model(name, value, keys, named, monkeypatch, tmp_path):
