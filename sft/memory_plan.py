@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -16,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, masking_utils
 from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
@@ -80,7 +81,7 @@ class Plan(NamedTuple):
 
 
 def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -> Plan:
-    """Count a step of `sft/train.py` on `model`, with the kernels of a CPU.
+    """Count a step of `sft/train.py` on `model` and a row that is one document, with the kernels of a CPU.
 
     Raise whatever a model or an optimizer raises that looks at data.
     """
@@ -107,7 +108,9 @@ def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -
                 loss = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).loss
             loss.backward()
 
-        with counter:
+        # Without data Transformers takes every row for a packed one, and would build its mask [N, N].
+        one_document = patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+        with counter, one_document:
             backward()
             optimizer.step()
             whole = counter.now

@@ -67,7 +67,7 @@ def test_adapters_and_accumulated_steps_are_counted():
     adapters = planned(use_peft="true", lora_r=2)
     after = model.state_dict()
     assert before.keys() == after.keys() and all(value.equal(after[name]) for name, value in before.items())
-    assert accumulated.peak == plain.peak + plain.gradients
+    assert accumulated.peak - plain.peak == pytest.approx(plain.gradients, rel=0.01)
     assert adapters.gradients < plain.gradients / 4 and adapters.weights > plain.weights
     assert longer.peak > 1.5 * plain.peak and longer.weights == plain.weights
 
