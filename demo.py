@@ -123,7 +123,7 @@ broken control {control["max_logit_difference"]:.1e}
   fine-tuned    {question} -> {" ".join(reloaded["text"].split())}
                 ({"the same" if is_same else "NOT the same"} reply as before the reload)
   checkpoint    {final} (loaded as {reloaded["module"].partition(".")[0]}, not from this package)
-  held-out loss, nats per token ({OUTPUT}/sft/loss.png)
+  held-out loss, nats per token ({OUTPUT}/sft/curves.png)
 {curve(losses)}
 """)
     if after["correct"] <= before["correct"] or not is_same:

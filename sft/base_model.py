@@ -5,7 +5,6 @@ import math
 import torch
 from peft import LoraConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import get_peft_config
 
 from common.checkpoint_io import load_config, load_model, load_tokenizer, note_slow_dtype
@@ -13,9 +12,6 @@ from common.command_io import UserError, one_line, refusing
 from kind_facts import is_interleaved, own_modules
 from modeling_iha import IHAConfig, interleave_heads
 from modeling_iha.interleaving import keep_start
-
-
-recomputes = lambda form, virtual: False  # noqa: E731
 from modeling_iha.mixing import mixing_parameters
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import configs
@@ -29,13 +25,13 @@ CONFIG_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window")
 INTERLEAVING_KEYS = ("interleaved_layers", "interleaved_window", "collapse")
 
 
-def run_config(run: RunArguments, args: TrainingArguments, config: PreTrainedConfig | None = None) -> PreTrainedConfig:
-    """Return the configuration of the run's base model, or the one given in its place, without reading weights.
+def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
+    """Return the configuration of the run's base model, without reading weights.
 
     It has the recipe's `CONFIG_KEYS`, and the trained checkpoint keeps it. Raise `UserError` for a recipe that does
     not fit the model.
     """
-    config = config or load_config(run.model_name_or_path)
+    config = load_config(run.model_name_or_path)
     changes = {name: getattr(run, name) for name in ("max_position_embeddings", "sliding_window")}
     if run.rope_theta is not None:
         if "rope_theta" not in (parameters := getattr(config, "rope_parameters", None) or {}):
@@ -53,9 +49,15 @@ def run_config(run: RunArguments, args: TrainingArguments, config: PreTrainedCon
             f"The recipe does not fit {run.model_name_or_path}: {one_line(error.__cause__ or error)}"
         ) from error
     _check_pseudo_heads(config, run)
-    _check_lengths(config, run, args)
-    _check_attention_form(config, run, args)
-    _check_selective(config, run, args)
+    positions = getattr(config, "max_position_embeddings", None)
+    length = getattr(args, "max_length", None) or positions  # GRPO's answers have a length, its prompts none
+    if positions is not None and length > positions:
+        raise UserError(
+            f"max_length={length} is beyond the model's {positions} positions: set max_position_embeddings to "
+            f"{length} and rope_theta to a base for that length, or lower max_length."
+        )
+    if isinstance(config, IHAConfig):
+        _check_reach(config, length)
     return config
 
 
@@ -66,62 +68,26 @@ def _has_iha_layers(config: PreTrainedConfig) -> bool:
 def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
     """Return whether the run interleaves the heads of its base model, which is a plain one of Transformers."""
     is_plain = not isinstance(config, IHAConfig) and not is_interleaved(config)
-    return is_plain and (run.num_pseudo_heads or 1) > 1
-
-
-def pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> int:
-    """Return P of the model that the run trains, 1 for one without interleaved heads."""
-    if interleaves(config, run):
-        return run.num_pseudo_heads or 1
-    return config.num_pseudo_heads if is_interleaved(config) or _has_iha_layers(config) else 1
+    return is_plain and run.num_pseudo_heads is not None
 
 
 def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
-    found = pseudo_heads(config, run)
+    if interleaves(config, run):
+        return
+    source = run.model_name_or_path
+    found = config.num_pseudo_heads if is_interleaved(config) or _has_iha_layers(config) else 1
     if run.num_pseudo_heads not in (None, found):
         raise UserError(
-            f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {run.model_name_or_path} has {found}: "
-            "give the plain base model, whose heads the run then interleaves, or correct the recipe."
+            f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {source} has {found}: give the plain base "
+            "model, whose heads the run then interleaves, or correct the recipe."
         )
-    if run.num_pseudo_heads == 1 and not isinstance(config, IHAConfig):
+    if given := [key for key in INTERLEAVING_KEYS if getattr(run, key) is not None]:
         raise UserError(
-            "num_pseudo_heads is 1, with which nothing is interleaved: expected at least 2, or no such key."
-        )
-    if interleaves(config, run):
-        interleaving(run)
-    elif given := [key for key in INTERLEAVING_KEYS if getattr(run, key) is not None]:
-        raise UserError(
-            f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. "
-            f"{run.model_name_or_path} keeps what it was made with: remove what is named here."
+            f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. {source} keeps "
+            "what it was made with: remove what is named here."
         )
     if run.mixing_scale == 1 != getattr(config, "mixing_scale", 1):
-        raise UserError(
-            f"mixing_scale is 1, and {run.model_name_or_path} has {config.mixing_scale:g}: expected another."
-        )
-    if interleaves(config, run) and is_deepspeed_zero3_enabled():
-        raise UserError(
-            "num_pseudo_heads: under DeepSpeed ZeRO-3 no process holds the weights that are interleaved: save an "
-            "interleaved model before (interleave_heads), or shard with FSDP2."
-        )
-
-
-def _check_lengths(config: PreTrainedConfig, run: RunArguments, args: TrainingArguments) -> None:
-    positions, window = getattr(config, "max_position_embeddings", None), getattr(config, "sliding_window", None)
-    length = getattr(args, "max_length", None) or positions  # GRPO's answers have a length, its prompts none
-    if positions is not None and length > positions:
-        raise UserError(
-            f"max_length={length} is beyond the model's {positions} positions: set max_position_embeddings to "
-            f"{length} and rope_theta to a base for that length, or lower max_length."
-        )
-    # A window that the checkpoint brings may be longer than the rows of one run, one that the recipe sets may not.
-    context = length if run.sliding_window is not None else positions
-    if window is not None and context is not None and window > context:
-        raise UserError(
-            f"sliding_window={window} is larger than the context of {context} tokens and would never close: lower "
-            "sliding_window or raise the context."
-        )
-    if isinstance(config, IHAConfig):
-        _check_reach(config, length)
+        raise UserError(f"mixing_scale is 1, and {source} has {config.mixing_scale:g}: expected another.")
 
 
 def rope_reach(config: IHAConfig) -> float:
@@ -146,30 +112,6 @@ def _check_reach(config: IHAConfig, length: int) -> None:
         )
 
 
-def _check_attention_form(config: PreTrainedConfig, run: RunArguments, args: TrainingArguments) -> None:
-    form, core = run.attention_form, run.attn_implementation
-    if form is None:
-        return
-    acts = _has_iha_layers(config) and core in (None, "sdpa")
-    if form == "base":
-        acts = acts and recomputes(form, config.num_pseudo_heads) and not args.gradient_checkpointing
-    if not acts:
-        raise UserError(
-            f"attention_form={form!r} would be ignored. It is for 'iha' layers on SDPA, and 'base' for more than one "
-            "pseudo-head without gradient_checkpointing: remove the key."
-        )
-
-
-def _check_selective(config: PreTrainedConfig, run: RunArguments, args: TrainingArguments) -> None:
-    selective = (args.gradient_checkpointing_kwargs or {}).get("selective")
-    if selective and (found := pseudo_heads(config, run)) > 1 and run.attention_form != "base":
-        raise UserError(
-            "gradient_checkpointing_kwargs: selective keeps the output of the attention core, which has "
-            f"{found} times the size of a token's in a layer with interleaved heads: remove the key, "
-            "all is recomputed then."
-        )
-
-
 def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedModel:
     """Load the run's base model in `run.dtype` with `config` of `run_config`, and interleave its heads.
 
@@ -177,31 +119,21 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
     """
     is_plain = interleaves(config, run)
     model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
-    if run.attention_form is not None:
-        model.base_model.attention_form = run.attention_form
     if run.attn_implementation is not None:
         model.set_attn_implementation(run.attn_implementation)
     if is_plain:
-        with refusing(f"num_pseudo_heads={run.num_pseudo_heads}", ValueError):
-            interleave_heads(model, run.num_pseudo_heads, **interleaving(run))
+        layers, window = run.interleaved_layers, run.interleaved_window
+        arguments = {"collapse": run.collapse, "mixing_scale": run.mixing_scale}
+        with refusing("num_pseudo_heads, interleaved_layers, interleaved_window", ValueError):
+            arguments["layers"] = "paper" if layers == ["paper"] else layers and list(map(int, layers))
+            arguments["sliding_window"] = window if window in (None, "paper") else int(window)
+            given = {name: value for name, value in arguments.items() if value is not None}
+            interleave_heads(model, run.num_pseudo_heads, **given)
     elif run.mixing_scale not in (None, getattr(model.config, "mixing_scale", run.mixing_scale)):
         keep_start(model, run.mixing_scale)
         for each in configs(model.modules()):
             each.mixing_scale = run.mixing_scale
     return model
-
-
-def interleaving(run: RunArguments) -> dict:
-    """Return the arguments of `interleave_heads` that the recipe gives. Raise `UserError` for no number."""
-    layers, window = run.interleaved_layers, run.interleaved_window
-    with refusing("interleaved_layers, interleaved_window: expected whole numbers, or paper", ValueError):
-        arguments = {
-            "layers": "paper" if layers == ["paper"] else layers and list(map(int, layers)),
-            "sliding_window": window if window in (None, "paper") else int(window),
-            "collapse": run.collapse,
-            "mixing_scale": run.mixing_scale,
-        }
-    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def prepare_model(
@@ -227,11 +159,8 @@ def prepare_model(
     return model, tokenizer
 
 
-def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Have `model` stop at the end-of-turn token of a chat template that `check_chat_template` takes.
-
-    Return the token, or None where the model stops at it anyway.
-    """
+def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have `model` stop at the end-of-turn token of a chat template that `check_chat_template` takes."""
     turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
     with rendering("three turns"):
         encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
@@ -240,10 +169,8 @@ def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     end = [token for token, kept in learned if kept and token in added][-1]
     known = model.generation_config.eos_token_id
     known = known if isinstance(known, list) else [] if known is None else [known]
-    if end in known:
-        return None
-    model.generation_config.eos_token_id = [*known, end]
-    return tokenizer.convert_ids_to_tokens(end)
+    if end not in known:
+        model.generation_config.eos_token_id = [*known, end]
 
 
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:

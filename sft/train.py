@@ -7,56 +7,55 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from trl import SFTConfig
+
 from common.command_io import run_cli
-from sft.arguments import RunArguments, answer_help
+from sft.arguments import RecipeParser, RunArguments
+from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_of_turn
+from sft.memory_plan import check_memory
+from sft.run import begun, train
+from sft.trainer import MixingTrainer
+from sft.training_rows import check_cut, check_packing, check_rows, training_rows
 
 
 USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
 
 Fine-tune a model on OpenThoughts-format rows. Every key below can stand in the YAML file or on the command line, which
-wins. A run that was stopped continues from its newest complete checkpoint when the same command is given again; with
-another model, other data or another recipe it is refused.
+wins. A run that was stopped continues from its newest whole checkpoint when the same command is given again; with
+another model or other data it is refused.
 
 example:
   python -m sft.train --config sft/recipes/demo/sft.yaml \\
       --model_name_or_path checkpoints/smollm2-iha --dataset_name rows.jsonl --output_dir outputs/sft
 """
 
-if __name__ == "__main__":
-    run_cli(lambda: answer_help(USAGE))  # before the imports below, which take seconds
-
-from trl import SFTConfig
-
-from sft.base_model import prepare_model, run_config, stop_at_end_of_turn
-from sft.memory_plan import check_memory
-from sft.run import run_recipe
-from sft.trainer import MixingTrainer, SampleReplies
-from sft.training_rows import check_packing, check_rows, epoch_summary, training_rows
-
 
 def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
-    """Load the model and rows of a recipe and build its trainer."""
-    check_rows(run, args)
-    config = run_config(run, args)
-    check_memory(config, run, args)
-    model, tokenizer = prepare_model(run, args, config)
+    """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
+    model, tokenizer = prepare_model(run, args, run_config(run, args))
     check_packing(model, args)
+    check_memory(model, run, args)
     train_rows, eval_rows = training_rows(run, args, tokenizer)
-    trainer = MixingTrainer.of_recipe(run, args, model, tokenizer, (train_rows, eval_rows))
-    if run.dataset_streaming:
-        # A resume skips the batches that were seen; a stream that ends would end the skipping with its first pass.
-        trainer.train_dataset = trainer.train_dataset.repeat(None)
-    if eval_rows is not None:
-        trainer.add_callback(SampleReplies(eval_rows, run.sample_prompts, tokenizer, trainer.accelerator))
-    if args.assistant_only_loss and (token := stop_at_end_of_turn(model, tokenizer)):
-        trainer.accelerator.print(f"The final model also stops at {token!r}, with which the rows end a turn.")
-    trainer.accelerator.print(epoch_summary(trainer, train_rows))
+    if args.assistant_only_loss:
+        stop_at_end_of_turn(model, tokenizer)
+    trainer = MixingTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        peft_config=lora_config(run, model),
+    )
+    check_cut(trainer, train_rows)
     return trainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe of supervised fine-tuning. Raise `UserError`."""
-    run_recipe(SFTConfig, USAGE, build_trainer, argv)
+    run, args = RecipeParser(SFTConfig, USAGE).parse(argv)
+    check_rows(run, args)
+    with begun(run, args) as checkpoint:
+        train(build_trainer(run, args), run, checkpoint)
 
 
 if __name__ == "__main__":

@@ -7,26 +7,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from common.command_io import UserError, run_cli, typed
-from sft.arguments import RunArguments, answer_help
-
-
-USAGE = """python -m sft.train_dpo --config sft/recipes/dpo/dpo.yaml [--key value ...]
-
-Train a model to prefer the chosen answer of each row to the rejected one. A row holds `prompt`, `chosen` and
-`rejected`, each a list of {role, content}; sft/make_preference_pairs.py makes such rows. Every key below can stand in
-the YAML file or on the command line, which wins. A run that was stopped continues from its newest complete checkpoint
-when the same command is given again.
-
-example:
-  python -m sft.train_dpo \\
-      --config sft/recipes/dpo/dpo.yaml --model_name_or_path outputs/demo/sft/final --dataset_name pairs.jsonl \\
-      --output_dir outputs/dpo
-"""
-
-if __name__ == "__main__":
-    run_cli(lambda: answer_help(USAGE))  # before the imports below, which take seconds
-
 from accelerate import PartialState
 from datasets import Dataset, Features
 from datasets.fingerprint import Hasher
@@ -34,14 +14,28 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 from typing_extensions import TypedDict
 
-from sft.base_model import load_base_model, prepare_model, run_config
-from sft.data import KINDS, UNREAD_COLUMNS, Messages, check_split, load_rows, rendering, to_messages
+from common.command_io import UserError, run_cli, typed
+from sft.arguments import RecipeParser, RunArguments
+from sft.base_model import load_base_model, lora_config, prepare_model, run_config
+from sft.data import TURNS, UNREAD_COLUMNS, Messages, load_rows, rendering, to_messages
 from sft.distributed import asks_for_fsdp
-from sft.run import run_recipe
+from sft.run import begun, train
 from sft.trainer import RecipeTrainer
 from sft.training_rows import split_rows
 
 
+USAGE = """python -m sft.train_dpo --config sft/recipes/dpo/dpo.yaml [--key value ...]
+
+Train a model to prefer the chosen answer of each row to the rejected one. A row holds `prompt`, `chosen` and
+`rejected`, each a list of {role, content}; sft/make_preference_pairs.py makes such rows. Every key below can stand in
+the YAML file or on the command line, which wins. A run that was stopped continues from its newest whole checkpoint
+when the same command is given again.
+
+example:
+  python -m sft.train_dpo \\
+      --config sft/recipes/dpo/dpo.yaml --model_name_or_path outputs/demo/sft/final --dataset_name pairs.jsonl \\
+      --output_dir outputs/dpo
+"""
 COLUMNS = ("prompt", "chosen", "rejected")
 
 
@@ -81,8 +75,7 @@ def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
 
 def load_pairs(name: str, split: str) -> Dataset:
     """Load the columns of `to_pair` from any source of `load_rows`."""
-    check_split(name, split)
-    return load_rows(name, split, schema=lambda _: (to_pair, Features(dict.fromkeys(COLUMNS, KINDS["messages"]))))
+    return load_rows(name, split, schema=lambda _: (to_pair, Features(dict.fromkeys(COLUMNS, TURNS))))
 
 
 def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOConfig) -> None:
@@ -111,7 +104,7 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
 
 
 def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
-    """Load the model and rows of a recipe and build its trainer."""
+    """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     if args.beta == 0:
         raise UserError("beta is 0, with which no answer is preferred: expected above 0.")
     pairs = load_pairs(run.dataset_name, run.dataset_train_split)
@@ -119,18 +112,29 @@ def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
     model, tokenizer = prepare_model(run, args, config)
     check_lengths(pairs, tokenizer, args)
     if args.precompute_ref_log_probs:
-        # TRL caches the reference's log-probabilities by the rows and the weights, but they depend on these as well.
+        # TRL caches the reference's log-probabilities by rows and weights, but they depend on these as well.
         pairs._fingerprint = Hasher.hash((pairs._fingerprint, config.to_dict(), args.to_dict()))
-    # TRL would load it without what the recipe changes in the config. In the other two cases the model serves itself.
+    # TRL would load it without what the recipe changes in the config. Else the model serves itself.
     serves_itself = run.use_peft or (args.precompute_ref_log_probs and not asks_for_fsdp(args))
     reference = None if serves_itself else load_base_model(run, config)
-    rows = split_rows(pairs, run, args)
-    return MixingDPOTrainer.of_recipe(run, args, model, tokenizer, rows, ref_model=reference)
+    train_rows, eval_rows = split_rows(pairs, run, args)
+    trainer = MixingDPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        peft_config=lora_config(run, model),
+    )
+    return trainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe of preference optimisation. Raise `UserError`."""
-    run_recipe(DPOConfig, USAGE, build_trainer, argv)
+    run, args = RecipeParser(DPOConfig, USAGE).parse(argv)
+    with begun(run, args) as checkpoint:
+        train(build_trainer(run, args), run, checkpoint)
 
 
 if __name__ == "__main__":

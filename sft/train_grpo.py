@@ -9,8 +9,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
 from common.command_io import UserError, refusing, run_cli
-from sft.arguments import RunArguments, answer_help
+from sft.arguments import RecipeParser, RunArguments
+from sft.base_model import CONFIG_KEYS, lora_config, prepare_model, run_config
+from sft.run import begun, train
+from sft.score_reasoning import check_positions, check_rows, is_right, read_rows
+from sft.trainer import RecipeTrainer
+from sft.training_rows import split_rows
 
 
 # Too little to make a wrong answer in the right format worth as much as a right one.
@@ -20,7 +28,7 @@ USAGE = f"""python -m sft.train_grpo --config sft/recipes/grpo/grpo.yaml [--key 
 Train a model on its own answers to reasoning rows (see sft/make_reasoning_data.py): a right answer earns 1 and the
 solution format {FORMAT_WEIGHT}, which `reward_weights` changes. Start from a model that is sometimes right, after
 sft/train.py: a group of answers that earn the same teaches nothing. Every key below can stand in the YAML file or on
-the command line, which wins. A run that was stopped continues from its newest complete checkpoint when the same
+the command line, which wins. A run that was stopped continues from its newest whole checkpoint when the same
 command is given again.
 
 example:
@@ -28,21 +36,6 @@ example:
       --config sft/recipes/grpo/grpo.yaml --model_name_or_path outputs/demo/sft/final --dataset_name train.jsonl \\
       --output_dir outputs/grpo
 """
-
-if __name__ == "__main__":
-    run_cli(lambda: answer_help(USAGE))  # before the imports below, which take seconds
-
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
-
-from sft.base_model import CONFIG_KEYS, prepare_model, run_config
-from sft.data import check_split
-from sft.run import run_recipe
-from sft.score_reasoning import check_positions, check_rows, is_right, read_rows
-from sft.trainer import RecipeTrainer
-from sft.training_rows import split_rows
-
-
 MARKERS = ("<|begin_of_thought|>", "<|end_of_thought|>", "<|begin_of_solution|>", "<|end_of_solution|>")
 FORMAT = re.compile(r"({}.+{}\s*)?{}.*\S.*{}".format(*map(re.escape, MARKERS)), re.DOTALL)
 
@@ -84,14 +77,11 @@ def load_prompts(path: str) -> Dataset:
 
 
 def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
-    """Load the model and rows of a recipe and build its trainer."""
-    instead = "Remove the key: answers then come from the model's own generate, with a cache and in batches."
-    if args.use_vllm:
-        raise UserError(f"use_vllm is not supported: it was not tried with the plugin of vllm_iha. {instead}")
+    """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
         raise UserError(
             "use_transformers_continuous_batching with bf16 or fp16: TRL would round the weights that are trained to "
-            f"half precision for the answers, and keep them so. Train in float32. {instead}"
+            "half precision for the answers, and keep them so. Train in float32, or remove the key."
         )
     if args.reward_weights is None:
         args.reward_weights = [1.0, FORMAT_WEIGHT]
@@ -101,20 +91,30 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
             f"{', '.join(changed)} with beta={args.beta:g}: TRL loads the reference model, without what the recipe "
             "changes. Train with sft/train.py and these keys before, or set beta to 0 or use_peft to true."
         )
-    check_split(run.dataset_name, run.dataset_train_split)
     rows = load_prompts(run.dataset_name)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     if args.use_transformers_continuous_batching:
         with refusing("use_transformers_continuous_batching", NotImplementedError):
             model.init_continuous_batching()
     check_positions(model, tokenizer, list(rows["prompt"]), args.max_completion_length)
-    rewards = [correctness, solution_format]
-    return MixingGRPOTrainer.of_recipe(run, args, model, tokenizer, split_rows(rows, run, args), reward_funcs=rewards)
+    train_rows, eval_rows = split_rows(rows, run, args)
+    trainer = MixingGRPOTrainer(
+        model=model,
+        reward_funcs=[correctness, solution_format],
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        processing_class=tokenizer,
+        peft_config=lora_config(run, model),
+    )
+    return trainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe of reinforcement learning. Raise `UserError`."""
-    run_recipe(GRPOConfig, USAGE, build_trainer, argv)
+    run, args = RecipeParser(GRPOConfig, USAGE).parse(argv)
+    with begun(run, args) as checkpoint:
+        train(build_trainer(run, args), run, checkpoint)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ ROOMS = (
     "vllm_iha",
 )
 BY_PATH = ("sft/train.py", "sft/train_dpo.py", "sft/train_grpo.py", "evaluation/run.py")
+# TRL's parser shows their keys, and needs PyTorch for it.
 COMMANDS = sorted(
     path
     for name in ROOMS

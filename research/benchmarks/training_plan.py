@@ -3,105 +3,93 @@
 The process takes two steps of AdamW, each of two accumulated rows, with TRL's loss. Each configuration has a process
 of its own, which also builds the model.
 
-example: python -m research.benchmarks.training_plan --tokens 1024 4096
+example: python -m research.benchmarks.training_plan --tokens 256 1024
 """
 
+import tempfile
 from collections.abc import Callable
 
 from common.command_io import run_cli
 from research.benchmarks.options import arguments
 
 
-PARSER = arguments(__doc__, [1024, 4096])
+PARSER = arguments(__doc__, [256, 1024])
 if __name__ == "__main__":
     run_cli(PARSER.parse_args)  # before the imports below, which take seconds
 
 import torch
-from trl.kernels import ChunkedLogProbFunction
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, interleave_heads
 from research.benchmarks.harness import PRELOADED, extra_bytes, reported, write
 
 
 SIZES = {
     "hidden_size": 512,
     "num_attention_heads": 8,
-    "num_key_value_heads": 8,
+    "num_key_value_heads": 4,
     "intermediate_size": 1024,
-    "vocab_size": 8192,
+    "num_hidden_layers": 4,
+    # TRL's loss makes room for so many columns, and a process takes what of it is written.
+    "vocab_size": 32768,
     "max_position_embeddings": 16384,
 }
-NARROW = {"hidden_size": 256, "num_key_value_heads": 2}
 SCHEDULE = {
-    "num_hidden_layers": 4,
     "attention_kinds": ["iha", "mha"],
     "layer_types": ["sliding_attention", "full_attention"],
     "sliding_window": 128,
-    "num_pseudo_heads": 2,
 }
-# Fields of a config, and of a Setting of the plan.
-FORMS = {
-    "mha": ({"attention_kinds": "mha"}, {}),
-    "mha, narrow, two groups": ({"attention_kinds": "mha", **NARROW}, {}),
-    "mha, checkpointing": ({"attention_kinds": "mha", "num_hidden_layers": 4}, {"checkpointing": True}),
-    "P = 2": ({"num_pseudo_heads": 2}, {"attention_form": "virtual"}),
-    "P = 4": ({"num_pseudo_heads": 4}, {"attention_form": "virtual"}),
-    "P = 4, base": ({"num_pseudo_heads": 4}, {"attention_form": "base"}),
-    "P = 4, checkpointing": (
-        {"num_pseudo_heads": 4, "num_hidden_layers": 4},
-        {"attention_form": "virtual", "checkpointing": True},
-    ),
-    "schedule": (SCHEDULE, {"attention_form": "virtual"}),
-    "schedule, bf16 autocast": (SCHEDULE, {"attention_form": "virtual", "autocast": True}),
+# Model type ("llama", or "iha" with fields of its config), P of interleaved heads, and keys of the recipe.
+FORMS: dict[str, tuple[dict | None, int, dict]] = {
+    "Llama": (None, 1, {}),
+    "Llama, checkpointing": (None, 1, {"gradient_checkpointing": True}),
+    "Llama, bf16 weights": (None, 1, {"dtype": torch.bfloat16}),
+    "P = 2": (None, 2, {}),
+    "P = 4": (None, 4, {}),
+    "P = 2, bf16 autocast": (None, 2, {"bf16": True}),
+    "IHA, P = 2": ({"num_pseudo_heads": 2, "num_key_value_heads": 8}, 1, {}),
+    "IHA, schedule": ({"num_pseudo_heads": 2, "num_key_value_heads": 8, **SCHEDULE}, 1, {}),
 }
 
 
-def config_of(form: str) -> IHAConfig:
-    return IHAConfig.from_preset("tiny", **{**SIZES, **FORMS[form][0]}, attn_implementation="sdpa")
+def build(form: str) -> PreTrainedModel:
+    fields, pseudo_heads, keys = FORMS[form]
+    config = LlamaConfig(**SIZES) if fields is None else IHAConfig.from_preset("tiny", **{**SIZES, **fields})
+    model = AutoModelForCausalLM.from_config(config, dtype=keys.get("dtype", torch.float32))
+    return interleave_heads(model, pseudo_heads) if pseudo_heads > 1 else model
 
 
 def predict(form: str, tokens: int) -> float:
     """Return the bytes of the plan."""
     # The measured processes import this file, and an import at the top would slow each of them.
-    from sft.arguments import RunArguments
-    from sft.memory_plan import Layout, Setting, count_parameters, estimate
+    from trl import SFTConfig
 
-    config = config_of(form)
-    setting = {
-        "config": config,
-        "parameters": count_parameters(config, RunArguments(model_name_or_path=form, dataset_name=form)),
-        "layout": Layout(),
-        "batch": 1,
-        "tokens": tokens,
-        "checkpointing": False,
-        "offloading": False,
-        "attention_form": None,
-        "autocast": False,
-        "weight_bytes": 4,
-        "optimizer": "adamw_torch_fused",
-        "on_cpu": True,
-    }
-    return estimate(Setting(**{**setting, **FORMS[form][1]})).total
+    from sft.memory_plan import plan
+
+    keys = {"bf16": False, "gradient_checkpointing": False, **FORMS[form][2]}
+    keys.pop("dtype", None)
+    sizes = {"max_length": tokens, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    args = SFTConfig(tempfile.gettempdir(), use_cpu=True, report_to="none", **sizes, **keys)
+    return plan(build(form), None, args).peak
 
 
 def prepare(form: str, tokens: int) -> Callable[[], None]:
     """Return a function that builds the model and trains it."""
-    config, options = config_of(form), FORMS[form][1]
+    from trl.trainer.utils import add_fused_lm_head
+
+    keys = FORMS[form][2]
 
     def train() -> None:
-        model = IHAForCausalLM(config).train()
-        model.base_model.attention_form = options.get("attention_form")
-        if options.get("checkpointing"):
-            model.activation_checkpointing_enable()
+        model = build(form).train()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        if keys.get("gradient_checkpointing"):
+            model.gradient_checkpointing_enable()
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             for _ in range(2):
-                ids = torch.randint(0, config.vocab_size, (1, tokens))
-                with torch.autocast("cpu", torch.bfloat16, enabled=options.get("autocast", False)):
-                    hidden = model.base_model(ids, use_cache=False).last_hidden_state[0, :-1]
-                    outputs = ("log_probs", "entropy", "is_top1")
-                    loss_arguments = (hidden, model.lm_head.weight, None, ids[0, 1:], 1.0, 32768, None, 1.0, outputs)
-                    loss = -ChunkedLogProbFunction.apply(*loss_arguments)[0].mean()
+                ids = torch.randint(0, SIZES["vocab_size"], (1, tokens))
+                with torch.autocast("cpu", torch.bfloat16, enabled=keys.get("bf16", False)):
+                    loss = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).loss
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()

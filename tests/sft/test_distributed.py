@@ -14,20 +14,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from distributed_driver import train_run, whole_gradients
 from safetensors.torch import load_file
-from tiny_training import DECODERS, decoder, preset_config, recipe, saved, sizes, training_rows, write_jsonl
+from tiny_training import decoder, preset_config, recipe, saved, sizes, training_rows, write_jsonl
 
 from common.command_io import ROOT, UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import train
 from sft.arguments import RunArguments
-from sft.distributed import SharedSequenceCollator, check_launch, sharding
-from sft.trainer import CHECKSUMS, RECORD
+from sft.distributed import check_launch
+from sft.trainer import RECORD
 
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
@@ -62,24 +61,24 @@ def workplace(tmp_path_factory) -> Path:
     for name, geometry in {"plain": {}, "tied": {"tie_word_embeddings": True}, "window": window}.items():
         torch.manual_seed(0)
         saved(IHAForCausalLM(preset_config(**geometry)), place / name)
-    for name in DECODERS:
+    for name in INTERLEAVED:
         saved(decoder(name), place / name)
     write_jsonl(place / "rows.jsonl", training_rows(20))
     return place
 
 
+INTERLEAVED = ("llama", "qwen3_moe")
 # Each process brings a batch of its own to its group, and gloo wants them of one length.
 SHARED = {"attn_implementation": "flash_attention_2", "pad_to_multiple_of": 128}
 # Run -> its model, and the keys of its recipe in one process and in two, which train on four rows a step together. Of
 # those that share a sequence each brings the same row.
 RUNS = {
     "ddp": ("plain", {"mixing_scale": 10}),  # with a buffer of starts
-    "apart": ("plain", {}),
     "absent": ("absent", {}),
     "shards": ("tied", {"max_steps": 4}),
     "lora": ("plain", {"use_peft": "true", "lora_dropout": 0}),
-    **{name: (name, {"num_pseudo_heads": 2}) for name in DECODERS},
-    **{f"ulysses.{packing}": ("window", {**SHARED, "packing": packing}) for packing in ("false", "true")},
+    **{name: (name, {"num_pseudo_heads": 2}) for name in INTERLEAVED},
+    "ulysses": ("window", {**SHARED, "packing": "true"}),
 }
 
 
@@ -132,16 +131,15 @@ def launched(workplace) -> Path:
     """Do in this process what `accelerate launch` does, once; its processes print to the same terminal.
 
     They make runs under FSDP2, the first with sharded state dicts, interrupted and resumed, a step under tensor
-    parallelism, where DeepSpeed is installed two runs that share the sequence, and a run under DDP.
+    parallelism, where DeepSpeed is installed one that shares packed rows, and a run under DDP.
     """
     runs = {
         "shards": {"environment": {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}},
         "lora": {},
-        **dict.fromkeys(DECODERS, {}),
+        **dict.fromkeys(INTERLEAVED, {}),
     }
     if DEEPSPEED.exists():
-        ulysses = {"environment": launcher_environment("fsdp2_ulysses.yaml"), "packages": str(DEEPSPEED)}
-        runs |= {"ulysses.false": ulysses, "ulysses.true": ulysses}
+        runs["ulysses"] = {"environment": launcher_environment("fsdp2_ulysses.yaml"), "packages": str(DEEPSPEED)}
     runs["ddp"] = {"environment": {"ACCELERATE_USE_FSDP": "false"}, "last": True}
     runs = {name: {"arguments": arguments(workplace, name, 2), **plan} for name, plan in runs.items()}
     tensor_parallel = {"model": str(workplace / "plain"), "ids": torch.arange(24).view(2, 12).tolist()}
@@ -161,10 +159,10 @@ def test_two_processes_train_like_one(launched):
     record = assert_same_run(launched, "ddp")
     assert (record["class"], record["sharded"]) == ("IHAForCausalLM", set())
     printed = [(launched / f"ddp.pt.{rank}").read_text() for rank in (0, 1)]
-    assert [text.count("rows are longer than max_length") for text in printed] == [1, 0]
+    assert [text.count("A step takes ") for text in printed] == [1, 0]
 
 
-@pytest.mark.parametrize("name", ["shards", *DECODERS])
+@pytest.mark.parametrize("name", ["shards", *INTERLEAVED])
 def test_fsdp2_trains_like_one_process(name, launched):
     record = assert_same_run(launched, name)
     assert record["class"] == f"FSDP{'IHA' if name == 'shards' else 'Interleaved'}ForCausalLM"
@@ -192,7 +190,7 @@ def test_checkpoints_of_sharded_models_stand_alone(directory, launched):
     name, _, part = directory.partition("/")
     in_one_process(launched, name)
     one = launched / f"{name}.one" / part
-    others = {"trainer_state.json", CHECKSUMS, RECORD}
+    others = {"trainer_state.json", RECORD}
     files = {file.name for pattern in ("*.py", "*.json", "*.jinja") for file in one.glob(pattern)} - others
     assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= files
     assert [file for file in files if (launched / directory / file).read_bytes() != (one / file).read_bytes()] == []
@@ -215,9 +213,8 @@ def test_tensor_parallelism_shares_the_ffn_and_computes_the_same(launched):
 
 
 @pytest.mark.skipif(not DEEPSPEED.exists(), reason="DeepSpeed is not in .venv/deepspeed, where make test installs it")
-@pytest.mark.parametrize("packing", ["false", "true"])
-def test_ulysses_shares_the_sequence_and_computes_the_same(packing, launched):
-    record = assert_same_run(launched, f"ulysses.{packing}")
+def test_ulysses_shares_the_sequence_and_computes_the_same(launched):
+    record = assert_same_run(launched, "ulysses")
     assert record["class"] == "FSDPIHAForCausalLM"
     assert record["input_shape"] == (1, 64)  # half of a row
 
@@ -252,9 +249,9 @@ CONTEXT, TENSOR = (["--parallelism_config_sp_size=1", f"--parallelism_config_{na
 @pytest.mark.parametrize(
     "config, options, state, processes, named",
     [
-        ("fsdp2.yaml", [], CPU, 2, "FSDP would silently train unsharded.*ddp.yaml"),
+        ("fsdp2.yaml", [], CPU, 2, "would silently train unsharded.*ddp.yaml"),
         ("fsdp2.yaml", [], ONE, 1, ALONE),
-        ("fsdp2.yaml", ["--num_processes", "1"], ONE, 1, "FSDP would silently.*single.yaml"),
+        ("fsdp2.yaml", ["--num_processes", "1"], ONE, 1, "would silently.*single.yaml"),
         ("fsdp2.yaml", ["--fsdp_version", "1"], GPU, 2, "FSDP version 1.*'fsdp_version: 2'"),
         ("ddp.yaml", [], ONE, 1, ALONE),
         ("ddp.yaml", ["--cpu"], ONE, 1, "several processes.*started one.*MULTI_CPU"),
@@ -271,47 +268,33 @@ def test_a_launch_that_would_train_something_else_is_refused(monkeypatch, config
 
 
 @pytest.mark.parametrize(
-    "config, state, processes, kind",
-    [
-        ("single.yaml", ONE, 1, None),
-        ("ddp.yaml", CPU, 2, None),
-        ("ddp.yaml", GPU, 2, None),
-        ("fsdp2.yaml", GPU, 2, "FSDP FULL_STATE_DICT"),
-        (None, ONE, 1, None),
-    ],
+    "config, state, processes",
+    [("single.yaml", ONE, 1), ("ddp.yaml", CPU, 2), ("ddp.yaml", GPU, 2), ("fsdp2.yaml", GPU, 2), (None, ONE, 1)],
 )
-def test_the_configs_are_accepted_where_they_do_what_they_say(monkeypatch, config, state, processes, kind):
+def test_the_configs_are_accepted_where_they_do_what_they_say(monkeypatch, config, state, processes):
     # Without a launcher, on a cluster that names its main machine.
     environment = launcher_environment(config) if config else {"MASTER_ADDR": "10.0.0.1"}
     if processes > 1:
         environment["WORLD_SIZE"] = str(processes)
-    args = as_launched(monkeypatch, environment, state, processes)
-    check_launch(RUN, args)
-    assert sharding(args) == kind  # which the record of a run holds
+    check_launch(RUN, as_launched(monkeypatch, environment, state, processes))
 
 
 FLASH = "flash_attention_2"
 
 
 @pytest.mark.parametrize(
-    "size, kinds, core, installed, named",
+    "kinds, core, named",
     [
-        (2, "iha", FLASH, True, None),
-        (2, "iha", None, True, "drops the windows .*sdpa.*flash_attention_2"),
-        (2, "iha", "eager", True, "drops the windows .*eager"),
-        (2, "iha", "flash_attention_3", True, "sp_attn_implementation is flash_attention_2.*flash_attention_3"),
-        (2, "iha", FLASH, False, "pip install deepspeed"),
-        (2, ["iha", "diff"], FLASH, True, "kind diff"),
-        (3, "iha", FLASH, True, "does not divide .*8 processes"),
+        ("iha", FLASH, None),
+        ("iha", None, "drops windows .*sdpa.*flash_attention_2"),
+        ("iha", "flash_attention_3", "sp_attn_implementation: expected .*flash_attention_3"),
+        (["iha", "diff"], FLASH, "not with diff"),
     ],
 )
-def test_sharing_the_sequence_is_refused_where_it_would_lose_something(
-    monkeypatch, tmp_path, size, kinds, core, installed, named
-):
+def test_sharing_rows_is_refused_where_it_would_lose_something(monkeypatch, tmp_path, kinds, core, named):
     IHAConfig.from_preset("tiny", attention_kinds=kinds).save_pretrained(tmp_path)
-    monkeypatch.setattr("sft.distributed.find_spec", lambda name: installed or None)
-    environment = launcher_environment("fsdp2_ulysses.yaml", f"--parallelism_config_sp_size={size}")
-    args = as_launched(monkeypatch, {**environment, "WORLD_SIZE": "8"}, GPU, 8)
+    environment = launcher_environment("fsdp2_ulysses.yaml")
+    args = as_launched(monkeypatch, {**environment, "WORLD_SIZE": "2"}, GPU, 2)
     run = replace(RUN, model_name_or_path=str(tmp_path), attn_implementation=core)
     with pytest.raises(UserError, match=named) if named else nullcontext():
         check_launch(run, args)
@@ -330,26 +313,14 @@ def test_deepspeed_is_refused_where_it_would_not_shard(monkeypatch):
     "name, value, keys, named",
     [
         ("USE_DEEPSPEED", "true", {}, "'deepspeed>=.*' distribution was not found"),
-        ("USE_FSDP", "true", {}, "FSDP would silently train unsharded"),
+        ("USE_FSDP", "true", {}, "would silently train unsharded"),
         ("MIXED_PRECISION", "bf16", {}, "mixed_precision: bf16, and the recipe has neither"),
-        # With a recipe that says so too the run goes on to its rows.
-        ("MIXED_PRECISION", "bf16", {"bf16": "true"}, "no such file"),
+        # With a recipe that says so too the run goes on to its model.
+        ("MIXED_PRECISION", "bf16", {"bf16": "true"}, "absent has no usable configuration"),
     ],
 )
 def test_the_command_refuses_a_launch_before_it_looks_at_the_model(name, value, keys, named, monkeypatch, tmp_path):
     monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    write_jsonl(tmp_path / "rows.jsonl", training_rows(4))
     with pytest.raises(UserError, match=named):
         train.main(arguments(tmp_path, "absent", 2, **keys))
-
-
-def test_a_run_that_would_train_apart_is_refused(monkeypatch, workplace):
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(UserError, match="train by itself: the model is a plain IHAForCausalLM"):
-        train.main(arguments(workplace, "apart", 2))
-
-
-def test_batches_that_are_cut_along_the_sequence_hold_nothing_else():
-    ids = torch.arange(6).view(1, 6)
-    lengths = torch.tensor([0, 4, 6], dtype=torch.int32)
-    batch = {"input_ids": ids, "labels": ids, "position_ids": ids, "cu_seq_lens_q": lengths, "max_length_q": 4}
-    assert SharedSequenceCollator(lambda rows: dict(batch))([]).keys() == {"input_ids", "labels", "position_ids"}

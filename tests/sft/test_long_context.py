@@ -26,7 +26,6 @@ from sft.train import USAGE
 
 FIELDS = {"vocab_size": 259, "sliding_window": 8, "layer_types": "sliding_attention"}
 LLAMA = {"vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-SELECTIVE = {"gradient_checkpointing": "true", "gradient_checkpointing_kwargs": '{"selective": true}'}
 CONFIGS = {
     "iha": IHAConfig.from_preset("tiny", **FIELDS),
     "shared": IHAConfig.from_preset("tiny", **FIELDS, pseudo_positions="shared"),
@@ -54,7 +53,7 @@ def test_the_recipe_sets_positions_rope_base_and_window(tmp_path):
 
 
 def test_what_the_recipe_does_not_name_stays(tmp_path):
-    config = checked(tmp_path, "iha", num_pseudo_heads=2, attention_form="base")
+    config = checked(tmp_path, "iha", num_pseudo_heads=2)
     expected = IHAConfig.from_pretrained(tmp_path / "model").to_dict()
     assert {**config.to_dict(), "_name_or_path": None} == {**expected, "_name_or_path": None}
 
@@ -66,16 +65,9 @@ def test_what_the_recipe_does_not_name_stays(tmp_path):
         ("llama", {"max_length": 4096}, "max_length=4096 is beyond the model's 2048 positions"),
         ("iha", {"num_pseudo_heads": 4}, "states num_pseudo_heads=4 and .* has 2"),
         ("mha", {"num_pseudo_heads": 2}, "states num_pseudo_heads=2 and .* has 1"),
-        ("iha", {"sliding_window": 129}, "sliding_window=129 is larger than the context of 128"),
-        ("iha", {"sliding_window": 0}, "sliding_window is 0: expected at least 1"),
         ("mha", {"sliding_window": 8}, "does not fit .*: sliding_window=8 would have no effect"),
         ("llama", {"sliding_window": 8}, "a 'llama' model has no such field"),
-        ("mha", {"attention_form": "base"}, "would be ignored"),
-        ("iha", {"attention_form": "virtual", "attn_implementation": "eager"}, "would be ignored"),
-        ("iha", {"attention_form": "base", "gradient_checkpointing": "true"}, "would be ignored"),
         ("interleaved", {"num_pseudo_heads": 3}, "states num_pseudo_heads=3 and .* has 2: give the plain base model"),
-        ("interleaved", {"attention_form": "virtual"}, "would be ignored"),
-        *((kind, SELECTIVE, "selective keeps .* 2 times") for kind in ("iha", "interleaved")),
     ],
 )
 def test_a_recipe_that_does_not_fit_the_model_is_refused_before_weights_are_read(tmp_path, kind, keys, named):
@@ -132,10 +124,9 @@ SPECIAL = {"vocab_size": 64, "hidden_size": 40, "num_attention_heads": 4, "num_k
 P_FOLD = LENGTH * PSEUDO_HEADS * 4 * 10
 
 
-def kept_after_forward(prepare, form="virtual", context=nullcontext):
+def kept_after_forward(prepare, context=nullcontext):
     """Return the sizes of the tensors that a training forward keeps, in entries, and the gradients."""
     model = random_model(IHAConfig.from_preset("tiny", **SPECIAL, num_pseudo_heads=PSEUDO_HEADS)).train()
-    model.base_model.attention_form = form
     prepare(model)
     ids = random_ids(1, LENGTH)
     saved = []
@@ -165,16 +156,14 @@ def test_checkpointing_keeps_no_p_fold_activation_and_selective_checkpointing_do
     assert max(checkpointed) < P_FOLD
     for gradient, other in zip(gradients, expected, strict=True):
         assert_close(gradient, other)
-    # Why run_config refuses it.
     assert P_FOLD in kept_after_forward(selective)[0]
 
 
-@pytest.mark.parametrize("form", ["virtual", "base"])
-def test_offloaded_activations_give_the_same_gradients(form):
+def test_offloaded_activations_give_the_same_gradients():
     """Use what Transformers' and TRL's offloading stand on: their own pinned memory needs an accelerator."""
-    _, expected = kept_after_forward(lambda model: None, form)
+    _, expected = kept_after_forward(lambda model: None)
     for prepare in (lambda model: None, lambda model: model.activation_checkpointing_enable()):
-        _, gradients = kept_after_forward(prepare, form, save_on_cpu)
+        _, gradients = kept_after_forward(prepare, save_on_cpu)
         for gradient, other in zip(gradients, expected, strict=True):
             assert_close(gradient, other)
 
@@ -187,7 +176,7 @@ def peak_memory():
 
 @pytest.mark.slow
 def test_a_forward_and_backward_at_64k_tokens_take_less_than_2_gb():
-    """Train the paper's schedule with P = 2 and W = N / (2 P^2), with `attention_form` "base" and checkpointing."""
+    """Train the paper's schedule with P = 2 and W = N / (2 P^2), with checkpointing."""
     tokens = 65536
     config = IHAConfig.from_preset(
         "paper-2.4b-iha",
@@ -199,7 +188,6 @@ def test_a_forward_and_backward_at_64k_tokens_take_less_than_2_gb():
     assert config.layer_types == ["sliding_attention"] * 4 + ["full_attention"] and config.sliding_window == 8192
     assert config.attention_kinds == ["iha"] * 4 + ["mha"] and rope_reach(config) > 2 * tokens
     model = random_model(config).train()
-    model.base_model.attention_form = "base"
     model.activation_checkpointing_enable()
     add_fused_lm_head(model)
     ids = torch.randint(0, config.vocab_size, (1, tokens))

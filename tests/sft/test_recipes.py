@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from tiny_training import ROOT, decoder, preset_config, saved, sizes, write_jsonl
+from tiny_training import ROOT, byte_tokenizer, decoder, preset_config, saved, sizes, write_jsonl
 
 from common.checkpoint_io import load_config
 from common.command_io import UserError
@@ -48,10 +48,10 @@ def run(file, model, rows, output, **overrides):
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_recipe_trains(file, tiny, rows_file, text_file, tmp_path):
-    rows = text_file if file == "pretrain/sft.yaml" else rows_file
+    rows, others = (text_file, {"eval_size": 0}) if file == "pretrain/sft.yaml" else (rows_file, {})
     starts_plain = yaml.safe_load((RECIPES / file).read_text())["model_name_or_path"].startswith("Qwen/")
     model = saved(decoder("llama"), tmp_path / "plain") if starts_plain else tiny
-    keys, config, losses = run(file, model, rows, tmp_path / "run")
+    keys, config, losses = run(file, model, rows, tmp_path / "run", **others)
     assert [step for step, _ in losses] == [1, 2]
     assert is_interleaved(config) == starts_plain
     assert config.mixing_scale == keys.get("mixing_scale", 40 if starts_plain else 1)
@@ -95,29 +95,22 @@ def test_the_five_mechanisms_of_the_paper_train_on_equal_budgets(rows_file, tmp_
 # Mixtures
 
 
-def rows_of(length, count, value):
-    tokens = [[value] * length] * count
-    columns = {"input_ids": tokens, "labels": tokens, "num_tokens": [length] * count, "first_label": [0] * count}
-    return Dataset.from_dict({**columns, "x": [0] * count})
+def texts_of(length: int, count: int, letter: str) -> Dataset:
+    return Dataset.from_dict({"text": [letter * length] * count})
 
 
 def test_a_mixture_has_its_shares_of_the_tokens_whatever_the_lengths_of_rows():
-    parts = [rows_of(64, 200, 1), rows_of(8, 800, 2), rows_of(2, 4000, 3)]
+    parts, tokenizer = [texts_of(64, 200, "a"), texts_of(8, 800, "b"), texts_of(2, 4000, "c")], byte_tokenizer()
     shares = [0.3, 0.3, 0.4]
     for max_length in (None, 16):
-        rows = mix(parts, shares, max_length, seed=0)
-        assert "x" not in rows.column_names
-        read = list(rows["input_ids"])
-        tokens = [sum(len(ids[:max_length]) for ids in read if ids[0] == value) for value in (1, 2, 3)]
+        read = mix(parts, shares, tokenizer, max_length, seed=0)["text"][:]
+        tokens = [sum(len(text[:max_length]) for text in read if text[0] == letter) for letter in "abc"]
         assert [count / sum(tokens) for count in tokens] == pytest.approx(shares, abs=0.03)
-    assert rows["input_ids"] == mix(parts, shares, 16, seed=0)["input_ids"]
-    assert rows["input_ids"] != mix(parts, shares, 16, seed=1)["input_ids"]
-
-
-def test_a_single_source_is_left_alone():
-    assert sources("open-thoughts/OpenThoughts-114k") == [("open-thoughts/OpenThoughts-114k", 1.0)]
-    rows = rows_of(2, 3, 1)
-    assert mix([rows], [1.0], None, seed=0) is rows
+    assert read == mix(parts, shares, tokenizer, 16, seed=0)["text"][:]
+    assert read != mix(parts, shares, tokenizer, 16, seed=1)["text"][:]
+    turns = Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}])
+    with pytest.raises(UserError, match="rows of one schema"):
+        mix([parts[0], turns], [0.5, 0.5], tokenizer, None, seed=0)
 
 
 @pytest.mark.parametrize(
