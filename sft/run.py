@@ -30,7 +30,7 @@ from common.command_io import (
     sole_writer,
     write_json,
 )
-from conversion_scripts.push_to_hub import publish
+from conversion_scripts.push_to_hub import push
 from kind_facts import is_ours
 from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
 from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
@@ -142,7 +142,7 @@ def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) ->
                 (directory / "README.md").write_text(card(model.config, trainer, run, record), encoding="utf-8")
         print(f"Final model: {output / FINAL}\nCurves:      loss.json and curves.png beside it")
         if run.push_repo_id is not None:
-            publish(output / FINAL, run.push_repo_id)
+            push(output / FINAL, run.push_repo_id)
     # DDP's reducer must go before the process group. The last one to hold the group destroys it and joins its threads;
     # the reducer would do so with the GIL held, while such a thread may still need the GIL to release a tensor, for
     # ever.

@@ -9,13 +9,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from helpers import random_model
-from hub.checks import checkpoint_files
 from safetensors.torch import load_file
 from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, sizes, write_jsonl
 from trl import SFTConfig, SFTTrainer
 from trl.scripts import sft as trl_sft
 
 from common.command_io import ROOT, UserError, run_cli, sole_writer
+from conversion_scripts.checkpoint_checks import checkpoint_files
 from modeling_iha import IHAForCausalLM
 from sft import run as sft_run
 from sft import train
@@ -313,7 +313,7 @@ def test_the_best_checkpoint_is_kept_and_ends_as_the_final_model(tiny, rows_file
 
 
 def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sft_run, "publish", lambda directory, repo_id: print(f"Published: {repo_id}/{directory.name}"))
+    monkeypatch.setattr(sft_run, "push", lambda directory, repo_id: print(f"Published: {repo_id}/{directory.name}"))
     monkeypatch.setattr(sft_run, "draw", DRAW)
     output, base = tmp_path / "run", shutil.copytree(tiny, tmp_path / "base")
     arguments = {"max_steps": 4, "push_repo_id": "me/model", "eval_on_start": "false"}
