@@ -1,7 +1,8 @@
 """Plan what a training run takes in memory, and refuse one that cannot fit before it starts.
 
 PyTorch counts: a step runs on a copy of the model without data (FakeTensorMode), and the bytes of each tensor count
-from when it is made until it is freed. research/benchmarks/training_plan.py compares the plan with peaks of real processes.
+from when it is made until it is freed. research/benchmarks/training_plan.py compares the plan with the peaks of real
+processes.
 """
 
 import copy

@@ -73,7 +73,7 @@ def test_reference_window_counts_virtual_tokens():
 # The attention layer: Algorithm 1
 
 
-HEADS_AND_WINDOWS = [((4, 4), None), ((4, 2), 1), ((3, 1), 7), ((4, 2), 20)]
+HEADS_AND_WINDOWS = [((4, 4), None), ((4, 2), 2), ((3, 1), 7), ((4, 2), 20)]
 POSITIONS, COLLAPSES = ["interleaved", "shared"], ["per_head", "all_heads"]
 
 
