@@ -403,11 +403,11 @@ def _detach(model: PreTrainedModel) -> None:
             delattr(module, name)
     tied = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
-    for field in ("interleaved_layers", "base_model_type"):  # a loaded checkpoint has both
+    # A loaded checkpoint has the first two. The class of the base has its own `model_type`.
+    for field in ("interleaved_layers", "base_model_type", "model_type"):
         vars(config).pop(field, None)
     # Saving writes to it, and a checkpoint may have had one before.
     named = (vars(config).pop("auto_map", None) or {}).items()
     if auto_map := {task: name for task, name in named if name.split("--")[-1] not in AUTO_MAP.values()}:
         config.auto_map = auto_map
     model.__class__, config.__class__ = type(model).__bases__[1], type(config).__bases__[0]
-    del config.model_type  # the class has the base's own
