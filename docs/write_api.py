@@ -1,29 +1,23 @@
-"""Write docs/API.md: the arguments of what `modeling_iha` exports and of the commands, from docstrings and helps.
+"""Write docs/API.md: the arguments of what `modeling_iha` exports and of the commands, from docstrings.
 
 example: PYTHONPATH=. python docs/write_api.py      # writes docs/API.md
 """
 
 import argparse
 import inspect
-import os
 import re
-import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
-from io import StringIO
 from pathlib import Path
 from textwrap import fill
-from unittest.mock import patch
 
 import modeling_iha
 from iha_commands import api
 
 
 START = """# API
-What `from modeling_iha import ...` gives. `python docs/write_api.py` writes this page from the
-docstrings, and from the helps of the commands."""
-COMMANDS = """`from iha_commands.api import convert, verify, push, pull` gives the commands as functions. An option of
-a command is an argument of its function."""
+What `from modeling_iha import ...` gives, from the docstrings (`python docs/write_api.py`)."""
+COMMANDS = """`from iha_commands.api import convert, verify, push, pull` gives the commands as functions. Their
+arguments are the options of the commands, which `iha COMMAND --help` explains."""
 
 
 def paragraphs(text: str, first: str = "", others: str = "") -> str:
@@ -45,21 +39,19 @@ def arguments(docstring: str) -> tuple[str, str, str]:
     return before, "\n".join(paragraphs(item, "- ", "  ") for item in items), after.partition("```")[0]
 
 
-def options(main: Callable) -> str:
-    """Return what the help of a command says of its options."""
-    with redirect_stdout(StringIO()) as printed, suppress(SystemExit), patch.dict(os.environ, COLUMNS="100"):
-        main(["--help"])
-    listed = printed.getvalue().partition("this help message and exit\n")[2].partition("\nexample:")[0]
-    return f"```text\n{listed.rstrip()}\n```"
-
-
-def described(name: str, value: Callable, more: str = "") -> str:
-    """Return the section of a function, or of a class with arguments."""
-    before, listed, after = arguments(value.__doc__)
+def called(name: str, value: Callable) -> str:
+    """Return the heading of a function or a class, its signature and the first paragraph of its docstring."""
     signature = inspect.signature((lambda **fields: None) if inspect.isclass(value) else value)
     bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
     call = fill(f"{name}{inspect.Signature(bare)}", 100, subsequent_indent="    ")
-    parts = (f"## {name}", f"```text\n{call}\n```", paragraphs(before), listed, paragraphs(after), more)
+    first = arguments(value.__doc__)[0].partition("\n\n")[0]
+    return f"## {name}\n\n```text\n{call}\n```\n\n{paragraphs(first)}"
+
+
+def described(name: str, value: Callable) -> str:
+    """Return the section of a function, or of a class with arguments."""
+    before, listed, after = arguments(value.__doc__)
+    parts = (called(name, value), paragraphs(before.partition("\n\n")[2]), listed, paragraphs(after))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -73,9 +65,7 @@ def page() -> str:
     sections.append(described("IHAConfig.from_preset", modeling_iha.IHAConfig.from_preset))
     sections.append("## The models\n\n" + paragraphs(f"{models} take an `IHAConfig`, and are called as Llama's are."))
     sections.append("## Commands\n\n" + paragraphs(COMMANDS))
-    for name in api.__all__:
-        function = getattr(api, name)
-        sections.append("#" + described(name, function, options(sys.modules[function.__module__].main)))
+    sections += ["#" + called(name, getattr(api, name)) for name in api.__all__]
     return "\n\n".join([START, *sections]) + "\n"
 
 

@@ -79,14 +79,6 @@ def test_what_is_linked_or_named_exists_and_code_stands_in_fences(document):
     assert not missing
 
 
-def test_the_tests_of_the_support_matrix_exist():
-    text = (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8")
-    named = re.findall(r"\[test_\w+\.py::(test_\w+)\]\(\.\./(tests/[\w/]+\.py)\)", text)
-    assert len(named) == len(re.findall(r"\.py::", text)) > 0
-    for test, file in named:
-        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{test}"
-
-
 def test_speed_figures_are_those_of_the_report():
     results = (ROOT / "research" / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\|(.+)\| \[(\w+)\]\(research/benchmarks/results/README\.md#\2\) \|$", README, re.MULTILINE)

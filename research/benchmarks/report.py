@@ -39,7 +39,7 @@ def table(header: list[str], lines: dict[str, list[str]]) -> list[str]:
 def span(values: list[float]) -> str:
     """Return the lowest and the highest of some ratios, or the only one."""
     ends = sorted({f"{min(values):.3f}", f"{max(values):.3f}"}, key=float) if values else []
-    return " to ".join(ends)
+    return "–".join(ends)
 
 
 def setting_of(row: dict, fields: tuple[str, ...]) -> str:

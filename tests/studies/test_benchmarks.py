@@ -92,7 +92,7 @@ def test_settings_that_are_left_together_show_their_span():
     assert lines[-3:] == [
         "| / b | forward, window: none | memory, forward, window: none |",
         "|---|---|---|",
-        "| a | 0.500 to 1.250 | 2.000 |",
+        "| a | 0.500–1.250 | 2.000 |",
     ]
 
 
