@@ -1,4 +1,4 @@
-"""Write research/benchmarks/results/README.md from the JSON files beside it.
+"""Write research/benchmarks/results/README.md, and a plot for each table, from the JSON files beside it.
 
 A JSON file holds rows. A row holds its setting and, by name, "seconds", "extra_bytes" if they were measured, "ratios",
 and the same ratios as "predicted" by the cost model, if it predicts them. A table has a line for each ratio and a
@@ -10,6 +10,9 @@ example: python -m research.benchmarks.report
 import argparse
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
+from common import plots
 from common.command_io import read_json, run_cli, whole_file
 from research.benchmarks.options import RESULTS
 
@@ -48,8 +51,8 @@ def setting_of(row: dict, fields: tuple[str, ...]) -> str:
     return ", ".join(words.get(field, "{}").format(row[field]) for field in fields if row[field] is not None)
 
 
-def benchmark_lines(name: str, result: dict) -> list[str]:
-    """Return the section of a benchmark: how it was measured, and its ratios."""
+def ratios_of(name: str, result: dict) -> tuple[str, list[str], dict[str, list[list[float]]]]:
+    """Return what all ratios are over (else ""), the settings, and the ratios in each setting by their name."""
     values: dict[str, dict[str, list[float]]] = {}
     columns: dict[str, None] = {}
     for row in result["rows"]:
@@ -61,17 +64,40 @@ def benchmark_lines(name: str, result: dict) -> list[str]:
             columns[column] = None
             values.setdefault(kind + rest, {}).setdefault(column, []).append(value)
     bases = {ratio.partition(" / ")[2] for ratio in values}
-    base = f" / {bases.pop()}" if len(bases) == 1 else ""  # said once
-    lines = {
-        ratio.removesuffix(base): [span(found.get(column, [])) for column in columns]
-        for ratio, found in values.items()
-    }
+    base = bases.pop() if len(bases) == 1 else ""
+    found = {ratio: [of_ratio.get(column, []) for column in columns] for ratio, of_ratio in values.items()}
+    return base, list(columns), {ratio.removesuffix(f" / {base}"): lists for ratio, lists in found.items()}
+
+
+def benchmark_lines(name: str, result: dict) -> list[str]:
+    """Return the section of a benchmark: how it was measured, its ratios, and their plot."""
+    base, columns, found = ratios_of(name, result)
     return [
         f"## {name}",
         f"[Figures]({name}.json): `{result['command']}`",
         "",
-        *table([base.strip(), *columns], lines),
+        *table([base, *columns], {ratio: [span(values) for values in lists] for ratio, lists in found.items()}),
+        "",
+        f"![Ratios of {name}]({name}.png)",
     ]
+
+
+def spread(values: list[float]) -> plots.Point | None:
+    """Return the mean of some ratios, and how far they go below and above it."""
+    if not values:
+        return None
+    mean = sum(values) / len(values)
+    return mean, mean - min(values), max(values) - mean
+
+
+def plot(name: str, result: dict) -> Figure:
+    """Plot each ratio as a dot for each setting, from the lowest to the highest."""
+    base, columns, found = ratios_of(name, result)
+    points = {column: [spread(lists[place]) for lists in found.values()] for place, column in enumerate(columns)}
+    figure, (axes,) = plots.panels(f"{name}: below 1 the first takes less", height=1 + 0.45 * len(found))
+    plots.dots(axes, list(found), points, mark=1)
+    axes.set(xlabel=f"ratio to {base}" if base else "ratio", xscale="log")
+    return figure
 
 
 def measured_on(result: dict) -> str:
@@ -110,6 +136,8 @@ def main() -> None:
     args = PARSER.parse_args()
     results = {path.stem: read_json(path) for path in sorted(args.out.glob("*.json"))}
     defaults = [read_json(path) for path in sorted(args.out.glob("default_form/*.json"))]
+    for name, result in results.items():
+        plots.save_plot(plot(name, result), args.out / f"{name}.png")
     with whole_file(args.out / "README.md") as path:
         path.write_text(render(results, defaults), encoding="utf-8")
     print(f"Wrote {args.out / 'README.md'}")
