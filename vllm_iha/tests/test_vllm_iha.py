@@ -273,7 +273,7 @@ REFUSED = {
     "connector": ({}, {"kv_transfer_config": CONNECTOR}, "--kv-transfer-config"),
     "offloading": ({}, {"kv_offloading_size": 1.0}, "--kv-offloading-size"),
     "wrong_word": ({}, {"hf_overrides": {"pseudo_positions": "interleave"}}, "allowed are 'interleaved', 'shared'"),
-    "window_of_none": (WINDOWS, {"hf_overrides": {"sliding_window": 0}}, "sliding_window=None .* at least 1"),
+    "window_of_none": (WINDOWS, {"hf_overrides": {"sliding_window": 0}}, "sliding_window=None .* at least 2"),
     "rope_theta": ({}, {"hf_overrides": {"rope_theta": 500.0}}, "rope_theta=500.0 .* no effect"),
     "block_size": ({"num_pseudo_heads": 3}, {"block_size": 128}, "multiple of 96"),
 }
