@@ -61,7 +61,7 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
 def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> None:
     """Write the table `content`, with the command line, the machine and the versions, and its plot.
 
-    `plot` draws what was written, so that the table alone gives the plot again (redraw.py).
+    `plot` draws what was written, so that the table alone gives the plot again.
     """
     path = args.results / args.study
     write_json(path.with_suffix(".json"), {**environment(args.command, args.device), **content})
