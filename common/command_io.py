@@ -28,7 +28,6 @@ from functools import cache
 from importlib.util import find_spec
 from io import BufferedIOBase, BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
@@ -57,7 +56,6 @@ def run_cli(main: Callable[[], object]) -> None:
     the machine, such as a full disk, the line names a file with the traceback. The option --traceback of every command
     shows it instead. Help names the command as it was started.
     """
-    sys.excepthook = _end_of_imports  # of what a command imports between two calls
     if not sys.stderr.isatty():  # a log would keep every state of a progress bar
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for Transformers too, if it is imported later
         if "transformers" in sys.modules:
@@ -86,16 +84,6 @@ def run_cli(main: Callable[[], object]) -> None:
         sys.exit(1)
     finally:
         sys.argv = given
-
-
-def _end_of_imports(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print one line on an interrupt or a package that is not installed, and else the traceback."""
-    if isinstance(error, KeyboardInterrupt):
-        print("Interrupted.", file=sys.stderr)
-    elif isinstance(error, ModuleNotFoundError):
-        print(f"Error: {_explained(error, sys.argv)}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
 
 
 def _explained(error: BaseException, arguments: list[str]) -> str:

@@ -17,30 +17,6 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from common.command_io import (
-    UserError,
-    parse_yaml,
-    read_json,
-    read_text,
-    refusing,
-    run_cli,
-    whole_file,
-)
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dir", type=Path, help="checkpoint with its card, README.md")
-    parser.add_argument("--name", help="what the card is called and its examples load, such as me/smollm2-iha")
-    parser.add_argument(
-        "--results", type=Path, help="output directory of python -m evaluation.run, or its results.json"
-    )
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 import torch
 from annotated_types import Ge, Interval
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -50,6 +26,15 @@ from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
 from common.checkpoint_io import fingerprint
+from common.command_io import (
+    UserError,
+    parse_yaml,
+    read_json,
+    read_text,
+    refusing,
+    run_cli,
+    whole_file,
+)
 from kind_facts import Companion, companion_of, described, own_modules
 from kind_facts.model_cost import model as cost_of_model
 from kind_facts.model_cost import with_mha
@@ -432,7 +417,13 @@ def read_results(path: Path) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_arguments(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir", type=Path, help="checkpoint with its card, README.md")
+    parser.add_argument("--name", help="what the card is called and its examples load, such as me/smollm2-iha")
+    parser.add_argument(
+        "--results", type=Path, help="output directory of python -m evaluation.run, or its results.json"
+    )
+    args = parser.parse_args(argv)
     if args.name is None and args.results is None:
         raise UserError("Nothing to do: give --name, --results or both.")
     update(args.dir, args.name, None if args.results is None else read_results(args.results))

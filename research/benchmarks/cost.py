@@ -8,13 +8,30 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import astuple
 
+from common.checkpoint_io import load_config
 from common.command_io import UserError, run_cli
+from configuration_iha import PRESETS
+from kind_facts.cost import Cost
+from kind_facts.model_cost import attention, ffn, head, model, with_mha
+from modeling_iha import IHAConfig
 
 
 FORMS = ("sdpa", "base", "eager")
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
+    """Return a line of the table: parameters in millions, FLOPs (two for each multiply-add), and bytes."""
+    figures = (
+        f"{cost.parameters / 1e6:.3f} M",
+        *(f"{2 * products / 1e9:.3f} G" for products in (cost.prefill, cost.training, cost.decode)),
+        f"{value_bytes * cost.cache / tokens:.0f} B",
+        f"{value_bytes * cost.kept / 1e6:.1f} MB",
+    )
+    return f"{title:<30}{''.join(f'{figure:>16}' for figure in figures)}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table that the arguments ask for, or raise a `UserError`."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog="example: %(prog)s --preset paper-2.4b-iha --tokens 8192"
     )
@@ -33,33 +50,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("tokens", "bytes"):
         if (count := getattr(args, name)) < 1:
             raise UserError(f"--{name} {count}: expected at least 1.")
-    return args
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
-from common.checkpoint_io import load_config
-from configuration_iha import PRESETS
-from kind_facts.cost import Cost
-from kind_facts.model_cost import attention, ffn, head, model, with_mha
-from modeling_iha import IHAConfig
-
-
-def row(title: str, cost: Cost, tokens: int, value_bytes: int) -> str:
-    """Return a line of the table: parameters in millions, FLOPs (two for each multiply-add), and bytes."""
-    figures = (
-        f"{cost.parameters / 1e6:.3f} M",
-        *(f"{2 * products / 1e9:.3f} G" for products in (cost.prefill, cost.training, cost.decode)),
-        f"{value_bytes * cost.cache / tokens:.0f} B",
-        f"{value_bytes * cost.kept / 1e6:.1f} MB",
-    )
-    return f"{title:<30}{''.join(f'{figure:>16}' for figure in figures)}"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table that the arguments ask for, or raise a `UserError`."""
-    args = parse_arguments(argv)
     if args.preset is not None and args.preset not in PRESETS:
         raise UserError(f"--preset {args.preset}: expected one of {', '.join(PRESETS)}.")
     config = load_config(args.config) if args.preset is None else IHAConfig.from_preset(args.preset)

@@ -12,21 +12,18 @@ example: python -m research.benchmarks.mechanisms --tokens 256 1024
 from collections.abc import Callable
 from itertools import product
 
-from common.command_io import run_cli
-from research.benchmarks.options import arguments
-
-
-PARSER = arguments(__doc__, [256, 1024])
-if __name__ == "__main__":
-    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
-
 import torch
 from transformers import DynamicCache
 
+from common.command_io import run_cli
 from kind_facts import all_companions
 from kind_facts.model_cost import model
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import causal_lm, extra_bytes, inference, medians, ratios, reported, write
+from research.benchmarks.options import arguments
+
+
+PARSER = arguments(__doc__, [256, 1024])
 
 
 FORMS = {

@@ -24,6 +24,10 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+from typing_extensions import TypedDict
+
+from common.checkpoint_io import load_config, smollm2_gguf
 from common.command_io import (
     ROOT,
     UserError,
@@ -35,37 +39,13 @@ from common.command_io import (
     whole_file,
     write_json,
 )
+from model_cards.render import markdown_table, read_results, source_name, update
+from modeling_iha import IHAConfig
+from research.benchmarks.harness import processor
 
 
 INDEX = ROOT / "model_cards"
 OUTPUT = Path("outputs/checkpoints")
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="checkpoints to make (default: all)")
-    parser.add_argument(
-        "--output",
-        type=path_from_root,
-        default=OUTPUT,
-        help=f"where they are made (default: {OUTPUT} of the checkout)",
-    )
-    parser.add_argument(
-        "--index", type=path_from_root, default=INDEX, help="where the records are (default: model_cards)"
-    )
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
-import torch
-from typing_extensions import TypedDict
-
-from common.checkpoint_io import load_config, smollm2_gguf
-from model_cards.render import markdown_table, read_results, source_name, update
-from modeling_iha import IHAConfig
-from research.benchmarks.harness import processor
 
 
 # Nats a token, of each loss in results.json.
@@ -243,7 +223,18 @@ def recipes() -> dict[str, partial]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_arguments(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="checkpoints to make (default: all)")
+    parser.add_argument(
+        "--output",
+        type=path_from_root,
+        default=OUTPUT,
+        help=f"where they are made (default: {OUTPUT} of the checkout)",
+    )
+    parser.add_argument(
+        "--index", type=path_from_root, default=INDEX, help="where the records are (default: model_cards)"
+    )
+    args = parser.parse_args(argv)
     known = recipes()
     for name in args.names:
         if name not in known:

@@ -20,13 +20,6 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=ATTENTION_CLASSES, help="attention mechanism")
-    parser.add_argument("dst", type=Path, help="new directory")
-    return parser.parse_args(argv)
-
-
 # Those of sft/chat_templates.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
@@ -45,7 +38,10 @@ def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_arguments(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=ATTENTION_CLASSES, help="attention mechanism")
+    parser.add_argument("dst", type=Path, help="new directory")
+    args = parser.parse_args(argv)
     tokenizer, form = byte_tokenizer(), next(iter(companion_of(args.kind).forms.values()))
     fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     fields |= {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True, "attention_kinds": args.kind}

@@ -22,7 +22,6 @@ has a narrower FFN). The rate of each is the best for the seen examples.
 example: python -m research.experiments.dcmha_tasks --kinds mha dcmha
 """
 
-import argparse
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -30,28 +29,19 @@ from itertools import permutations, product
 from statistics import mean
 from typing import NamedTuple
 
-from common.command_io import run_cli
-from research.experiments.options import protocol_parser
-
-
-KINDS = ["mha", "dcmha", "talking_heads", "iha", "diff_v2", "gated", "knocking_heads", "multi_token"]
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return protocol_parser(__doc__, "dcmha_tasks", 0.05, KINDS).parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 import torch
 from matplotlib.figure import Figure
 
 from common import plots
+from common.command_io import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.language_models import config_of, sized
+from research.experiments.options import protocol_parser
 from research.experiments.protocol import Rates, compare_tuned, fit, new_model
 from research.experiments.study import begin, correct_by_holm, differences, interval, points, write
+
+
+KINDS = ["mha", "dcmha", "talking_heads", "iha", "diff_v2", "gated", "knocking_heads", "multi_token"]
 
 
 SMALL = sized(width=64, ffn=192, layers=2, heads=4, tokens=4, batch=64, steps=2000, test=32)
@@ -357,7 +347,7 @@ def plot(table: dict) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
-    args = parse_arguments(argv)
+    args = protocol_parser(__doc__, "dcmha_tasks", 0.05, KINDS).parse_args(argv)
     begin(args)
     setting = {**SMALL, "device": args.device}
     rates, runs = compare_tuned(args, setting, partial(train, SMALL, args.device), partial(config_of_kind, SMALL))

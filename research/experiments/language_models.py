@@ -16,15 +16,23 @@ is also given for each eighth of a row.
 example: python -m research.experiments.language_models --tokens 512 --kinds mha iha_2
 """
 
-import argparse
 import hashlib
 import sysconfig
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+from matplotlib.figure import Figure
+from torch.nn.functional import cross_entropy
+
+from common import plots
 from common.command_io import UserError, run_cli
+from kind_facts.model_cost import model as cost_of
+from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.options import protocol_parser
+from research.experiments.protocol import BUDGETS, COUNTS, Rates, budgets, by_seed, compare_tuned, fit, new_model
+from research.experiments.study import begin, correct_by_holm, interval, points, write
 
 
 # Variant -> its fields beside those of the size. Four layers in five have a window, the length divided by `windows`.
@@ -43,29 +51,6 @@ VARIANTS: dict[str, dict] = {
         "attention_options": {"multi_token": {"every": 4, "head_norm": True, "head_gate": True}},
     },
 }
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = protocol_parser(__doc__, "language_models", 0.02, VARIANTS)
-    parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
-    args = parser.parse_args(argv)
-    if args.tokens != 256:
-        args.study += f"_{args.tokens}"
-    return args
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
-import torch
-from matplotlib.figure import Figure
-from torch.nn.functional import cross_entropy
-
-from common import plots
-from kind_facts.model_cost import model as cost_of
-from modeling_iha import IHAConfig, IHAForCausalLM
-from research.experiments.protocol import BUDGETS, COUNTS, Rates, budgets, by_seed, compare_tuned, fit, new_model
-from research.experiments.study import begin, correct_by_holm, interval, points, write
 
 
 def sized(width: int, ffn: int, layers: int, heads: int, **training: int) -> dict:
@@ -236,7 +221,11 @@ def size_of(size: dict, tokens: int) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
-    args = parse_arguments(argv)
+    parser = protocol_parser(__doc__, "language_models", 0.02, VARIANTS)
+    parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
+    args = parser.parse_args(argv)
+    if args.tokens != 256:
+        args.study += f"_{args.tokens}"
     begin(args)
     size, text = size_of(SMALL, args.tokens), read_text()
     # All that a run depends on besides its variant, its rates and its seed.

@@ -19,22 +19,6 @@ example: python -m research.experiments.model_types --types gemma3_text olmo2
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
-
-from common.command_io import run_cli
-from research.experiments.options import RESULTS, StudyParser
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = StudyParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(study="model_types")
-    parser.add_argument("--types", nargs="+", metavar="TYPE", help="some types only, printed and not written")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 import dataclasses
 import re
 import signal
@@ -42,6 +26,7 @@ import tempfile
 import textwrap
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from pathlib import Path
 
@@ -55,10 +40,11 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from common.checkpoint_io import run_in_clean_process
-from common.command_io import ROOT, UserError, write_json
+from common.command_io import ROOT, UserError, run_cli, write_json
 from modeling_iha import interleave_heads
 from modeling_iha.mixing import mixing_parameters
 from research.benchmarks.harness import environment
+from research.experiments.options import RESULTS, StudyParser
 
 
 PSEUDO_HEADS, NEW_TOKENS, IMAGE_TOKEN, SECONDS = 3, 8, 61, 100
@@ -488,7 +474,10 @@ def _reason(row: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_arguments(argv)
+    parser = StudyParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(study="model_types")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="some types only, printed and not written")
+    args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
     signal.signal(signal.SIGALRM, stop)

@@ -1,4 +1,4 @@
-"""Declare the command-line options that studies share, without PyTorch, for which `--help` must not wait."""
+"""Declare the command-line options that studies share."""
 
 import argparse
 import shlex

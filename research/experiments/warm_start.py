@@ -9,35 +9,23 @@ take about three hours on one core with bfloat16 instructions.
 example: python -m research.experiments.warm_start --seeds 0 1 2
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from common.command_io import read_json, run_cli, run_module, sole_writer, whole_file
-from research.experiments.options import study_parser
-
-
-PSEUDO_HEADS = {"mha": None, "iha_2": 2, "iha_4": 4}
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "warm_start", seeds=3)
-    parser.add_argument("--variants", nargs="+", choices=PSEUDO_HEADS, default=["mha", "iha_2"])
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 import torch
 from matplotlib.figure import Figure
 
 from common import plots
 from common.checkpoint_io import smollm2_gguf
+from common.command_io import read_json, run_cli, run_module, sole_writer, whole_file
+from research.experiments.options import study_parser
 from research.experiments.study import begin, differences, interval, points, run_once, write
+
+
+PSEUDO_HEADS = {"mha": None, "iha_2": 2, "iha_4": 4}
 
 
 RECIPE = "sft/recipes/warm_start/sft.yaml"
@@ -147,7 +135,9 @@ def plot(table: dict) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
-    args = parse_arguments(argv)
+    parser = study_parser(__doc__, "warm_start", seeds=3)
+    parser.add_argument("--variants", nargs="+", choices=PSEUDO_HEADS, default=["mha", "iha_2"])
+    args = parser.parse_args(argv)
     begin(args, threads=None)
     with sole_writer(args.output):
         make_rows(args.output)
