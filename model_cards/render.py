@@ -244,7 +244,7 @@ def _cost(config: IHAConfig) -> str:
     ours, mha = (cost_of_model(each, tokens) for each in (config, with_mha(config, "full_attention")))
     titles = [
         *("Parameters", "FLOPs of a forward", "FLOPs of a training step", "FLOPs of one more token"),
-        *("Values in the KV cache", "Values kept for the backward"),
+        "Values in the KV cache",
     ]
     rows = [
         # Two FLOPs for each multiply-add.
