@@ -4,7 +4,6 @@ An error is one line. What comes from outside is read with a bound, and has the 
 output is written whole or not at all. One command runs another.
 """
 
-import gzip
 import hashlib
 import json
 import os
@@ -20,13 +19,12 @@ import threading
 import time
 import traceback
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
-from io import BufferedIOBase, BufferedReader
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 MAX_TEXT = 2**26  # bytes of a JSON file or of one row: far more than any record here
 MAX_YAML = 2**17  # bytes: PyYAML reads a megabyte in half a minute
-MAX_EXPANSION = 100  # of the bytes of a compressed file: rows rarely shrink to a twentieth, and zeros to a thousandth
 # The files of a checkpoint's directory that decide what is loaded.
 LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 
@@ -465,35 +462,23 @@ def parse_yaml(text: str, source: str | os.PathLike, shape: Any = Any) -> Any:
     return typed(content, shape, source)
 
 
-def read_lines(path: str | os.PathLike) -> Iterator[bytes]:
-    """Yield the lines of a regular file, plain or compressed by gzip. Raise `UserError` for lines without bound."""
-    left = MAX_TEXT + MAX_EXPANSION * os.path.getsize(path)
-    with open_plain_or_gzip(path) as file:
-        while line := file.readline(MAX_TEXT + 1):
-            left -= len(line)
-            if len(line) > MAX_TEXT or left < 0:
-                raise UserError(f"{path} has more than {MAX_TEXT:,} bytes in a line, or grows {MAX_EXPANSION}-fold.")
-            yield line
-
-
 def read_jsonl(path: str | os.PathLike, shape: Any = dict) -> Iterator[dict]:
-    """Yield the rows of a JSON-lines file, plain or compressed by gzip, of the types that `shape` names: see `typed`.
+    """Yield the rows of a JSON-lines file, of the types that `shape` names: see `typed`.
 
     Each line is one object, and empty lines do not count. Raise `UserError`, which names the row.
     """
-    for number, line in enumerate(filter(bytes.strip, read_lines(path)), 1):
-        yield parse_row(line, f"{path}, row {number}", shape)
+    with open_regular(path) as file:
+        lines = filter(bytes.strip, iter(lambda: file.readline(MAX_TEXT + 1), b""))
+        yield from (_row(line, f"{path}, row {number}", shape) for number, line in enumerate(lines, 1))
 
 
-def parse_row(line: bytes, source: str, shape: Any = dict) -> dict:
-    """Return the object in a `line` of JSON that comes from `source`, as `read_jsonl` does. Raise `UserError`."""
-    try:
-        row = json.loads(line.decode(), object_pairs_hook=unique_keys)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source}: not UTF-8 text ({error}).") from None
+def _row(line: bytes, source: str, shape: Any) -> dict:
+    """Return the object in a line of JSON. Raise `UserError`."""
+    if len(line) > MAX_TEXT:
+        raise UserError(f"{source} has more than {MAX_TEXT:,} bytes: expected a shorter line.")
     # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{source}: not valid JSON ({error}); each line holds one object.") from None
+    with refusing(f"{source} is no object of JSON in UTF-8", ValueError, RecursionError):
+        row = json.loads(line.decode(), object_pairs_hook=unique_keys)
     return typed(row, shape, source)
 
 
@@ -501,15 +486,3 @@ def write_jsonl(path: str | os.PathLike, rows: list[dict]) -> None:
     """Write rows of JSON values to `path`, one to a line, whole or not at all."""
     with whole_file(path) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-@contextmanager
-def open_plain_or_gzip(path: str | os.PathLike) -> Iterator[BufferedIOBase]:
-    """Open a file for reading bytes, decompressed if it begins like gzip, whatever its name.
-
-    Raise `UserError` for compressed data that is damaged or cut short.
-    """
-    with open_regular(path) as file:
-        is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
-        with refusing(f"{path} cannot be decompressed", gzip.BadGzipFile, EOFError, zlib.error):
-            yield gzip.open(file) if is_compressed else file

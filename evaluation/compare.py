@@ -16,8 +16,8 @@ from typing import NotRequired
 from scipy.stats import sem
 from typing_extensions import TypedDict
 
+from common import plots
 from common.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
-from common.plots import dot_panels, save_plot
 from model_cards.render import Results, Task, figure_text, markdown_table
 
 
@@ -123,8 +123,10 @@ def draw(rows: list[dict], names: list[str], path: Path) -> None:
     }
     message = f"{names[1]} is above {names[0]} in {above} of {len(rows)} figures and below in {below}"
     labels = [f"{row['task']}, {row['metric']}" for row in rows]
-    figure, _ = dot_panels(message, labels, {"per cent ± standard error (higher is better)": points})
-    save_plot(figure, path)
+    figure, (axes,) = plots.panels(message, height=1 + 0.38 * len(labels))
+    plots.dots(axes, labels, points)
+    axes.set(xlabel="per cent ± standard error (higher is better)")
+    plots.save_plot(figure, path)
 
 
 def markdown(rows: list[dict], runs: tuple[dict, dict], plot: str | None) -> str:

@@ -70,7 +70,7 @@ def main() -> None:
     rows = reported(measure(llama, iha, tokens, args.repeats) for tokens in args.tokens)
     setting = {"new_tokens": NEW_TOKENS, "checkpoint": "SmolLM2-135M-Instruct"}
     predicted_by = "values of weights and cache that are read"
-    write(args.out, "decode_model", rows, None, dtype="float32", **setting, predicted_by=predicted_by)
+    write(args.out, "decode_model", rows, dtype="float32", **setting, predicted_by=predicted_by)
 
 
 if __name__ == "__main__":

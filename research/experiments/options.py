@@ -35,7 +35,7 @@ def study_parser(doc: str, study: str, seeds: int = 0, keeps_runs: bool = True) 
     writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * keeps_runs
     formatter = argparse.RawDescriptionHelpFormatter
     parser = StudyParser(description=doc, epilog=writes, formatter_class=formatter)
-    parser.set_defaults(study=study, device="cpu")
+    parser.set_defaults(study=study)
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
     if keeps_runs:
@@ -54,7 +54,6 @@ def protocol_parser(doc: str, study: str, effect: float, variants: Iterable[str]
     """
     variants = list(variants)
     parser = study_parser(doc, study)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kinds", nargs="+", choices=variants, default=variants, metavar="VARIANT")
     parser.add_argument("--most-seeds", type=int, default=12, help=f"where intervals are wider than ± {effect} (12)")
     parser.set_defaults(effect=effect)

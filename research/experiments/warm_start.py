@@ -25,7 +25,7 @@ from research.experiments.options import study_parser
 from research.experiments.study import begin, differences, interval, points, run_once, write
 
 
-PSEUDO_HEADS = {"mha": None, "iha_2": 2, "iha_4": 4}
+PSEUDO_HEADS = {"mha": None, "iha_2": 2}
 
 
 RECIPE = "sft/recipes/warm_start/sft.yaml"
@@ -135,9 +135,7 @@ def plot(table: dict) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
-    parser = study_parser(__doc__, "warm_start", seeds=3)
-    parser.add_argument("--variants", nargs="+", choices=PSEUDO_HEADS, default=["mha", "iha_2"])
-    args = parser.parse_args(argv)
+    args = study_parser(__doc__, "warm_start", seeds=3).parse_args(argv)
     begin(args, threads=None)
     with sole_writer(args.output):
         make_rows(args.output)
@@ -147,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 args.output / "runs" / f"{name}-{seed}" / "result.json", partial(fine_tune, name, seed, args.output)
             )
             for seed in args.seeds
-            for name in args.variants
+            for name in PSEUDO_HEADS
         ]
     setting = {"trl": version("trl"), "recipe": RECIPE, "test_rows_per_task": TEST_ROWS, "correct_before": before}
     write(args, plot, **setting, rows=summaries(runs), runs=runs)

@@ -21,7 +21,7 @@ from kind_facts.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
 from research.experiments import language_models, warm_start
-from research.experiments.protocol import BUDGETS, COUNTS
+from research.experiments.protocol import BUDGETS, COUNTS, Rates
 from research.experiments.study import detectable, differences, interval
 
 
@@ -267,7 +267,16 @@ def test_the_card_of_the_fine_tuned_model_has_its_run():
 def test_rows_are_those_of_the_runs_that_the_tables_keep():
     assert table("warm_start")["rows"] == warm_start.summaries(table("warm_start")["runs"])
     for name in ("language_models", "language_models_512"):
-        for row, again in zip(table(name)["rows"], language_models.summaries_of(table(name)), strict=True):
+        rows, curves = table(name)["rows"], table(name)["runs"]
+        rates = {row["variant"]: Rates(row["rate"], row["mixing"], row["tried"]) for row in rows}
+        runs = {
+            row["variant"]: [
+                {"curve": curve, "seconds": seconds}
+                for curve, seconds in zip(curves[row["variant"]], row["seconds"]["values"], strict=True)
+            ]
+            for row in rows
+        }
+        for row, again in zip(rows, language_models.summaries(table(name), rates, runs), strict=True):
             assert {**row, **again} == row
 
 
