@@ -5,10 +5,12 @@ output is written whole or not at all. One command runs another.
 """
 
 import hashlib
+import importlib
 import json
 import os
 import reprlib
 import secrets
+import shlex
 import shutil
 import signal
 import stat
@@ -161,32 +163,15 @@ def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
     return str(source), {}
 
 
-def path_from_root(text: str) -> Path:
-    """Return a path that the user gave, as a command that runs in the root of the checkout needs it.
-
-    A path inside the checkout becomes relative, so that a record of the command names no place of this machine.
-    """
-    path = Path(os.path.abspath(text))
-    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-
-
-def run_module(result: str | os.PathLike, *command: str | os.PathLike) -> None:
-    """Run a module of this repository in a process of its own, unless its `result` exists already.
-
-    Raise `UserError` when the module fails.
-    """
+def run_command(result: str | os.PathLike, module: str, *arguments: object) -> None:
+    """Run the `main` of a command in this process, which spares its imports, unless its `result` exists already."""
     if os.path.exists(result):
         print(f"{result} is there: done before", flush=True)
         return
-    print(f"$ python -m {' '.join(map(str, command))}", flush=True)
+    words = [str(argument) for argument in arguments]
+    print(f"$ python -m {shlex.join([module, *words])}", flush=True)
     start = time.monotonic()
-    try:
-        process = subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT)
-    except KeyboardInterrupt as interrupt:
-        interrupt.add_note("What is done is kept: the same command goes on from here.")
-        raise
-    if process.returncode != 0:
-        raise UserError(f"{result} was not made, see above. Once mended, the same command goes on from here.")
+    importlib.import_module(module).main(words)
     print(f"   {time.monotonic() - start:.0f} s", flush=True)
 
 

@@ -11,7 +11,6 @@ import math
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -64,7 +63,6 @@ class Task(TypedDict):
     metrics: dict[str, Figure]
     examples: Count
     samples_each: Count
-    truncated_prompts: NotRequired[Count]  # of older results; now such a prompt is refused
     unfinished_replies: Count
     note: NotRequired[str]
 
@@ -170,7 +168,6 @@ def render_card(
             details=details.strip(),
             evaluation=NOT_EVALUATED,
             cost=_cost(config),
-            architecture=_architecture(config),
             limits=_limits(config),
             weights_licence=weights,
             papers="\n".join(dict.fromkeys(f"- {known.paper}" for known in kinds.values() if known.paper)),
@@ -268,23 +265,6 @@ def _short(number: float) -> str:
     return f"{number / 1000**thousands:.4g} {units[thousands]}".rstrip()
 
 
-def _architecture(config: IHAConfig) -> str:
-    """Return the table of the config's figures."""
-    layers = Counter(zip(config.attention_kinds, config.layer_types))
-    rows = [
-        ["Attention layers", ", ".join(f"{count} {kind} ({geometry})" for (kind, geometry), count in layers.items())],
-        ["Heads, key/value heads", f"{config.num_attention_heads}, {config.num_key_value_heads}"],
-        ["Hidden size", str(config.hidden_size)],
-        ["Context length", str(config.max_position_embeddings)],
-    ]
-    if config.sliding_window is not None:
-        rows.insert(1, ["Sliding window", f"{config.sliding_window} tokens"])
-    if "iha" in config.attention_kinds:
-        rows.append(["Pseudo-heads (P)", str(config.num_pseudo_heads)])
-        rows.append(["Pseudo-head positions", config.pseudo_positions])
-    return markdown_table(["", ""], rows).rstrip()
-
-
 def _limits(config: IHAConfig) -> str:
     """List what a user has to know before relying on the model."""
     limits = [
@@ -353,8 +333,7 @@ def _evaluation(results: dict) -> str:
     rows = []
     for name, task in results["tasks"].items():
         remarks = [task["note"]] if "note" in task else []
-        for key, what in (("truncated_prompts", "prompts cut to fit"), ("unfinished_replies", "replies unfinished")):
-            remarks += [f"{task[key]} {what}"] if task.get(key) else []
+        remarks += [f"{task['unfinished_replies']} replies unfinished"] if task["unfinished_replies"] else []
         counts = [str(task["examples"]), str(task["samples_each"]), markdown("; ".join(remarks))]
         for metric, figure in task["metrics"].items():
             rows.append([markdown(name), markdown(metric), figure_text(figure, "loss" not in metric), *counts])

@@ -1,15 +1,25 @@
 """Declare the command-line options that studies share."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from common.command_io import ROOT, path_from_root
+from common.command_io import ROOT
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"  # the tables and plots that git tracks
+
+
+def path_from_root(text: str) -> Path:
+    """Return a path that the user gave, as a command that runs in the root of the checkout needs it.
+
+    A path inside the checkout becomes relative, so that a record of the command names no place of this machine.
+    """
+    path = Path(os.path.abspath(text))
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 class StudyParser(argparse.ArgumentParser):

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from common import plots
 from common.checkpoint_io import smollm2_gguf
-from common.command_io import read_json, run_cli, run_module, sole_writer, whole_file
+from common.command_io import read_json, run_cli, run_command, sole_writer, whole_file
 from research.experiments.options import study_parser
 from research.experiments.study import begin, differences, interval, points, run_once, write
 
@@ -45,9 +45,9 @@ def make_rows(output: Path) -> Path:
     for task, (rows, options) in TASKS.items():
         train, test = output / f"train-{task}.jsonl", output / f"test-{task}.jsonl"
         drawn = ["--generator", task, *(["--options", *options] if options else [])]
-        run_module(train, "sft.make_reasoning_data", train, "--rows", str(rows), *drawn)
+        run_command(train, "sft.make_reasoning_data", train, "--rows", str(rows), *drawn)
         held_out = ["--rows", str(TEST_ROWS), "--seed", "1", "--exclude", train]
-        run_module(test, "sft.make_reasoning_data", test, *held_out, *drawn)
+        run_command(test, "sft.make_reasoning_data", test, *held_out, *drawn)
         parts.append(train.read_text(encoding="utf-8"))
     with whole_file(output / "train.jsonl") as path:
         path.write_text("".join(parts), encoding="utf-8")
@@ -61,7 +61,7 @@ def base_model(variant: str, output: Path) -> Path | str:
         return source
     converted = output / variant
     command = ("conversion_scripts.convert_llama_to_iha", source, converted)
-    run_module(converted, *command, "--num-pseudo-heads", str(PSEUDO_HEADS[variant]))
+    run_command(converted, *command, "--num-pseudo-heads", str(PSEUDO_HEADS[variant]))
     return converted
 
 
@@ -69,7 +69,7 @@ def train(directory: Path, **settings) -> None:
     """Fine-tune by the recipe, with these keys in place of its own, to directory/final."""
     settings.setdefault("use_cpu", not torch.cuda.is_available())
     arguments = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-    run_module(directory / "final", "sft.train", "--config", RECIPE, "--output_dir", directory, *arguments)
+    run_command(directory / "final", "sft.train", "--config", RECIPE, "--output_dir", directory, *arguments)
 
 
 def answers(model: Path | str, scores: Path, output: Path) -> dict[str, int]:
@@ -77,7 +77,7 @@ def answers(model: Path | str, scores: Path, output: Path) -> dict[str, int]:
     for task in TASKS:
         result = scores / f"{task}.json"
         settings = ("--batch-size", str(TEST_ROWS), "--max-new-tokens", "128", "--json", result)
-        run_module(result, "sft.score_reasoning", model, output / f"test-{task}.jsonl", *settings)
+        run_command(result, "sft.score_reasoning", model, output / f"test-{task}.jsonl", *settings)
     return {task: read_json(scores / f"{task}.json")["correct"] for task in TASKS}
 
 
