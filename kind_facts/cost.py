@@ -90,32 +90,3 @@ def score_matrix(
         decode=per_pair * (cached + 1) + linear,
         cache=(2 * groups * d + cached_more) * cached,
     )
-
-
-def pair_products(
-    config: IHAConfig, tokens: int, window: int | None, windows: list[int] | None
-) -> tuple[float, float]:
-    """Return the multiply-adds of attention to pairs (j, k), of a forward pass and of one more token."""
-    first, second = windows or (window, window)
-    spans = [[min(n + 1, span or n + 1) for n in range(tokens)] for span in (first, second)]
-    # Pairs in the wrong order are computed too, and then masked.
-    pairs = [j * k for j, k in zip(*spans)]
-    products = 2 * config.num_attention_heads * config.head_dim
-    return products * sum(pairs), products * pairs[-1]
-
-
-def tuples(config: IHAConfig, tokens: int, window: int | None, stacked: int, forward: float, decode: float) -> Cost:
-    """Return the cost of a kind that attends to tuples, with `stacked` keys and values for each token.
-
-    It is the cost of the additional projections, of the cache, and of the multiply-adds `forward` and `decode`. The
-    backward pass computes the forward pass once more."""
-    groups, d = config.num_key_value_heads, config.head_dim
-    more = linear(tokens, config.hidden_size, 2 * (stacked - 1) * groups * d, config.attention_bias)
-    cached = tokens if window is None else min(tokens, window - 1)
-    states = 2 * stacked * groups * d
-    return more + Cost(
-        prefill=forward,
-        training=4 * forward,
-        decode=decode,
-        cache=states * cached,
-    )

@@ -40,5 +40,4 @@ COMPANION = Companion(
     from_mha=from_mha,
     # At the exact start the gate's weights are zero.
     control="v_proj.weight",
-    forms={"gated": {}, "gated, per head": {"attention_options": {"gated": {"per_head": True}}}},
 )

@@ -107,5 +107,4 @@ COMPANION = Companion(
     cost=cost,
     start=start,
     control="v_mix.weight",
-    forms={"iha, P = 2": {"num_pseudo_heads": 2}, "iha, P = 4": {"num_pseudo_heads": 4}},
 )

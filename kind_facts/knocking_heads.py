@@ -42,10 +42,4 @@ COMPANION = Companion(
     cost=cost,
     start=start,
     control="v_proj.weight",
-    forms={
-        "knocking_heads": {},
-        "knocking_heads, linear": {
-            "attention_options": {"knocking_heads": {"queries": True, "keys": True, "values": "linear"}}
-        },
-    },
 )

@@ -106,7 +106,7 @@ def proof_count(kind: str, x: list[int], factor: int, modulus: int) -> torch.Ten
 
 
 CONSTRUCTIONS = {
-    "IHA, ceil(sqrt(N)) heads": partial(proof_count, "mha"),
+    "IHA, ceil(sqrt(N)) heads": partial(proof_count, "iha"),
     "MHA, N heads": partial(proof_count, "mha"),
     "MHA, 2 heads": histogram_count,
 }

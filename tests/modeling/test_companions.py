@@ -147,7 +147,6 @@ def test_a_kind_without_a_companion_has_defaults(monkeypatch):
     monkeypatch.setitem(ATTENTION_CLASSES, "unknown", Unknown)
     mechanism = kind_facts.companion_of("unknown")
     assert mechanism.card.format(config=None) == "Let heads talk (Shazeer et al. 2020) of {anything}."
-    assert mechanism.forms == {"unknown": {}}
     assert mechanism.start is mechanism.control is mechanism.cost is None
     Unknown.__doc__ = None
     assert kind_facts.companion_of("unknown").card == "Unknown."

@@ -59,16 +59,6 @@ OTHER_KINDS = {
             }
         },
     },
-    "hyper_feature": {
-        "attention_kinds": "hyper_feature",
-        "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
-    },
-    "hyper": {"attention_kinds": "hyper"},
-    "hyper, no sharing": {
-        "attention_kinds": "hyper",
-        "attention_options": {"hyper": {"sharing": False, "linear": True, "order": 4}},
-    },
-    "simplicial": {"attention_kinds": "simplicial"},
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 
@@ -110,14 +100,11 @@ def test_cache_of_other_kinds(variant):
     assert sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) == cost.model(config, tokens).cache
 
 
-@pytest.mark.parametrize(
-    "variant", ["talking_heads", "diff", "dcmha", "dcmha, ablated", "hyper_feature", "multi_token, other options"]
-)
+@pytest.mark.parametrize("variant", ["talking_heads", "diff", "dcmha", "dcmha, ablated", "multi_token, other options"])
 def test_products_of_other_kinds(variant):
     """Agree to a quarter with the count on eager, which computes every pair.
 
-    Masked pairs and small products are not in the cost model. On eager "hyper" and "simplicial" compute three times as
-    many pairs, those of tokens to come."""
+    Masked pairs and small products are not in the cost model."""
     config, tokens = small_config(**OTHER_KINDS[variant]), 24
     model = random_model(config)
     model.set_attn_implementation("eager")
