@@ -141,7 +141,7 @@ def walk(loss_at: Callable[[float], float], start: float, factor: float) -> floa
     return start
 
 
-def tune(end_of: Callable[[float, float], float], mixes: bool, first_rate: float | None = None) -> Rates:
+def tune(end_of: Callable[[float, float], float], mixes: bool) -> Rates:
     """Return the best rates by the loss at the end of a run, a function of the rate and of the mixing's multiple."""
     tried = []
 
@@ -150,7 +150,7 @@ def tune(end_of: Callable[[float, float], float], mixes: bool, first_rate: float
         tried.append([rate, mixing, loss])
         return loss if math.isfinite(loss) else math.inf
 
-    rate = walk(loss_at, first_rate or FIRST_RATE, RATE_FACTOR)
+    rate = walk(loss_at, FIRST_RATE, RATE_FACTOR)
     return Rates(rate, walk(partial(loss_at, rate), 1.0, MIXING_FACTOR) if mixes else 1.0, tried)
 
 
