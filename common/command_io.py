@@ -34,6 +34,7 @@ import yaml
 from filelock import FileLock, Timeout
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from pydantic import TypeAdapter, ValidationError
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +43,7 @@ MAX_TEXT = 2**26  # bytes of a JSON file or of one row: far more than any record
 MAX_YAML = 2**17  # bytes: PyYAML reads a megabyte in half a minute
 # The files of a checkpoint's directory that decide what is loaded.
 LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
+_validator = cache(TypeAdapter)
 
 
 class UserError(Exception):
@@ -375,26 +377,16 @@ def read_text(path: str | os.PathLike, most: int) -> str:
         return content.decode()
 
 
-@cache
-def _validator(shape: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(shape)
-
-
 def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
     """Return `content`, which was read from `source`, if it has the types that `shape` names.
 
     `shape` is any type that pydantic knows, mostly a `typing_extensions.TypedDict`. Nothing is converted, and keys
     that `shape` does not name stay. Raise a `UserError` that names the first key with a wrong value.
     """
-    if shape is dict and isinstance(content, dict):
-        return content  # without pydantic, whose import takes 0.1 s
-    validator = _validator(shape)
     try:
-        validator.validate_python(content, strict=True)
-    except ValueError as error:  # pydantic's `ValidationError` is one
-        first = error.errors(include_url=False)[0]  # type: ignore[attr-defined]
+        _validator(shape).validate_python(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "it"
         wrong = "missing" if first["type"] == "missing" else reprlib.repr(first["input"])
         expected = first["msg"].replace("Input should be", "expected")
