@@ -20,12 +20,12 @@ LINE = 0.24  # inches, of text
 Point = tuple[float, float, float]
 
 
-def panels(message: str, count: int = 1, columns: int = 1, height: float = 3, **options) -> tuple[Figure, list[Axes]]:
-    """Return a figure under a `message`, and its axes, in rows of `height` inches. `options` are those of subplots."""
+def panels(message: str, count: int = 1, columns: int = 1, height: float = 3) -> tuple[Figure, list[Axes]]:
+    """Return a figure under a `message`, and its axes, in rows of `height` inches."""
     rows, lines = -(-count // columns), textwrap.wrap(message, 72)
     figure = Figure(figsize=(WIDTH, rows * height + LINE * len(lines)), layout="constrained")
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize="large", fontweight="bold")
-    axes = figure.subplots(rows, columns, squeeze=False, **options).flat
+    axes = figure.subplots(rows, columns, squeeze=False).flat
     for unused in axes[count:]:
         unused.remove()
     return figure, list(axes[:count])

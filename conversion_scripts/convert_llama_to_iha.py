@@ -48,8 +48,8 @@ def check_arguments(num_pseudo_heads: int | None, schedule: str, window: int | N
         raise UserError(f"num_pseudo_heads={num_pseudo_heads}: expected at least 1.")
     if kind != "iha" and schedule != "global":
         raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
-    if window is not None and (schedule == "global" or window < 1):
-        raise UserError(f"window={window} with schedule={schedule!r}: only hybrid has a window, of at least 1 token.")
+    if window is not None and (schedule == "global" or window < 2):
+        raise UserError(f"window={window} with schedule={schedule!r}: only hybrid has a window, of at least 2 tokens.")
 
 
 def iha_config(
