@@ -8,32 +8,17 @@ import argparse
 import json
 import os
 import platform
-import runpy
 import shutil
-import sys
 import time
 from pathlib import Path
-
-from common.command_io import ROOT, UserError, new_directory, run_cli
-
-
-OUTPUT = Path("outputs/demo")
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, epilog="example: python demo.py")
-    parser.add_argument("--restart", action="store_true", help=f"remove {OUTPUT} first")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
 
 from common.checkpoint_io import load_config, load_in_clean_process, load_model, load_tokenizer, smollm2_gguf
+from common.command_io import ROOT, UserError, new_directory, read_json, run_cli, run_command
 
 
+OUTPUT = Path("outputs/demo")
 # Sums of two digits in OpenThoughts' format: SmolLM2 answers a quarter of them before the fine-tuning.
 DATA = ["--generator", "chain_sum", "--options", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
 NEXT = f"""Next:
@@ -55,24 +40,17 @@ def unpack(source: Path) -> None:
         load_model(gguf, torch.float32, config).save_pretrained(temporary)
 
 
-def step(title: str, result: Path, *command: str | Path) -> None:
-    """Run a command as `python -m` does, unless its `result` exists, in this process: imports take seconds."""
+def step(title: str, result: Path, module: str, *arguments: object) -> None:
+    """Say what a command is for, and run it unless its `result` exists."""
     print(f"\n== {title}", flush=True)
-    if result.exists():
-        print(f"{result} is there: done before", flush=True)
-        return
-    sys.argv = list(map(str, command))
-    print(f"$ python -m {' '.join(sys.argv)}", flush=True)
-    start, used = time.monotonic(), time.process_time()
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    print(f"   {time.monotonic() - start:.0f} s, {time.process_time() - used:.0f} s of CPU", flush=True)
+    run_command(result, module, *arguments)
 
 
 def score(title: str, model: Path, result: Path) -> dict:
     """Return what `sft.score_reasoning` writes of `model` on the held-out questions."""
     sizes = ("--batch-size", "24", "--max-new-tokens", "64")
     step(title, result, "sft.score_reasoning", model, OUTPUT / "test.jsonl", *sizes, "--json", result)
-    return json.loads(result.read_text())
+    return read_json(result)
 
 
 def curve(losses: list[list[float]]) -> str:
@@ -82,7 +60,9 @@ def curve(losses: list[list[float]]) -> str:
 
 
 def main() -> None:
-    args = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__, epilog="example: python demo.py")
+    parser.add_argument("--restart", action="store_true", help=f"remove {OUTPUT} first")
+    args = parser.parse_args()
     os.chdir(ROOT)
     if args.restart:
         shutil.rmtree(OUTPUT, ignore_errors=True)
@@ -95,7 +75,7 @@ def main() -> None:
     step("Convert to IHA with P = 2", converted, *convert)
     verify = ("conversion_scripts.verify_conversion", source, converted, "--json", checks)
     step("Verify against the source", checks, *verify, "--tokens", "128", "--max-new-tokens", "16")
-    figures, control = (json.loads(checks.read_text())[name] for name in ("converted", "control"))
+    figures, control = (read_json(checks)[name] for name in ("converted", "control"))
     if not figures["passed"] or control["passed"]:
         raise UserError(f"The conversion was not verified, see {checks}. Remove it to verify again.")
     make_data = "sft.make_reasoning_data"
@@ -113,7 +93,7 @@ def main() -> None:
     reloaded = load_in_clean_process(final, chat, 64)
     is_same = reloaded["text"] == after["replies"][0]
 
-    losses = json.loads((OUTPUT / "sft/loss.json").read_text())["eval"]
+    losses = read_json(OUTPUT / "sft/loss.json")["eval"]
     print(f"""
 Report (Python {platform.python_version()}, {os.cpu_count()} cores, {time.monotonic() - start:.0f} s in this call)
   conversion    max |dlogit| {figures["max_logit_difference"]:.1e}, KL {figures["mean_kl"]:.1e} nats per token, \

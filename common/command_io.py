@@ -4,12 +4,13 @@ An error is one line. What comes from outside is read with a bound, and has the 
 output is written whole or not at all. One command runs another.
 """
 
-import gzip
 import hashlib
+import importlib
 import json
 import os
 import reprlib
 import secrets
+import shlex
 import shutil
 import signal
 import stat
@@ -20,30 +21,29 @@ import threading
 import time
 import traceback
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
-from io import BufferedIOBase, BufferedReader
+from io import BufferedReader
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from pydantic import TypeAdapter, ValidationError
 
 
 ROOT = Path(__file__).resolve().parents[1]
 
 MAX_TEXT = 2**26  # bytes of a JSON file or of one row: far more than any record here
 MAX_YAML = 2**17  # bytes: PyYAML reads a megabyte in half a minute
-MAX_EXPANSION = 100  # of the bytes of a compressed file: rows rarely shrink to a twentieth, and zeros to a thousandth
 # The files of a checkpoint's directory that decide what is loaded.
 LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
+_validator = cache(TypeAdapter)
 
 
 class UserError(Exception):
@@ -57,7 +57,6 @@ def run_cli(main: Callable[[], object]) -> None:
     the machine, such as a full disk, the line names a file with the traceback. The option --traceback of every command
     shows it instead. Help names the command as it was started.
     """
-    sys.excepthook = _end_of_imports  # of what a command imports between two calls
     if not sys.stderr.isatty():  # a log would keep every state of a progress bar
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for Transformers too, if it is imported later
         if "transformers" in sys.modules:
@@ -86,16 +85,6 @@ def run_cli(main: Callable[[], object]) -> None:
         sys.exit(1)
     finally:
         sys.argv = given
-
-
-def _end_of_imports(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print one line on an interrupt or a package that is not installed, and else the traceback."""
-    if isinstance(error, KeyboardInterrupt):
-        print("Interrupted.", file=sys.stderr)
-    elif isinstance(error, ModuleNotFoundError):
-        print(f"Error: {_explained(error, sys.argv)}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
 
 
 def _explained(error: BaseException, arguments: list[str]) -> str:
@@ -176,32 +165,15 @@ def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
     return str(source), {}
 
 
-def path_from_root(text: str) -> Path:
-    """Return a path that the user gave, as a command that runs in the root of the checkout needs it.
-
-    A path inside the checkout becomes relative, so that a record of the command names no place of this machine.
-    """
-    path = Path(os.path.abspath(text))
-    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-
-
-def run_module(result: str | os.PathLike, *command: str | os.PathLike) -> None:
-    """Run a module of this repository in a process of its own, unless its `result` exists already.
-
-    Raise `UserError` when the module fails.
-    """
+def run_command(result: str | os.PathLike, module: str, *arguments: object) -> None:
+    """Run the `main` of a command in this process, which spares its imports, unless its `result` exists already."""
     if os.path.exists(result):
         print(f"{result} is there: done before", flush=True)
         return
-    print(f"$ python -m {' '.join(map(str, command))}", flush=True)
+    words = [str(argument) for argument in arguments]
+    print(f"$ python -m {shlex.join([module, *words])}", flush=True)
     start = time.monotonic()
-    try:
-        process = subprocess.run([sys.executable, "-m", *map(str, command)], cwd=ROOT)
-    except KeyboardInterrupt as interrupt:
-        interrupt.add_note("What is done is kept: the same command goes on from here.")
-        raise
-    if process.returncode != 0:
-        raise UserError(f"{result} was not made, see above. Once mended, the same command goes on from here.")
+    importlib.import_module(module).main(words)
     print(f"   {time.monotonic() - start:.0f} s", flush=True)
 
 
@@ -405,26 +377,16 @@ def read_text(path: str | os.PathLike, most: int) -> str:
         return content.decode()
 
 
-@cache
-def _validator(shape: Any) -> Any:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(shape)
-
-
 def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
     """Return `content`, which was read from `source`, if it has the types that `shape` names.
 
     `shape` is any type that pydantic knows, mostly a `typing_extensions.TypedDict`. Nothing is converted, and keys
     that `shape` does not name stay. Raise a `UserError` that names the first key with a wrong value.
     """
-    if shape is dict and isinstance(content, dict):
-        return content  # without pydantic, whose import takes 0.1 s
-    validator = _validator(shape)
     try:
-        validator.validate_python(content, strict=True)
-    except ValueError as error:  # pydantic's `ValidationError` is one
-        first = error.errors(include_url=False)[0]  # type: ignore[attr-defined]
+        _validator(shape).validate_python(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"])) or "it"
         wrong = "missing" if first["type"] == "missing" else reprlib.repr(first["input"])
         expected = first["msg"].replace("Input should be", "expected")
@@ -477,35 +439,23 @@ def parse_yaml(text: str, source: str | os.PathLike, shape: Any = Any) -> Any:
     return typed(content, shape, source)
 
 
-def read_lines(path: str | os.PathLike) -> Iterator[bytes]:
-    """Yield the lines of a regular file, plain or compressed by gzip. Raise `UserError` for lines without bound."""
-    left = MAX_TEXT + MAX_EXPANSION * os.path.getsize(path)
-    with open_plain_or_gzip(path) as file:
-        while line := file.readline(MAX_TEXT + 1):
-            left -= len(line)
-            if len(line) > MAX_TEXT or left < 0:
-                raise UserError(f"{path} has more than {MAX_TEXT:,} bytes in a line, or grows {MAX_EXPANSION}-fold.")
-            yield line
-
-
 def read_jsonl(path: str | os.PathLike, shape: Any = dict) -> Iterator[dict]:
-    """Yield the rows of a JSON-lines file, plain or compressed by gzip, of the types that `shape` names: see `typed`.
+    """Yield the rows of a JSON-lines file, of the types that `shape` names: see `typed`.
 
     Each line is one object, and empty lines do not count. Raise `UserError`, which names the row.
     """
-    for number, line in enumerate(filter(bytes.strip, read_lines(path)), 1):
-        yield parse_row(line, f"{path}, row {number}", shape)
+    with open_regular(path) as file:
+        lines = filter(bytes.strip, iter(lambda: file.readline(MAX_TEXT + 1), b""))
+        yield from (_row(line, f"{path}, row {number}", shape) for number, line in enumerate(lines, 1))
 
 
-def parse_row(line: bytes, source: str, shape: Any = dict) -> dict:
-    """Return the object in a `line` of JSON that comes from `source`, as `read_jsonl` does. Raise `UserError`."""
-    try:
-        row = json.loads(line.decode(), object_pairs_hook=unique_keys)
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source}: not UTF-8 text ({error}).") from None
+def _row(line: bytes, source: str, shape: Any) -> dict:
+    """Return the object in a line of JSON. Raise `UserError`."""
+    if len(line) > MAX_TEXT:
+        raise UserError(f"{source} has more than {MAX_TEXT:,} bytes: expected a shorter line.")
     # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{source}: not valid JSON ({error}); each line holds one object.") from None
+    with refusing(f"{source} is no object of JSON in UTF-8", ValueError, RecursionError):
+        row = json.loads(line.decode(), object_pairs_hook=unique_keys)
     return typed(row, shape, source)
 
 
@@ -513,15 +463,3 @@ def write_jsonl(path: str | os.PathLike, rows: list[dict]) -> None:
     """Write rows of JSON values to `path`, one to a line, whole or not at all."""
     with whole_file(path) as temporary:
         temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-@contextmanager
-def open_plain_or_gzip(path: str | os.PathLike) -> Iterator[BufferedIOBase]:
-    """Open a file for reading bytes, decompressed if it begins like gzip, whatever its name.
-
-    Raise `UserError` for compressed data that is damaged or cut short.
-    """
-    with open_regular(path) as file:
-        is_compressed = file.peek(2)[:2] == b"\x1f\x8b"
-        with refusing(f"{path} cannot be decompressed", gzip.BadGzipFile, EOFError, zlib.error):
-            yield gzip.open(file) if is_compressed else file

@@ -20,20 +20,15 @@ LINE = 0.24  # inches, of text
 Point = tuple[float, float, float]
 
 
-def panels(message: str, count: int = 1, columns: int = 1, height: float = 3, **options) -> tuple[Figure, list[Axes]]:
-    """Return a figure under a `message`, and its axes, in rows of `height` inches. `options` are those of subplots."""
+def panels(message: str, count: int = 1, columns: int = 1, height: float = 3) -> tuple[Figure, list[Axes]]:
+    """Return a figure under a `message`, and its axes, in rows of `height` inches."""
     rows, lines = -(-count // columns), textwrap.wrap(message, 72)
     figure = Figure(figsize=(WIDTH, rows * height + LINE * len(lines)), layout="constrained")
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize="large", fontweight="bold")
-    axes = figure.subplots(rows, columns, squeeze=False, **options).flat
+    axes = figure.subplots(rows, columns, squeeze=False).flat
     for unused in axes[count:]:
         unused.remove()
     return figure, list(axes[:count])
-
-
-def line_style(index: int) -> str:
-    """Return the colour and the dashes of a line: after ten lines the colours come again, with other dashes."""
-    return f"C{index % 10}{('-', ':', '--', '-.')[index // 10 % 4]}"
 
 
 def dots(
@@ -72,17 +67,6 @@ def dots(
     axes.grid(axis="x", linewidth=0.3)
     if high < inf:
         axes.set_xlim(low, high)
-
-
-def dot_panels(
-    message: str, names: Sequence[str], series: Mapping[str, Mapping], mark: float | None = None
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `dots`, with a panel for each of the `series`, {label of the axis: series of the panel}."""
-    figure, all_axes = panels(message, len(series), len(series), 1 + 0.38 * len(names), sharey=True)
-    for axes, (label, of_panel) in zip(all_axes, series.items()):
-        dots(axes, names, of_panel, mark=mark)
-        axes.set(xlabel=label)
-    return figure, all_axes
 
 
 def ticks(axes: Axes, axis: str, places: Sequence[float]) -> None:

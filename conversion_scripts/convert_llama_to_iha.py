@@ -4,7 +4,6 @@ The source is a qwen2, llama, mistral, ministral, qwen3 or smollm3. The file of 
 which its parameters start.
 """
 
-import argparse
 import copy
 import json
 import math
@@ -49,8 +48,8 @@ def check_arguments(num_pseudo_heads: int | None, schedule: str, window: int | N
         raise UserError(f"num_pseudo_heads={num_pseudo_heads}: expected at least 1.")
     if kind != "iha" and schedule != "global":
         raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
-    if window is not None and (schedule == "global" or window < 1):
-        raise UserError(f"window={window} with schedule={schedule!r}: only hybrid has a window, of at least 1 token.")
+    if window is not None and (schedule == "global" or window < 2):
+        raise UserError(f"window={window} with schedule={schedule!r}: only hybrid has a window, of at least 2 tokens.")
 
 
 def iha_config(
@@ -192,14 +191,6 @@ def convert(
     write_checkpoint(source, destination, make)
 
 
-def json_object(text: str) -> dict:
-    """Return the object that an option gives as JSON, or raise `ArgumentTypeError`."""
-    try:
-        return typed(json.loads(text), dict, "it")
-    except (ValueError, RecursionError, UserError) as error:
-        raise argparse.ArgumentTypeError(f'{text}: expected JSON such as {{"per_head": true}}: {error}') from None
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = converter_parser(
@@ -210,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--kind", choices=KINDS, default="iha", help="attention kind of the converted layers (default: iha)")
-    add("--options", type=json_object, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
+    add("--options", type=json.loads, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
     add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
     add(
         "--schedule",

@@ -13,24 +13,11 @@ from pathlib import Path
 from statistics import mean
 from typing import NotRequired
 
-from common.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reference", type=Path, help="output directory of evaluation.run")
-    parser.add_argument("other", type=Path, help="output directory of another run")
-    parser.add_argument("--output", type=Path, required=True, help="Markdown file to write; the plot goes beside it")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 from scipy.stats import sem
 from typing_extensions import TypedDict
 
-from common.plots import dot_panels, save_plot
+from common import plots
+from common.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
 from model_cards.render import Results, Task, figure_text, markdown_table
 
 
@@ -136,8 +123,10 @@ def draw(rows: list[dict], names: list[str], path: Path) -> None:
     }
     message = f"{names[1]} is above {names[0]} in {above} of {len(rows)} figures and below in {below}"
     labels = [f"{row['task']}, {row['metric']}" for row in rows]
-    figure, _ = dot_panels(message, labels, {"per cent ± standard error (higher is better)": points})
-    save_plot(figure, path)
+    figure, (axes,) = plots.panels(message, height=1 + 0.38 * len(labels))
+    plots.dots(axes, labels, points)
+    axes.set(xlabel="per cent ± standard error (higher is better)")
+    plots.save_plot(figure, path)
 
 
 def markdown(rows: list[dict], runs: tuple[dict, dict], plot: str | None) -> str:
@@ -160,7 +149,11 @@ def markdown(rows: list[dict], runs: tuple[dict, dict], plot: str | None) -> str
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare and write. Raise `UserError`."""
-    args = parse_arguments(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reference", type=Path, help="output directory of evaluation.run")
+    parser.add_argument("other", type=Path, help="output directory of another run")
+    parser.add_argument("--output", type=Path, required=True, help="Markdown file to write; the plot goes beside it")
+    args = parser.parse_args(argv)
     if args.output.suffix != ".md":
         raise UserError(f"--output {args.output}: expected the name of a .md file.")
     check_output_file(args.output, replace=True)

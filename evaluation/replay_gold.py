@@ -15,25 +15,10 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, run_cli, write_json
-from evaluation import run_code
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="directory of data files (default: the Hub)")
-    parser.add_argument("--limit", type=int, help="only the first LIMIT rows of each")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument(run_code.FLAG, action="store_true", help="run the programs of MBPP and HumanEval")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 from tqdm import tqdm
 
-from evaluation import data, scores
+from common.command_io import UserError, check_output_file, run_cli, write_json
+from evaluation import data, run_code, scores
 
 
 # Each returns a gold and a broken reply to a row.
@@ -88,7 +73,12 @@ def replay(name: str, directory: Path | None, limit: int | None = None) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_arguments(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="directory of data files (default: the Hub)")
+    parser.add_argument("--limit", type=int, help="only the first LIMIT rows of each")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument(run_code.FLAG, action="store_true", help="run the programs of MBPP and HumanEval")
+    args = parser.parse_args(argv)
     check_output_file(args.output, replace=True)
     if not args.confirm_run_unsafe_code:
         raise UserError(f"MBPP and HumanEval hold programs, which would run: give {run_code.FLAG}.")

@@ -27,6 +27,14 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+
+import lm_eval
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+from lm_eval.api.model import CachingLM
+from transformers import PreTrainedTokenizerBase
+
+from common.checkpoint_io import fingerprint, load_config, load_tokenizer, note_slow_dtype
 from common.command_io import (
     UserError,
     current_commit,
@@ -37,43 +45,8 @@ from common.command_io import (
     write_json,
     write_jsonl,
 )
-from evaluation import run_code
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="checkpoint directory, GGUF file or id on the Hub")
-    parser.add_argument("--suite", required=True, choices=("smoke", "ruler", "reasoning", "paper"))
-    parser.add_argument("--tasks", nargs="+", help="only these tasks of the suite")
-    parser.add_argument(
-        "--data", type=Path, help="directory of data files as in data_manifest.json (default: the Hub)"
-    )
-    parser.add_argument("--lengths", type=int, nargs="+", help="of RULER's prompts and replies, in tokens")
-    parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
-    parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (16)")
-    parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
-    parser.add_argument("--output", type=Path, help="default: outputs/evaluation/MODEL")
-    parser.add_argument("--batch-size", type=int, default=8, help="default: 8")
-    parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
-    parser.add_argument(run_code.FLAG, action="store_true", help=run_code.FLAG_HELP)
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
-import lm_eval
-import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
-from lm_eval.api.model import CachingLM
-from transformers import PreTrainedTokenizerBase
-
-from common.checkpoint_io import fingerprint, load_config, load_tokenizer, note_slow_dtype
 from common.foreign_code import note_foreign_code
-from evaluation import data, report, suites
+from evaluation import data, report, run_code, suites
 from evaluation.model import Model
 from model_cards.render import source_name
 
@@ -193,7 +166,25 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 
     The result is `None` on every process but the first. Raise `UserError`.
     """
-    args = complete(parse_arguments(argv))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="checkpoint directory, GGUF file or id on the Hub")
+    parser.add_argument("--suite", required=True, choices=("smoke", "ruler", "reasoning", "paper"))
+    parser.add_argument("--tasks", nargs="+", help="only these tasks of the suite")
+    parser.add_argument(
+        "--data", type=Path, help="directory of data files as in data_manifest.json (default: the Hub)"
+    )
+    parser.add_argument("--lengths", type=int, nargs="+", help="of RULER's prompts and replies, in tokens")
+    parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
+    parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (16)")
+    parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
+    parser.add_argument("--output", type=Path, help="default: outputs/evaluation/MODEL")
+    parser.add_argument("--batch-size", type=int, default=8, help="default: 8")
+    parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
+    parser.add_argument(run_code.FLAG, action="store_true", help=run_code.FLAG_HELP)
+    args = complete(parser.parse_args(argv))
     # Without a timeout, because some processes finish hours before others.
     process = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])
     # The other processes of a run write beside the main one.

@@ -7,7 +7,7 @@ the defaults of `Companion`.
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,15 +37,7 @@ class Companion:
             checkpoint is converted to the kind.
         from_mha: a function of (config, parameters of multi-head attention by name) that returns those of them that
             have another value at the exact start, by name. By default all keep their values.
-        deviations: a function of (attention module, config) that returns, by name, how far the parameters that
-            multi-head attention lacks are from values with which the layer computes multi-head attention. Without it
-            no layer of the kind is converted to multi-head attention.
-        to_mha: a function of (config, parameters of the attention module by name) that returns, by name, the
-            projections of multi-head attention that has another value than the module's, in float64, for a module
-            without deviations. By default all are the module's.
         control: the name of the parameter whose sign the control of a verification reverses.
-        forms: rows of the benchmark of mechanisms: fields of a config by title. The default is one row with default
-            options.
     """
 
     card: str = ""
@@ -53,10 +45,7 @@ class Companion:
     cost: Callable[[IHAConfig, int, int | None, str], Cost] | None = None
     start: Callable[[IHAConfig, torch.Generator, str], dict[str, torch.Tensor]] | None = None
     from_mha: Callable[[IHAConfig, dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda config, attention: {}
-    deviations: Callable[[torch.nn.Module, IHAConfig], dict[str, torch.Tensor]] | None = None
-    to_mha: Callable[[IHAConfig, dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda config, attention: {}
     control: str | None = None
-    forms: dict[str, dict] = field(default_factory=dict)
 
 
 def companion_of(kind: str) -> Companion:
@@ -64,7 +53,7 @@ def companion_of(kind: str) -> Companion:
     name = f"{__name__}.{kind}"
     mechanism = importlib.import_module(name).COMPANION if find_spec(name) else Companion()
     card = mechanism.card or _first_sentence(ATTENTION_CLASSES[kind]).replace("{", "{{").replace("}", "}}")
-    return replace(mechanism, card=card, forms=mechanism.forms or {kind: {}})
+    return replace(mechanism, card=card)
 
 
 def all_companions() -> dict[str, Companion]:

@@ -14,7 +14,6 @@ class Cost:
         prefill, training, decode: multiply-adds of a forward pass, of a forward and a backward pass, and of one more
             token after N cached ones.
         cache: number of values in the cached keys and values.
-        kept: number of values that autograd keeps for the backward pass.
     """
 
     parameters: int = 0
@@ -22,7 +21,6 @@ class Cost:
     training: float = 0
     decode: float = 0
     cache: int = 0
-    kept: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(*(a + b for a, b in zip(astuple(self), astuple(other))))
@@ -39,7 +37,7 @@ def counted_pairs(form: str, tokens: int, virtual: int = 1, window: int | None =
     """Count the pairs of N * P virtual tokens that a form computes, or that a paper counts.
 
     Args:
-        form: "eager" computes all pairs, "sdpa" and "base" the visible ones. "paper" is the count of IHA, Appendix C,
+        form: "eager" computes all pairs, and "sdpa" the visible ones. "paper" is the count of IHA, Appendix C,
             which leaves the causal mask out: all pairs of a global layer, N^2 for "mha", and N * P times W * P of a
             window of W.
     """
@@ -56,10 +54,9 @@ def score_products(form: str, tokens: int, virtual: int, window: int | None = No
     """Return the multiply-adds of query-key and weight-value products, for one head of size 1.
 
     They are those of a forward pass, 2 products of a pair, or, with `training`, of a forward and a backward pass, 4
-    more. All forms (those of `counted_pairs`) but "eager" recompute the scores in the backward pass, one product more,
-    and "base" the whole forward pass.
+    more. All forms (those of `counted_pairs`) but "eager" recompute the scores in the backward pass, one product more.
     """
-    products = 2 + training * (4 + (form != "eager") + 2 * (form == "base"))
+    products = 2 + training * (4 + (form != "eager"))
     return products * counted_pairs(form, tokens, virtual, window)
 
 
@@ -92,35 +89,4 @@ def score_matrix(
         training=4 * forward + 3 * tokens * linear,
         decode=per_pair * (cached + 1) + linear,
         cache=(2 * groups * d + cached_more) * cached,
-        kept=tokens * ((2 * heads + 2 * groups) * d + cached_more),
-    )
-
-
-def pair_products(
-    config: IHAConfig, tokens: int, window: int | None, windows: list[int] | None
-) -> tuple[float, float]:
-    """Return the multiply-adds of attention to pairs (j, k), of a forward pass and of one more token."""
-    first, second = windows or (window, window)
-    spans = [[min(n + 1, span or n + 1) for n in range(tokens)] for span in (first, second)]
-    # Pairs in the wrong order are computed too, and then masked.
-    pairs = [j * k for j, k in zip(*spans)]
-    products = 2 * config.num_attention_heads * config.head_dim
-    return products * sum(pairs), products * pairs[-1]
-
-
-def tuples(config: IHAConfig, tokens: int, window: int | None, stacked: int, forward: float, decode: float) -> Cost:
-    """Return the cost of a kind that attends to tuples, with `stacked` keys and values for each token.
-
-    It is the cost of the additional projections, of the cache, and of the multiply-adds `forward` and `decode`. The
-    backward pass computes the forward pass once more."""
-    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    more = linear(tokens, config.hidden_size, 2 * (stacked - 1) * groups * d, config.attention_bias)
-    cached = tokens if window is None else min(tokens, window - 1)
-    states = 2 * stacked * groups * d
-    return more + Cost(
-        prefill=forward,
-        training=4 * forward,
-        decode=decode,
-        cache=states * cached,
-        kept=tokens * (2 * heads * d + states),
     )

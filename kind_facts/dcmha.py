@@ -54,5 +54,4 @@ COMPANION = Companion(
     start=start,
     # At the exact start the kind's own parameters have no effect, because they multiply parameters that are zero.
     control="v_proj.weight",
-    forms={"dcmha": {}, "dcmha, query-wise": {"attention_options": {"dcmha": {"sides": "query"}}}},
 )

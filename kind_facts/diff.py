@@ -9,8 +9,7 @@ from .cost import Cost
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return twice the cost of "mha", because every softmax is computed once for each half of the values."""
     twice = mha.cost(config, tokens, window, form)
-    more = Cost(4 * config.head_dim, twice.prefill, twice.training, twice.decode)
-    return twice + more + Cost(kept=tokens * config.num_attention_heads * config.head_dim)
+    return twice + Cost(4 * config.head_dim, twice.prefill, twice.training, twice.decode)
 
 
 COMPANION = Companion(

@@ -28,10 +28,8 @@ def from_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str,
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Return the cost of multi-head attention and of the gates; autograd keeps them and what they scale."""
-    gates = _gates(config)
-    kept = tokens * (gates + config.num_attention_heads * config.head_dim)
-    return mha.cost(config, tokens, window, form) + linear(tokens, config.hidden_size, gates) + Cost(kept=kept)
+    """Return the cost of multi-head attention and of the gates."""
+    return mha.cost(config, tokens, window, form) + linear(tokens, config.hidden_size, _gates(config))
 
 
 COMPANION = Companion(
@@ -42,5 +40,4 @@ COMPANION = Companion(
     from_mha=from_mha,
     # At the exact start the gate's weights are zero.
     control="v_proj.weight",
-    forms={"gated": {}, "gated, per head": {"attention_options": {"gated": {"per_head": True}}}},
 )

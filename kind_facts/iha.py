@@ -79,7 +79,6 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     keys = cached + 1
     mixing = (heads**2 + 2 * groups**2) * virtual
     collapse = heads * virtual * (1 if per_head else heads)
-    base = tokens * (heads + 2 * groups) * d
     forward, training = (heads * d * score_products(form, tokens, virtual, window, t) for t in (False, True))
     # A collapse per head is not a matrix product.
     collapsing = 0 if per_head else collapse
@@ -90,16 +89,12 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     else:
         # Each pseudo-query of a new token is multiplied with every cached head (`absorbed_attention`).
         decode = heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + heads * d)
-    # SDPA keeps the output of the virtual tokens, and a collapse over all heads keeps it in another layout.
-    copies = 1 if per_head else 2
-    kept = base * (1 + virtual) + tokens * heads * (virtual * (copies * d + 1) + d)
     return Cost(
         parameters=mixing + collapse,
         cache=2 * groups * d * cached,
         prefill=forward + linear_parts,
         training=training + 3 * linear_parts,
         decode=decode,
-        kept=kept,
     )
 
 
@@ -111,8 +106,5 @@ COMPANION = Companion(
     "[Interleaved Head Attention](https://arxiv.org/abs/2602.21371)",
     cost=cost,
     start=start,
-    deviations=deviations,
-    to_mha=to_mha,
     control="v_mix.weight",
-    forms={"iha, P = 2": {"num_pseudo_heads": 2}, "iha, P = 4": {"num_pseudo_heads": 4}},
 )

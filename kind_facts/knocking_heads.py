@@ -22,20 +22,16 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Return the cost of multi-head attention and of the maps of every token's heads.
-
-    Autograd keeps what goes into a map, and of the MLP both factors and their product."""
+    """Return the cost of multi-head attention and of the maps of every token's heads."""
     options, d = config.options_of("knocking_heads"), config.head_dim
     matrices = {None: 0, "linear": 1, "mlp": 3}[options.values]
     queries, groups = options.queries * config.num_attention_heads, config.num_key_value_heads
     products = d * d * (queries + groups * (options.keys + matrices))
-    kept = d * (queries + groups * (options.keys + {0: 0, 1: 1, 3: 4}[matrices]))
     return mha.cost(config, tokens, window, form) + Cost(
         parameters=d * d * (options.queries + options.keys + matrices),
         prefill=tokens * products,
         training=3 * tokens * products,
         decode=products,
-        kept=tokens * kept,
     )
 
 
@@ -46,10 +42,4 @@ COMPANION = Companion(
     cost=cost,
     start=start,
     control="v_proj.weight",
-    forms={
-        "knocking_heads": {},
-        "knocking_heads, linear": {
-            "attention_options": {"knocking_heads": {"queries": True, "keys": True, "values": "linear"}}
-        },
-    },
 )

@@ -7,18 +7,14 @@ from .cost import Cost, score_products
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Return the cost of multi-head attention between the projections.
-
-    Autograd keeps queries, keys, values, output and a sum for each query."""
+    """Return the cost of multi-head attention between the projections."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    form = "sdpa" if form == "base" else form
     cached = tokens if window is None else min(tokens, window - 1)
     return Cost(
         prefill=heads * d * score_products(form, tokens, 1, window),
         training=heads * d * score_products(form, tokens, 1, window, training=True),
         decode=2 * heads * d * (cached + 1),
         cache=2 * groups * d * cached,
-        kept=tokens * ((2 * heads + 2 * groups) * d + heads),
     )
 
 
@@ -26,5 +22,4 @@ COMPANION = Companion(
     card="ordinary multi-head attention.",
     paper="Vaswani et al., 2017, [Attention Is All You Need](https://arxiv.org/abs/1706.03762)",
     cost=cost,
-    deviations=lambda attention, config: {},
 )

@@ -1,4 +1,4 @@
-"""Predict the parameters, multiply-adds, cached values and values kept for the backward pass of a model.
+"""Predict the parameters, multiply-adds and cached values of a model.
 
 The multiply-adds of matrix products are counted; norms, rotations and softmax are not. An "iha" layer with P
 pseudo-heads has P^2 times the query-key pairs of an "mha" layer. With a window W = N / (2 P^2) it sees about N^2 / 2
@@ -32,31 +32,21 @@ def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: 
     queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     projections = linear(tokens, hidden, queries, bias) + linear(tokens, queries, hidden, bias)
     projections += linear(tokens, hidden, keys, bias) + linear(tokens, hidden, keys, bias)
-    return projections + Cost(parameters=norms, kept=tokens * hidden) + between(config, tokens, window, form)
+    return projections + Cost(parameters=norms) + between(config, tokens, window, form)
 
 
 def ffn(config: IHAConfig, tokens: int) -> Cost:
-    """Return the cost of the FFN.
-
-    Autograd keeps its input and, at inner width, both ends of the activation and, with a gate, factor and product."""
+    """Return the cost of the FFN."""
     hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
     cost = linear(tokens, hidden, inner, bias) + linear(tokens, inner, hidden, bias)
-    kept = hidden + 2 * inner
-    if config.gated_mlp:
-        cost, kept = cost + linear(tokens, hidden, inner, bias), kept + 2 * inner
-    return cost + Cost(kept=tokens * kept)
-
-
-def norm(config: IHAConfig, tokens: int) -> Cost:
-    """Return the cost of a norm; autograd keeps the input, a factor for each token, and their product."""
-    return Cost(parameters=config.hidden_size, kept=tokens * (2 * config.hidden_size + 1))
+    return cost + linear(tokens, hidden, inner, bias) if config.gated_mlp else cost
 
 
 def head(config: IHAConfig, tokens: int) -> Cost:
     """Return the cost of embedding, last norm and language modeling head, with logits at all tokens."""
     table = linear(tokens, config.hidden_size, config.vocab_size)
     embedding = 0 if config.tie_word_embeddings else table.parameters
-    return table + norm(config, tokens) + Cost(embedding, kept=tokens * config.hidden_size)
+    return table + Cost(embedding + config.hidden_size)
 
 
 def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
@@ -64,8 +54,8 @@ def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
     total = head(config, tokens)
     for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
         total += attention(_in_layer(config, i), kind, layer_type, tokens, form) + ffn(config, tokens)
-        total += norm(config, tokens) + norm(config, tokens)
-    return total
+    norms = 2 * config.num_hidden_layers * config.hidden_size
+    return total + Cost(parameters=norms)
 
 
 def _in_layer(config: IHAConfig, layer_idx: int) -> IHAConfig:

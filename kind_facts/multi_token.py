@@ -51,7 +51,6 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
         training=plain.training + gate.training,
         decode=products * (cached + 1) + gate.decode * heads,
         cache=states * cached,
-        kept=plain.kept,
     )
 
 

@@ -11,35 +11,10 @@ import math
 import os
 import re
 import shlex
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
-
-from common.command_io import (
-    UserError,
-    parse_yaml,
-    read_json,
-    read_text,
-    refusing,
-    run_cli,
-    whole_file,
-)
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dir", type=Path, help="checkpoint with its card, README.md")
-    parser.add_argument("--name", help="what the card is called and its examples load, such as me/smollm2-iha")
-    parser.add_argument(
-        "--results", type=Path, help="output directory of python -m evaluation.run, or its results.json"
-    )
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
 from annotated_types import Ge, Interval
@@ -50,6 +25,15 @@ from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
 from common.checkpoint_io import fingerprint
+from common.command_io import (
+    UserError,
+    parse_yaml,
+    read_json,
+    read_text,
+    refusing,
+    run_cli,
+    whole_file,
+)
 from kind_facts import Companion, companion_of, described, own_modules
 from kind_facts.model_cost import model as cost_of_model
 from kind_facts.model_cost import with_mha
@@ -59,9 +43,6 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 TEMPLATE = Path(__file__).with_name("template.md")
 MAX_CARD = 2**20  # bytes
-VLLM = (
-    'vLLM serves "iha" and "mha" layers with the plugin of the code (vllm_iha), and caches virtual tokens of "iha"; '
-)
 NOT_EVALUATED = "Not evaluated."
 # A results.json of `python -m evaluation.run`, as far as cards and comparisons read it
 
@@ -79,7 +60,6 @@ class Task(TypedDict):
     metrics: dict[str, Figure]
     examples: Count
     samples_each: Count
-    truncated_prompts: NotRequired[Count]  # of older results; now such a prompt is refused
     unfinished_replies: Count
     note: NotRequired[str]
 
@@ -169,7 +149,7 @@ def render_card(
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
     length, pseudo_heads = min(16384, config.max_position_embeddings), config.num_pseudo_heads
     kinds = {kind: _mechanism(kind) for kind in dict.fromkeys(config.attention_kinds)}
-    weights = f"The weights are under {markdown(license)}." if license else "No licence of the weights is known."
+    global_iha = ("iha", "full_attention") in zip(config.attention_kinds, config.layer_types)
     return str(
         ModelCard.from_template(
             metadata,
@@ -184,10 +164,11 @@ def render_card(
             schedule=schedule(config),
             details=details.strip(),
             evaluation=NOT_EVALUATED,
-            cost=_cost(config),
-            architecture=_architecture(config),
-            limits=_limits(config),
-            weights_licence=weights,
+            costs=_costs(config),
+            context=f"{config.max_position_embeddings:,}",
+            is_iha=isinstance(config, IHAConfig),
+            times_pairs=pseudo_heads**2 if global_iha else None,
+            weights_licence=license and markdown(license),
             papers="\n".join(dict.fromkeys(f"- {known.paper}" for known in kinds.values() if known.paper)),
         )
     )
@@ -249,31 +230,25 @@ def schedule(config: IHAConfig) -> str:
     return "\n".join(lines)
 
 
-def _cost(config: IHAConfig) -> str:
-    """Return the table of predicted costs beside the same model with "mha" over all tokens in every layer."""
-    if not isinstance(config, IHAConfig):
-        return "The cost model knows no decoder but that of IHAForCausalLM."
-    if unknown := [kind for kind in dict.fromkeys(config.attention_kinds) if companion_of(kind).cost is None]:
-        return f"The cost model does not know {', '.join(map(repr, unknown))}."
+def _costs(config: Any) -> str | None:
+    """Return the table of predicted costs beside the same model with "mha" over all tokens in every layer.
+
+    It is `None` where the cost model does not know a layer.
+    """
+    if not isinstance(config, IHAConfig) or not all(companion_of(kind).cost for kind in config.attention_kinds):
+        return None
     tokens = config.max_position_embeddings
     ours, mha = (cost_of_model(each, tokens) for each in (config, with_mha(config, "full_attention")))
     titles = [
         *("Parameters", "FLOPs of a forward", "FLOPs of a training step", "FLOPs of one more token"),
-        *("Values in the KV cache", "Values kept for the backward"),
+        "Values in the KV cache",
     ]
     rows = [
         # Two FLOPs for each multiply-add.
         [title, *(_short(2 * cost) if "FLOPs" in title else f"{cost:,}" for cost in (a, b)), f"{a / b:.3f}"]
         for title, a, b in zip(titles, astuple(ours), astuple(mha))
     ]
-    about = (
-        "Predicted by the cost model (`python -m research.benchmarks.cost`) for one sequence of "
-        f'{tokens:,} tokens, beside the same model with ordinary attention ("mha") over all tokens in every layer. '
-        "Products of matrices are counted, in attention those of the pairs that causal mask and window leave; norms, "
-        "rotations and softmax are not. "
-        "These are no measurements of time."
-    )
-    return f"{about}\n\n{markdown_table(['', 'this model', 'mha', 'ratio'], rows)}".rstrip()
+    return markdown_table(["", "this model", "mha", "ratio"], rows).rstrip()
 
 
 def _short(number: float) -> str:
@@ -281,41 +256,6 @@ def _short(number: float) -> str:
     units = ("", "k", "M", "G", "T", "P", "E")
     thousands = min(max(0, int(math.log10(number)) // 3), len(units) - 1)
     return f"{number / 1000**thousands:.4g} {units[thousands]}".rstrip()
-
-
-def _architecture(config: IHAConfig) -> str:
-    """Return the table of the config's figures."""
-    layers = Counter(zip(config.attention_kinds, config.layer_types))
-    rows = [
-        ["Attention layers", ", ".join(f"{count} {kind} ({geometry})" for (kind, geometry), count in layers.items())],
-        ["Heads, key/value heads", f"{config.num_attention_heads}, {config.num_key_value_heads}"],
-        ["Hidden size", str(config.hidden_size)],
-        ["Context length", str(config.max_position_embeddings)],
-    ]
-    if config.sliding_window is not None:
-        rows.insert(1, ["Sliding window", f"{config.sliding_window} tokens"])
-    if "iha" in config.attention_kinds:
-        rows.append(["Pseudo-heads (P)", str(config.num_pseudo_heads)])
-        rows.append(["Pseudo-head positions", config.pseudo_positions])
-    return markdown_table(["", ""], rows).rstrip()
-
-
-def _limits(config: IHAConfig) -> str:
-    """List what a user has to know before relying on the model."""
-    limits = [
-        f"The context is {config.max_position_embeddings:,} tokens; nothing is known of longer texts.",
-        "What the table under Evaluation does not show has not been measured: safety, bias and truth of the text "
-        "among it. A model made from another one has that model's limits too.",
-        'Attention runs on `"sdpa"` and `"eager"`; which mechanisms take FlashAttention and FlexAttention is in '
-        f"docs/SUPPORT.md of the code. {VLLM if isinstance(config, IHAConfig) else 'vLLM, '}SGLang and llama.cpp do "
-        "not run it.",
-    ]
-    if ("iha", "full_attention") in zip(config.attention_kinds, config.layer_types):
-        limits.append(
-            f'An "iha" layer over all tokens attends to {config.num_pseudo_heads**2} times the pairs of an "mha" '
-            "layer: long contexts cost more time, though no more cache."
-        )
-    return "\n".join(f"- {limit}" for limit in limits)
 
 
 # What an evaluation and a publication change
@@ -368,8 +308,7 @@ def _evaluation(results: dict) -> str:
     rows = []
     for name, task in results["tasks"].items():
         remarks = [task["note"]] if "note" in task else []
-        for key, what in (("truncated_prompts", "prompts cut to fit"), ("unfinished_replies", "replies unfinished")):
-            remarks += [f"{task[key]} {what}"] if task.get(key) else []
+        remarks += [f"{task['unfinished_replies']} replies unfinished"] if task["unfinished_replies"] else []
         counts = [str(task["examples"]), str(task["samples_each"]), markdown("; ".join(remarks))]
         for metric, figure in task["metrics"].items():
             rows.append([markdown(name), markdown(metric), figure_text(figure, "loss" not in metric), *counts])
@@ -432,7 +371,13 @@ def read_results(path: Path) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_arguments(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dir", type=Path, help="checkpoint with its card, README.md")
+    parser.add_argument("--name", help="what the card is called and its examples load, such as me/smollm2-iha")
+    parser.add_argument(
+        "--results", type=Path, help="output directory of python -m evaluation.run, or its results.json"
+    )
+    args = parser.parse_args(argv)
     if args.name is None and args.results is None:
         raise UserError("Nothing to do: give --name, --results or both.")
     update(args.dir, args.name, None if args.results is None else read_results(args.results))

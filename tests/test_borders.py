@@ -1,6 +1,5 @@
 """Answer in one line, with a bound, whatever comes from outside."""
 
-import gzip
 import json
 import os
 import re
@@ -80,7 +79,6 @@ def test_only_a_regular_file_is_read(read, fifo):
 
 
 YAML_BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
-BOMB = gzip.compress(b'{"a": 1}\n' * 10**5, mtime=0)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +94,10 @@ BOMB = gzip.compress(b'{"a": 1}\n' * 10**5, mtime=0)
         (read_yaml, b"[" * 999, "cannot be read as YAML"),
         (read_yaml, YAML_BOMB.encode(), "cannot be read as YAML: an alias"),
         (read_yaml, b"a: 1\na: 2\n", "the key 'a' is given twice"),
-        (read_jsonl, b'{"a": 1}\n' + b'{"a": ' * 100, "row 2: not valid JSON"),
+        (read_jsonl, b'{"a": 1}\n' + b'{"a": ' * 100, "row 2 is no object of JSON in UTF-8"),
         (read_jsonl, b'{"a": 1}\n\n[1]\n', r"row 2: it is \[1\]: expected a valid dictionary"),
-        (read_jsonl, b'{"a": "\xff"}\n', "row 1: not UTF-8 text"),
-        (read_jsonl, b" " * 2000 + b"{}\n", "has more than 1,000 bytes in a line"),
-        (read_jsonl, BOMB, "or grows 100-fold"),
-        (read_jsonl, gzip.compress(b'{"a": 1}', mtime=0)[:-9], "cannot be decompressed"),
+        (read_jsonl, b'{"a": "\xff"}\n', "row 1 is no object of JSON in UTF-8"),
+        (read_jsonl, b" " * 999 + b"{}\n", "row 1 has more than 1,000 bytes"),
     ],
 )
 def test_what_is_read_is_bounded(read, content, words, tmp_path, monkeypatch):

@@ -126,16 +126,12 @@ run.main()
 
 
 def test_a_package_that_is_missing_is_one_line():
-    program = "from common.command_io import run_cli; run_cli(print); import absent.part"
+    program = (
+        "import importlib; from common.command_io import run_cli; run_cli(lambda: importlib.import_module('absent'))"
+    )
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 1
     assert re.fullmatch(r"Error: the package absent is not installed: pip install .*\n", process.stderr)
-
-
-def test_an_interrupt_during_imports_is_one_line():
-    program = "from common.command_io import run_cli; run_cli(print); raise KeyboardInterrupt"
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode not in (0, 1) and process.stderr == "Interrupted.\n"
 
 
 def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
@@ -147,10 +143,6 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_hint_names_an_extra_that_exists():
-    program = "import common.command_io as c; c.run_cli(print); c.find_spec = lambda _: None; "
-    program += "raise ModuleNotFoundError(name='uvicorn')"
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert "modeling-iha[serve]" in process.stderr
     extras = re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
     for path in (*(ROOT / document for document in DOCUMENTS), *ROOT.glob("*/*.py"), *ROOT.glob("research/*/*.py")):
         named = re.findall(r'"(?:modeling-iha|\.)\[([\w,]+)\]', path.read_text(encoding="utf-8"))

@@ -23,7 +23,6 @@ from common.command_io import ROOT, UserError, read_json
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
 from research.experiments import first_screen
-from research.experiments.redraw import FIGURES
 from sft.arguments import RecipeParser
 
 
@@ -90,12 +89,6 @@ def test_speed_figures_are_those_of_the_report():
         assert set(figures) <= set(measured), f"{name}: {cells}"
 
 
-def test_the_figure_is_what_its_script_draws(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["draw_iha.py", str(tmp_path / "iha.svg")])
-    runpy.run_path(str(ROOT / "docs" / "figures" / "draw_iha.py"), run_name="__main__")
-    assert (tmp_path / "iha.svg").read_bytes() == (ROOT / "docs" / "figures" / "iha.svg").read_bytes()
-
-
 def test_the_arguments_are_those_of_docstrings_and_helps(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["write_api.py", str(tmp_path / "API.md")])
     runpy.run_path(str(ROOT / "docs" / "write_api.py"), run_name="__main__")
@@ -115,7 +108,7 @@ def test_the_model_types_are_counted():
 
 
 def test_the_plot_of_the_first_screen_shows_its_tables():
-    losses, prefill = map(read_json, FIGURES["first_screen"])
+    losses, prefill = map(read_json, first_screen.TABLES)
     figure, rows = first_screen.plot(losses, prefill), {row["variant"]: row for row in losses["rows"]}
     drawn = {"mha": "5 mha", "global_local": "4 local mha + 1 mha", "iha_2": "4 iha + 1 mha", "iha_4": None}
     for index, (label, (variant, form)) in enumerate(zip(first_screen.LINES, drawn.items())):

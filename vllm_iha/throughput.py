@@ -43,7 +43,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from common import plots
 from common.checkpoint_io import load_model, smollm2_gguf
-from common.command_io import run_module, write_json
+from common.command_io import write_json
+from conversion_scripts.convert_llama_to_iha import convert
 from modeling_iha import IHAForCausalLM
 from research.benchmarks.harness import environment
 
@@ -133,8 +134,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         source, converted = Path(directory, "llama"), Path(directory, "iha")
         load_model(smollm2_gguf(), torch.float32).save_pretrained(source)
-        schedule = ["--schedule=hybrid", f"--window={args.window}", f"--num-pseudo-heads={args.num_pseudo_heads}"]
-        run_module(converted, "conversion_scripts.convert_llama_to_iha", smollm2_gguf(), converted, *schedule)
+        convert(smollm2_gguf(), converted, args.num_pseudo_heads, schedule="hybrid", window=args.window)
         table = {"vLLM, source Llama": vllm_rates(source, batches), "vLLM": vllm_rates(converted, batches)}
         table |= generate_rates(IHAForCausalLM.from_pretrained(converted, dtype=torch.float32), batches)
     setting = {

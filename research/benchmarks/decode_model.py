@@ -7,23 +7,20 @@ example: python -m research.benchmarks.decode_model --tokens 512
 
 from collections.abc import Callable
 
-from common.command_io import run_cli
-from research.benchmarks.options import arguments
-
-
-PARSER = arguments(__doc__, [512])
-if __name__ == "__main__":
-    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
-
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from common.checkpoint_io import load_model, smollm2_gguf
+from common.command_io import run_cli
 from conversion_scripts.convert_llama_to_iha import convert_model
 from kind_facts.model_cost import attention
 from research.benchmarks.harness import medians, ratios, reported, write
+from research.benchmarks.options import arguments
+
+
+PARSER = arguments(__doc__, [512])
 
 
 PSEUDO_HEADS = 2
@@ -73,7 +70,7 @@ def main() -> None:
     rows = reported(measure(llama, iha, tokens, args.repeats) for tokens in args.tokens)
     setting = {"new_tokens": NEW_TOKENS, "checkpoint": "SmolLM2-135M-Instruct"}
     predicted_by = "values of weights and cache that are read"
-    write(args.out, "decode_model", rows, None, dtype="float32", **setting, predicted_by=predicted_by)
+    write(args.out, "decode_model", rows, dtype="float32", **setting, predicted_by=predicted_by)
 
 
 if __name__ == "__main__":

@@ -66,18 +66,6 @@ class Attention(torch.nn.Module):
         """Return the output [batch, N, 512], with masks and rotary tables made here."""
         return self.attend(hidden_states)(hidden_states)
 
-    def bare(self, length: int, device: str = "cpu") -> Callable[..., torch.Tensor]:
-        """Return the core of an "mha" layer, a function of queries, keys and values [1, heads, length, head_dim]."""
-        layer, positions = self.model.layers[0], torch.arange(length, device=device)[None]
-        states = self.model.embed_tokens.weight.new_empty(1, length, 0)
-        mask = create_masks(self.model.config, states, None, None, positions)[layer.self_attn.layer_type]
-        options = {
-            "attention_mask": mask,
-            "sliding_window": layer.self_attn.sliding_window,
-            "position_ids": positions,
-        }
-        return lambda query, key, value: layer.self_attn.attend(query, key, value, **options)[0]
-
 
 def expanded() -> mock._patch:
     """Return a context in which "iha" layers decode from rebuilt virtual tokens, however many are cached."""
@@ -187,11 +175,11 @@ def processor() -> str:
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
-def environment(command: str, device: str = "cpu") -> dict:
+def environment(command: str) -> dict:
     """Return the command, the machine and the versions that a table records."""
     return {
         "command": f"python -m {command}",
-        "machine": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "machine": processor(),
         "threads": torch.get_num_threads(),
         **versions(),
     }

@@ -8,20 +8,17 @@ example: python -m research.benchmarks.layer --tokens 512 2048 --pseudo-heads 4 
 
 from itertools import product
 
+import torch
+
 from common.command_io import run_cli
+from kind_facts.cost import score_products
+from kind_facts.model_cost import attention
+from research.benchmarks.harness import Attention, inference, medians, reported, training, write
 from research.benchmarks.options import arguments
 
 
 PARSER = arguments(__doc__, [512, 2048])
 PARSER.add_argument("--pseudo-heads", type=int, nargs="+", default=[4, 8], help="numbers of pseudo-heads ([4, 8])")
-if __name__ == "__main__":
-    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
-
-import torch
-
-from kind_facts.cost import score_products
-from kind_facts.model_cost import attention
-from research.benchmarks.harness import Attention, inference, medians, reported, training, write
 
 
 RATIO = "layer / bare SDPA"

@@ -1,4 +1,4 @@
-"""Declare the options of all benchmarks, before the imports that take seconds."""
+"""Declare the options of all benchmarks."""
 
 import argparse
 from pathlib import Path

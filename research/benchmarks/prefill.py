@@ -8,19 +8,16 @@ example: python -m research.benchmarks.prefill --tokens 4096 8192 16384 32768 65
 
 from collections.abc import Callable
 
+import torch
+
 from common.command_io import run_cli
+from kind_facts.model_cost import head, model
+from modeling_iha import IHAConfig
+from research.benchmarks.harness import causal_lm, extra_bytes, inference, medians, ratios, reported, write
 from research.benchmarks.options import arguments
 
 
 PARSER = arguments(__doc__, [4096, 8192, 16384, 32768, 65536])
-if __name__ == "__main__":
-    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
-
-import torch
-
-from kind_facts.model_cost import head, model
-from modeling_iha import IHAConfig
-from research.benchmarks.harness import causal_lm, extra_bytes, inference, medians, ratios, reported, write
 
 
 BASE = "5 mha"

@@ -76,7 +76,10 @@ def benchmark_lines(name: str, result: dict) -> list[str]:
         f"## {name}",
         f"[Figures]({name}.json): `{result['command']}`",
         "",
-        *table([f"/ {base}" if base else "", *columns], {ratio: [span(values) for values in lists] for ratio, lists in found.items()}),
+        *table(
+            [f"/ {base}" if base else "", *columns],
+            {ratio: [span(values) for values in lists] for ratio, lists in found.items()},
+        ),
         "",
         f"![Ratios of {name}]({name}.png)",
     ]

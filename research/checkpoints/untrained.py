@@ -1,6 +1,6 @@
 """Write a tiny untrained model and a tokenizer of bytes, which model_cards/tiny.yaml trains.
 
-Every layer has the same attention kind, with the first settings that the kind's file in kind_facts/ measures.
+Every layer has the same attention kind, with its default options, and "iha" two pseudo-heads.
 
 example: python -m research.checkpoints.untrained iha outputs/tiny-iha
 """
@@ -14,17 +14,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from common.command_io import new_directory, run_cli
-from kind_facts import companion_of
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=ATTENTION_CLASSES, help="attention mechanism")
-    parser.add_argument("dst", type=Path, help="new directory")
-    return parser.parse_args(argv)
 
 
 # Those of sft/chat_templates.
@@ -45,12 +37,17 @@ def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    tokenizer, form = byte_tokenizer(), next(iter(companion_of(args.kind).forms.values()))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=ATTENTION_CLASSES, help="attention mechanism")
+    parser.add_argument("dst", type=Path, help="new directory")
+    args = parser.parse_args(argv)
+    tokenizer = byte_tokenizer()
     fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     fields |= {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True, "attention_kinds": args.kind}
+    if args.kind == "iha":
+        fields["num_pseudo_heads"] = 2
     torch.manual_seed(0)
-    model = IHAForCausalLM(IHAConfig.from_preset("tiny", **fields | form))
+    model = IHAForCausalLM(IHAConfig.from_preset("tiny", **fields))
     with new_directory(args.dst) as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)

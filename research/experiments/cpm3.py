@@ -13,28 +13,18 @@ the vocabulary is of the order of N.
 example: python -m research.experiments.cpm3
 """
 
-import argparse
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
-
-from common.command_io import run_cli
-from research.experiments.options import study_parser
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return study_parser(__doc__, "cpm3", seeds=3, keeps_runs=False).parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 
 from common import plots
+from common.command_io import run_cli
 from research.experiments.bare_attention import BareAttention
+from research.experiments.options import study_parser
 from research.experiments.polynomial_filters import constructed, filter_bank, root
 from research.experiments.study import begin, write
 
@@ -116,7 +106,7 @@ def proof_count(kind: str, x: list[int], factor: int, modulus: int) -> torch.Ten
 
 
 CONSTRUCTIONS = {
-    "IHA, ceil(sqrt(N)) heads": partial(proof_count, "mha"),
+    "IHA, ceil(sqrt(N)) heads": partial(proof_count, "iha"),
     "MHA, N heads": partial(proof_count, "mha"),
     "MHA, 2 heads": histogram_count,
 }
@@ -209,7 +199,7 @@ def plot(table: dict) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
-    args = parse_arguments(argv)
+    args = study_parser(__doc__, "cpm3", seeds=3, keeps_runs=False).parse_args(argv)
     begin(args)
     exactness = [
         {

@@ -22,7 +22,6 @@ has a narrower FFN). The rate of each is the best for the seen examples.
 example: python -m research.experiments.dcmha_tasks --kinds mha dcmha
 """
 
-import argparse
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -30,28 +29,19 @@ from itertools import permutations, product
 from statistics import mean
 from typing import NamedTuple
 
-from common.command_io import run_cli
-from research.experiments.options import protocol_parser
-
-
-KINDS = ["mha", "dcmha", "talking_heads", "iha", "diff_v2", "gated", "knocking_heads", "multi_token"]
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return protocol_parser(__doc__, "dcmha_tasks", 0.05, KINDS).parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 import torch
 from matplotlib.figure import Figure
 
 from common import plots
+from common.command_io import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.language_models import config_of, sized
+from research.experiments.options import protocol_parser
 from research.experiments.protocol import Rates, compare_tuned, fit, new_model
 from research.experiments.study import begin, correct_by_holm, differences, interval, points, write
+
+
+KINDS = ["mha", "dcmha", "talking_heads", "iha", "diff_v2", "gated", "knocking_heads", "multi_token"]
 
 
 SMALL = sized(width=64, ffn=192, layers=2, heads=4, tokens=4, batch=64, steps=2000, test=32)
@@ -242,13 +232,13 @@ def draw(index: int, new: bool, generator: random.Random) -> tuple[list[str], st
     return [*lines, question], owner if task.pattern in ("who", "who not") else answers[source]
 
 
-def encode(examples: list[tuple[list[str], str]], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(examples: list[tuple[list[str], str]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token numbers: inputs int64 [examples, 4, words], padded with 0, and answers [examples]."""
     lines = [[TOKENS[word] for word in line.split()] for facts, _ in examples for line in facts]
     longest = max(map(len, lines))
     inputs = torch.tensor([line + [0] * (longest - len(line)) for line in lines]).unflatten(0, (-1, 4))
     answers = torch.tensor([TOKENS[answer] for _, answer in examples])
-    return inputs.to(device), answers.to(device)
+    return inputs, answers
 
 
 def logits_of(model: IHAForCausalLM, inputs: torch.Tensor) -> torch.Tensor:
@@ -270,22 +260,21 @@ def config_of_kind(size: dict, kind: str) -> IHAConfig:
     return config_of({**size, "fields": {**size["fields"], **own}}, attention_kinds=kind)
 
 
-def train(size: dict, device: str, kind: str, seed: int, rate: float, mixing: float) -> dict:
+def train(size: dict, kind: str, seed: int, rate: float, mixing: float) -> dict:
     """Train a model; return its shares of wrong answers as they fall and, at the end, of right ones by task."""
     generator = random.Random(seed)
     tests = {
         name: [
-            encode([draw(index, name == "new", generator) for _ in range(size["test"])], device)
-            for index in range(len(TASKS))
+            encode([draw(index, name == "new", generator) for _ in range(size["test"])]) for index in range(len(TASKS))
         ]
         for name in ("seen", "new")
     }
-    model = new_model(config_of_kind(size, kind), config_of_kind(size, "mha"), seed).to(device)
+    model = new_model(config_of_kind(size, kind), config_of_kind(size, "mha"), seed)
     right, steps = {}, size["steps"]
 
     def loss() -> torch.Tensor:
         chosen = [generator.randrange(len(TASKS)) for _ in range(size["batch"])]
-        inputs, answers = encode([draw(index, False, generator) for index in chosen], device)
+        inputs, answers = encode([draw(index, False, generator) for index in chosen])
         return torch.nn.functional.cross_entropy(logits_of(model, inputs).float(), answers)
 
     def evaluate(trained: torch.nn.Module, step: int) -> list[float]:
@@ -357,15 +346,14 @@ def plot(table: dict) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
-    args = parse_arguments(argv)
+    args = protocol_parser(__doc__, "dcmha_tasks", 0.05, KINDS).parse_args(argv)
     begin(args)
-    setting = {**SMALL, "device": args.device}
-    rates, runs = compare_tuned(args, setting, partial(train, SMALL, args.device), partial(config_of_kind, SMALL))
+    rates, runs = compare_tuned(args, SMALL, partial(train, SMALL), partial(config_of_kind, SMALL))
     rows = [summary(kind, rates, runs) for kind in args.kinds]
     groups_of = [group for row in rows for group in row["groups"].values()]
     correct_by_holm([each for group in groups_of for key, each in group.items() if key.endswith("_more_than_mha")])
     curves = {kind: [{"curve": run["curve"]} for run in of_kind] for kind, of_kind in runs.items()}
-    write(args, plot, **setting, rows=rows, runs=curves)
+    write(args, plot, **SMALL, rows=rows, runs=curves)
 
 
 if __name__ == "__main__":

@@ -18,26 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.command_io import UserError, check_output_file, run_cli, whole_file
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL", help="checkpoint: a directory, a Hub id or a GGUF file")
-    parser.add_argument("prompt", help="text to look at")
-    parser.add_argument("--compare", metavar="OTHER", help="a checkpoint of the same shape to compare MODEL with")
-    parser.add_argument("--layers", type=int, nargs="+", help="layers to show, from 0 (default: all)")
-    parser.add_argument("--output", type=Path, default=Path("outputs/attention.html"), help="page to write")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from common.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
+from common.command_io import UserError, check_output_file, run_cli, whole_file
 from kind_facts import described
 from model_cards.render import source_name
 from modeling_iha.interleave import identity_mixing, last_pseudo_head
@@ -256,7 +241,13 @@ def check_comparable(source: str, config: PreTrainedConfig, layers: list[int], p
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Look at the checkpoints and write the page. Raise `UserError`."""
-    args = parse_arguments(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL", help="checkpoint: a directory, a Hub id or a GGUF file")
+    parser.add_argument("prompt", help="text to look at")
+    parser.add_argument("--compare", metavar="OTHER", help="a checkpoint of the same shape to compare MODEL with")
+    parser.add_argument("--layers", type=int, nargs="+", help="layers to show, from 0 (default: all)")
+    parser.add_argument("--output", type=Path, default=Path("outputs/attention.html"), help="page to write")
+    args = parser.parse_args(argv)
     check_output_file(args.output, replace=True)
     config = load_config(args.model)
     layers = chosen_layers(args.layers, config.num_hidden_layers)

@@ -1,22 +1,27 @@
-"""Plot what the paper's schedule gains and costs, for the README's first screen.
+"""Plot what the paper's schedule gains and costs, as docs/figures/first_screen.png for the README's first screen.
 
 The tables are those of language_models and of the benchmark prefill. All panels have the same colours: global
 attention, windows alone, and the schedule of "iha" layers with windows. FLOPs are those of the pairs that mask and
 window leave; equal time is the median over the seeds.
 
-example: python -m research.experiments.redraw first_screen
+example: python -m research.experiments.first_screen
 """
 
+import argparse
 from statistics import median
 
 from matplotlib.figure import Figure
 
 from common import plots
+from common.command_io import ROOT, read_json, run_cli
 from kind_facts.model_cost import model as cost_of
+from research.benchmarks.options import RESULTS as BENCHMARKS
 from research.experiments.language_models import VARIANTS, config_of
+from research.experiments.options import RESULTS
 from research.experiments.study import interval
 
 
+TABLES = [RESULTS / "language_models.json", BENCHMARKS / "prefill.json"]
 # Label -> the variant of `language_models`, and the form of `prefill`.
 LINES = {
     "global attention": ("mha", "5 mha"),
@@ -65,3 +70,13 @@ def plot(losses: dict, prefill: dict) -> Figure:
         axes.grid(linewidth=0.3)
         axes.set_ylabel("lower is better", fontsize="small")
     return figure
+
+
+def main() -> None:
+    """Draw the plot and write it."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    plots.save_plot(plot(*map(read_json, TABLES)), ROOT / "docs" / "figures" / "first_screen.png")
+
+
+if __name__ == "__main__":
+    run_cli(main)

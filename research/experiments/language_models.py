@@ -10,21 +10,28 @@ more of them has a narrower FFN. The tables of other lengths than 256 have the l
   positions that are wider apart.
 - "hyper" and "simplicial" attend to pairs of tokens. They are left out: at N = 256 they cost 256 times "mha".
 
-The text is the source of Python's standard library, in the order of its modules. Its last tenth is held out. The loss
-is also given for each eighth of a row.
+The text is the source of Python's standard library, in the order of its modules. Its last tenth is held out.
 
 example: python -m research.experiments.language_models --tokens 512 --kinds mha iha_2
 """
 
-import argparse
 import hashlib
 import sysconfig
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+from matplotlib.figure import Figure
+from torch.nn.functional import cross_entropy
+
+from common import plots
 from common.command_io import UserError, run_cli
+from kind_facts.model_cost import model as cost_of
+from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.options import protocol_parser
+from research.experiments.protocol import BUDGETS, COUNTS, Rates, budgets, compare_tuned, end, fit, new_model
+from research.experiments.study import begin, correct_by_holm, interval, points, write
 
 
 # Variant -> its fields beside those of the size. Four layers in five have a window, the length divided by `windows`.
@@ -45,29 +52,6 @@ VARIANTS: dict[str, dict] = {
 }
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = protocol_parser(__doc__, "language_models", 0.02, VARIANTS)
-    parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
-    args = parser.parse_args(argv)
-    if args.tokens != 256:
-        args.study += f"_{args.tokens}"
-    return args
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
-import torch
-from matplotlib.figure import Figure
-from torch.nn.functional import cross_entropy
-
-from common import plots
-from kind_facts.model_cost import model as cost_of
-from modeling_iha import IHAConfig, IHAForCausalLM
-from research.experiments.protocol import BUDGETS, COUNTS, Rates, budgets, by_seed, compare_tuned, fit, new_model
-from research.experiments.study import begin, correct_by_holm, interval, points, write
-
-
 def sized(width: int, ffn: int, layers: int, heads: int, **training: int) -> dict:
     """Return the fields of a config, and what is trained at this size."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -75,7 +59,7 @@ def sized(width: int, ffn: int, layers: int, heads: int, **training: int) -> dic
 
 
 SMALL = sized(width=64, ffn=176, layers=5, heads=4, tokens_per_step=2048, steps=400)
-EVALUATIONS, HELD_OUT_ROWS, PARTS = 10, 64, 8
+EVALUATIONS, HELD_OUT_ROWS = 10, 64
 
 
 def read_text() -> torch.Tensor:
@@ -111,7 +95,7 @@ def config_of(size: dict, **fields) -> IHAConfig:
 
 def rows_of(text: torch.Tensor, starts: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return rows of `tokens` and the one after them, int64 [rows, tokens + 1]."""
-    return text[starts[:, None] + torch.arange(tokens + 1, device=text.device)].long()
+    return text[starts[:, None] + torch.arange(tokens + 1)].long()
 
 
 def losses_of(model: IHAForCausalLM, rows: torch.Tensor) -> torch.Tensor:
@@ -123,32 +107,31 @@ def losses_of(model: IHAForCausalLM, rows: torch.Tensor) -> torch.Tensor:
 def train(
     name: str, model: IHAForCausalLM, seed: int, size: dict, text: torch.Tensor, rate: float, mixing: float
 ) -> dict:
-    """Train a model, where it is, on the rows of a seed, with a rate and a multiple of it for the mixing.
+    """Train a model on the rows of a seed, with a rate and a multiple of it for the mixing.
 
-    Return the seconds, and a curve of the step, the held-out loss, and the losses in PARTS of the row in their order.
+    Return the seconds, and a curve of the step and the held-out loss.
     """
     held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
-    device, tokens, steps = model.device.type, size["tokens"], size["steps"]
+    tokens, steps = size["tokens"], size["steps"]
     starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS).long()
-    validation = rows_of(text, starts, tokens).to(device)
+    validation = rows_of(text, starts, tokens)
 
     def loss() -> torch.Tensor:
         chosen = torch.randint(len(text) - held_out - tokens, (size["batch"],), generator=generator)
-        return losses_of(model, rows_of(text, chosen, tokens).to(device)).mean()
+        return losses_of(model, rows_of(text, chosen, tokens)).mean()
 
     def evaluate(averaged: torch.nn.Module, step: int) -> list[float]:
-        losses = torch.cat([losses_of(averaged, rows) for rows in validation.chunk(4)]).mean(dim=0)
-        mean = losses.mean().item()
+        mean = torch.cat([losses_of(averaged, rows) for rows in validation.chunk(4)]).mean(dim=0).mean().item()
         print(f"{name}, seed {seed}: step {step} of {steps}, held-out loss {mean:.4f}", flush=True)
-        return [mean, *(part.mean().item() for part in losses.chunk(PARTS))]
+        return [mean]
 
     curve, seconds = fit(model, loss, evaluate, steps, rate, mixing, EVALUATIONS)
     return {"curve": curve, "seconds": seconds}
 
 
-def one_run(size: dict, text: torch.Tensor, device: str, name: str, seed: int, rate: float, mixing: float) -> dict:
+def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, mixing: float) -> dict:
     """Train a new model of a variant, `name`, as `train` does."""
-    model = new_model(config_of(size, **VARIANTS[name]), build(size), seed).to(device)
+    model = new_model(config_of(size, **VARIANTS[name]), build(size), seed)
     return train(name, model, seed, size, text, rate, mixing)
 
 
@@ -161,8 +144,7 @@ def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list
         "parameters": cost_of(config, 1).parameters,
         "intermediate_size": config.intermediate_size,
         **rates[name]._asdict(),
-        "loss": by_seed(runs[name], 1),
-        "by_part": [by_seed(runs[name], 2 + part) for part in range(PARTS)],
+        "loss": interval([end(run) for run in runs[name]]),
         "seconds": interval(seconds) if all(seconds) else {"values": seconds},
         "control": VARIANTS[name].get("control"),
     }
@@ -180,19 +162,6 @@ def summaries(size: dict, rates: dict[str, Rates], runs: dict[str, list]) -> lis
     compared = [row[key] for row in rows for key in ("minus_base", "minus_control") if key in row]
     correct_by_holm([each["difference"] for budgets_of in compared for each in budgets_of.values()])
     return rows
-
-
-def summaries_of(table: dict) -> list[dict]:
-    """Return the rows of a table again, from the curves, the times and the rates that it keeps."""
-    rates = {row["variant"]: Rates(row["rate"], row["mixing"], row["tried"]) for row in table["rows"]}
-    runs = {
-        row["variant"]: [
-            {"curve": curve, "seconds": seconds}
-            for curve, seconds in zip(table["runs"][row["variant"]], row["seconds"]["values"], strict=True)
-        ]
-        for row in table["rows"]
-    }
-    return summaries(table, rates, runs)
 
 
 def plot(table: dict) -> Figure:
@@ -236,12 +205,16 @@ def size_of(size: dict, tokens: int) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
-    args = parse_arguments(argv)
+    parser = protocol_parser(__doc__, "language_models", 0.02, VARIANTS)
+    parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
+    args = parser.parse_args(argv)
+    if args.tokens != 256:
+        args.study += f"_{args.tokens}"
     begin(args)
     size, text = size_of(SMALL, args.tokens), read_text()
     # All that a run depends on besides its variant, its rates and its seed.
-    setting = {**size, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest(), "device": args.device}
-    run = partial(one_run, size, text, args.device)
+    setting = {**size, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest()}
+    run = partial(one_run, size, text)
     rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]))
     curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
     write(args, plot, **setting, rows=summaries(size, rates, runs), runs=curves)

@@ -19,29 +19,13 @@ example: python -m research.experiments.model_types --types gemma3_text olmo2
 """
 
 import argparse
-from collections.abc import Iterable, Sequence
-
-from common.command_io import run_cli
-from research.experiments.options import RESULTS, StudyParser
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = StudyParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(study="model_types")
-    parser.add_argument("--types", nargs="+", metavar="TYPE", help="some types only, printed and not written")
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 import dataclasses
 import re
-import signal
 import tempfile
 import textwrap
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from pathlib import Path
 
@@ -55,13 +39,14 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from common.checkpoint_io import run_in_clean_process
-from common.command_io import ROOT, UserError, write_json
+from common.command_io import ROOT, UserError, run_cli, write_json
 from modeling_iha import interleave_heads
 from modeling_iha.mixing import mixing_parameters
 from research.benchmarks.harness import environment
+from research.experiments.options import RESULTS, StudyParser
 
 
-PSEUDO_HEADS, NEW_TOKENS, IMAGE_TOKEN, SECONDS = 3, 8, 61, 100
+PSEUDO_HEADS, NEW_TOKENS, IMAGE_TOKEN = 3, 8, 61
 GREEDY = {
     **{"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0},
     **{"return_dict_in_generate": True, "output_logits": True},
@@ -435,14 +420,6 @@ MARKS = {
 }
 
 
-class TooLong(BaseException):
-    """Stop a type that takes too long. No handler takes this for an error of the model."""
-
-
-def stop(*_) -> None:
-    raise TooLong
-
-
 def document(tables: dict[str, dict[str, dict]], setting: dict) -> str:
     """Return the tables of the Auto classes as Markdown: the exact types in one list, and the others by reason."""
     marks = "; ".join(f"{mark} {about}" for mark, (_, about) in MARKS.items())
@@ -488,10 +465,12 @@ def _reason(row: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_arguments(argv)
+    parser = StudyParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(study="model_types")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="some types only, printed and not written")
+    args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
-    signal.signal(signal.SIGALRM, stop)
     tables: dict[str, dict[str, dict]] = {}
     for auto_class, names in TYPES.items():
         print(auto_class)
@@ -509,18 +488,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measured(name: str, auto_class: str) -> dict:
     """Return the row of a type, and print it."""
-    signal.alarm(SECONDS)
     try:
         with tempfile.TemporaryDirectory() as directory:
             row = try_type(name, auto_class, Path(directory))
             if row["verdict"] == "exact":
                 load({Path(directory): row}, auto_class)
-    except TooLong:
-        row = {"verdict": "TOO LONG", "reason": f"more than {SECONDS} seconds"}
     except Exception as error:
         row = {"verdict": "FAILS", "reason": one_line(error)}
-    finally:
-        signal.alarm(0)
     print(f"{name:24}", *(f"{v:.0e}" if isinstance(v, float) else v for v in row.values()), flush=True)
     return row
 

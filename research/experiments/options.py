@@ -1,15 +1,25 @@
-"""Declare the command-line options that studies share, without PyTorch, for which `--help` must not wait."""
+"""Declare the command-line options that studies share."""
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from common.command_io import ROOT, path_from_root
+from common.command_io import ROOT
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"  # the tables and plots that git tracks
+
+
+def path_from_root(text: str) -> Path:
+    """Return a path that the user gave, as a command that runs in the root of the checkout needs it.
+
+    A path inside the checkout becomes relative, so that a record of the command names no place of this machine.
+    """
+    path = Path(os.path.abspath(text))
+    return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 class StudyParser(argparse.ArgumentParser):
@@ -35,7 +45,7 @@ def study_parser(doc: str, study: str, seeds: int = 0, keeps_runs: bool = True) 
     writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * keeps_runs
     formatter = argparse.RawDescriptionHelpFormatter
     parser = StudyParser(description=doc, epilog=writes, formatter_class=formatter)
-    parser.set_defaults(study=study, device="cpu")
+    parser.set_defaults(study=study)
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
     if keeps_runs:
@@ -54,7 +64,6 @@ def protocol_parser(doc: str, study: str, effect: float, variants: Iterable[str]
     """
     variants = list(variants)
     parser = study_parser(doc, study)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--kinds", nargs="+", choices=variants, default=variants, metavar="VARIANT")
     parser.add_argument("--most-seeds", type=int, default=12, help=f"where intervals are wider than ± {effect} (12)")
     parser.set_defaults(effect=effect)

@@ -13,21 +13,9 @@ directed cycle, and tested on new X. This takes a few minutes of one core.
 example: python -m research.experiments.polynomial_filters
 """
 
-import argparse
 import math
 from collections.abc import Sequence
 from functools import partial
-
-from common.command_io import run_cli, sole_writer
-from research.experiments.options import study_parser
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return study_parser(__doc__, "polynomial_filters", seeds=3).parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import networkx
 import numpy as np
@@ -36,8 +24,10 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from common import plots
+from common.command_io import run_cli, sole_writer
 from modeling_iha.virtual_core import virtual_tokens
 from research.experiments.bare_attention import BareAttention, relative_error
+from research.experiments.options import study_parser
 from research.experiments.study import begin, points, run_once, seeded, spread, train, write
 
 
@@ -196,7 +186,7 @@ def plot(table: dict) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
-    args = parse_arguments(argv)
+    args = study_parser(__doc__, "polynomial_filters", seeds=3).parse_args(argv)
     begin(args)
     exactness = [
         {

@@ -16,7 +16,7 @@
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
 from statistics import median
@@ -30,7 +30,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from common.command_io import UserError, sole_writer
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
-from research.experiments.study import differences, interval, run_once
+from research.experiments.study import differences, run_once
 
 
 TUNING_SEED, FEWEST_SEEDS = 1000, 6
@@ -98,9 +98,9 @@ def fit(
         evaluations: how many there are, besides that of the end.
 
     Returns:
-        the curve, [step, *evaluate(model, step)] each, and the seconds of training, without evaluations.
+        the curve, [step, *evaluate(model, step)] each, and the seconds that this process took on the CPU for the
+        training, without evaluations. Other processes on the machine do not lengthen them.
     """
-    device = next(model.parameters()).device.type
     mixes = mixing_parameters(model)
     found = set(mixes)
     others = [weight for weight in model.parameters() if weight not in found]
@@ -108,13 +108,13 @@ def fit(
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGE))
-    curve, seconds, start = [], 0.0, clock(device)
+    curve, seconds, start = [], 0.0, time.process_time()
     for step in range(steps + 1):
         if step % max(1, steps // evaluations) == 0 or step == steps:
-            seconds += clock(device) - start
+            seconds += time.process_time() - start
             with torch.no_grad():
                 curve.append([step, *evaluate(average.module, step)])
-            start = clock(device)
+            start = time.process_time()
         if step == steps:
             break
         optimizer.zero_grad()
@@ -124,17 +124,6 @@ def fit(
         schedule.step()
         average.update_parameters(model)
     return curve, seconds
-
-
-def clock(device: str) -> float:
-    """Return the seconds that this process has taken on the CPU, or those of the clock on a GPU.
-
-    Other processes on the machine do not lengthen the former.
-    """
-    if device == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.monotonic()
 
 
 def walk(loss_at: Callable[[float], float], start: float, factor: float) -> float:
@@ -152,7 +141,7 @@ def walk(loss_at: Callable[[float], float], start: float, factor: float) -> floa
     return start
 
 
-def tune(end_of: Callable[[float, float], float], mixes: bool, first_rate: float | None = None) -> Rates:
+def tune(end_of: Callable[[float, float], float], mixes: bool) -> Rates:
     """Return the best rates by the loss at the end of a run, a function of the rate and of the mixing's multiple."""
     tried = []
 
@@ -161,7 +150,7 @@ def tune(end_of: Callable[[float, float], float], mixes: bool, first_rate: float
         tried.append([rate, mixing, loss])
         return loss if math.isfinite(loss) else math.inf
 
-    rate = walk(loss_at, first_rate or FIRST_RATE, RATE_FACTOR)
+    rate = walk(loss_at, FIRST_RATE, RATE_FACTOR)
     return Rates(rate, walk(partial(loss_at, rate), 1.0, MIXING_FACTOR) if mixes else 1.0, tried)
 
 
@@ -242,8 +231,3 @@ def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: Iterable[f
         of_base = [loss_at(run["curve"], steps * min(1.0, cost)) for run in runs[base]]
         compared[budget] = {"cost": cost, "difference": differences(losses, of_base)}
     return compared
-
-
-def by_seed(runs: Sequence[dict], index: int) -> dict:
-    """Return the interval of an entry of the last evaluation."""
-    return interval([run["curve"][-1][index] for run in runs])

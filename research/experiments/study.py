@@ -23,10 +23,10 @@ from research.benchmarks.harness import environment
 def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
     """Check and complete the options of a study, and go to the root of the checkout.
 
-    A study on a CPU takes that many threads, or with `None` PyTorch's own number, as the processes that it starts do.
-    Raise `UserError`.
+    A study takes that many threads, or with `None` PyTorch's own number, as the processes that it starts do. Raise
+    `UserError`.
     """
-    if args.device == "cpu" and threads:
+    if threads:
         torch.set_num_threads(threads)
     os.chdir(ROOT)
     if hasattr(args, "kinds"):
@@ -61,10 +61,10 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
 def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> None:
     """Write the table `content`, with the command line, the machine and the versions, and its plot.
 
-    `plot` draws what was written, so that the table alone gives the plot again (redraw.py).
+    `plot` draws what was written, so that the table alone gives the plot again.
     """
     path = args.results / args.study
-    write_json(path.with_suffix(".json"), {**environment(args.command, args.device), **content})
+    write_json(path.with_suffix(".json"), {**environment(args.command), **content})
     figure = plot(read_json(path.with_suffix(".json")))
     plots.save_plot(figure, path.with_suffix(".png"))
     print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)

@@ -14,27 +14,17 @@ values are [V; -V] and the output is V tanh(<q, k> / sqrt(d)). Both are measured
 example: python -m research.experiments.theorem2_inclusion
 """
 
-import argparse
 from collections.abc import Sequence
 from itertools import product
-
-from common.command_io import run_cli
-from research.experiments.options import study_parser
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    return study_parser(__doc__, "theorem2_inclusion", seeds=5, keeps_runs=False).parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
 
 import torch
 from matplotlib.figure import Figure
 
 from common import plots
+from common.command_io import run_cli
 from modeling_iha.virtual_core import virtual_tokens
 from research.experiments.bare_attention import BareAttention, relative_error
+from research.experiments.options import study_parser
 from research.experiments.study import begin, spread, write
 
 
@@ -147,7 +137,7 @@ def plot(table: dict) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
-    args = parse_arguments(argv)
+    args = study_parser(__doc__, "theorem2_inclusion", seeds=5, keeps_runs=False).parse_args(argv)
     begin(args)
     inclusion = []
     for setting, virtual in product(SETTINGS, PSEUDO_HEADS):

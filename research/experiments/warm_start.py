@@ -9,35 +9,23 @@ take about three hours on one core with bfloat16 instructions.
 example: python -m research.experiments.warm_start --seeds 0 1 2
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from common.command_io import read_json, run_cli, run_module, sole_writer, whole_file
-from research.experiments.options import study_parser
-
-
-PSEUDO_HEADS = {"mha": None, "iha_2": 2, "iha_4": 4}
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = study_parser(__doc__, "warm_start", seeds=3)
-    parser.add_argument("--variants", nargs="+", choices=PSEUDO_HEADS, default=["mha", "iha_2"])
-    return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
-
 import torch
 from matplotlib.figure import Figure
 
 from common import plots
 from common.checkpoint_io import smollm2_gguf
+from common.command_io import read_json, run_cli, run_command, sole_writer, whole_file
+from research.experiments.options import study_parser
 from research.experiments.study import begin, differences, interval, points, run_once, write
+
+
+PSEUDO_HEADS = {"mha": None, "iha_2": 2}
 
 
 RECIPE = "sft/recipes/warm_start/sft.yaml"
@@ -57,9 +45,9 @@ def make_rows(output: Path) -> Path:
     for task, (rows, options) in TASKS.items():
         train, test = output / f"train-{task}.jsonl", output / f"test-{task}.jsonl"
         drawn = ["--generator", task, *(["--options", *options] if options else [])]
-        run_module(train, "sft.make_reasoning_data", train, "--rows", str(rows), *drawn)
+        run_command(train, "sft.make_reasoning_data", train, "--rows", str(rows), *drawn)
         held_out = ["--rows", str(TEST_ROWS), "--seed", "1", "--exclude", train]
-        run_module(test, "sft.make_reasoning_data", test, *held_out, *drawn)
+        run_command(test, "sft.make_reasoning_data", test, *held_out, *drawn)
         parts.append(train.read_text(encoding="utf-8"))
     with whole_file(output / "train.jsonl") as path:
         path.write_text("".join(parts), encoding="utf-8")
@@ -73,7 +61,7 @@ def base_model(variant: str, output: Path) -> Path | str:
         return source
     converted = output / variant
     command = ("conversion_scripts.convert_llama_to_iha", source, converted)
-    run_module(converted, *command, "--num-pseudo-heads", str(PSEUDO_HEADS[variant]))
+    run_command(converted, *command, "--num-pseudo-heads", str(PSEUDO_HEADS[variant]))
     return converted
 
 
@@ -81,7 +69,7 @@ def train(directory: Path, **settings) -> None:
     """Fine-tune by the recipe, with these keys in place of its own, to directory/final."""
     settings.setdefault("use_cpu", not torch.cuda.is_available())
     arguments = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-    run_module(directory / "final", "sft.train", "--config", RECIPE, "--output_dir", directory, *arguments)
+    run_command(directory / "final", "sft.train", "--config", RECIPE, "--output_dir", directory, *arguments)
 
 
 def answers(model: Path | str, scores: Path, output: Path) -> dict[str, int]:
@@ -89,7 +77,7 @@ def answers(model: Path | str, scores: Path, output: Path) -> dict[str, int]:
     for task in TASKS:
         result = scores / f"{task}.json"
         settings = ("--batch-size", str(TEST_ROWS), "--max-new-tokens", "128", "--json", result)
-        run_module(result, "sft.score_reasoning", model, output / f"test-{task}.jsonl", *settings)
+        run_command(result, "sft.score_reasoning", model, output / f"test-{task}.jsonl", *settings)
     return {task: read_json(scores / f"{task}.json")["correct"] for task in TASKS}
 
 
@@ -147,7 +135,7 @@ def plot(table: dict) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
-    args = parse_arguments(argv)
+    args = study_parser(__doc__, "warm_start", seeds=3).parse_args(argv)
     begin(args, threads=None)
     with sole_writer(args.output):
         make_rows(args.output)
@@ -157,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 args.output / "runs" / f"{name}-{seed}" / "result.json", partial(fine_tune, name, seed, args.output)
             )
             for seed in args.seeds
-            for name in args.variants
+            for name in PSEUDO_HEADS
         ]
     setting = {"trl": version("trl"), "recipe": RECIPE, "test_rows_per_task": TEST_ROWS, "correct_before": before}
     write(args, plot, **setting, rows=summaries(runs), runs=runs)

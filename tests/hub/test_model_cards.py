@@ -168,8 +168,11 @@ NAME = "tiny-iha"
 
 
 @pytest.fixture
-def index(tmp_path):
-    return shutil.copytree(make_checkpoints.INDEX, tmp_path / "index", ignore=shutil.ignore_patterns("*.py", "__*"))
+def index(tmp_path, monkeypatch):
+    """Return a copy of the folders of model_cards, which takes its place, as another folder does of the outputs'."""
+    monkeypatch.setattr(make_checkpoints, "OUTPUT", tmp_path / "made")
+    monkeypatch.setattr(make_checkpoints, "INDEX", tmp_path / "index")
+    return shutil.copytree(render.TEMPLATE.parent, tmp_path / "index", ignore=shutil.ignore_patterns("*.py", "__*"))
 
 
 @pytest.fixture
@@ -178,47 +181,41 @@ def made(tmp_path, monkeypatch):
     checkpoint = tmp_path / "made"
     random_model(small_config()).save_pretrained(checkpoint)
     (checkpoint / "README.md").write_text(render_card(small_config(), "made"), encoding="utf-8")
-    results = RESULTS | {"checkpoint": fingerprint(checkpoint)}
-    made = make_checkpoints.Made(checkpoint, results)
-    monkeypatch.setattr(make_checkpoints, "recipes", lambda: {"a": lambda output, name: made})
+    made = make_checkpoints.Made(checkpoint, RESULTS | {"checkpoint": fingerprint(checkpoint)})
+    monkeypatch.setattr(make_checkpoints, "RECIPES", {"a": lambda output: made})
     return made
 
 
 @pytest.mark.slow  # it trains as many steps as the record says
 def test_a_checkpoint_is_made_again_as_recorded(index, tmp_path, capsys):
     """Make it twice: the second time nothing is done again."""
-    arguments = [NAME, "--output", str(tmp_path / "made"), "--index", str(index)]
     before = {path: path.read_bytes() for path in index.rglob("*") if path.is_file()}
-    make_checkpoints.main(arguments)
+    make_checkpoints.main([NAME])
     first = capsys.readouterr().out
     assert re.search(f"^{NAME}: (the recorded weights, bit for bit|other bits than recorded; .*, within)", first, re.M)
     weights = tmp_path / "made" / NAME / "run" / "final" / "model.safetensors"
     made, recorded = (read_json(path) for path in (weights.with_name("config.json"), index / NAME / "record.json"))
     assert made | recorded["config"] | {"transformers_version": made["transformers_version"]} == made
     stamp = weights.stat().st_mtime_ns
-    make_checkpoints.main(arguments)
+    make_checkpoints.main([NAME])
     assert capsys.readouterr().out.count("done before") == 3 and weights.stat().st_mtime_ns == stamp
     assert {path: path.read_bytes() for path in index.rglob("*") if path.is_file()} == before
 
 
-def test_what_differs_from_its_record_is_named(made, tmp_path, index, monkeypatch, capsys):
-    arguments = ["--index", str(index)]
-    make_checkpoints.main(arguments)
+def test_what_differs_from_its_record_is_named(made, index, capsys):
+    make_checkpoints.main([])
     assert "a: recorded in" in capsys.readouterr().out
-    table = (index / "README.md").read_text(encoding="utf-8")
-    assert "| [a](a/README.md) | iha | " in table
-    assert table.count("## The checkpoints") == table.count("## The card of a checkpoint") == 1
-    make_checkpoints.main(arguments)
+    make_checkpoints.main([])
     assert "a: the recorded weights, bit for bit" in capsys.readouterr().out
     random_model(small_config(), seed=1).save_pretrained(made.checkpoint)
     made.results = deepcopy(made.results) | {"checkpoint": fingerprint(made.checkpoint)}
     loss = made.results["tasks"]["niah@512"]["metrics"]["loss"]
     loss["value"] += make_checkpoints.TOLERANCE / 2
-    make_checkpoints.main(arguments)
+    make_checkpoints.main([])
     assert "a: other bits than recorded; the losses differ by up to 0.0250 nats" in capsys.readouterr().out
     loss["value"] += make_checkpoints.TOLERANCE
     with pytest.raises(UserError, match=r"a has other weights than recorded, and losses that differ by up to 0\.0750"):
-        make_checkpoints.main(arguments)
+        make_checkpoints.main([])
     loss["value"] = float("nan")
     with pytest.raises(UserError, match="losses that differ by up to nan nats"):
         make_checkpoints.compare("a", made, index / "a")
@@ -231,7 +228,7 @@ FOLDERS = sorted(path.parent.name for path in make_checkpoints.INDEX.glob("*/rec
 def test_a_card_says_what_the_cost_model_and_the_template_say(folder):
     """Render the card again; how the model was made is the card's own, and its results may stand beside a twin's."""
     path = make_checkpoints.INDEX / folder
-    record, results = make_checkpoints.read_record(path)
+    record, results = read_json(path / "record.json"), render.read_results(path)
     card = ModelCard.load(path / "README.md")
     details = re.search(r"^## (Conversion|Fine-tuning)\n.*?(?=^## Evaluation)", card.text, re.DOTALL | re.MULTILINE)[0]
     made_from = {key: card.data.get(key) for key in ("base_model", "license", "datasets")}
@@ -246,10 +243,15 @@ def test_a_card_says_what_the_cost_model_and_the_template_say(folder):
 
 def test_every_folder_of_the_index_is_whole():
     folders = [path for path in make_checkpoints.INDEX.iterdir() if (path / "record.json").is_file()]
-    assert {path.name for path in folders} == make_checkpoints.recipes().keys() | {"smollm2-135m-iha-p2-sft"}
+    assert {path.name for path in folders} == make_checkpoints.RECIPES.keys() | {"smollm2-135m-iha-p2-sft"}
     table = (make_checkpoints.INDEX / "README.md").read_text(encoding="utf-8")
-    assert make_checkpoints.index_table(make_checkpoints.INDEX) in table
+    assert table.count("/README.md) | ") == len(folders)
     for folder in folders:
+        record = read_json(folder / "record.json", make_checkpoints.Record)
+        config, (weights,) = IHAConfig(**record["config"]), record["weights_sha256"].values()
+        kinds = ", ".join(dict.fromkeys(config.attention_kinds))
+        heads = config.num_pseudo_heads if kinds == "iha" else "–"
+        assert f"| [{folder.name}]({folder.name}/README.md) | {kinds} | {heads} | `{weights[:12]}` |" in table
         assert "Not evaluated." not in (folder / "README.md").read_text(encoding="utf-8")
         texts = [path.read_text(encoding="utf-8") for path in folder.iterdir()]
         assert not any(str(Path.home()) in text or "site-packages" in text for text in texts)

@@ -15,6 +15,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 import kind_facts
 from common.command_io import ROOT
 from conversion_scripts.convert_llama_to_iha import KINDS, exact_start
+from kind_facts import iha
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
@@ -78,21 +79,20 @@ def test_a_card_describes_every_kind(kind):
     assert text.endswith(".") and "{" not in text and f'- "{kind}": {text}' in render_card(config, "name")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if kind_facts.companion_of(kind).deviations])
-def test_no_deviation_at_the_exact_start(kind):
-    mechanism, config = kind_facts.companion_of(kind), small_config(attention_kinds=kind)
-    attention = ATTENTION_CLASSES[kind].for_layer(config, 0)
-    state = mechanism.start(config, torch.Generator().manual_seed(0), "balanced") if mechanism.start else {}
+def test_no_deviation_at_the_exact_start():
+    config = small_config(attention_kinds="iha")
+    attention = ATTENTION_CLASSES["iha"].for_layer(config, 0)
+    state = iha.start(config, torch.Generator().manual_seed(0), "balanced")
     attention.load_state_dict(state, strict=False)
-    assert mechanism.deviations(attention, config).keys() == state.keys()
-    assert not any(deviation.any() for deviation in mechanism.deviations(attention, config).values())
+    assert iha.deviations(attention, config).keys() == state.keys()
+    assert not any(deviation.any() for deviation in iha.deviations(attention, config).values())
     for name in state:
-        folded = mechanism.to_mha(config, attention.state_dict())
+        folded = iha.to_mha(config, attention.state_dict())
         with torch.no_grad():
             attention.get_parameter(name).view(-1)[0] += 0.1
-        again = mechanism.to_mha(config, attention.state_dict())
+        again = iha.to_mha(config, attention.state_dict())
         is_folded = any(not torch.equal(again[projection], folded[projection]) for projection in folded)
-        assert mechanism.deviations(attention, config)[name].any() != is_folded
+        assert iha.deviations(attention, config)[name].any() != is_folded
 
 
 STARTS = [mechanism for mechanism in all_mechanisms() if kind_facts.companion_of(mechanism.kind).start]
@@ -147,7 +147,6 @@ def test_a_kind_without_a_companion_has_defaults(monkeypatch):
     monkeypatch.setitem(ATTENTION_CLASSES, "unknown", Unknown)
     mechanism = kind_facts.companion_of("unknown")
     assert mechanism.card.format(config=None) == "Let heads talk (Shazeer et al. 2020) of {anything}."
-    assert mechanism.forms == {"unknown": {}}
-    assert mechanism.start is mechanism.deviations is mechanism.control is mechanism.cost is None
+    assert mechanism.start is mechanism.control is mechanism.cost is None
     Unknown.__doc__ = None
     assert kind_facts.companion_of("unknown").card == "Unknown."

@@ -1,4 +1,4 @@
-"""Compare the cost model (kind_facts/model_cost.py) with what models are, keep and do."""
+"""Compare the cost model (kind_facts/model_cost.py) with what models are and do."""
 
 import math
 import sys
@@ -59,16 +59,6 @@ OTHER_KINDS = {
             }
         },
     },
-    "hyper_feature": {
-        "attention_kinds": "hyper_feature",
-        "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
-    },
-    "hyper": {"attention_kinds": "hyper"},
-    "hyper, no sharing": {
-        "attention_kinds": "hyper",
-        "attention_options": {"hyper": {"sharing": False, "linear": True, "order": 4}},
-    },
-    "simplicial": {"attention_kinds": "simplicial"},
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 
@@ -80,7 +70,7 @@ def parameters_of(config):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "hyper" not in name])  # their cost is not known
 def test_parameters_of_presets(preset):
     config = IHAConfig.from_preset(preset)
     assert cost.model(config, 16).parameters == parameters_of(config)
@@ -110,14 +100,11 @@ def test_cache_of_other_kinds(variant):
     assert sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) == cost.model(config, tokens).cache
 
 
-@pytest.mark.parametrize(
-    "variant", ["talking_heads", "diff", "dcmha", "dcmha, ablated", "hyper_feature", "multi_token, other options"]
-)
+@pytest.mark.parametrize("variant", ["talking_heads", "diff", "dcmha", "dcmha, ablated", "multi_token, other options"])
 def test_products_of_other_kinds(variant):
     """Agree to a quarter with the count on eager, which computes every pair.
 
-    Masked pairs and small products are not in the cost model. On eager "hyper" and "simplicial" compute three times as
-    many pairs, those of tokens to come."""
+    Masked pairs and small products are not in the cost model."""
     config, tokens = small_config(**OTHER_KINDS[variant]), 24
     model = random_model(config)
     model.set_attn_implementation("eager")
@@ -189,31 +176,12 @@ def test_decode_and_cache(monkeypatch, variant, windows, form):
     config, tokens = small_config(**VARIANTS[variant], **windows), 11
     model = random_model(config)
     set_core(model, form)
-    expected, cache = cost.model(config, tokens, form), DynamicCache(config=config)
+    expected, cache = cost.model(config, tokens, "sdpa" if form == "base" else form), DynamicCache(config=config)
     with torch.no_grad():
         model(random_ids(1, tokens), past_key_values=cache)
         assert sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) == expected.cache
         counted = multiply_adds(lambda: model(random_ids(1, 1), past_key_values=cache))
     assert counted == expected.decode
-
-
-@pytest.mark.parametrize("variant", ["grouped", "all_heads", "mha", "diff_v2", "gated", "knocking_heads"])
-@pytest.mark.parametrize("gated", [True, False])
-def test_kept_for_the_backward(variant, gated):
-    config, tokens = small_config(**{**VARIANTS[variant], "gated_mlp": gated, "num_key_value_heads": 4}), 500
-    model = random_model(config)
-    parameters, kept = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}, {}
-
-    def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor  # Held, so that no address is used twice.
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(random_ids(1, tokens))
-    counted = sum(kept[address].untyped_storage().nbytes() // 4 for address in kept.keys() - parameters)
-    # Besides, once in a model: its input ids, int64, and rotary tables. And a few copies of mixing weights.
-    counted -= tokens * (2 + 2 * config.head_dim)
-    assert 0 <= counted - cost.model(config, tokens, "sdpa").kept < tokens
 
 
 def test_unknown_kind_is_refused(monkeypatch):

@@ -18,7 +18,6 @@ from research.benchmarks import (
     gpu,
     harness,
     layer,
-    mechanisms,
     prefill,
     report,
     schedule,
@@ -27,7 +26,7 @@ from research.benchmarks import (
 
 
 TOKENS = 128
-COMMANDS = [layer, prefill, schedule, training_plan, decode_model, mechanisms]
+COMMANDS = [layer, prefill, schedule, training_plan, decode_model]
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +37,13 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(decode_model, "smollm2_gguf", lambda: directory / "llama")
         monkeypatch.setattr(training_plan, "FORMS", {"P = 2": training_plan.FORMS["P = 2"]})
-        for sizes in (mechanisms.SIZES, training_plan.SIZES, any_decoder.SIZES):
+        for sizes in (training_plan.SIZES, any_decoder.SIZES):
             monkeypatch.setitem(sizes, "hidden_size", 128)
             monkeypatch.setitem(sizes, "intermediate_size", 128)
-        for script in (any_decoder_rows, mechanisms, prefill, training_plan):  # one process less for each form
+        for script in (any_decoder_rows, prefill, training_plan):  # one process less for each form
             monkeypatch.setattr(script, "extra_bytes", lambda prepare, sizes, small: prepare(*small)() or 1)
         for script in (*COMMANDS, any_decoder, any_decoder_rows):
-            tokens = 32 if script is mechanisms else TOKENS  # the pair kinds take a time of N^3
-            options = ["--tokens", str(tokens), "--repeats", "1", "--out", str(directory)]
+            options = ["--tokens", str(TOKENS), "--repeats", "1", "--out", str(directory)]
             options += ["--threads", "1", "--dtypes", "float32"] if script is any_decoder else []
             monkeypatch.setattr(sys, "argv", ["any", *options])
             script.main()

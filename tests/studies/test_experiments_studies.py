@@ -9,6 +9,7 @@ import pytest
 
 from research.experiments import dcmha_tasks, language_models, study
 from research.experiments.dcmha_tasks import ANSWERS, NAMES, SET_PATTERNS, TASKS, TOKENS
+from research.experiments.options import protocol_parser
 
 
 TINY_TEXT = language_models.sized(width=16, ffn=48, layers=1, heads=2, tokens=32, batch=2, steps=4)
@@ -21,7 +22,7 @@ def test_a_study_writes_to_its_outputs_unless_told_where(tmp_path, monkeypatch):
         (["--results", "mine"], "mine"),
     ):
         monkeypatch.chdir(tmp_path)
-        args = dcmha_tasks.parse_arguments(words)
+        args = protocol_parser("", "dcmha_tasks", 0.05, dcmha_tasks.KINDS).parse_args(words)
         study.begin(args)
         assert args.results == (tmp_path / results if "--results" in words else Path(results))
 

@@ -79,6 +79,10 @@ def test_counts_equal_the_brute_force(construction, length):
     assert cpm3.construction_error(construction, length, seed=0) < 1e-9
 
 
+def test_the_first_construction_interleaves():
+    assert cpm3.CONSTRUCTIONS["IHA, ceil(sqrt(N)) heads"].args == ("iha",)
+
+
 def test_the_papers_examples():
     collected = cpm3.collect(cpm3.collector("iha", 4), [1, 2, 3, 4], 4)
     assert collected.tolist() == [[1, 2, 3, 4], [2, 3, 4, 1], [3, 4, 1, 2], [4, 1, 2, 3]]

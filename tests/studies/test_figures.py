@@ -21,17 +21,23 @@ from kind_facts.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
 from research.experiments import language_models, warm_start
-from research.experiments.protocol import BUDGETS, COUNTS
-from research.experiments.redraw import TABLES, study_of
+from research.experiments.protocol import BUDGETS, COUNTS, Rates
 from research.experiments.study import detectable, differences, interval
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"
 PAPER, QUESTIONS = read_json(ROOT / "evaluation" / "paper.json"), {"GSM8K": 1319, "MATH-500": 500}
+# Of every study with a plot; git has the command of the mixing's rate.
+TABLES = sorted({path.stem for path in RESULTS.glob("*.png")} - {"explore_attention", "mixing_rate"})
 FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?)(?: ± (\d+(?:\.\d+)?))?(%?)")
 # What a table has of single seeds and steps, which no document shows.
 SINGLE = {"values", "runs", "curve", "tried", "by_part", "rates", "seconds"}
 Number = float | tuple[float, float]
+
+
+def study_of(name: str) -> str:
+    """Return the module of a table, whose name may end with a number."""
+    return "research.experiments." + re.sub(r"_\d+$", "", name)
 
 
 @cache
@@ -261,7 +267,16 @@ def test_the_card_of_the_fine_tuned_model_has_its_run():
 def test_rows_are_those_of_the_runs_that_the_tables_keep():
     assert table("warm_start")["rows"] == warm_start.summaries(table("warm_start")["runs"])
     for name in ("language_models", "language_models_512"):
-        for row, again in zip(table(name)["rows"], language_models.summaries_of(table(name)), strict=True):
+        rows, curves = table(name)["rows"], table(name)["runs"]
+        rates = {row["variant"]: Rates(row["rate"], row["mixing"], row["tried"]) for row in rows}
+        runs = {
+            row["variant"]: [
+                {"curve": curve, "seconds": seconds}
+                for curve, seconds in zip(curves[row["variant"]], row["seconds"]["values"], strict=True)
+            ]
+            for row in rows
+        }
+        for row, again in zip(rows, language_models.summaries(table(name), rates, runs), strict=True):
             assert {**row, **again} == row
 
 
@@ -284,7 +299,7 @@ def test_a_table_names_its_command_and_has_the_value_of_every_seed(study):
 @pytest.mark.parametrize("name", TABLES)
 def test_a_plot_is_drawn_from_its_table(name):
     """Draw it 800 pixels wide, with its message, numbers on logarithmic axes, and no two lines that look alike."""
-    figure = import_module(study_of(name)).plot(read_json(TABLES[name]))
+    figure = import_module(study_of(name)).plot(table(name))
     assert figure.get_suptitle() and figure.get_size_inches()[0] * plots.DOTS_PER_INCH == 800
     for axes in figure.axes:
         named = [(line.get_color(), line.get_linestyle()) for line in axes.lines if line.get_label()[0] != "_"]

@@ -31,7 +31,7 @@ def commands(monkeypatch) -> list[str]:
         else:
             result.mkdir()
 
-    monkeypatch.setattr(warm_start, "run_module", run)
+    monkeypatch.setattr(warm_start, "run_command", run)
     monkeypatch.setattr(warm_start, "smollm2_gguf", lambda: "smollm2.gguf")
     return called
 
