@@ -72,14 +72,12 @@ def ratios_of(name: str, result: dict) -> tuple[str, list[str], dict[str, list[l
 def benchmark_lines(name: str, result: dict) -> list[str]:
     """Return the section of a benchmark: how it was measured, its ratios, and their plot."""
     base, columns, found = ratios_of(name, result)
+    lines = {ratio: [span(values) for values in lists] for ratio, lists in found.items()}
     return [
         f"## {name}",
         f"[Figures]({name}.json): `{result['command']}`",
         "",
-        *table(
-            [f"/ {base}" if base else "", *columns],
-            {ratio: [span(values) for values in lists] for ratio, lists in found.items()},
-        ),
+        *table([f"/ {base}" if base else "", *columns], lines),
         "",
         f"![Ratios of {name}]({name}.png)",
     ]
