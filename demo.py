@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint_io import load_config, load_in_clean_process, load_model, load_tokenizer, smollm2_gguf
-from common.command_io import ROOT, UserError, new_directory, read_json, run_cli, run_command
+from iha_io.checkpoint_io import load_config, load_in_clean_process, load_model, load_tokenizer, smollm2_gguf
+from iha_io.command_io import ROOT, UserError, new_directory, read_json, run_cli, run_command
 
 
 OUTPUT = Path("outputs/demo")

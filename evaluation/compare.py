@@ -16,8 +16,8 @@ from typing import NotRequired
 from scipy.stats import sem
 from typing_extensions import TypedDict
 
-from common import plots
-from common.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
+from iha_io import plots
+from iha_io.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
 from model_cards.render import Results, Task, figure_text, markdown_table
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.command_io import UserError, check_output_file, run_cli, write_json
 from evaluation import data, run_code, scores
+from iha_io.command_io import UserError, check_output_file, run_cli, write_json
 
 
 # Each returns a gold and a broken reply to a row.

@@ -34,8 +34,10 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from lm_eval.api.model import CachingLM
 from transformers import PreTrainedTokenizerBase
 
-from common.checkpoint_io import fingerprint, load_config, load_tokenizer, note_slow_dtype
-from common.command_io import (
+from evaluation import data, report, run_code, suites
+from evaluation.model import Model
+from iha_io.checkpoint_io import fingerprint, load_config, load_tokenizer, note_slow_dtype
+from iha_io.command_io import (
     UserError,
     current_commit,
     read_json,
@@ -45,9 +47,7 @@ from common.command_io import (
     write_json,
     write_jsonl,
 )
-from common.foreign_code import note_foreign_code
-from evaluation import data, report, run_code, suites
-from evaluation.model import Model
+from iha_io.foreign_code import note_foreign_code
 from model_cards.render import source_name
 
 

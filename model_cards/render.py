@@ -24,8 +24,8 @@ from transformers import AutoModel
 from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
-from common.checkpoint_io import fingerprint
-from common.command_io import (
+from iha_io.checkpoint_io import fingerprint
+from iha_io.command_io import (
     UserError,
     parse_yaml,
     read_json,

@@ -10,7 +10,7 @@ import yaml
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from common.command_io import UserError, read_text, refusing
+from iha_io.command_io import UserError, read_text, refusing
 
 
 if TYPE_CHECKING:

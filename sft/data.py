@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 from typing_extensions import TypedDict
 
-from common.command_io import UserError, read_yaml, refusing, typed
+from iha_io.command_io import UserError, read_yaml, refusing, typed
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Trainer, masking_utils
 from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from common.command_io import UserError, one_line, run_cli
+from iha_io.command_io import UserError, one_line, run_cli
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, run_config
 from sft.distributed import asks_for_fsdp

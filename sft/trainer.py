@@ -17,8 +17,8 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
-from common.checkpoint_io import check_finite, load_model
-from common.command_io import UserError, whole_file
+from iha_io.checkpoint_io import check_finite, load_model
+from iha_io.command_io import UserError, whole_file
 from modeling_iha.interleaving import Mixing
 from modeling_iha.mixing import mixing_parameters
 from sft.distributed import whole_model

@@ -13,15 +13,15 @@ import pytest
 from helpers import DOCUMENTS
 
 import modeling_iha
-from common.command_io import ROOT, UserError, locate_checkpoint, new_directory, run_cli
 from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
+from iha_io.command_io import ROOT, UserError, locate_checkpoint, new_directory, run_cli
 
 
 # Started by path, Python looks beside the script only. This line adds its checkout.
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 ROOMS = (
-    *("modeling_iha", "configuration_iha", "common", "kind_facts", "model_cards", "conversion_scripts"),
+    *("modeling_iha", "configuration_iha", "iha_io", "kind_facts", "model_cards", "conversion_scripts"),
     *("sft", "evaluation", "research/benchmarks", "iha_commands", "research/experiments", "research/checkpoints"),
     "vllm_iha",
 )
@@ -127,7 +127,7 @@ run.main()
 
 def test_a_package_that_is_missing_is_one_line():
     program = (
-        "import importlib; from common.command_io import run_cli; run_cli(lambda: importlib.import_module('absent'))"
+        "import importlib; from iha_io.command_io import run_cli; run_cli(lambda: importlib.import_module('absent'))"
     )
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 1

@@ -8,9 +8,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import astuple
 
-from common.checkpoint_io import load_config
-from common.command_io import UserError, run_cli
 from configuration_iha import PRESETS
+from iha_io.checkpoint_io import load_config
+from iha_io.command_io import UserError, run_cli
 from kind_facts.cost import Cost
 from kind_facts.model_cost import attention, ffn, head, model, with_mha
 from modeling_iha import IHAConfig

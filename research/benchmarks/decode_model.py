@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from common.checkpoint_io import load_model, smollm2_gguf
-from common.command_io import run_cli
 from conversion_scripts.convert_llama_to_iha import convert_model
+from iha_io.checkpoint_io import load_model, smollm2_gguf
+from iha_io.command_io import run_cli
 from kind_facts.model_cost import attention
 from research.benchmarks.harness import medians, ratios, reported, write
 from research.benchmarks.options import arguments

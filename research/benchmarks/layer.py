@@ -10,7 +10,7 @@ from itertools import product
 
 import torch
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from kind_facts.cost import score_products
 from kind_facts.model_cost import attention
 from research.benchmarks.harness import Attention, inference, medians, reported, training, write

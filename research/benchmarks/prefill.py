@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from kind_facts.model_cost import head, model
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import causal_lm, extra_bytes, inference, medians, ratios, reported, write

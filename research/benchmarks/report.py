@@ -12,8 +12,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from common import plots
-from common.command_io import read_json, run_cli, whole_file
+from iha_io import plots
+from iha_io.command_io import read_json, run_cli, whole_file
 from research.benchmarks.options import RESULTS
 
 

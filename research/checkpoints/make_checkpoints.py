@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from typing_extensions import TypedDict
 
-from common.checkpoint_io import load_config, smollm2_gguf
-from common.command_io import (
+from iha_io.checkpoint_io import load_config, smollm2_gguf
+from iha_io.command_io import (
     ROOT,
     UserError,
     file_sha256,

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from common import plots
-from common.command_io import run_cli
+from iha_io import plots
+from iha_io.command_io import run_cli
 from research.experiments.bare_attention import BareAttention
 from research.experiments.options import study_parser
 from research.experiments.polynomial_filters import constructed, filter_bank, root

@@ -32,8 +32,8 @@ from typing import NamedTuple
 import torch
 from matplotlib.figure import Figure
 
-from common import plots
-from common.command_io import run_cli
+from iha_io import plots
+from iha_io.command_io import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.language_models import config_of, sized
 from research.experiments.options import protocol_parser
@@ -150,7 +150,7 @@ OF_SETS = {
     "next": "just before",
     "previous": "just after",
 }
-# Of three facts one holds the source of the answer. Of the words of the others `first` is one, and `common` what it
+# Of three facts one holds the source of the answer. Of the words of the others `first` is one, and `iha_io` what it
 # becomes.
 PERSON_PATTERNS = {
     "other person": "{other} {denies}",

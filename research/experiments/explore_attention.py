@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
-from common.command_io import UserError, check_output_file, run_cli, whole_file
+from iha_io.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
+from iha_io.command_io import UserError, check_output_file, run_cli, whole_file
 from kind_facts import described
 from model_cards.render import source_name
 from modeling_iha.interleave import identity_mixing, last_pseudo_head

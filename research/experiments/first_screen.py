@@ -12,8 +12,8 @@ from statistics import median
 
 from matplotlib.figure import Figure
 
-from common import plots
-from common.command_io import ROOT, read_json, run_cli
+from iha_io import plots
+from iha_io.command_io import ROOT, read_json, run_cli
 from kind_facts.model_cost import model as cost_of
 from research.benchmarks.options import RESULTS as BENCHMARKS
 from research.experiments.language_models import VARIANTS, config_of

@@ -25,8 +25,8 @@ import torch
 from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
-from common import plots
-from common.command_io import UserError, run_cli
+from iha_io import plots
+from iha_io.command_io import UserError, run_cli
 from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.options import protocol_parser

@@ -23,8 +23,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from common import plots
-from common.command_io import run_cli, sole_writer
+from iha_io import plots
+from iha_io.command_io import run_cli, sole_writer
 from modeling_iha.virtual_core import virtual_tokens
 from research.experiments.bare_attention import BareAttention, relative_error
 from research.experiments.options import study_parser

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from common import plots
-from common.checkpoint_io import smollm2_gguf
-from common.command_io import read_json, run_cli, run_command, sole_writer, whole_file
+from iha_io import plots
+from iha_io.checkpoint_io import smollm2_gguf
+from iha_io.command_io import read_json, run_cli, run_command, sole_writer, whole_file
 from research.experiments.options import study_parser
 from research.experiments.study import begin, differences, interval, points, run_once, write
 

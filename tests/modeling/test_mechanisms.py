@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import CORES, EVERY_KIND, HALVES, random_ids, random_model, set_core, small_config, uncached_logits
 
-from common.checkpoint_io import run_in_clean_process
+from iha_io.checkpoint_io import run_in_clean_process
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 
 

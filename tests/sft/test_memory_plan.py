@@ -8,7 +8,7 @@ from tiny_training import byte_config, decoder, recipe, sizes
 from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from common.command_io import UserError
+from iha_io.command_io import UserError
 from modeling_iha import interleave_heads
 from sft import memory_plan, train
 from sft.arguments import RecipeParser
