@@ -1,16 +1,12 @@
 """Compare HyperAttention and 2-simplicial attention with `references/hyper.py`, and hold what the papers claim.
 
-What every kind must hold is in test_mechanisms.py. Here the linear form, a layer of its own, must hold it, too.
+What every kind must hold is in test_mechanisms.py.
 """
 
-from itertools import product
-
-import mechanism_checks as checks
 import pytest
 import torch
 from helpers import (
     FP64,
-    HALVES,
     assert_attention_matches,
     assert_close,
     assert_gradients_match,
@@ -90,35 +86,10 @@ def test_two_windows_with_padding_and_packing_match_reference(small_blocks, case
 # The linear form
 
 
-class LinearForm(checks.Mechanism):
-    def hybrid_config(self, **overrides):
-        return self.config(**overrides)  # it has no windows
-
-
-LINEAR_FORMS = [LinearForm("hyper", LINEAR[case]) for case in ("linear", "linear_order_4")]
-linear_forms = pytest.mark.parametrize("mechanism", LINEAR_FORMS, ids=["order_3", "order_4"])
-
-
-@linear_forms
-def test_linear_layer_in_chunks(small_blocks, mechanism):
-    """Take order 4 in documents only: its reference loops over all tuples of three tokens."""
-    for inputs in checks.INPUTS if mechanism == LINEAR_FORMS[0] else ["packed"]:
-        checks.check_blocks(mechanism, None, None, inputs)
-
-
-@linear_forms
-def test_linear_form_in_half_precision(mechanism):
-    checks.check_bfloat16(mechanism, None)
-    for dtype, how in product(HALVES, ["loaded", "autocast"]):
-        checks.check_half_precision(mechanism, dtype, how)
-
-
-@linear_forms
-def test_linear_form_in_use(mechanism, tmp_path):
-    for chunks in checks.CHUNKS:
-        checks.check_cache(mechanism, None, chunks)
-    checks.check_learning(mechanism)
-    checks.check_adapters(mechanism, tmp_path)
+def test_linear_layer_of_order_4_in_chunks(small_blocks):
+    """Take documents only: the reference loops over all tuples of three tokens."""
+    config = hyper_config(**LINEAR["linear_order_4"], rms_norm_eps=0.1)
+    assert_attention_matches(config, FP64, dtype=torch.float64, inputs=packing((4, 1, 4), rows=2), seed=1)
 
 
 @pytest.mark.parametrize("max_scores", [2**24, 1])
