@@ -329,7 +329,7 @@ def logits_and_gradients(model, core, **inputs):
     set_core(model, core)
     model.zero_grad()
     logits = model(**inputs).logits
-    real = inputs.get("attention_mask", torch.ones(logits.shape[:2]))[..., None]
+    real = inputs.get("attention_mask", torch.ones(logits.shape[:2]))[:, : logits.shape[1], None]
     (logits * real).square().sum().backward()
     return [(logits * real).detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 

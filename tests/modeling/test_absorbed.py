@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_close, causal_4d, logits_in_chunks, random_ids, random_model, set_core, small_config
+from helpers import assert_close, causal_4d, random_ids, random_model, set_core, small_config
 
 from modeling_iha import virtual_core
 from modeling_iha.interleaving import is_absorbed
@@ -62,54 +62,3 @@ def test_one_token_under_a_custom_mask(calls):
         logits[form] = model(input_ids[:, 5:], attention_mask=hidden[..., 5:, :], past_key_values=cache).logits
     assert calls == [(1, 6)]
     assert_close(logits["base"], logits["sdpa"], 1e-10)
-
-
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@torch.no_grad()
-def test_bfloat16_weights_and_autocast(positions):
-    """Stay as close to float32 as the eager core does, decoding included."""
-    config = small_config(num_pseudo_heads=3, pseudo_positions=positions)
-    input_ids = random_ids(2, 40)
-    expected = random_model(config)(input_ids).logits
-
-    def error(core, dtype, autocast):
-        model = random_model(config, dtype=dtype)
-        set_core(model, core)
-        with torch.autocast("cpu", enabled=autocast):
-            logits = logits_in_chunks(model, input_ids, [30, 8, 1, 1])
-        return ((logits - expected).square().mean() / expected.square().mean()).sqrt()
-
-    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
-        assert error("base", dtype, autocast) < 1.2 * error("eager", dtype, autocast) < 0.1
-
-
-def test_gradients_under_autocast():
-    """Round the projections under autocast, but not the scores."""
-    model = random_model(small_config(num_pseudo_heads=3))
-    gradients = {}
-    for core in ("base", "eager", None):
-        set_core(model, core or "eager")
-        model.zero_grad()
-        with torch.autocast("cpu", enabled=core is not None):
-            model(random_ids(2, 40)).logits.float().square().mean().backward()
-        gradients[core] = torch.cat([p.grad.flatten() for p in model.parameters()])
-    errors = {core: (gradients[core] - gradients[None]).norm() / gradients[None].norm() for core in gradients}
-    assert errors["base"] < 1.2 * errors["eager"] < 0.1
-
-
-def test_frozen_backbone_and_offloaded_mixing():
-    """Train the mixing alone, and read its weights through forward, where a wrapper acts."""
-    model = random_model(small_config(num_hidden_layers=1))
-    expected = torch.autograd.grad(model(random_ids(1, 9)).logits.sum(), model.model.layers[0].self_attn.k_mix.weight)
-    model.requires_grad_(False)
-    k_mix = model.model.layers[0].self_attn.k_mix
-    k_mix.weight.requires_grad_(True)
-    kept = k_mix.weight.detach().clone()
-    k_mix.weight.data.zero_()
-
-    def fetch(module, args):
-        module.weight.data.copy_(kept)
-
-    k_mix.register_forward_pre_hook(fetch)
-    actual = torch.autograd.grad(model(random_ids(1, 9)).logits.sum(), k_mix.weight)
-    assert_close(actual[0], expected[0], 1e-6)

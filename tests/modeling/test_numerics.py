@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import infer_auto_device_map, init_empty_weights
 from helpers import (
     EVERY_KIND,
     GRADIENTS,
@@ -14,7 +13,6 @@ from helpers import (
     HYBRID,
     LOGITS,
     assert_close,
-    causal_4d,
     loss_and_gradients,
     random_ids,
     random_model,
@@ -73,15 +71,6 @@ def test_a_cpu_without_products_of_a_dtype_is_slow(supported, slow, monkeypatch)
     assert cpu_precision._is_slow("bf16") is slow
 
 
-@pytest.mark.parametrize("core", ["sdpa", "eager"])
-def test_a_custom_mask_in_half_precision_without_products_of_it(core, monkeypatch):
-    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
-    model, input_ids = random_model(small_config(), dtype=torch.bfloat16), random_ids(1, 9)
-    set_core(model, core)
-    mask = causal_4d(torch.ones(1, 9, dtype=torch.long), "additive").bfloat16()
-    assert_close(model(input_ids, attention_mask=mask).logits, model(input_ids).logits, 0.02)
-
-
 @pytest.mark.parametrize("how", ["loaded", "autocast"])
 @pytest.mark.parametrize("core", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", EVERY_KIND["attention_kinds"])
@@ -111,7 +100,7 @@ def test_half_precision_on_a_cpu_without_products_of_it(kind, core, how, monkeyp
         assert not half or how != "loaded" or logits.dtype == token.dtype == torch.bfloat16
     for exact, native, widened in zip(*outputs.values()):
         errors = [(states.float() - exact).norm() / exact.norm() for states in (native, widened)]
-        assert errors[1] < max(1.2 * errors[0], 0.01), errors
+        assert errors[0] < 0.1 and errors[1] < max(1.2 * errors[0], 0.01), errors
 
 
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
@@ -259,15 +248,3 @@ def test_device_map_with_disk_offload(core, tied, tmp_path):
     options = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 6, "do_sample": False}
     assert torch.equal(loaded.generate(input_ids, **options), model.generate(input_ids, **options))
     assert any(p.is_meta for p in loaded.model.layers[1].parameters())
-
-
-def test_device_map_auto_splits_between_layers():
-    """Let accelerate put a boundary between layers, never through one."""
-    with init_empty_weights():
-        model = IHAForCausalLM(hybrid_config())
-    three_quarters = 0.75 * sum(p.numel() * p.element_size() for p in model.parameters())
-    device_map = infer_auto_device_map(
-        model, {"cpu": three_quarters, "disk": "1GB"}, no_split_module_classes=model._no_split_modules
-    )
-    assert len(set(device_map.values())) > 1
-    assert not any(".self_attn" in name or ".mlp" in name for name in device_map)

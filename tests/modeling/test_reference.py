@@ -9,9 +9,6 @@ from itertools import product
 import pytest
 import torch
 from helpers import (
-    BF16_GRADIENT,
-    BF16_OUTPUT,
-    CORES,
     FP32,
     FP64,
     FP64_EXACT,
@@ -26,18 +23,15 @@ from helpers import (
     reference_logits,
     reference_weights,
     relative_error,
-    set_core,
     small_config,
 )
 from references.iha import causal_lm, iha_attention, mha_attention
 from references.options import AttentionOptions, llama_inv_freq
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import IHAConfig, IHAForCausalLM, interleaving
 from modeling_iha.attention_iha import InterleavedHeadAttention
-from modeling_iha.interleaving import mix
 
 
 # The reference itself
@@ -116,12 +110,6 @@ def test_attention_matches_reference(form, num_pseudo_heads, collapse, other):
     assert_attention_matches(config, FP64_EXACT if positions == "interleaved" else FP64, dtype=torch.float64)
 
 
-@in_each_form((p, COLLAPSES[c], POSITIONS[(p + c) % 2]) for p, c in product([1, 3, 4, 5], range(2)))
-def test_attention_matches_reference_in_bfloat16(form, num_pseudo_heads, collapse, other):
-    config = layer_config(num_pseudo_heads, collapse, pseudo_positions=other)
-    assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
-
-
 # The whole model
 
 
@@ -186,51 +174,7 @@ def test_rope_types(form, rope_type, positions):
     assert relative_error(logits_in_chunks(model, input_ids, [1] * 9), expected) < FP32
 
 
-@pytest.mark.parametrize(("positions", "length"), [("interleaved", 6), ("shared", 7)], ids=POSITIONS)
-@pytest.mark.parametrize("core", CORES)
-def test_two_kinds_on_every_core(cpu_cores, core, positions, length):
-    """Compare logits and gradients; the window of 5 tokens begins to bind at these lengths."""
-    model = random_model(small_config(**HYBRID, sliding_window=5, num_pseudo_heads=3, pseudo_positions=positions))
-    set_core(model, core)
-    input_ids = random_ids(2, length)
-    with torch.set_grad_enabled(core != "flex_attention"):  # it has no CPU backward
-        logits = model(input_ids, use_cache=False).logits
-    expected, weights = reference_logits(model, input_ids)
-    assert relative_error(logits, expected) < FP32
-    if logits.requires_grad:
-        assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP32)
-
-
 # What the paper claims of the layer
-
-
-@pytest.fixture
-def recording_core():
-    """Register an attention core that keeps the query, key and value of its last call, and yield them."""
-    seen = {}
-
-    def core(module, query, key, value, attention_mask, **kwargs):
-        seen.update(query=query, key=key, value=value)
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS.register("recording", core)
-    yield seen
-    del ALL_ATTENTION_FUNCTIONS._global_mapping["recording"]
-
-
-def test_interleaving_is_a_view(recording_core, monkeypatch):
-    """Hand the core the memory that the mixing wrote: one virtual sequence of N * P tokens, head by head."""
-    model = random_model(small_config(num_hidden_layers=1, num_pseudo_heads=3))
-    model.set_attn_implementation("recording")
-    mixed = []
-    monkeypatch.setattr(interleaving, "mix", lambda *args: mixed.append(mix(*args)) or mixed[-1])
-    model(random_ids(2, 5))
-    value, virtual = recording_core["value"], mixed[-1]
-    assert value.shape == (2, 2, 5 * 3, 8)
-    assert value.data_ptr() == virtual.data_ptr()
-    assert value.untyped_storage().data_ptr() == virtual.untyped_storage().data_ptr()
-    assert torch.equal(value[0, 1, 4 * 3 + 2], virtual[0, 4, 2, 1])  # head 1, token 4, pseudo-head 2
-    assert all(recording_core[name].stride(-1) == 1 for name in ("query", "key", "value"))
 
 
 @pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
