@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from references import reference_attention
 from references.iha import causal_lm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.activations import ACT2FN
 
 from common.command_io import ROOT, run_cli
@@ -315,6 +315,23 @@ def greedy(model, input_ids, steps: int) -> torch.Tensor:
         following = uncached_logits(model, input_ids)[:, -1:].argmax(-1)
         input_ids = torch.cat((input_ids, following), dim=1)
     return input_ids
+
+
+@torch.no_grad()
+def assert_custom_masks_mean_padding(model):
+    """Pass a boolean mask at once and an additive one in chunks through a cache; window layers keep their window."""
+    input_ids, padding_mask = random_ids(2, 9), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    position_ids, real = (padding_mask.cumsum(-1) - 1).clamp_min(0), padding_mask.bool()
+    expected = uncached_logits(model, input_ids, attention_mask=padding_mask, position_ids=position_ids)[real]
+    mask = causal_4d(padding_mask, "bool")
+    actual = uncached_logits(model, input_ids, attention_mask=mask, position_ids=position_ids)[real]
+    assert_close(actual, expected)
+
+    mask, cache, logits = causal_4d(padding_mask, "additive"), DynamicCache(config=model.config), []
+    for start, end in ((0, 5), (5, 8), (8, 9)):
+        inputs = {"attention_mask": mask[:, :, start:end, :end], "position_ids": position_ids[:, start:end]}
+        logits.append(model(input_ids[:, start:end], **inputs, past_key_values=cache, use_cache=True).logits)
+    assert_close(torch.cat(logits, dim=1)[real], expected)
 
 
 def loss_and_gradients(model, input_ids, **inputs):

@@ -11,6 +11,7 @@ from helpers import (
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
+    assert_custom_masks_mean_padding,
     causal_4d,
     cumulative_lengths,
     on_cores,
@@ -94,28 +95,7 @@ def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
 @pytest.mark.parametrize(("core", "geometry"), on_cores(GEOMETRIES, MASKED_CORES))
 @torch.no_grad()
 def test_custom_masks_equal_the_padding_they_express(core, geometry):
-    """Pass a boolean mask at once and an additive one in chunks through a cache; window layers keep their window."""
-    model = geometry_model(geometry, core)
-    input_ids = random_ids(2, 9)
-    attention_mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
-    position_ids, real = positions(attention_mask), attention_mask.bool()
-    expected = model(input_ids, attention_mask=attention_mask, position_ids=position_ids).logits[real]
-    mask = causal_4d(attention_mask, "bool")
-    actual = model(input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits[real]
-    assert_close(actual, expected)
-
-    mask, cache, logits = causal_4d(attention_mask, "additive"), None, []
-    for start, end in ((0, 5), (5, 8), (8, 9)):
-        output = model(
-            input_ids[:, start:end],
-            attention_mask=mask[:, :, start:end, :end],
-            position_ids=position_ids[:, start:end],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache = output.past_key_values
-        logits.append(output.logits)
-    assert_close(torch.cat(logits, dim=1)[real], expected)
+    assert_custom_masks_mean_padding(geometry_model(geometry, core))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
