@@ -4,7 +4,6 @@ The FFN and the presets of the DCFormers are here, too.
 """
 
 import math
-from copy import deepcopy
 
 import pytest
 import torch
@@ -20,10 +19,8 @@ from helpers import (
     reference_weights,
     relative_error,
     small_config,
-    take_a_step,
     uncached_logits,
 )
-from peft import LoraConfig, PeftModel, get_peft_model
 from references.dcmha import group_gated_mlp
 
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -182,21 +179,6 @@ def test_options_that_cannot_work_are_refused(options, message):
 
 
 # Adapters
-
-
-def test_adapters_beside_trained_composition_weights(tmp_path):
-    """Train and load the modules of the composition as PEFT's `modules_to_save`."""
-    base = random_model(dcmha_config(options={"base_map": True}))
-    names = [f"{stage}_{part}" for stage in ("pre", "post") for part in ("base", "query", "key")]
-    model = get_peft_model(
-        deepcopy(base), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=names)
-    )
-    composition = {name for name, _ in model.named_parameters() if ".modules_to_save." in name}
-    assert composition and composition <= take_a_step(model)
-    input_ids = random_ids(2, 7)
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(deepcopy(base), tmp_path)
-    assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model.eval(), input_ids))
 
 
 # The FFN of the released models

@@ -4,7 +4,6 @@ The tokens are those of plain greedy decoding without a cache. Models are in flo
 """
 
 import sys
-import threading
 from itertools import product
 from pathlib import Path
 
@@ -21,16 +20,11 @@ from helpers import (
     small_config,
     uncached_logits,
 )
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    PreTrainedTokenizerFast,
     QuantizedCache,
     StaticCache,
-    TextIteratorStreamer,
     cache_utils,
 )
 
@@ -236,24 +230,3 @@ def test_inputs_embeds(geometry):
     expected = generate(model, input_ids)
     actual = generate(model, inputs={"inputs_embeds": embeds, "attention_mask": torch.ones_like(input_ids)})
     assert torch.equal(actual, expected[:, PROMPT:])
-
-
-def test_streaming():
-    """Hand on the text token by token, the same as is decoded at the end."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0")), pad_token="w0"
-    )
-    tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
-    model = geometry_model("hybrid")
-    inputs = tokenizer("w5 w9 w7", return_tensors="pt", return_token_type_ids=False)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    options = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    thread = threading.Thread(
-        target=model.generate, kwargs={**inputs, "streamer": streamer, "generation_config": options}
-    )
-    thread.start()
-    pieces = [piece for piece in streamer if piece]
-    thread.join()
-    new_tokens = model.generate(**inputs, generation_config=options)[0, 3:]
-    assert "".join(pieces) == tokenizer.decode(new_tokens)
-    assert len(pieces) > 1

@@ -82,16 +82,6 @@ def test_order_1_is_multi_head_attention(core):
     assert core != "eager" or torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("case", ["mixed_value_product", "linear"])
-def test_scores_depend_on_distances_only(case):
-    """Shift all positions: RoPE rotates the query and the key of a feature alike, so nothing changes."""
-    model = random_model(hyper_feature_config(**CASES[case]), dtype=torch.float64)
-    input_ids, position_ids = random_ids(1, 9), torch.arange(9)[None]
-    expected = uncached_logits(model, input_ids, position_ids=position_ids)
-    assert_close(uncached_logits(model, input_ids, position_ids=position_ids + 50), expected, FP64)
-    assert (uncached_logits(model, input_ids, position_ids=position_ids * 2) - expected).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -514,7 +514,7 @@ for place in request["places"]:
 
 
 def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
-    """Load one of each decoder, and one whose config was saved alone, as mergekit does, with the weights put beside."""
+    """Load one of each decoder, and one whose config was saved alone, as mergekit does."""
     tokens, expected = random_ids(2, 11), {}
     for name in DECODERS:
         model = train_mixing(interleave_heads(decoder(name), 2, layers=[0, 1]))

@@ -132,17 +132,6 @@ def test_flash_refuses_a_custom_mask():
         geometry_model("global", FLASH)(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
 
 
-@pytest.mark.parametrize("core", ["eager", "sdpa", "flex_attention"])
-def test_flex_attention_on_a_cpu_warns(core, recwarn):
-    """Warn before a custom mask kills the compiled core."""
-    model = geometry_model("global", core)
-    recwarn.clear()
-    with torch.no_grad():
-        model(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
-    warned = [str(warning.message) for warning in recwarn if "FlexAttention" in str(warning.message)]
-    assert len(warned) == (core == "flex_attention") and all("use 'sdpa' or 'eager'" in text for text in warned)
-
-
 # Packing
 
 

@@ -14,7 +14,7 @@ from tiny_sources import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
 
 from common.checkpoint_io import run_in_clean_process
-from common.command_io import ROOT, UserError
+from common.command_io import ROOT
 from modeling_iha import interleave_heads, remove_interleaving
 from modeling_iha.mixing import mixing_parameters
 from research.experiments import model_types
@@ -206,15 +206,6 @@ def test_refused(model_type, tmp_path):
     assert row["verdict"] == "refused" and REFUSED[model_type] in row["reason"], row
 
 
-def test_encoder(monkeypatch, tmp_path):
-    monkeypatch.setitem(model_types.FIELDS, "bert", {})
-    row = try_type("bert", CAUSAL, tmp_path)
-    assert row == {
-        "verdict": "refused",
-        "reason": "bert cannot be interleaved: BertSelfAttention is not marked as causal self-attention.",
-    }
-
-
 @pytest.mark.parametrize("model_type", ["moshi", "inkling_text", "minimax_m3_vl_text"])
 def test_refusal_leaves_the_model(model_type):
     """Refuse before and after the mixing is attached, on a window that the check shortens."""
@@ -273,13 +264,6 @@ def test_cores_of_a_model_of_several_configurations_come_back():
     remove_interleaving(interleave_heads(model, 2))
     configs = {"": model.config, **{name: getattr(model.config, name) for name in model.config.sub_configs}}
     assert {name: config._attn_implementation for name, config in configs.items()} == cores
-
-
-def test_command_fails_on_a_difference(monkeypatch, capsys):
-    monkeypatch.setattr(model_types, "try_type", lambda *_: {"verdict": "DIFFERS", "full": 1.0})
-    with pytest.raises(UserError, match="Neither exact nor refused: llama"):
-        model_types.main(["--types", "llama"])
-    assert "1 DIFFERS" in capsys.readouterr().out.splitlines()
 
 
 def test_page():
