@@ -58,11 +58,9 @@ def tiny(tmp_path_factory) -> str:
 def cpu_cores(monkeypatch):
     """Run every attention core on a CPU, and yield the calls of the stand-in for flash.
 
-    FlexAttention runs uncompiled: the same mathematics without minutes of compilation. "iha" layers on SDPA keep base
-    states only.
+    FlexAttention runs uncompiled: the same mathematics without minutes of compilation.
     """
     calls = fake_flash.install(monkeypatch)
-    keep_base_states(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield calls
 

@@ -75,7 +75,9 @@ LLAMA = {**SIZES, "attention_bias": True, "mlp_bias": True}
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
-CORES = ["base", "eager", "sdpa", "flash_attention_2", "flex_attention"]
+CORES = ["eager", "sdpa", "flash_attention_2", "flex_attention"]
+# "base" is SDPA where "iha" layers decode one token from base states: see `set_core`.
+DECODING_CORES = ["base", *CORES]
 _WINDOW_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
 
@@ -120,6 +122,13 @@ def small_config(**overrides) -> IHAConfig:
     rope = {"rope_type": "default", "rope_theta": 100.0}
     fields = {**SIZES, "num_pseudo_heads": 2, "max_position_embeddings": 256, "rope_parameters": rope}
     return IHAConfig(**{**fields, "pad_token_id": 0, "eos_token_id": None, **overrides})
+
+
+def kind_config(kind, options=None, window=None, **overrides) -> IHAConfig:
+    """Return a `small_config` of one layer of the kind with its options, within a window if one is given."""
+    windows = {"layer_types": "full_attention" if window is None else "sliding_attention", "sliding_window": window}
+    fields = {"attention_kinds": kind, "attention_options": {kind: options or {}}, "num_hidden_layers": 1}
+    return small_config(**{**fields, **windows, **overrides})
 
 
 def random_model(config, model_class=IHAForCausalLM, dtype=torch.float32, seed=0):
@@ -267,9 +276,9 @@ def cumulative_lengths(lengths):
 
 
 def on_cores(geometries, cores=CORES):
-    """Return (core, geometry) for all cores that differ: flash cores and FlexAttention refuse `ScoreMatrixAttention`.
+    """Return (core, geometry) for all cores that differ: "base" is of "iha" layers.
 
-    "base" is a form of "iha" layers.
+    Flash cores and FlexAttention refuse `ScoreMatrixAttention`.
     """
 
     def differs(core, geometry):

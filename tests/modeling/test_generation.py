@@ -6,6 +6,7 @@ What every kind must hold of this is in test_mechanisms.py, caches and modes of 
 import pytest
 import torch
 from helpers import (
+    DECODING_CORES,
     GEOMETRIES,
     HYBRID,
     IHA_GEOMETRIES,
@@ -85,7 +86,7 @@ def test_a_cache_cut_too_short_is_refused():
 # generate()
 
 
-@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid_window_of_2", "hybrid", *OTHER_KINDS]))
+@pytest.mark.parametrize(("core", "geometry"), on_cores([*IHA_GEOMETRIES, "global", *OTHER_KINDS], DECODING_CORES))
 def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
     positions = "shared" if geometry == "global" else "interleaved"
     config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})

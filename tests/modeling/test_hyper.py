@@ -12,13 +12,13 @@ from helpers import (
     assert_gradients_match,
     attention_of_first_layer,
     gradients,
+    kind_config,
     largest_saved_tensor,
     packing,
     padding,
     random_ids,
     random_model,
     relative_error,
-    small_config,
     uncached_logits,
 )
 
@@ -33,13 +33,7 @@ OPTIONS = ("order", "sharing", "strict_order", "linear", "windows")
 def hyper_config(window=None, kind="hyper", **fields):
     """Return a config of one layer; `fields` that are options of the kind are told from the others by name."""
     options = {name: fields.pop(name) for name in OPTIONS if name in fields}
-    return small_config(
-        attention_kinds=kind,
-        attention_options={kind: options},
-        layer_types="full_attention" if window is None else "sliding_attention",
-        sliding_window=window,
-        **{"num_hidden_layers": 1, **fields},
-    )
+    return kind_config(kind, options, window, **fields)
 
 
 # Every kind of pair, without and with windows of their own.

@@ -8,6 +8,7 @@ from helpers import (
     FP64,
     assert_attention_matches,
     assert_close,
+    kind_config,
     packing,
     padding,
     random_ids,
@@ -21,13 +22,7 @@ from helpers import (
 def hyper_feature_config(window=None, **fields):
     """Return a config of one layer; `fields` that are options of the kind are told from the others by name."""
     options = {name: fields.pop(name) for name in ("orders", "value_product", "linear") if name in fields}
-    return small_config(
-        attention_kinds="hyper_feature",
-        attention_options={"hyper_feature": options},
-        layer_types="full_attention" if window is None else "sliding_attention",
-        sliding_window=window,
-        **{"num_hidden_layers": 1, **fields},
-    )
+    return kind_config("hyper_feature", options, window, **fields)
 
 
 CASES = {

@@ -12,6 +12,7 @@ from helpers import (
     BF16_GRADIENT,
     BF16_OUTPUT,
     CORES,
+    DECODING_CORES,
     EVERY_KIND,
     FP32,
     FP64,
@@ -50,11 +51,6 @@ OF_EACH_KIND = {mechanism.kind: mechanism for mechanism in MECHANISMS}
 mechanisms = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 in_every_form = pytest.mark.parametrize(
     ("mechanism", "form"), [(mechanism, form) for mechanism in MECHANISMS for form in mechanism.forms()], ids=str
-)
-on_every_core = pytest.mark.parametrize(
-    ("mechanism", "core"),
-    [(mechanism, core) for mechanism in MECHANISMS for core in CORES if core != "base" or core in mechanism.forms()],
-    ids=str,
 )
 
 # (window, length): one token, odd lengths, and lengths around where a window begins to bind.
@@ -109,10 +105,10 @@ def test_layer_in_blocks(small_blocks, mechanism, core, window, inputs):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@in_every_form
-def test_layer_in_bfloat16(mechanism, window, form):
+@mechanisms
+def test_layer_in_bfloat16(mechanism, window):
     config = mechanism.config(window, num_hidden_layers=1)
-    assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16, core=form, length=7, seed=1)
+    assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16, length=7, seed=1)
 
 
 @cache
@@ -133,7 +129,8 @@ def _reference(config_json, inputs):
 
 
 @pytest.mark.parametrize("inputs", INPUTS)
-@on_every_core
+@pytest.mark.parametrize("core", CORES)
+@mechanisms
 def test_core(cpu_cores, mechanism, core, inputs):
     """Compare logits and gradients of a model in float32, or see a core refused that never builds the scores.
 
@@ -197,11 +194,12 @@ def test_cache_in_blocks(small_blocks, mechanism, window):
     assert_cache(mechanism, window, [1, 9, 1, 6])
 
 
-@on_every_core
+@pytest.mark.parametrize("core", DECODING_CORES)
+@mechanisms
 def test_cache_on_core(cpu_cores, mechanism, core):
     """Compare logits of chunks on a cache, on the core, with those of the whole input on the default core."""
-    if mechanism.is_refused_on(core):
-        pytest.skip(f"{mechanism.kind} changes the scores, which {core} never builds: refused, see test_core")
+    if mechanism.is_refused_on(core) or (core == "base" and core not in mechanism.forms()):
+        pytest.skip(f"no layers of kind {mechanism.kind} on {core}: see test_core")
     model, input_ids = random_model(mechanism.hybrid_config()), random_ids(2, LENGTH)
     expected = uncached_logits(model, input_ids)
     set_core(model, core)

@@ -1,11 +1,14 @@
 """Compare the options of kind "multi_token" with the loops of `references/multi_token.py`, and see nothing leak."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import (
     FP64,
     assert_attention_matches,
     assert_close,
+    kind_config,
     logits_in_chunks,
     packing,
     padding,
@@ -13,7 +16,6 @@ from helpers import (
     random_model,
     relative_error,
     set_core,
-    small_config,
     uncached_logits,
 )
 from transformers import StaticCache
@@ -35,12 +37,7 @@ OPTIONS = {
 }
 
 
-def multi_token(options=None, **overrides):
-    return small_config(
-        attention_kinds="multi_token",
-        attention_options={"multi_token": options or {}},
-        **{"num_hidden_layers": 1, "rms_norm_eps": 0.1, **overrides},
-    )
+multi_token = partial(kind_config, "multi_token", rms_norm_eps=0.1)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -125,7 +125,7 @@ def test_rope_keeps_its_precision(move, positions):
 @pytest.mark.parametrize(
     ("inputs", "use_reentrant"), [("plain", True), ("padded", False), ("packed", True), ("autocast", False)]
 )
-def test_gradient_checkpointing_changes_no_gradient(form, inputs, use_reentrant):
+def test_gradient_checkpointing_changes_no_gradient(inputs, use_reentrant):
     """Show the recomputed forward the same padding, documents and autocast dtype."""
     model = random_model(hybrid_config()).train()
     input_ids = random_ids(1, 8)

@@ -10,7 +10,6 @@ from datasets import Dataset
 from helpers import (
     FP64,
     GEOMETRIES,
-    OTHER_KINDS,
     assert_gradients_match,
     on_cores,
     random_ids,
@@ -81,7 +80,7 @@ def model_of(geometry: str, core: str):
     return model
 
 
-@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid", *OTHER_KINDS]))
+@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid", "dcmha", "hyper", "diff"]))
 def test_a_packed_batch_is_learned_as_its_documents_alone(geometry, core, cpu_cores, small_blocks, tmp_path):
     """Compare loss and gradients; on FlexAttention, which has no backward on a CPU, the loss."""
     model = model_of(geometry, core)

@@ -17,6 +17,7 @@ from helpers import (
     assert_attention_matches,
     assert_gradients_match,
     gradients,
+    kind_config,
     logits_in_chunks,
     random_ids,
     random_model,
@@ -67,40 +68,27 @@ def test_reference_window_counts_virtual_tokens():
 # The attention layer: Algorithm 1
 
 
-HEADS_AND_WINDOWS = [((4, 4), None), ((4, 2), 1), ((3, 1), 7), ((4, 2), 20)]
+HEADS_AND_WINDOWS = [((4, 4), None), ((4, 2), 2), ((3, 1), 7), ((4, 2), 20)]
 POSITIONS, COLLAPSES = ["interleaved", "shared"], ["per_head", "all_heads"]
 
 
-def in_each_form(cases):
-    """Run cases of (P, collapse, ...) in both forms of the fixture `form`.
-
-    One pseudo-head and a collapse over all heads are always computed on the virtual sequence: once is enough.
-    """
-    both = [("virtual", *case) for case in cases]
-    both += [("base", *case) for case in cases if case[0] > 1 and case[1] == "per_head"]
-    return pytest.mark.parametrize(("form", "num_pseudo_heads", "collapse", "other"), both, indirect=["form"], ids=str)
-
-
-def layer_config(num_pseudo_heads, collapse, window=None, **overrides):
-    window_fields = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
-    return small_config(
-        num_hidden_layers=1, num_pseudo_heads=num_pseudo_heads, pseudo_collapse=collapse, **window_fields, **overrides
-    )
-
-
-@in_each_form(
-    (p, COLLAPSES[c], (POSITIONS[n], *HEADS_AND_WINDOWS[(p + 2 * c + n) % 4]))
-    for p, c, n in product(range(1, 6), range(2), range(2))
+@pytest.mark.parametrize(
+    ("num_pseudo_heads", "collapse", "positions", "heads_and_window"),
+    [
+        (p, COLLAPSES[c], POSITIONS[n], HEADS_AND_WINDOWS[(p + 2 * c + n) % 4])
+        for p, c, n in product(range(1, 6), range(2), range(2))
+    ],
 )
-def test_attention_matches_reference(form, num_pseudo_heads, collapse, other):
+def test_attention_matches_reference(num_pseudo_heads, collapse, positions, heads_and_window):
     """Cover every pair of P, collapse, positions, and heads with a window. P = 2 is in the mechanism suite, too.
 
     Interleaved positions are rotated in float64 throughout, where theta = 16 makes the frequencies exact."""
-    positions, (heads, groups), window = other
-    config = layer_config(
-        num_pseudo_heads,
-        collapse,
-        window,
+    (heads, groups), window = heads_and_window
+    config = kind_config(
+        "iha",
+        window=window,
+        num_pseudo_heads=num_pseudo_heads,
+        pseudo_collapse=collapse,
         hidden_size=8 * heads,
         num_attention_heads=heads,
         num_key_value_heads=groups,
@@ -125,7 +113,7 @@ def test_attention_matches_reference(form, num_pseudo_heads, collapse, other):
     ],
     ids=["qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid_everything", "four_kinds"],
 )
-def test_model_matches_reference(form, overrides):
+def test_model_matches_reference(overrides):
     model = random_model(small_config(num_pseudo_heads=3, **overrides), dtype=torch.float64)
     input_ids = random_ids(2, 9)
     logits = model(input_ids).logits
