@@ -12,8 +12,7 @@ import sys
 import pytest
 from helpers import DOCUMENTS
 
-import modeling_iha
-from common.command_io import ROOT, UserError, locate_checkpoint, new_directory, run_cli
+from common.command_io import ROOT, UserError, locate_checkpoint
 from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
 
 
@@ -124,13 +123,6 @@ run.main()
     assert process.returncode == 1 and process.stderr.endswith("Error: num_pseudo_heads=0: expected at least 1.\n")
 
 
-def test_a_package_that_is_missing_is_one_line():
-    program = "from common.command_io import run_cli; run_cli(print); import absent.part"
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 1
-    assert re.fullmatch(r"Error: the package absent is not installed: pip install .*\n", process.stderr)
-
-
 def test_an_interrupt_during_imports_is_one_line():
     program = "from common.command_io import run_cli; run_cli(print); raise KeyboardInterrupt"
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -154,26 +146,3 @@ def test_a_hint_names_an_extra_that_exists():
     for path in (*(ROOT / document for document in DOCUMENTS), *ROOT.glob("*/*.py"), *ROOT.glob("research/*/*.py")):
         named = re.findall(r'"(?:modeling-iha|\.)\[([\w,]+)\]', path.read_text(encoding="utf-8"))
         assert {extra for each in named for extra in each.split(",")} <= {*extras}, path
-
-
-def test_the_version_is_said_once():
-    command = [sys.executable, "-m", "iha_commands.run", "--version"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert process.stdout == f"iha {modeling_iha.__version__}\n"
-
-
-def test_an_interrupted_command_says_how_to_go_on(tmp_path, capsys):
-    def interrupted():
-        with new_directory(tmp_path / "new"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as stop:
-        run_cli(interrupted)
-    expected = f"Interrupted. {tmp_path / 'new'} was not made: the same command starts again.\n"
-    assert stop.value.code == 130 and capsys.readouterr().err == expected
-
-
-def test_no_test_module_is_imported():
-    # An imported test would run twice.
-    for path in ROOT.glob("tests/**/*.py"):
-        assert not re.findall(r"^\s*(?:from|import) test_\w+", path.read_text(encoding="utf-8"), re.MULTILINE), path

@@ -15,7 +15,7 @@ from helpers import IHA_CODE, last_line, random_model, small_config
 from huggingface_hub import constants
 from loopback_hub import LFS_SUFFIXES, Fault, File, HubError, LoopbackHub
 from safetensors.torch import load_file, save_file
-from tiny_sources import tiny_source, tiny_tokenizer
+from tiny_sources import tiny_tokenizer
 
 from common.checkpoint_io import run_in_clean_process
 from common.command_io import UserError
@@ -173,12 +173,6 @@ def test_what_is_no_whole_checkpoint_is_refused(name, directory, hub, push):
     assert message in error and SECRET not in error and "push-" not in error and hub.calls == []
 
 
-def test_a_tag_of_a_pull_request_is_refused(saved, hub):
-    with pytest.raises(UserError, match="once the pull request is merged"):
-        push_to_hub.push(saved, "me/iha", tag="v1", create_pr=True)
-    assert hub.calls == []
-
-
 def test_directory_that_does_not_load_alone_is_refused(directory, hub, push, monkeypatch):
     def refuse(stage):
         assert {path.name for path in stage.iterdir()} == CHECKPOINT  # just what would be published
@@ -276,18 +270,6 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     card = hub.head("me/iha")["README.md"].content.decode()
     assert "license: mit" in card and "base_model: me/base" in card and "Mine." in card
     assert "correct one of them" in push("--license", "apache-2.0", "--base-model", "me/base")
-
-
-def test_a_llama_needs_a_card_of_its_own(hub, cli, tmp_path):
-    """Take a checkpoint that `convert_iha_to_llama` wrote, once somebody has written its card."""
-    tiny_source().save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    arguments = (tmp_path, "me/llama", "--base-model", "none", "--license", "mit", "--dry-run")
-    code, _, error = cli(push_to_hub, *arguments)
-    assert code == 1 and "holds no model card" in last_line(error)
-    (tmp_path / "README.md").write_text("Mine.\n")
-    code, out, error = cli(push_to_hub, *arguments)
-    assert code == 0 and "README.md" in out, error
 
 
 def test_a_pull_request_leaves_the_branch_alone(directory, hub, push, passed):

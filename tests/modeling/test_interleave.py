@@ -23,6 +23,7 @@ from helpers import (
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -32,28 +33,10 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     EncoderDecoderModel,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
     PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     TextGenerationPipeline,
@@ -82,25 +65,32 @@ SIZES = {
     **{"num_hidden_layers": 3, "head_dim": 8, "max_position_embeddings": 256},
     **{"pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1},
 }
-LLAMA4 = {"attention_chunk_size": 6, "num_local_experts": 2, "num_experts_per_tok": 1}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DECODERS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "gemma3": (
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
-        {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
-    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
+# Fields of model types beside the sizes.
+FIELDS = {
+    "bert": {"is_decoder": True, "add_cross_attention": True},
+    "gemma2": {"sliding_window": 64, "attn_logit_softcapping": 2.0},  # as long as no window acts
+    "gemma3_text": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gemma4_text": {
+        **{"sliding_window": 6, "hidden_size_per_layer_input": 8, "global_head_dim": 8, "num_kv_shared_layers": 1},
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "gpt2": {"is_decoder": True, "add_cross_attention": True},
+    "llama4_text": {"attention_chunk_size": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "mistral": {"sliding_window": 6},
+    "opt": {"layerdrop": 1.0, "ffn_dim": 48},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
+DECODERS = ("llama", "gemma3_text", "olmo2", "qwen3_moe")
 EVERY = pytest.mark.parametrize("name", DECODERS)
 
 
 def decoder(name, core="sdpa", **fields):
     torch.manual_seed(0)
-    model_class, config_class, own = DECODERS[name]
-    return model_class._from_config(config_class(**{**SIZES, **own, **fields}), attn_implementation=core).eval()
+    config = CONFIG_MAPPING[name](**{**SIZES, **FIELDS.get(name, {}), **fields})
+    return AutoModelForCausalLM.from_config(config, attn_implementation=core).eval()
 
 
 def train_mixing(model):
@@ -133,16 +123,11 @@ SCHEDULE = {
     "sliding_window": 5,
     "pseudo_collapse": "all_heads",
 }
+# The base model, how it is interleaved, and the same as a config of "iha" layers.
 TWINS = {
-    "global": (LlamaForCausalLM, LlamaConfig, {}, {}, {}),
-    "window of the base": (MistralForCausalLM, MistralConfig, {"sliding_window": 6}, {}, WINDOWS),
-    "schedule": (
-        LlamaForCausalLM,
-        LlamaConfig,
-        {},
-        {"layers": [0, 1], "sliding_window": 5, "collapse": "all_heads"},
-        SCHEDULE,
-    ),
+    "global": ("llama", {}, {}),
+    "window of the base": ("mistral", {}, WINDOWS),
+    "schedule": ("llama", {"layers": [0, 1], "sliding_window": 5, "collapse": "all_heads"}, SCHEDULE),
 }
 
 
@@ -150,10 +135,8 @@ TWINS = {
 @pytest.mark.parametrize("twin", TWINS)
 def test_interleaved_llama_is_iha_with_shared_positions(twin, core, small_blocks):
     """Compare logits, gradients, packing and decoding with `IHAForCausalLM`, which the references test."""
-    model_class, config_class, own, options, iha = TWINS[twin]
-    torch.manual_seed(0)
-    model = model_class._from_config(config_class(**SIZES, **own), attn_implementation=core).eval()
-    train_mixing(interleave_heads(model, 3, **options))
+    name, options, iha = TWINS[twin]
+    model = train_mixing(interleave_heads(decoder(name, core), 3, **options))
     same = {"rms_norm_eps": model.config.rms_norm_eps, "rope_parameters": model.config.rope_parameters}
     config = IHAConfig(**SIZES, **same, num_pseudo_heads=3, pseudo_positions="shared", mixing_scale=SCALE, **iha)
     expected = IHAForCausalLM._from_config(config, attn_implementation=core).eval()
@@ -206,10 +189,7 @@ def attend_in_loops(module, query, key, value, attention_mask, scaling, softcap=
 
 @pytest.mark.parametrize("name", ["gemma2", "olmo2", "qwen3_moe"])
 def test_gradients_are_those_of_a_plain_loop(name, monkeypatch):
-    fields = {"sliding_window": 64, "attn_logit_softcapping": 2.0}  # as long as no window acts
-    with monkeypatch.context() as patch:
-        patch.setitem(DECODERS, "gemma2", (Gemma2ForCausalLM, Gemma2Config, fields))
-        model = train_mixing(interleave_heads(decoder(name, "eager"), 3))
+    model = train_mixing(interleave_heads(decoder(name, "eager"), 3))
     plain = remove_only_the_classes(copy.deepcopy(model))
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "eager", attend_in_loops)
     expected = loss_and_gradients(plain, random_ids(2, 7))
@@ -262,7 +242,7 @@ def test_models_of_one_configuration_object_are_interleaved_one_by_one():
 
 def test_the_check_leaves_models_of_the_same_configuration_alone():
     """Run a model with a window in the middle of the check, as another thread does."""
-    model, tokens, found = decoder("gemma3", sliding_window=12), random_ids(1, 20), []
+    model, tokens, found = decoder("gemma3_text", sliding_window=12), random_ids(1, 20), []
     plain = type(model)(model.config).eval()
     expected = logits(plain, input_ids=tokens)
     layer = model.model.layers[0]
@@ -427,8 +407,7 @@ def test_nothing_attends_beside_the_mixing(replace, monkeypatch):
         model(tokens)
 
 
-def test_layers_may_be_left_out_and_threads_share_a_model(monkeypatch):
-    monkeypatch.setitem(DECODERS, "opt", (OPTForCausalLM, OPTConfig, {"layerdrop": 1.0, "ffn_dim": 48}))
+def test_layers_may_be_left_out_and_threads_share_a_model():
     assert interleave_heads(decoder("opt"), 2).train()(random_ids(1, 5)).logits.isfinite().all()
     model, tokens = train_mixing(interleave_heads(decoder("llama"), 2)), random_ids(1, 5)
     expected = logits(model, input_ids=tokens)
@@ -450,24 +429,18 @@ def test_masks_that_misfit_and_continuous_batching_are_refused():
     assert model.config._attn_implementation == "iha_eager"
 
 
-def test_flex_takes_layers_that_share_keys(monkeypatch):
+def test_flex_takes_layers_that_share_keys():
     """Gemma 4 asks for this core by name before it leaves out rows of a mask."""
-    shared = {"num_kv_shared_layers": 1, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
-    fields = {**shared, "sliding_window": 6, "hidden_size_per_layer_input": 8, "global_head_dim": 8}
-    monkeypatch.setitem(DECODERS, "gemma4", (Gemma4ForCausalLM, Gemma4TextConfig, fields))
     with torch.compiler.set_stance("force_eager"):
-        model, inputs = decoder("gemma4", "flex_attention"), padded()
+        model, inputs = decoder("gemma4_text", "flex_attention"), padded()
         expected = logits(model, **inputs, logits_to_keep=3)
         interleave_heads(model, 2)
         assert_close(logits(model, **inputs, logits_to_keep=3), expected)
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_decoder_beside_an_encoder(name, monkeypatch, tmp_path):
+def test_decoder_beside_an_encoder(name, tmp_path):
     """Compare the logits of an encoder-decoder, its tokens, and those of what was saved and loaded."""
-    fields = {"is_decoder": True, "add_cross_attention": True}
-    monkeypatch.setitem(DECODERS, "bert", (BertLMHeadModel, BertConfig, fields))
-    monkeypatch.setitem(DECODERS, "gpt2", (GPT2LMHeadModel, GPT2Config, fields))
     encoder = BertModel(BertConfig(**SIZES)).eval()
     plain = EncoderDecoderModel(encoder=encoder, decoder=decoder(name)).eval()
     model = EncoderDecoderModel(encoder=encoder, decoder=interleave_heads(decoder(name), 2)).eval()
@@ -560,7 +533,7 @@ def test_classifier_is_interleaved_in_place_and_loaded(tmp_path):
 
 def test_models_are_pickled(tmp_path, monkeypatch):
     """Unpickle them where no core is registered, as in a fresh process."""
-    model, tokens = train_mixing(interleave_heads(decoder("gemma3"), 2, sliding_window=4)), random_ids(1, 9)
+    model, tokens = train_mixing(interleave_heads(decoder("gemma3_text"), 2, sliding_window=4)), random_ids(1, 9)
     torch.save(model, tmp_path / "model.pt")
     expected = logits(model, input_ids=tokens)
     for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
@@ -625,7 +598,7 @@ def test_small_steps_are_kept_and_decay_pulls_to_the_start(dtype):
     assert all(torch.allclose(value, start[name], atol=1e-7) for name, value in values(model).items())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_layers_may_be_offloaded(name, tmp_path):
     model, tokens = train_mixing(interleave_heads(decoder(name), 2)), random_ids(2, 9)
     expected = logits(model, input_ids=tokens)
@@ -639,7 +612,7 @@ def test_layers_may_be_offloaded(name, tmp_path):
     assert_close(logits(loaded, input_ids=tokens), expected)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])
 def test_compilation_makes_no_more_graphs_than_the_base(name):
     def compiled(model):
         graphs = []
@@ -675,7 +648,7 @@ def test_flash_cores_get_virtual_lengths(monkeypatch):
         return query.transpose(1, 2), None
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", record)
-    model = interleave_heads(decoder("gemma3"), 2, layers=[0, 1], sliding_window=4)
+    model = interleave_heads(decoder("gemma3_text"), 2, layers=[0, 1], sliding_window=4)
     model.config._attn_implementation = register_core("flash_attention_2")
     inputs = padded(length=9)
     bounds = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "max_length_q": 5}
@@ -727,11 +700,9 @@ def real_logits(model, inputs):
 
 @pytest.mark.parametrize("case", ["whole", "left padding", "right padding", "packed"])
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("name", ["gemma3", "llama4", "mistral"])
-def test_windows_documents_and_padding_need_no_dense_mask_on_sdpa(name, window, case, monkeypatch, sdpa_masks):
+@pytest.mark.parametrize("name", ["gemma3_text", "llama4_text", "mistral"])
+def test_windows_documents_and_padding_need_no_dense_mask_on_sdpa(name, window, case, sdpa_masks):
     """Compare with the eager core, which has a mask of 600 x 600 virtual tokens."""
-    monkeypatch.setitem(DECODERS, "llama4", (Llama4ForCausalLM, Llama4TextConfig, LLAMA4))
-    monkeypatch.setitem(DECODERS, "mistral", (MistralForCausalLM, MistralConfig, {"sliding_window": 6}))
     model = train_mixing(interleave_heads(decoder(name), 3, layers=[0, 1], sliding_window=window))
     eager, inputs = copy.deepcopy(model), rows_of(case)  # layer 2 has the base's window or chunks too
     eager.set_attn_implementation("eager")
@@ -798,7 +769,7 @@ def test_a_mask_of_both_ways_means_what_it_means_to_the_base():
 
 def test_first_keys_are_plain_numbers():
     """Move, slice and compile what a mask is: the layers need nothing else of it, and find it again."""
-    model = train_mixing(interleave_heads(decoder("gemma3"), 3, layers=[0, 1], sliding_window=4))
+    model = train_mixing(interleave_heads(decoder("gemma3_text"), 3, layers=[0, 1], sliding_window=4))
     inputs = rows_of("left padding")
     expected = real_logits(model, inputs)
     for layer in model.model.layers:
