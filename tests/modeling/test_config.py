@@ -184,16 +184,8 @@ def test_a_config_json_without_sizes_is_refused(tmp_path, missing):
 
 OVERRIDES = {
     "a window without a sliding layer": ({"sliding_window": 4}, "sliding_window=4 would have no effect"),
-    "no window": ({"layer_types": ["sliding_attention"] * 4}, "sliding_window=None with 'sliding_attention'"),
-    "NaN to come": ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0; it must be a number above 0"),
-    "no position": ({"pseudo_positions": "foo"}, "pseudo_positions='foo'; allowed are"),
     "no option": ({"attention_options": {"iha": {"foo": 1}}}, "has the option 'foo'"),
     "one name": ({"attention_kinds": "mha", "num_pseudo_heads": None}, {"attention_kinds": ["mha"] * 4}),
-    "another base": ({"rope_theta": 7.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}),
-    "a window": (
-        {"layer_types": "sliding_attention", "sliding_window": 8},
-        {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8},
-    ),
     "the first layers": (
         {"num_hidden_layers": 3},
         {"attention_kinds": ["iha", "iha", "mha"], "layer_types": ["full_attention"] * 3, "no_rope_layers": [1] * 3},

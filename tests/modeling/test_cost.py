@@ -100,18 +100,6 @@ def test_cache_of_other_kinds(variant):
     assert sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) == cost.model(config, tokens).cache
 
 
-@pytest.mark.parametrize("variant", ["multi_token", "multi_token, other options"])
-@torch.no_grad()
-def test_decoding_with_past_queries(variant):
-    """Count all products of one token on a cache, the rows of past queries among them."""
-    config, tokens = small_config(**OTHER_KINDS[variant]), 24
-    model, cache = random_model(config), DynamicCache(config=config)
-    model.set_attn_implementation("eager")
-    model(random_ids(1, tokens), past_key_values=cache)
-    counted = multiply_adds(lambda: model(random_ids(1, 1), past_key_values=cache))
-    assert counted == cost.model(config, tokens, "eager").decode
-
-
 @pytest.mark.parametrize("count, schedule", [("sdpa", 1), ("paper", 3 / 5)])
 def test_flop_matched_window(count, schedule):
     """Give a sliding layer about as many pairs as a causal global layer, for which IHA, Appendix C counts N^2."""

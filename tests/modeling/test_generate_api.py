@@ -15,8 +15,10 @@ from helpers import (
     OTHER_KINDS,
     assert_close,
     logits_in_chunks,
+    on_cores,
     random_ids,
     random_model,
+    set_core,
     small_config,
     uncached_logits,
 )
@@ -55,10 +57,11 @@ def generate(model, input_ids=None, *, max_new_tokens=NEW, inputs=None, **option
     [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "top_k": 5, "num_return_sequences": 2}],
     ids=["greedy", "beams", "sampling"],
 )
-@pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING)
-def test_caches_and_prefills(geometry, options):
+@pytest.mark.parametrize(("core", "geometry"), on_cores(KEEPING_AND_DROPPING, ["sdpa", "base"]))
+def test_caches_and_prefills(core, geometry, options):
     """Prefill at once and in chunks of 4, longer than some windows and shorter than others."""
     model = geometry_model(geometry, dtype=torch.float64)
+    set_core(model, core)
     input_ids = random_ids(2, PROMPT)
     expected = generate(model, input_ids, use_cache=False, **options)
     for cache, chunk in ((None, 4), ("static", None)) if options else ((None, None), ("static", 4)):

@@ -12,6 +12,7 @@ from helpers import (
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
+    causal_4d,
     logits_in_chunks,
     on_cores,
     random_ids,
@@ -29,7 +30,9 @@ from modeling_iha import (
     IHAForQuestionAnswering,
     IHAForSequenceClassification,
     IHAForTokenClassification,
+    virtual_core,
 )
+from modeling_iha.interleaving import is_absorbed
 
 
 LENGTH = 11
@@ -116,6 +119,45 @@ def test_padding_that_goes_in_by_itself_stays_finite(geometry, form):
     options |= {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 1}
     actual = model.generate(input_ids, attention_mask=mask, generation_config=GenerationConfig(**options))
     assert torch.equal(actual, expected)
+
+
+# Decoding from base states
+
+
+def takes(num_keys, batch=1, core="sdpa", dropout=0.0, **fields):
+    return is_absorbed(core, small_config(**fields), dropout, torch.empty(batch, 4, 1, 8), num_keys)
+
+
+def test_one_token():
+    """Decode from base states from 64 keys in a row and 128 in the batch on."""
+    assert takes(128) and takes(64, batch=2) and not takes(127) and not takes(63, batch=64)
+    assert not takes(4096, core="eager") and not takes(4096, dropout=0.1)
+    assert not takes(4096, pseudo_collapse="all_heads") and not takes(4096, num_pseudo_heads=1)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Record (queries, keys) of each layer that attends to one token from its base states."""
+    calls, absorbed = [], virtual_core.absorbed_attention
+
+    def spied(query, key, *args, **kwargs):
+        calls.append((query.shape[2], key.shape[2]))
+        return absorbed(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(virtual_core, "absorbed_attention", spied)
+    return calls
+
+
+def test_one_token_under_a_custom_mask(calls):
+    model = random_model(small_config(num_hidden_layers=1), dtype=torch.float64)
+    input_ids, hidden = random_ids(1, 6), causal_4d(torch.tensor([[1, 1, 0, 1, 1, 1]]), "additive").double()
+    logits = {}
+    for form in ("sdpa", "base"):
+        set_core(model, form)
+        cache = model(input_ids[:, :5], use_cache=True).past_key_values
+        logits[form] = model(input_ids[:, 5:], attention_mask=hidden[..., 5:, :], past_key_values=cache).logits
+    assert calls == [(1, 6)]
+    assert_close(logits["base"], logits["sdpa"], 1e-10)
 
 
 # Task heads
