@@ -15,7 +15,8 @@ from helpers import random_model, small_config
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import modeling_iha
-from modeling_iha import IHAConfig
+from configuration_iha import PRESETS
+from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.configuration_iha import AUTO_MAP
 
 
@@ -233,12 +234,6 @@ def test_a_damaged_number_of_layers_is_refused_before_lists_of_that_length_are_m
         IHAConfig.from_preset("tiny", num_hidden_layers=layers)
 
 
-@pytest.mark.parametrize("preset", ["tiny", "paper-2.4b-iha"])
-def test_a_preset_takes_another_base_for_rope(preset):
-    rope_parameters = IHAConfig.from_preset(preset, rope_theta=7.0).rope_parameters
-    assert rope_parameters == {"rope_type": "default", "rope_theta": 7.0}
-
-
 def test_the_configuration_imports_no_attention_code(tmp_path, monkeypatch):
     """Import it without the package's other files. LlamaConfig itself imports torch."""
     shutil.copytree(
@@ -270,3 +265,68 @@ def test_a_users_own_class_stays_the_one_that_is_loaded(tmp_path, monkeypatch):
         written = json.loads((tmp_path / name / "config.json").read_text())["auto_map"]
         assert written == AUTO_MAP | {"AutoModelForCausalLM": "own_model.OwnModel"}
         model = type(model).from_pretrained(tmp_path / name)
+
+
+# Presets
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_config_round_trip(preset, tmp_path):
+    config = IHAConfig.from_preset(preset, pseudo_positions="shared", rope_parameters={"rope_theta": 123.0})
+    config.save_pretrained(tmp_path)
+    for loaded in (AutoConfig.from_pretrained(tmp_path), IHAConfig.from_dict(config.to_dict())):
+        assert type(loaded) is IHAConfig
+        assert loaded.to_diff_dict() | {"_name_or_path": ""} == config.to_diff_dict() | {"_name_or_path": ""}
+        assert loaded.rope_parameters == {"rope_type": "default", "rope_theta": 123.0}
+    assert IHAConfig.from_preset(preset, rope_theta=7.0).rope_parameters["rope_theta"] == 7.0
+
+
+def test_patterns_are_saved_expanded():
+    config = small_config(
+        num_hidden_layers=10,
+        attention_kinds=["iha"] * 4 + ["mha"],
+        layer_types=["sliding_attention"] * 4 + ["full_attention"],
+        sliding_window=4,
+    )
+    assert config.attention_kinds == (["iha"] * 4 + ["mha"]) * 2
+    assert config.layer_types == (["sliding_attention"] * 4 + ["full_attention"]) * 2
+    assert small_config().attention_kinds == ["iha", "iha"]
+    assert small_config().layer_types == ["full_attention"] * 2
+    assert small_config(num_pseudo_heads=None).num_pseudo_heads == 4
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ValueError, match="'huge'.*'paper-2.4b-iha'.*'tiny'"):
+        IHAConfig.from_preset("huge")
+
+
+# Weights in matrices and norms of the IHA paper's models, and of GPT-3 small without its learned positions and biases.
+PAPER = 26 * (4 * 2560**2 + 2 * 2560 * 10240) + 128256 * 2560 + (2 * 26 + 1) * 2560
+GPT3_SMALL = 12 * (4 * 768**2 + 2 * 768 * 3072) + 50257 * 768 + 25 * 768
+# IHA adds 3 H^2 P + H P in each of 21 mixing layers; the others 2 H^2 or 4 d in each of 26. HyperAttention without
+# sharing has a second key and value. The sizes of DCFormers are those of their names.
+PRESET_SIZES = {
+    "paper-2.4b-global": PAPER,
+    "paper-2.4b-global-local": PAPER,
+    "paper-2.4b-iha": PAPER + 21 * (3 * 20**2 * 20 + 20 * 20),
+    "paper-2.4b-talking-heads": PAPER + 26 * 2 * 20**2,
+    "paper-2.4b-diff": PAPER + 26 * 4 * 128,
+    **dict.fromkeys(
+        [f"gpt3-small{name}" for name in ("", "-hyper-feature", "-hyper-feature-v2", "-hyper")], GPT3_SMALL
+    ),
+    "gpt3-small-hyper-no-sharing": GPT3_SMALL + 12 * 2 * 768**2,
+    **{"dcformer-405m": 405e6, "dcformer-834m": 834e6, "dcformer-1.4b": 1.4e9},
+    **{"dcformer-2.8b": 2.8e9, "dcformer-6.9b": 6.9e9},
+}
+
+
+@pytest.mark.parametrize("preset", PRESET_SIZES)
+def test_presets_have_the_size_of_their_papers(preset):
+    config = IHAConfig.from_preset(preset)
+    with torch.device("meta"):
+        size = IHAForCausalLM(config).num_parameters()
+    assert abs(size / PRESET_SIZES[preset] - 1) <= (0.06 if "dcformer" in preset else 0)
+    if "dcformer" in preset:
+        assert set(config.attention_kinds) == {"dcmha"} and config.sliding_window == 256
+        assert config.layer_types[:4] == ["sliding_attention", "full_attention"] * 2
+        assert not config.tie_word_embeddings

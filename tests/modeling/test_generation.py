@@ -1,4 +1,4 @@
-"""Generate with a cache and with padding, and save and load checkpoints and configs: nothing changes.
+"""Generate with a cache and with padding, decode from base states, and train heads of tasks: nothing changes.
 
 What every kind must hold of this is in test_mechanisms.py, caches and modes of `generate` in test_generate_api.py.
 """
@@ -20,13 +20,10 @@ from helpers import (
     set_core,
     small_config,
 )
-from transformers import AutoConfig, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from configuration_iha import PRESETS
 from modeling_iha import (
-    IHAConfig,
-    IHAForCausalLM,
     IHAForQuestionAnswering,
     IHAForSequenceClassification,
     IHAForTokenClassification,
@@ -200,57 +197,3 @@ def test_task_heads(model_class, labels, shapes, tmp_path):
         per_token = getattr(output, name).shape[1] == 6
         actual = getattr(behind_padding, name)[:, 2:] if per_token else getattr(behind_padding, name)
         assert_close(actual, getattr(output, name).detach())
-
-
-# Checkpoints and configs
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_config_round_trip(preset, tmp_path):
-    config = IHAConfig.from_preset(preset, pseudo_positions="shared", rope_parameters={"rope_theta": 123.0})
-    config.save_pretrained(tmp_path)
-    for loaded in (AutoConfig.from_pretrained(tmp_path), IHAConfig.from_dict(config.to_dict())):
-        assert type(loaded) is IHAConfig
-        assert loaded.to_diff_dict() | {"_name_or_path": ""} == config.to_diff_dict() | {"_name_or_path": ""}
-        assert loaded.rope_parameters == {"rope_type": "default", "rope_theta": 123.0}
-
-
-def test_patterns_are_saved_expanded():
-    config = small_config(
-        num_hidden_layers=10,
-        attention_kinds=["iha"] * 4 + ["mha"],
-        layer_types=["sliding_attention"] * 4 + ["full_attention"],
-        sliding_window=4,
-    )
-    assert config.attention_kinds == (["iha"] * 4 + ["mha"]) * 2
-    assert config.layer_types == (["sliding_attention"] * 4 + ["full_attention"]) * 2
-    assert small_config().attention_kinds == ["iha", "iha"]
-    assert small_config().layer_types == ["full_attention"] * 2
-    assert small_config(num_pseudo_heads=None).num_pseudo_heads == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        ("paper-2.4b-global", 0),
-        ("paper-2.4b-global-local", 0),
-        ("paper-2.4b-iha", 21 * (3 * 20**2 * 20 + 20 * 20)),
-        ("paper-2.4b-talking-heads", 26 * 2 * 20**2),
-        ("paper-2.4b-diff", 26 * 4 * 128),
-    ],
-)
-def test_paper_presets_have_the_papers_size(name, extra):
-    """Count 26 * (4 * 2560^2 + 2 * 2560 * 10240) + 128256 * 2560 weights in matrices, and the norms.
-
-    The mechanism adds 3 H^2 P + H P in each of 21 mixing layers, or 2 H^2 or 4 d in each of 26.
-    """
-    config = IHAConfig.from_preset(name)
-    with torch.device("meta"):
-        model = IHAForCausalLM(config)
-    norms = (2 * 26 + 1) * 2560
-    assert model.num_parameters() == 2_373_058_560 + norms + extra
-
-
-def test_an_unknown_preset_is_refused():
-    with pytest.raises(ValueError, match="'huge'.*'paper-2.4b-iha'.*'tiny'"):
-        IHAConfig.from_preset("huge")

@@ -208,30 +208,6 @@ def test_from_the_meta_device(layers, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("size", [80, 40])
-def test_resized_embeddings(size, tied, tmp_path):
-    """Keep the logits of old tokens and the tie of the weights, also through a checkpoint."""
-    model = random_model(hybrid_config(tie_word_embeddings=tied))
-    input_ids = random_ids(2, 9, vocab_size=40)
-    expected = uncached_logits(model, input_ids)
-    model.resize_token_embeddings(size)
-    kept = min(size, 61)
-    assert model.config.vocab_size == model.vocab_size == size
-    resized = uncached_logits(model, input_ids)
-    assert resized.shape[-1] == size
-    assert torch.equal(resized[..., :kept], expected[..., :kept])
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
-    labelled = model(input_ids, labels=input_ids)
-    labelled.loss.backward()
-    assert labelled.loss.isfinite()
-
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == tied
-    assert torch.equal(uncached_logits(loaded, input_ids), resized)
-
-
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
 def test_device_map_with_disk_offload(core, tied, tmp_path):
     """Let accelerate keep layers on disk and bring them in for their forward, with a cache that stays."""
