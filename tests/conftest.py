@@ -85,10 +85,10 @@ def form(request, monkeypatch):
 # The files that take longest, in this order: begun first, none of them keeps one process busy while the other is idle
 # at the end.
 LONGEST = (
-    *("test_conversion", "test_compile", "test_mechanisms", "test_distributed", "test_transformers_suite"),
-    *("test_pull_and_list", "test_sft", "test_training_run", "test_push", "test_reference", "test_sft_data"),
+    *("test_interleave", "test_compile", "test_conversion", "test_mechanisms", "test_transformers_suite"),
+    *("test_distributed", "test_model_types", "test_sft", "test_training_run", "test_sft_data"),
     *("test_peft", "test_make_gpu", "test_hub", "test_benchmarks", "test_preference", "test_recipes"),
-    *("test_model_cards", "test_readme", "test_serving", "test_faults", "test_evaluation"),
+    *("test_readme", "test_serving", "test_faults", "test_evaluation", "test_pull", "test_commands"),
 )
 
 

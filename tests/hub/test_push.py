@@ -88,7 +88,7 @@ def shard(directory):
 # Which files
 
 
-def test_only_the_checkpoint_is_listed(directory):
+def test_only_the_checkpoint_and_weights_that_are_loaded_are_listed(directory):
     (directory / ".eval_results").mkdir()
     (directory / ".eval_results" / "gsm8k.yaml").write_text("- value: 1\n")
     tokenizer = deepcopy(tiny_tokenizer())
@@ -98,16 +98,13 @@ def test_only_the_checkpoint_is_listed(directory):
     assert set(names) == CHECKPOINT | {".eval_results/gsm8k.yaml", "additional_chat_templates/tool_use.jinja"}
     assert set(others) == STRAY | {"checkpoint-5/"}
 
-
-def test_only_the_weights_that_are_loaded_are_listed(directory):
     for name in ("adapter_model.safetensors", "model[1].safetensors", "*.safetensors", "line\nbreak.safetensors"):
         shutil.copy(directory / "model.safetensors", directory / name)
-    assert set(checkpoint_files(directory)[0]) == CHECKPOINT
+    assert checkpoint_files(directory)[0] == names
     shards = shard(directory)
     assert len(shards) > 1
-    assert set(checkpoint_files(directory)[0]) == CHECKPOINT - {"model.safetensors"} | shards | {
-        "model.safetensors.index.json"
-    }
+    expected = set(names) - {"model.safetensors"} | shards | {"model.safetensors.index.json"}
+    assert set(checkpoint_files(directory)[0]) == expected
 
 
 def test_dry_run_prints_the_upload_and_stays_off_the_network(hub, push):
