@@ -158,6 +158,15 @@ def random_model(config, model_class=IHAForCausalLM, dtype=torch.float32, seed=0
     return model.eval()
 
 
+def geometry_model(geometry, core=None, dtype=torch.float32, seed=0, **overrides):
+    """Return a random model of `GEOMETRIES` with P = 3, or the P that the geometry has, on a core of `set_core`."""
+    config = small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry], **overrides})
+    model = random_model(config, dtype=dtype, seed=seed)
+    if core is not None:
+        set_core(model, core)
+    return model
+
+
 def random_ids(*shape, vocab_size=61, seed=1):
     """Return token ids above the special ones, `[*shape]`."""
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))

@@ -10,16 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (
-    GEOMETRIES,
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
+    geometry_model,
     logits_in_chunks,
     on_cores,
     random_ids,
-    random_model,
-    set_core,
-    small_config,
     uncached_logits,
 )
 from transformers import (
@@ -34,10 +31,6 @@ from transformers import (
 PROMPT, NEW = 9, 8
 # A global layer keeps everything and a window layer drops tokens; a prompt of 9 fills every window here.
 KEEPING_AND_DROPPING = ["global", "window", *IHA_GEOMETRIES, *OTHER_KINDS]
-
-
-def geometry_model(geometry, **options):
-    return random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}), **options)
 
 
 def generate(model, input_ids=None, *, max_new_tokens=NEW, inputs=None, **options):
@@ -60,8 +53,7 @@ def generate(model, input_ids=None, *, max_new_tokens=NEW, inputs=None, **option
 @pytest.mark.parametrize(("core", "geometry"), on_cores(KEEPING_AND_DROPPING, ["sdpa", "base"]))
 def test_caches_and_prefills(core, geometry, options):
     """Prefill at once and in chunks of 4, longer than some windows and shorter than others."""
-    model = geometry_model(geometry, dtype=torch.float64)
-    set_core(model, core)
+    model = geometry_model(geometry, core, torch.float64)
     input_ids = random_ids(2, PROMPT)
     expected = generate(model, input_ids, use_cache=False, **options)
     for cache, chunk in ((None, 4), ("static", None)) if options else ((None, None), ("static", 4)):
@@ -109,9 +101,7 @@ def test_offloaded_cache(geometry, cache, monkeypatch):
 @pytest.mark.parametrize("geometry", ["global", "no_gqa"])
 def test_quantized_cache(geometry, backend, monkeypatch):
     """Come close to the uncached logits, but not equal: what comes back from the cache has 8 bits."""
-    config = small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]})
-    model = random_model(config)
-    input_ids = random_ids(2, 24)
+    model, input_ids = geometry_model(geometry), random_ids(2, 24)
     if backend == "hqq":
         # From where make test installs it. Transformers imports its quantizer only if hqq is there from the start.
         monkeypatch.syspath_prepend(Path(sys.prefix) / "hqq")
@@ -123,7 +113,7 @@ def test_quantized_cache(geometry, backend, monkeypatch):
         if not hasattr(cache_utils, "Fp8QuantizedLayer"):
             pytest.skip("this version of Transformers has no fp8 cache")
         cache_config = {}
-    cache = QuantizedCache(backend, config, **cache_config)
+    cache = QuantizedCache(backend, model.config, **cache_config)
     expected = uncached_logits(model, input_ids)
     actual = logits_in_chunks(model, input_ids, [16] + [1] * 8, cache)
     assert_close(actual[:, :16], expected[:, :16])

@@ -7,12 +7,12 @@ import pytest
 import torch
 from helpers import (
     DECODING_CORES,
-    GEOMETRIES,
     HYBRID,
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
     causal_4d,
+    geometry_model,
     logits_in_chunks,
     on_cores,
     random_ids,
@@ -89,9 +89,7 @@ def test_a_cache_cut_too_short_is_refused():
 @pytest.mark.parametrize(("core", "geometry"), on_cores([*IHA_GEOMETRIES, "global", *OTHER_KINDS], DECODING_CORES))
 def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
     positions = "shared" if geometry == "global" else "interleaved"
-    config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})
-    model = random_model(config)
-    set_core(model, core)
+    model = geometry_model(geometry, core, pseudo_positions=positions)
     rows = [random_ids(1, 3, seed=1), random_ids(1, 8, seed=2)]
     longest = max(row.shape[1] for row in rows)
     padded = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
@@ -109,7 +107,7 @@ def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
 @pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
 def test_padding_that_goes_in_by_itself_stays_finite(geometry, form):
     """Fill a static cache with one token at a time: a token of padding sees nothing, and its softmax has no score."""
-    model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}))
+    model = geometry_model(geometry)
     input_ids, mask = random_ids(2, 8), torch.tensor([[0] * 5 + [1] * 3, [1] * 8])
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(input_ids, attention_mask=mask, generation_config=GenerationConfig(**options))

@@ -14,6 +14,7 @@ from helpers import (
     assert_custom_masks_mean_padding,
     causal_4d,
     cumulative_lengths,
+    geometry_model,
     on_cores,
     random_ids,
     random_model,
@@ -37,12 +38,6 @@ ONES = torch.ones(1, 10, dtype=torch.long)
 
 
 pytestmark = pytest.mark.usefixtures("cpu_cores")
-
-
-def geometry_model(geometry, core, dtype=torch.float32, **overrides):
-    model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry], **overrides}), dtype=dtype)
-    set_core(model, core)
-    return model
 
 
 def positions(attention_mask):
