@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fake_flash  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from helpers import command, keep_base_states  # noqa: E402
+from helpers import command  # noqa: E402
 
 from common.command_io import ROOT  # noqa: E402
 from modeling_iha import IHAForCausalLM, attention_hyper, interleaving, score_matrix, tuple_attention  # noqa: E402
@@ -72,14 +72,6 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tuple_attention, "PAIR_BLOCK", 4)
     monkeypatch.setattr(interleaving, "MIN_BLOCK", 4)
     monkeypatch.setattr(attention_hyper, "CHUNK", 4)
-
-
-@pytest.fixture(params=["virtual", "base"])
-def form(request, monkeypatch):
-    """Choose how "iha" layers compute on SDPA: as the algorithm is written, or keeping base states only."""
-    if request.param == "base":
-        keep_base_states(monkeypatch)
-    return request.param
 
 
 # The files that take longest, in this order: begun first, none of them keeps one process busy while the other is idle

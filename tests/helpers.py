@@ -5,6 +5,7 @@ No weight is at its neutral value, so no part can drop out unnoticed.
 
 import json
 import sys
+import weakref
 from copy import deepcopy
 from functools import partial
 
@@ -194,15 +195,7 @@ def set_core(model, core):
     """
     model.set_attn_implementation("sdpa" if core == "base" else core)
     ABSORBS[id(model.config)] = core == "base"
-
-
-def keep_base_states(monkeypatch):
-    """Let "iha" layers decode from base states, however few are cached."""
-
-    def is_absorbed(core, config, dropout, *_):
-        return core == "sdpa" and config.pseudo_collapse == "per_head" and not dropout
-
-    monkeypatch.setattr(virtual_core, "is_absorbed", is_absorbed)
+    weakref.finalize(model.config, ABSORBS.pop, id(model.config), None)  # another config may get the id
 
 
 def learn_one_batch(model, optimizer):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import keep_base_states, random_ids, random_model, set_core, small_config
+from helpers import random_ids, random_model, set_core, small_config
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 
@@ -146,8 +146,7 @@ def test_eager_products(variant, windows):
     "variant, form", [*((variant, "eager") for variant in VARIANTS), *((name, "base") for name in list(VARIANTS)[:2])]
 )
 @pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["full", "window"])
-def test_decode_and_cache(monkeypatch, variant, windows, form):
-    keep_base_states(monkeypatch)
+def test_decode_and_cache(variant, windows, form):
     config, tokens = small_config(**VARIANTS[variant], **windows), 11
     model = random_model(config)
     set_core(model, form)

@@ -58,15 +58,17 @@ def test_cache_bytes_are_llamas(num_pseudo_heads, positions, dtype):
         assert cache_bytes(model, input_ids) == cache_bytes(llama, input_ids)
 
 
+@pytest.mark.parametrize("core", ["sdpa", "base"])
 @pytest.mark.parametrize("chunks", [[LENGTH], [1] * LENGTH], ids=["prefill", "decode"])
 @pytest.mark.parametrize("window", [2, 4])
-def test_window_layers_keep_the_window(form, window, chunks):
+def test_window_layers_keep_the_window(core, window, chunks):
     """Keep W tokens of the past, which the next query of an "iha" layer sees; one mask serves all window layers.
 
     The W * P virtual keys reach from (n, p) back to (n - W, p + 1), so all but the last pseudo-head see part of W
     tokens.
     """
     model = random_model(small_config(num_pseudo_heads=3, **HYBRID, sliding_window=window))
+    set_core(model, core)
     cache = DynamicCache(config=model.config)
     logits_in_chunks(model, random_ids(2, LENGTH), chunks, cache)
     assert [layer.keys.shape[-2] for layer in cache.layers] == [window, window, LENGTH, LENGTH]
@@ -103,11 +105,11 @@ def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
         assert_close(torch.stack(batch.logits)[:, i], torch.stack(alone.logits)[:, 0])
 
 
-@pytest.mark.parametrize("form", ["virtual", "base"], indirect=True)
+@pytest.mark.parametrize("core", ["sdpa", "base"])
 @pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
-def test_padding_that_goes_in_by_itself_stays_finite(geometry, form):
+def test_padding_that_goes_in_by_itself_stays_finite(geometry, core):
     """Fill a static cache with one token at a time: a token of padding sees nothing, and its softmax has no score."""
-    model = geometry_model(geometry)
+    model = geometry_model(geometry, core)
     input_ids, mask = random_ids(2, 8), torch.tensor([[0] * 5 + [1] * 3, [1] * 8])
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(input_ids, attention_mask=mask, generation_config=GenerationConfig(**options))

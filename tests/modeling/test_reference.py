@@ -24,6 +24,7 @@ from helpers import (
     reference_logits,
     reference_weights,
     relative_error,
+    set_core,
     small_config,
 )
 from references.iha import causal_lm, iha_attention, mha_attention
@@ -139,21 +140,21 @@ ROPE_OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("rope_type", "positions", "form"),
+    ("rope_type", "positions", "core"),
     [
-        (rope_type, POSITIONS[n], ["virtual", "base"][(i + n) % 2])
+        (rope_type, POSITIONS[n], ["sdpa", "base"][(i + n) % 2])
         for i, rope_type in enumerate(["default", *ROPE_INIT_FUNCTIONS])
         for n in range(2)
     ],
-    indirect=["form"],
 )
-def test_rope_types(form, rope_type, positions):
+def test_rope_types(core, rope_type, positions):
     """Compare every RoPE type of Transformers with the reference at that type's frequencies, uncached and cached."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, **ROPE_OPTIONS[rope_type]}
     config = small_config(
         attention_kinds=["iha", "mha"], num_pseudo_heads=3, pseudo_positions=positions, rope_parameters=rope
     )
     model = random_model(config)
+    set_core(model, core)
     input_ids = random_ids(2, 9)
     logits = model(input_ids).logits
     expected, _ = reference_logits(model, input_ids)
