@@ -639,8 +639,9 @@ def test_checkpointing_changes_no_gradient(name):
     assert_gradients_match(gradients, {name: g.double() for name, g in expected.items()}, 1e-5)
 
 
-def test_flash_cores_get_virtual_lengths(monkeypatch):
-    """Record what a flash core is called with: on a CPU none runs."""
+@pytest.mark.parametrize(("window", "windows"), [(4, [8, 8, 6]), (9, [12, 18, 6])])
+def test_flash_cores_get_virtual_lengths(window, windows, monkeypatch):
+    """Record what a flash core is called with: on a CPU none runs. The smaller of two windows counts."""
     calls = []
 
     def record(module, query, key, value, attention_mask, **kwargs):
@@ -648,7 +649,7 @@ def test_flash_cores_get_virtual_lengths(monkeypatch):
         return query.transpose(1, 2), None
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", record)
-    model = interleave_heads(decoder("gemma3_text"), 2, layers=[0, 1], sliding_window=4)
+    model = interleave_heads(decoder("gemma3_text"), 2, layers=[0, 1], sliding_window=window)
     model.config._attn_implementation = register_core("flash_attention_2")
     inputs = padded(length=9)
     bounds = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "max_length_q": 5}
@@ -658,7 +659,7 @@ def test_flash_cores_get_virtual_lengths(monkeypatch):
     assert [mask.shape[1] for mask in masks] == [18, 18, 9]
     assert masks[0].equal(inputs["attention_mask"].bool().repeat_interleave(2, dim=1))
     assert masks[2].equal(inputs["attention_mask"].bool())
-    assert [each.get("sliding_window") for each in options] == [8, 8, 6]
+    assert [each.get("sliding_window") for each in options] == windows
     assert [each["cu_seq_lens_q"].tolist() for each in options] == [[0, 8, 18], [0, 8, 18], [0, 4, 9]]
     assert [each["max_length_q"] for each in options] == [10, 10, 5]
 
