@@ -18,6 +18,7 @@ from helpers import (
     loss_and_gradients,
     random_ids,
     random_model,
+    set_core,
     small_config,
 )
 from packaging.version import Version
@@ -785,22 +786,25 @@ def test_first_keys_are_plain_numbers():
     assert_close(real_logits(model, inputs), expected)
 
 
-@pytest.mark.parametrize("core", ["sdpa", "eager"])
+@pytest.mark.parametrize("core", ["sdpa", "base", "eager"])
 @pytest.mark.parametrize(("layers", "lengths"), [(None, [5, 5, 5]), ([0, 2], [5, 47, 5]), ([1], [47, 5, 47])])
 def test_a_given_window_shortens_the_cache(layers, lengths, core):
-    """Compare tokens from the cache, also one filled in parts, with those computed without one."""
-    model = train_mixing(interleave_heads(decoder("llama", core), 2, layers=layers, sliding_window=5))
+    """Compare tokens and logits from the cache, also one filled in parts, with those computed without one."""
+    model = train_mixing(interleave_heads(decoder("llama"), 2, layers=layers, sliding_window=5))
+    set_core(model, core)
     for inputs in (padded(), {"input_ids": random_ids(1, 27)}):
-        greedy = {"max_new_tokens": 21, "do_sample": False, "return_dict_in_generate": True}
-        expected = model.generate(**inputs, **greedy, use_cache=False).sequences
+        greedy = {"max_new_tokens": 21, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        uncached = model.generate(**inputs, **greedy, use_cache=False)
+        expected = uncached.sequences
         for options in ({}, {"prefill_chunk_size": 4}, {"cache_implementation": "static"}):
             generated = model.generate(**inputs, **greedy, **options, disable_compile=True)
             assert generated.sequences.equal(expected)
+            assert_close(torch.stack(generated.logits), torch.stack(uncached.logits))
             if "cache_implementation" not in options:
                 assert [layer.keys.shape[2] for layer in generated.past_key_values.layers] == lengths
     drafts = [{"prompt_lookup_num_tokens": 3}]
-    if core == "sdpa" or Version(transformers.__version__) >= Version("5.18"):  # 5.17 hands over more keys than masks
-        drafts += [{"assistant_model": interleave_heads(decoder("llama", core), 2, layers=layers, sliding_window=5)}]
+    if core != "eager" or Version(transformers.__version__) >= Version("5.18"):  # 5.17 hands over more keys than masks
+        drafts += [{"assistant_model": interleave_heads(decoder("llama"), 2, layers=layers, sliding_window=5)}]
     for options in drafts:  # rejected ones leave the cache
         assert model.generate(**inputs, **greedy, **options).sequences.equal(expected)
 
