@@ -60,7 +60,7 @@ def test_padding_changes_no_row(core, geometry):
         assert_close(of_row[real], model(row).logits[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid_window_of_2", *OTHER_KINDS, "hybrid"]))
 def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
     """See no NaN in logits and gradients (FlexAttention has no CPU backward), and the other row undisturbed."""
