@@ -746,6 +746,9 @@ def test_what_first_keys_cannot_say_keeps_a_dense_mask(window, sdpa_masks):
         assert list(mask.shape) == [1, 1, 180, 180]
         found.append(logits(each, inputs_embeds=states, attention_mask=mask)[real])
     assert_close(*found)
+    # The first pseudo-head of token 12 sees itself in its own token, and all of the later tokens of its image.
+    seen = (mask == 0)[0, 0, 3 * 12].nonzero().flatten()
+    assert seen.tolist() == [*range(3 * 4, 3 * 12 + 1), *range(3 * 13, 3 * 17), *range(3 * 30, 3 * 34)]
     # What token 12 sees of its image does not depend on a window that is longer than the image.
     if window is not None:
         seen = (in_window(mask, 3 * window) == 0)[0, 0, 3 * 12 + 2].nonzero().flatten()
