@@ -23,6 +23,7 @@ from helpers import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha.interleaving import documents_of, has_first_keys
@@ -120,6 +121,15 @@ def test_kinds_with_their_own_scores_refuse_a_core_that_they_never_call(kind, mo
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "another", sdpa_attention_forward)
     with pytest.raises(ValueError, match="'another' never builds: use 'sdpa' or 'eager'"):
         random_model(small_config(attention_kinds=kind, attn_implementation="another"))
+
+
+def test_a_core_of_somebody_else_attends_under_its_own_masks(monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "another", sdpa_attention_forward)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "another", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model, mask = geometry_model("hybrid", "eager"), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    expected = model(random_ids(2, 9), attention_mask=mask).logits[mask.bool()]
+    model.config._attn_implementation = "another"
+    assert_close(model(random_ids(2, 9), attention_mask=mask).logits[mask.bool()], expected)
 
 
 def test_flash_refuses_a_custom_mask():
