@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.command_io import ROOT, UserError, new_directory, run_cli
+from iha_io.command_io import ROOT, UserError, new_directory, run_cli
 
 
 OUTPUT = Path("outputs/demo")
@@ -31,7 +31,7 @@ if __name__ == "__main__":
 
 import torch
 
-from common.checkpoint_io import load_config, load_in_clean_process, load_model, load_tokenizer, smollm2_gguf
+from iha_io.checkpoint_io import load_config, load_in_clean_process, load_model, load_tokenizer, smollm2_gguf
 
 
 # Sums of two digits in OpenThoughts' format: SmolLM2 answers a quarter of them before the fine-tuning.

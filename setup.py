@@ -6,7 +6,7 @@ from setuptools import setup
 
 HERE = Path(__file__).resolve().parent
 # The commands that `iha` runs come along inside iha_commands: their names are too common for anybody's site-packages.
-ROOMS = ["common", "kind_facts", "model_cards", "conversion_scripts"]
+ROOMS = ["iha_io", "kind_facts", "model_cards", "conversion_scripts"]
 
 setup(
     name="modeling-iha",

@@ -14,8 +14,8 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from common.command_io import UserError
 from conversion_scripts.conversion import check_fields
+from iha_io.command_io import UserError
 from kind_facts import is_interleaved
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import load_state_dict
 
-from common.checkpoint_io import (
+from iha_io.checkpoint_io import (
     check_filled,
     check_no_adapter,
     lacks_tokenizer,
@@ -23,7 +23,7 @@ from common.checkpoint_io import (
     load_tokenizer,
     weight_files,
 )
-from common.command_io import UserError, locate_checkpoint, new_directory, one_line, typed
+from iha_io.command_io import UserError, locate_checkpoint, new_directory, one_line, typed
 from model_cards.render import markdown, render_card, source_license, source_name
 from modeling_iha.configuration_iha import SIZES
 

@@ -16,8 +16,6 @@ from pydantic import Field
 from transformers import GenerationConfig, PreTrainedConfig
 from typing_extensions import TypedDict
 
-from common.checkpoint_io import check_finite, load_config_dict, load_generation_config, load_weights
-from common.command_io import UserError, run_cli, typed
 from conversion_scripts.conversion import (
     Size,
     build,
@@ -28,6 +26,8 @@ from conversion_scripts.conversion import (
     read_tokenizer,
     write_checkpoint,
 )
+from iha_io.checkpoint_io import check_finite, load_config_dict, load_generation_config, load_weights
+from iha_io.command_io import UserError, run_cli, typed
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.configuration_iha import MAX_LAYERS
 

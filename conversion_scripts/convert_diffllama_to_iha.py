@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from transformers import DiffLlamaForCausalLM, PreTrainedConfig
 
-from common.command_io import UserError, run_cli
 from conversion_scripts.conversion import (
     SHARED_FIELDS,
     add_dtype,
@@ -22,6 +21,7 @@ from conversion_scripts.conversion import (
     read_source,
     write_checkpoint,
 )
+from iha_io.command_io import UserError, run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-from common.command_io import UserError, run_cli
 from conversion_scripts.conversion import SHARED_FIELDS, add_dtype, build, converter_parser, new_config
 from conversion_scripts.convert_iha_to_llama import write_stock_checkpoint
+from iha_io.command_io import UserError, run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 

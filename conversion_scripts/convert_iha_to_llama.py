@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from common.command_io import UserError, run_cli
 from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
 from conversion_scripts.conversion import (
     SHARED_FIELDS,
@@ -24,6 +23,7 @@ from conversion_scripts.conversion import (
     read_source,
     write_checkpoint,
 )
+from iha_io.command_io import UserError, run_cli
 from kind_facts import iha
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import values

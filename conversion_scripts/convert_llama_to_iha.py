@@ -15,7 +15,6 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from common.command_io import UserError, refusing, run_cli, typed
 from conversion_scripts.architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
 from conversion_scripts.conversion import (
     SHARED_FIELDS,
@@ -28,6 +27,7 @@ from conversion_scripts.conversion import (
     read_source,
     write_checkpoint,
 )
+from iha_io.command_io import UserError, refusing, run_cli, typed
 from kind_facts import all_companions, companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES

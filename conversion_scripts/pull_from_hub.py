@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from huggingface_hub import HfApi
 from transformers.utils import CONFIG_NAME
 
-from common.checkpoint_io import load_in_clean_process
-from common.command_io import UserError, new_directory, run_cli
 from conversion_scripts.checkpoint_checks import check_checkpoint, checkpoint_files, loading_code, refuse_pickles
+from iha_io.checkpoint_io import load_in_clean_process
+from iha_io.command_io import UserError, new_directory, run_cli
 
 
 def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", trust_code: bool = False) -> str:

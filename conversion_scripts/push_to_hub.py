@@ -16,9 +16,6 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants
 from transformers.utils import CHAT_TEMPLATE_DIR
 
-from common.checkpoint_io import load_config, load_in_clean_process
-from common.command_io import UserError, read_text, run_cli
-from common.foreign_code import CUSTOM_GENERATE
 from conversion_scripts.checkpoint_checks import (
     EVAL_RESULTS,
     LOADED_NAMES,
@@ -26,6 +23,9 @@ from conversion_scripts.checkpoint_checks import (
     checkpoint_files,
     loading_code,
 )
+from iha_io.checkpoint_io import load_config, load_in_clean_process
+from iha_io.command_io import UserError, read_text, run_cli
+from iha_io.foreign_code import CUSTOM_GENERATE
 from kind_facts import is_ours
 from model_cards.render import MAX_CARD, parse_card, render_card, with_name
 from modeling_iha.package import PACKAGE

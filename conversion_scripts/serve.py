@@ -14,8 +14,8 @@ import typer
 from transformers import AutoModelForCausalLM
 from transformers.cli.serve import Serve
 
-from common.checkpoint_io import check_filled, load_config_dict
-from common.command_io import run_cli
+from iha_io.checkpoint_io import check_filled, load_config_dict
+from iha_io.command_io import run_cli
 
 
 class WholeModel(AutoModelForCausalLM):

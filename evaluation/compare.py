@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 from typing import NotRequired
 
-from common.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
+from iha_io.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -30,7 +30,7 @@ if __name__ == "__main__":
 from scipy.stats import sem
 from typing_extensions import TypedDict
 
-from common.plots import dot_panels, save_plot
+from iha_io.plots import dot_panels, save_plot
 from model_cards.render import Results, Task, figure_text, markdown_table
 
 

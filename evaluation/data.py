@@ -13,8 +13,8 @@ from pathlib import Path
 
 from datasets import Dataset, load_dataset
 
-from common import command_io
-from common.command_io import UserError, read_json, read_jsonl, refusing
+from iha_io import command_io
+from iha_io.command_io import UserError, read_json, read_jsonl, refusing
 
 
 MANIFEST = read_json(Path(__file__).with_name("data_manifest.json"))

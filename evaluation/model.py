@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from common.checkpoint_io import load_model
-from common.command_io import UserError, locate_checkpoint
+from iha_io.checkpoint_io import load_model
+from iha_io.command_io import UserError, locate_checkpoint
 
 
 # Llama's chat template names a day: the same one tomorrow, when a run goes on.

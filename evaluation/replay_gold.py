@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, run_cli, write_json
 from evaluation import run_code
+from iha_io.command_io import UserError, check_output_file, run_cli, write_json
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -4,8 +4,8 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from common.command_io import read_json, whole_file
 from evaluation import ruler
+from iha_io.command_io import read_json, whole_file
 from model_cards.render import figure_text, markdown_table
 
 

@@ -27,7 +27,8 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from common.command_io import (
+from evaluation import run_code
+from iha_io.command_io import (
     UserError,
     current_commit,
     read_json,
@@ -37,7 +38,6 @@ from common.command_io import (
     write_json,
     write_jsonl,
 )
-from evaluation import run_code
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -71,10 +71,10 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from lm_eval.api.model import CachingLM
 from transformers import PreTrainedTokenizerBase
 
-from common.checkpoint_io import fingerprint, load_config, load_tokenizer, note_slow_dtype
-from common.foreign_code import note_foreign_code
 from evaluation import data, report, suites
 from evaluation.model import Model
+from iha_io.checkpoint_io import fingerprint, load_config, load_tokenizer, note_slow_dtype
+from iha_io.foreign_code import note_foreign_code
 from model_cards.render import source_name
 
 

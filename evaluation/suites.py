@@ -11,9 +11,9 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
-from common.command_io import refusing
-from common.thoughts import THOUGHTS
 from evaluation import data, ruler
+from iha_io.command_io import refusing
+from iha_io.thoughts import THOUGHTS
 
 
 TASKS = Path(__file__).with_name("tasks")

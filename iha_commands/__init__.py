@@ -1,6 +1,6 @@
 """Bring the commands of a checkout into an installation: the console command `iha`, and functions in `api.py`.
 
-A wheel holds the rooms of the checkout in this folder, because names such as `common` belong to nobody's
+A wheel holds the rooms of the checkout in this folder, because names such as `iha_io` belong to nobody's
 site-packages. They are found behind everything else on the path.
 """
 

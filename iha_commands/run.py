@@ -8,7 +8,7 @@ import importlib
 import sys
 from importlib.metadata import version
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 
 
 # Each is imported when it is asked for: PyTorch takes seconds.

@@ -9,7 +9,7 @@ mask, so that the schedule of four windows and a global layer costs 3/5: form "p
 
 from typing import Any
 
-from common.command_io import UserError
+from iha_io.command_io import UserError
 from modeling_iha import IHAConfig
 from modeling_iha.interleaving import Overlay
 

@@ -17,7 +17,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
-from common.command_io import (
+from iha_io.command_io import (
     UserError,
     parse_yaml,
     read_json,
@@ -49,7 +49,7 @@ from transformers import AutoModel
 from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
-from common.checkpoint_io import fingerprint
+from iha_io.checkpoint_io import fingerprint
 from kind_facts import Companion, companion_of, described, own_modules
 from kind_facts.model_cost import model as cost_of_model
 from kind_facts.model_cost import with_mha

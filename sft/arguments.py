@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 from huggingface_hub.dataclasses import type_validator
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from common.command_io import UserError, read_text, read_yaml, refusing
+from iha_io.command_io import UserError, read_text, read_yaml, refusing
 
 
 if TYPE_CHECKING:

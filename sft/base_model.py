@@ -8,8 +8,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import get_peft_config
 
-from common.checkpoint_io import load_config, load_model, load_tokenizer, note_slow_dtype
-from common.command_io import UserError, one_line, refusing
+from iha_io.checkpoint_io import load_config, load_model, load_tokenizer, note_slow_dtype
+from iha_io.command_io import UserError, one_line, refusing
 from kind_facts import is_interleaved, own_modules
 from modeling_iha import IHAConfig, interleave_heads
 from modeling_iha.interleaving import keep_start

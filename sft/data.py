@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 from typing_extensions import TypedDict
 
-from common.command_io import (
+from iha_io.command_io import (
     UserError,
     file_sha256,
     one_line,

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from common.checkpoint_io import load_config
-from common.command_io import UserError, refusing
+from iha_io.checkpoint_io import load_config
+from iha_io.command_io import UserError, refusing
 from kind_facts import is_interleaved
 from sft.arguments import RunArguments
 

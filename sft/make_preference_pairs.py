@@ -6,7 +6,7 @@ import string
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, open_regular, read_json, run_cli, write_jsonl
+from iha_io.command_io import UserError, check_output_file, open_regular, read_json, run_cli, write_jsonl
 
 
 EXAMPLE = """examples:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.command_io import UserError, check_output_file, read_jsonl, refusing, run_cli, write_jsonl
-from common.thoughts import after_thoughts
+from iha_io.command_io import UserError, check_output_file, read_jsonl, refusing, run_cli, write_jsonl
+from iha_io.thoughts import after_thoughts
 
 
 EXAMPLE = """example:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import astuple, dataclass, replace
 
-from common.command_io import UserError, run_cli
+from iha_io.command_io import UserError, run_cli
 from sft.arguments import RecipeParser, RunArguments, answer_help
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from common.command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli, write_json
+from iha_io.command_io import UserError, file_sha256, new_directory, one_line, read_json, run_cli, write_json
 
 
 EXAMPLE = """
@@ -82,7 +82,7 @@ from datasets import Dataset, Features, Value, load_from_disk
 from datasets import config as datasets_config
 from transformers import PreTrainedTokenizerBase
 
-from common.checkpoint_io import load_tokenizer
+from iha_io.checkpoint_io import load_tokenizer
 from sft.arguments import read_chat_template
 from sft.data import (
     KINDS,

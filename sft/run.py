@@ -20,9 +20,10 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 from typing_extensions import TypedDict
 
-from common import plots
-from common.checkpoint_io import load_config_dict
-from common.command_io import (
+from conversion_scripts.push_to_hub import push
+from iha_io import plots
+from iha_io.checkpoint_io import load_config_dict
+from iha_io.command_io import (
     ROOT,
     UserError,
     current_commit,
@@ -33,7 +34,6 @@ from common.command_io import (
     sole_writer,
     write_json,
 )
-from conversion_scripts.push_to_hub import push
 from kind_facts import is_ours
 from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
 from sft.arguments import UNUSED_KEYS, RecipeParser, RunArguments, chat_template, check_values

@@ -6,7 +6,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from common.command_io import (
+from iha_io.command_io import (
     UserError,
     check_output_file,
     open_regular,
@@ -47,7 +47,7 @@ import torch
 from reasoning_gym.factory import DATASETS
 from tqdm import tqdm
 
-from common.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
+from iha_io.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from sft.arguments import RunArguments, answer_help
 
 

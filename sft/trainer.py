@@ -25,8 +25,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 from typing_extensions import TypedDict
 
-from common.checkpoint_io import check_finite, load_model
-from common.command_io import UserError, file_sha256, one_line, read_json, write_json
+from iha_io.checkpoint_io import check_finite, load_model
+from iha_io.command_io import UserError, file_sha256, one_line, read_json, write_json
 from modeling_iha.interleaving import Mixing
 from modeling_iha.mixing import mixing_parameters
 from sft.arguments import RunArguments

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig
 
-from common.command_io import UserError, refusing
+from iha_io.command_io import UserError, refusing
 from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import RunArguments
 from sft.data import (

@@ -15,8 +15,8 @@ from helpers import last_line
 from pydantic import FiniteFloat
 from typing_extensions import TypedDict
 
-from common import command_io
-from common.command_io import UserError, read_json, read_jsonl, read_yaml, run_cli, whole_file
+from iha_io import command_io
+from iha_io.command_io import UserError, read_json, read_jsonl, read_yaml, run_cli, whole_file
 
 
 # What is left of an exception

@@ -12,15 +12,15 @@ import sys
 import pytest
 from helpers import DOCUMENTS
 
-from common.command_io import ROOT, UserError, locate_checkpoint
 from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
+from iha_io.command_io import ROOT, UserError, locate_checkpoint
 
 
 # Started by path, Python looks beside the script only. This line adds its checkout.
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 ROOMS = (
-    *("modeling_iha", "configuration_iha", "common", "kind_facts", "model_cards", "conversion_scripts"),
+    *("modeling_iha", "configuration_iha", "iha_io", "kind_facts", "model_cards", "conversion_scripts"),
     *("sft", "evaluation", "research/benchmarks", "iha_commands", "research/experiments", "research/checkpoints"),
     "vllm_iha",
 )
@@ -124,7 +124,7 @@ run.main()
 
 
 def test_an_interrupt_during_imports_is_one_line():
-    program = "from common.command_io import run_cli; run_cli(print); raise KeyboardInterrupt"
+    program = "from iha_io.command_io import run_cli; run_cli(print); raise KeyboardInterrupt"
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode not in (0, 1) and process.stderr == "Interrupted.\n"
 
@@ -138,7 +138,7 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_hint_names_an_extra_that_exists():
-    program = "import common.command_io as c; c.run_cli(print); c.find_spec = lambda _: None; "
+    program = "import iha_io.command_io as c; c.run_cli(print); c.find_spec = lambda _: None; "
     program += "raise ModuleNotFoundError(name='uvicorn')"
     process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert "modeling-iha[serve]" in process.stderr

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, save_tiny_source, shards, tiny_tokenizer
 
-from common.command_io import new_directory, run_cli
 from conversion_scripts import convert_dcformer_to_iha, convert_iha_to_llama, convert_llama_to_iha
 from conversion_scripts.convert_llama_to_iha import convert_model
+from iha_io.command_io import new_directory, run_cli
 
 
 # Kind of the source checkpoint -> the command that converts it.

@@ -18,8 +18,8 @@ from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer, preset_config, saved
 
 import modeling_iha
-from common.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
-from common.command_io import ROOT, UserError, read_json
+from iha_io.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
+from iha_io.command_io import ROOT, UserError, read_json
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
 from research.experiments import first_screen

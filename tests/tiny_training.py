@@ -24,7 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from common.command_io import ROOT
+from iha_io.command_io import ROOT
 from modeling_iha import IHAConfig
 from research.checkpoints import untrained
 

@@ -41,9 +41,9 @@ import vllm
 from matplotlib.figure import Figure
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from common import plots
-from common.checkpoint_io import load_model, smollm2_gguf
-from common.command_io import run_module, write_json
+from iha_io import plots
+from iha_io.checkpoint_io import load_model, smollm2_gguf
+from iha_io.command_io import run_module, write_json
 from modeling_iha import IHAForCausalLM
 from research.benchmarks.harness import environment
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.benchmarks.options import arguments
 
 

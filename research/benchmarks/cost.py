@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import astuple
 
-from common.command_io import UserError, run_cli
+from iha_io.command_io import UserError, run_cli
 
 
 FORMS = ("sdpa", "base", "eager")
@@ -39,8 +39,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
-from common.checkpoint_io import load_config
 from configuration_iha import PRESETS
+from iha_io.checkpoint_io import load_config
 from kind_facts.cost import Cost
 from kind_facts.model_cost import attention, ffn, head, model, with_mha
 from modeling_iha import IHAConfig

@@ -7,7 +7,7 @@ example: python -m research.benchmarks.decode_model --tokens 512
 
 from collections.abc import Callable
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.benchmarks.options import arguments
 
 
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from common.checkpoint_io import load_model, smollm2_gguf
 from conversion_scripts.convert_llama_to_iha import convert_model
+from iha_io.checkpoint_io import load_model, smollm2_gguf
 from kind_facts.model_cost import attention
 from research.benchmarks.harness import medians, ratios, reported, write
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from unittest import mock
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.benchmarks.options import arguments
 
 
@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import torch
 from transformers.cache_utils import DynamicCache
 
-from common.command_io import UserError, read_json
+from iha_io.command_io import UserError, read_json
 from modeling_iha import attention_mha, virtual_core
 from research.benchmarks.harness import (
     Attention,

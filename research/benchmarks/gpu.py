@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from common.command_io import UserError, one_line, read_json, run_cli, sole_writer, write_json
+from iha_io.command_io import UserError, one_line, read_json, run_cli, sole_writer, write_json
 from research.benchmarks.options import OUTPUTS
 
 

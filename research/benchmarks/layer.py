@@ -8,7 +8,7 @@ example: python -m research.benchmarks.layer --tokens 512 2048 --pseudo-heads 4 
 
 from itertools import product
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.benchmarks.options import arguments
 
 

@@ -12,7 +12,7 @@ example: python -m research.benchmarks.mechanisms --tokens 256 1024
 from collections.abc import Callable
 from itertools import product
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.benchmarks.options import arguments
 
 

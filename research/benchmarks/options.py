@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from common.command_io import ROOT
+from iha_io.command_io import ROOT
 
 
 RESULTS = ROOT / "research" / "benchmarks" / "results"  # what git tracks

@@ -8,7 +8,7 @@ example: python -m research.benchmarks.prefill --tokens 4096 8192 16384 32768 65
 
 from collections.abc import Callable
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.benchmarks.options import arguments
 
 

@@ -10,7 +10,7 @@ example: python -m research.benchmarks.report
 import argparse
 from pathlib import Path
 
-from common.command_io import read_json, run_cli, whole_file
+from iha_io.command_io import read_json, run_cli, whole_file
 from research.benchmarks.options import RESULTS
 
 

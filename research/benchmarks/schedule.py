@@ -9,7 +9,7 @@ example: python -m research.benchmarks.schedule --tokens 4096 8192
 from collections.abc import Callable
 from itertools import product
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.benchmarks.options import arguments
 
 

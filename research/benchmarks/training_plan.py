@@ -8,7 +8,7 @@ example: python -m research.benchmarks.training_plan --tokens 1024 4096
 
 from collections.abc import Callable
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.benchmarks.options import arguments
 
 

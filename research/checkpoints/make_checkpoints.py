@@ -24,7 +24,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.command_io import (
+from iha_io.command_io import (
     ROOT,
     UserError,
     file_sha256,
@@ -62,7 +62,7 @@ if __name__ == "__main__":
 import torch
 from typing_extensions import TypedDict
 
-from common.checkpoint_io import load_config, smollm2_gguf
+from iha_io.checkpoint_io import load_config, smollm2_gguf
 from model_cards.render import markdown_table, read_results, source_name, update
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import processor

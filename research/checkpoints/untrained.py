@@ -13,7 +13,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from common.command_io import new_directory, run_cli
+from iha_io.command_io import new_directory, run_cli
 from kind_facts import companion_of
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.experiments.options import study_parser
 
 
@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from common import plots
+from iha_io import plots
 from research.experiments.bare_attention import BareAttention
 from research.experiments.polynomial_filters import constructed, filter_bank, root
 from research.experiments.study import begin, write

@@ -30,7 +30,7 @@ from itertools import permutations, product
 from statistics import mean
 from typing import NamedTuple
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.experiments.options import protocol_parser
 
 
@@ -47,7 +47,7 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
-from common import plots
+from iha_io import plots
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.language_models import config_of, sized
 from research.experiments.protocol import Rates, compare_tuned, fit, new_model
@@ -160,7 +160,7 @@ OF_SETS = {
     "next": "just before",
     "previous": "just after",
 }
-# Of three facts one holds the source of the answer. Of the words of the others `first` is one, and `common` what it
+# Of three facts one holds the source of the answer. Of the words of the others `first` is one, and `iha_io` what it
 # becomes.
 PERSON_PATTERNS = {
     "other person": "{other} {denies}",

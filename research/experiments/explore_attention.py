@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from common.command_io import UserError, check_output_file, run_cli, whole_file
+from iha_io.command_io import UserError, check_output_file, run_cli, whole_file
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,7 +37,7 @@ if __name__ == "__main__":
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from common.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
+from iha_io.checkpoint_io import check_finite, load_config, load_model, load_tokenizer
 from kind_facts import described
 from model_cards.render import source_name
 from modeling_iha.interleave import identity_mixing, last_pseudo_head

@@ -11,7 +11,7 @@ from statistics import median
 
 from matplotlib.figure import Figure
 
-from common import plots
+from iha_io import plots
 from kind_facts.model_cost import model as cost_of
 from research.experiments.language_models import VARIANTS, config_of
 from research.experiments.study import interval

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from common.command_io import UserError, run_cli
+from iha_io.command_io import UserError, run_cli
 from research.experiments.options import protocol_parser
 
 
@@ -61,7 +61,7 @@ import torch
 from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
-from common import plots
+from iha_io import plots
 from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.protocol import BUDGETS, COUNTS, Rates, budgets, by_seed, compare_tuned, fit, new_model

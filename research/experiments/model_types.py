@@ -21,7 +21,7 @@ example: python -m research.experiments.model_types --types gemma3_text olmo2
 import argparse
 from collections.abc import Iterable, Sequence
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.experiments.options import RESULTS, StudyParser
 
 
@@ -54,8 +54,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from common.checkpoint_io import run_in_clean_process
-from common.command_io import ROOT, UserError, write_json
+from iha_io.checkpoint_io import run_in_clean_process
+from iha_io.command_io import ROOT, UserError, write_json
 from modeling_iha import interleave_heads
 from modeling_iha.mixing import mixing_parameters
 from research.benchmarks.harness import environment

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from common.command_io import ROOT, path_from_root
+from iha_io.command_io import ROOT, path_from_root
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"  # the tables and plots that git tracks

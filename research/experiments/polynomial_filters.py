@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from common.command_io import run_cli, sole_writer
+from iha_io.command_io import run_cli, sole_writer
 from research.experiments.options import study_parser
 
 
@@ -35,7 +35,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from common import plots
+from iha_io import plots
 from modeling_iha.virtual_core import virtual_tokens
 from research.experiments.bare_attention import BareAttention, relative_error
 from research.experiments.study import begin, points, run_once, seeded, spread, train, write

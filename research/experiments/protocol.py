@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from common.command_io import UserError, sole_writer
+from iha_io.command_io import UserError, sole_writer
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
 from research.experiments.study import differences, interval, run_once

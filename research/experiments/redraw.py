@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from importlib import import_module
 
-from common.command_io import ROOT, read_json, run_cli
+from iha_io.command_io import ROOT, read_json, run_cli
 from research.benchmarks.options import RESULTS as BENCHMARKS
 from research.experiments.options import RESULTS
 
@@ -36,7 +36,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
 
-from common.plots import save_plot
+from iha_io.plots import save_plot
 
 
 def study_of(name: str) -> str:

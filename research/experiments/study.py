@@ -12,8 +12,8 @@ from scipy import stats
 from torch import nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from common import plots
-from common.command_io import ROOT, UserError, check_output_file, read_json, write_json
+from iha_io import plots
+from iha_io.command_io import ROOT, UserError, check_output_file, read_json, write_json
 from research.benchmarks.harness import environment
 
 

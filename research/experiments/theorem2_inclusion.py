@@ -18,7 +18,7 @@ import argparse
 from collections.abc import Sequence
 from itertools import product
 
-from common.command_io import run_cli
+from iha_io.command_io import run_cli
 from research.experiments.options import study_parser
 
 
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
-from common import plots
+from iha_io import plots
 from modeling_iha.virtual_core import virtual_tokens
 from research.experiments.bare_attention import BareAttention, relative_error
 from research.experiments.study import begin, spread, write

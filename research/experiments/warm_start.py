@@ -16,7 +16,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from common.command_io import read_json, run_cli, run_module, sole_writer, whole_file
+from iha_io.command_io import read_json, run_cli, run_module, sole_writer, whole_file
 from research.experiments.options import study_parser
 
 
@@ -35,8 +35,8 @@ if __name__ == "__main__":
 import torch
 from matplotlib.figure import Figure
 
-from common import plots
-from common.checkpoint_io import smollm2_gguf
+from iha_io import plots
+from iha_io.checkpoint_io import smollm2_gguf
 from research.experiments.study import begin, differences, interval, points, run_once, write
 
 

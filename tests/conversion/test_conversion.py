@@ -36,9 +36,6 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from common import checkpoint_io
-from common.checkpoint_io import load_in_clean_process, run_in_clean_process, smollm2_gguf
-from common.command_io import UserError
 from conversion_scripts import (
     convert_diffllama_to_iha,
     convert_iha_to_diffllama,
@@ -49,6 +46,9 @@ from conversion_scripts import (
 from conversion_scripts.architectures import exact_length
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import KINDS, convert_model, iha_config
+from iha_io import checkpoint_io
+from iha_io.checkpoint_io import load_in_clean_process, run_in_clean_process, smollm2_gguf
+from iha_io.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.interleave import last_pseudo_head
 from modeling_iha.mixing import values

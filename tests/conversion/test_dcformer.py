@@ -16,9 +16,9 @@ from references.dcmha import released_causal_lm
 from tiny_sources import DCFORMER, released_weights, save_released
 from transformers import AutoModelForCausalLM
 
-from common.command_io import UserError
 from conversion_scripts import convert_dcformer_to_iha
 from conversion_scripts.convert_dcformer_to_iha import convert_model, iha_config
+from iha_io.command_io import UserError
 
 
 # An older config, as of the first release: no QK-norm, no gate of the FFN, and its fields absent.

@@ -6,9 +6,9 @@ from helpers import random_model, small_config
 from tiny_sources import OTHER_SOURCES, assert_equal_logits, continuation, logits, tiny_source
 from transformers import DiffLlamaForCausalLM
 
-from common.command_io import UserError
 from conversion_scripts.convert_diffllama_to_iha import convert_model, iha_config
 from conversion_scripts.convert_iha_to_diffllama import convert_back
+from iha_io.command_io import UserError
 from modeling_iha import IHAForCausalLM, cpu_precision
 
 

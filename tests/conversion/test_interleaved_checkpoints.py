@@ -11,8 +11,6 @@ from servers import answering
 from tiny_training import byte_tokenizer, saved
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from common.checkpoint_io import load_config, load_model
-from common.command_io import UserError
 from conversion_scripts import (
     convert_iha_to_llama,
     convert_llama_to_iha,
@@ -20,6 +18,8 @@ from conversion_scripts import (
     push_to_hub,
     verify_conversion,
 )
+from iha_io.checkpoint_io import load_config, load_model
+from iha_io.command_io import UserError
 from model_cards.render import render_card
 from modeling_iha import interleave_heads
 from modeling_iha.package import INTERLEAVED_FILES

@@ -12,8 +12,8 @@ from tiny_sources import edit_config, edit_weights, tiny_tokenizer
 from transformers import AutoModel, pipeline
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from common.command_io import UserError
 from conversion_scripts import serve
+from iha_io.command_io import UserError
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
 

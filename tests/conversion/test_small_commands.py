@@ -8,7 +8,7 @@ from helpers import last_line, random_model, small_config
 from tiny_training import with_template
 from transformers import LlamaConfig
 
-from common.command_io import UserError, run_module
+from iha_io.command_io import UserError, run_module
 from research.benchmarks import cost
 from sft import make_reasoning_data, score_reasoning
 

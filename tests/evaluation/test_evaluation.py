@@ -25,10 +25,10 @@ import wonderwords
 from lm_eval.api.instance import Instance
 from math_verify import parse, verify
 
-from common.checkpoint_io import load_model
-from common.command_io import UserError, read_json, read_jsonl, run_cli, sole_writer, write_json, write_jsonl
 from evaluation import compare, data, replay_gold, replies, report, ruler, run, scores, suites
 from evaluation.model import Model
+from iha_io.checkpoint_io import load_model
+from iha_io.command_io import UserError, read_json, read_jsonl, run_cli, sole_writer, write_json, write_jsonl
 
 
 # The full data files are no part of the repository.

@@ -7,7 +7,7 @@ import torch
 from helpers import EVERY_KIND, GEOMETRIES, random_model, small_config
 from tiny_sources import tiny_tokenizer
 
-from common.checkpoint_io import run_in_clean_process
+from iha_io.checkpoint_io import run_in_clean_process
 
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")

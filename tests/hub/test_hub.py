@@ -16,9 +16,9 @@ from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from common.checkpoint_io import load_in_clean_process, run_in_clean_process
-from common.command_io import ROOT
 from conversion_scripts import convert_llama_to_iha, push_to_hub
+from iha_io.checkpoint_io import load_in_clean_process, run_in_clean_process
+from iha_io.command_io import ROOT
 from modeling_iha import IHAForCausalLM
 from modeling_iha.configuration_iha import AUTO_MAP
 from sft import train

@@ -15,8 +15,8 @@ from helpers import random_model, small_config
 from huggingface_hub import ModelCard
 from tiny_training import byte_tokenizer
 
-from common.checkpoint_io import fingerprint
-from common.command_io import UserError, read_json
+from iha_io.checkpoint_io import fingerprint
+from iha_io.command_io import UserError, read_json
 from kind_facts.model_cost import model as cost_of_model
 from model_cards import render
 from model_cards.render import render_card, with_name, with_results

@@ -11,11 +11,11 @@ from huggingface_hub import constants
 from loopback_hub import Fault, File, HubError, LoopbackHub
 from tiny_sources import tiny_tokenizer
 
-from common import foreign_code
-from common.checkpoint_io import load_config, load_in_clean_process
-from common.command_io import UserError
 from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
+from iha_io import foreign_code
+from iha_io.checkpoint_io import load_config, load_in_clean_process
+from iha_io.command_io import UserError
 
 
 CARD = "---\nlicense: mit\nbase_model: me/base\n---\nA model.\n"

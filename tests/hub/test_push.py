@@ -17,10 +17,10 @@ from loopback_hub import LFS_SUFFIXES, Fault, File, HubError, LoopbackHub
 from safetensors.torch import load_file, save_file
 from tiny_sources import tiny_tokenizer
 
-from common.checkpoint_io import run_in_clean_process
-from common.command_io import UserError
 from conversion_scripts import push_to_hub
 from conversion_scripts.checkpoint_checks import checkpoint_files
+from iha_io.checkpoint_io import run_in_clean_process
+from iha_io.command_io import UserError
 from model_cards.render import render_card
 
 

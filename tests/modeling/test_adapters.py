@@ -12,7 +12,7 @@ from helpers import assert_close, random_ids
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from common.checkpoint_io import run_in_clean_process
+from iha_io.checkpoint_io import run_in_clean_process
 from modeling_iha import interleave_heads, load_adapter, save_mixing
 from modeling_iha.mixing import mixing_parameters
 from modeling_iha.modeling_interleaved import MIXING_MODULES

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache
 
 import kind_facts.iha
-from common.command_io import UserError
 from configuration_iha import PRESETS
+from iha_io.command_io import UserError
 from kind_facts import model_cost as cost
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.package import flop_matched_window

@@ -40,7 +40,7 @@ from mechanism_checks import all_mechanisms
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import DynamicCache, StaticCache
 
-from common.checkpoint_io import run_in_clean_process
+from iha_io.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.kind_options import OPTIONS_CLASSES

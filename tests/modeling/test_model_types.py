@@ -13,8 +13,8 @@ import transformers
 from tiny_sources import tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
 
-from common.checkpoint_io import run_in_clean_process
-from common.command_io import ROOT
+from iha_io.checkpoint_io import run_in_clean_process
+from iha_io.command_io import ROOT
 from modeling_iha import interleave_heads, remove_interleaving
 from modeling_iha.mixing import mixing_parameters
 from research.experiments import model_types

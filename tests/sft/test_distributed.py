@@ -22,7 +22,7 @@ from distributed_driver import train_run, whole_gradients
 from safetensors.torch import load_file
 from tiny_training import DECODERS, decoder, preset_config, recipe, saved, sizes, training_rows, write_jsonl
 
-from common.command_io import ROOT, UserError
+from iha_io.command_io import ROOT, UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import train
 from sft.arguments import RunArguments

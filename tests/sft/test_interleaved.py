@@ -19,8 +19,8 @@ from tiny_training import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from common.checkpoint_io import load_in_clean_process, load_model
-from common.command_io import UserError
+from iha_io.checkpoint_io import load_in_clean_process, load_model
+from iha_io.command_io import UserError
 from modeling_iha import interleave_heads
 from modeling_iha.mixing import mixing_parameters, values
 from modeling_iha.modeling_interleaved import MIXING_MODULES

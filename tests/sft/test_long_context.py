@@ -17,7 +17,7 @@ from trl import SFTConfig
 from trl.models import enable_selective_activation_checkpointing
 from trl.trainer.utils import add_fused_lm_head
 
-from common.command_io import UserError
+from iha_io.command_io import UserError
 from modeling_iha import IHAConfig, interleave_heads
 from sft.arguments import RecipeParser
 from sft.base_model import rope_reach, run_config

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, MistralConfig, Trainer
 from trl import SFTConfig
 
-from common.command_io import ROOT, UserError, read_json
+from iha_io.command_io import ROOT, UserError, read_json
 from modeling_iha import IHAConfig, IHAModel, cpu_precision, interleaving, masks
 from sft import memory_plan, train
 from sft.arguments import RecipeParser

@@ -26,7 +26,7 @@ from tiny_training import (
 from trl import SFTConfig
 from trl.scripts import sft as trl_sft
 
-from common.command_io import UserError
+from iha_io.command_io import UserError
 from model_cards.render import render_card
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_dcmha import CompositionWeights

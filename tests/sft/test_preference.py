@@ -13,7 +13,7 @@ from helpers import GEOMETRIES, random_model
 from tiny_training import byte_config, interrupted_at, preset_config, saved, sizes, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
-from common.command_io import UserError
+from iha_io.command_io import UserError
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
 from sft import data, make_preference_pairs, make_reasoning_data, score_reasoning, train_dpo, train_grpo

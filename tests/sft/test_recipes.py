@@ -8,8 +8,8 @@ import yaml
 from datasets import Dataset
 from tiny_training import ROOT, decoder, preset_config, saved, sizes, write_jsonl
 
-from common.checkpoint_io import load_config
-from common.command_io import UserError
+from iha_io.checkpoint_io import load_config
+from iha_io.command_io import UserError
 from kind_facts import is_interleaved
 from modeling_iha import IHAForCausalLM
 from sft import train

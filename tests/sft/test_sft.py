@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from trl import SFTConfig
 
 import demo
-from common.checkpoint_io import load_in_clean_process
-from common.command_io import UserError
+from iha_io.checkpoint_io import load_in_clean_process
+from iha_io.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM, cpu_precision
 from sft import make_reasoning_data, score_reasoning, train
 from sft.arguments import RecipeParser

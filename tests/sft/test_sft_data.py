@@ -23,7 +23,7 @@ from tiny_training import (
 )
 from trl import SFTConfig
 
-from common.command_io import UserError
+from iha_io.command_io import UserError
 from modeling_iha import IHAForCausalLM
 from sft import data, prepare, train
 from sft.arguments import RunArguments

@@ -23,9 +23,9 @@ from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, s
 from trl import SFTConfig, SFTTrainer
 from trl.scripts import sft as trl_sft
 
-from common import command_io
-from common.command_io import ROOT, UserError, run_cli, sole_writer
 from conversion_scripts.checkpoint_checks import checkpoint_files
+from iha_io import command_io
+from iha_io.command_io import ROOT, UserError, run_cli, sole_writer
 from modeling_iha import IHAForCausalLM
 from sft import run as sft_run
 from sft import train

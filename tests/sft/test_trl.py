@@ -26,7 +26,7 @@ from trl import (
     RewardTrainer,
 )
 
-from common.checkpoint_io import run_in_clean_process
+from iha_io.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification
 from modeling_iha.attention_iha import InterleavedHeadAttention
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from common.command_io import UserError, sole_writer
+from iha_io.command_io import UserError, sole_writer
 from research.experiments import language_models, protocol
 
 

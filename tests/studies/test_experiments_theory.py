@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.command_io import UserError
+from iha_io.command_io import UserError
 from research.experiments import cpm3, polynomial_filters, theorem2_inclusion
 from research.experiments.study import run_once, train
 

@@ -14,8 +14,8 @@ from statistics import fmean
 
 import pytest
 
-from common import plots
-from common.command_io import ROOT, read_json
+from iha_io import plots
+from iha_io.command_io import ROOT, read_json
 from kind_facts.model_cost import model as cost_of_model
 from kind_facts.model_cost import with_mha
 from modeling_iha import IHAConfig

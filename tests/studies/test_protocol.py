@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.command_io import UserError
+from iha_io.command_io import UserError
 from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters

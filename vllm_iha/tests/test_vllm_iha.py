@@ -17,8 +17,8 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from common.checkpoint_io import smollm2_gguf
-from common.command_io import run_module
+from iha_io.checkpoint_io import smollm2_gguf
+from iha_io.command_io import run_module
 from modeling_iha import IHAConfig, IHAForCausalLM
 from vllm_iha.model import VirtualAttention
 

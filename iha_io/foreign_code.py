@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers.utils import CONFIG_NAME
 
-from common.command_io import UserError, read_json
+from iha_io.command_io import UserError, read_json
 from modeling_iha.configuration_interleaved import InterleavedConfig
 from modeling_iha.package import INTERLEAVED_FILES, PACKAGE, shipped_code
 

@@ -45,8 +45,8 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from typing_extensions import TypedDict
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
-from common.command_io import LOADED, UserError, file_sha256, locate_checkpoint, one_line, read_json
-from common.foreign_code import code_elsewhere
+from iha_io.command_io import LOADED, UserError, file_sha256, locate_checkpoint, one_line, read_json
+from iha_io.foreign_code import code_elsewhere
 from modeling_iha import cpu_precision
 from modeling_iha.configuration_iha import MAX_LAYERS
 
