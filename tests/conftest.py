@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import fake_flash  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from helpers import command, keep_base_states  # noqa: E402
+from helpers import command  # noqa: E402
 
 from iha_io.command_io import ROOT  # noqa: E402
 from modeling_iha import IHAForCausalLM, attention_hyper, interleaving, score_matrix, tuple_attention  # noqa: E402
@@ -58,11 +58,9 @@ def tiny(tmp_path_factory) -> str:
 def cpu_cores(monkeypatch):
     """Run every attention core on a CPU, and yield the calls of the stand-in for flash.
 
-    FlexAttention runs uncompiled: the same mathematics without minutes of compilation. "iha" layers on SDPA keep base
-    states only.
+    FlexAttention runs uncompiled: the same mathematics without minutes of compilation.
     """
     calls = fake_flash.install(monkeypatch)
-    keep_base_states(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield calls
 
@@ -76,21 +74,13 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(attention_hyper, "CHUNK", 4)
 
 
-@pytest.fixture(params=["virtual", "base"])
-def form(request, monkeypatch):
-    """Choose how "iha" layers compute on SDPA: as the algorithm is written, or keeping base states only."""
-    if request.param == "base":
-        keep_base_states(monkeypatch)
-    return request.param
-
-
 # The files that take longest, in this order: begun first, none of them keeps one process busy while the other is idle
 # at the end.
 LONGEST = (
-    *("test_conversion", "test_compile", "test_mechanisms", "test_distributed", "test_transformers_suite"),
-    *("test_pull_and_list", "test_sft", "test_training_run", "test_push", "test_reference", "test_sft_data"),
+    *("test_interleave", "test_compile", "test_conversion", "test_mechanisms", "test_transformers_suite"),
+    *("test_distributed", "test_model_types", "test_sft", "test_training_run", "test_sft_data"),
     *("test_peft", "test_make_gpu", "test_hub", "test_benchmarks", "test_preference", "test_recipes"),
-    *("test_model_cards", "test_readme", "test_serving", "test_faults", "test_evaluation"),
+    *("test_readme", "test_serving", "test_faults", "test_evaluation", "test_pull", "test_commands"),
 )
 
 

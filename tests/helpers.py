@@ -5,13 +5,14 @@ No weight is at its neutral value, so no part can drop out unnoticed.
 
 import json
 import sys
+import weakref
 from copy import deepcopy
 from functools import partial
 
 import torch
 from references import reference_attention
 from references.iha import causal_lm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.activations import ACT2FN
 
 from iha_io.command_io import ROOT, run_cli
@@ -75,7 +76,9 @@ LLAMA = {**SIZES, "attention_bias": True, "mlp_bias": True}
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
-CORES = ["base", "eager", "sdpa", "flash_attention_2", "flex_attention"]
+CORES = ["eager", "sdpa", "flash_attention_2", "flex_attention"]
+# "base" is SDPA where "iha" layers decode one token from base states: see `set_core`.
+DECODING_CORES = ["base", *CORES]
 _WINDOW_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
 
@@ -122,6 +125,13 @@ def small_config(**overrides) -> IHAConfig:
     return IHAConfig(**{**fields, "pad_token_id": 0, "eos_token_id": None, **overrides})
 
 
+def kind_config(kind, options=None, window=None, **overrides) -> IHAConfig:
+    """Return a `small_config` of one layer of the kind with its options, within a window if one is given."""
+    windows = {"layer_types": "full_attention" if window is None else "sliding_attention", "sliding_window": window}
+    fields = {"attention_kinds": kind, "attention_options": {kind: options or {}}, "num_hidden_layers": 1}
+    return small_config(**{**fields, **windows, **overrides})
+
+
 def random_model(config, model_class=IHAForCausalLM, dtype=torch.float32, seed=0):
     """Return a model in eval mode whose every parameter is random.
 
@@ -147,6 +157,15 @@ def random_model(config, model_class=IHAForCausalLM, dtype=torch.float32, seed=0
                 noise = noise / parameter.shape[-1] ** 0.5
             parameter.copy_(noise)
     return model.eval()
+
+
+def geometry_model(geometry, core=None, dtype=torch.float32, seed=0, **overrides):
+    """Return a random model of `GEOMETRIES` with P = 3, or the P that the geometry has, on a core of `set_core`."""
+    config = small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry], **overrides})
+    model = random_model(config, dtype=dtype, seed=seed)
+    if core is not None:
+        set_core(model, core)
+    return model
 
 
 def random_ids(*shape, vocab_size=61, seed=1):
@@ -176,15 +195,7 @@ def set_core(model, core):
     """
     model.set_attn_implementation("sdpa" if core == "base" else core)
     ABSORBS[id(model.config)] = core == "base"
-
-
-def keep_base_states(monkeypatch):
-    """Let "iha" layers decode from base states, however few are cached."""
-
-    def is_absorbed(core, config, dropout, *_):
-        return core == "sdpa" and config.pseudo_collapse == "per_head" and not dropout
-
-    monkeypatch.setattr(virtual_core, "is_absorbed", is_absorbed)
+    weakref.finalize(model.config, ABSORBS.pop, id(model.config), None)  # another config may get the id
 
 
 def learn_one_batch(model, optimizer):
@@ -267,9 +278,9 @@ def cumulative_lengths(lengths):
 
 
 def on_cores(geometries, cores=CORES):
-    """Return (core, geometry) for all cores that differ: flash cores and FlexAttention refuse `ScoreMatrixAttention`.
+    """Return (core, geometry) for all cores that differ: "base" is of "iha" layers.
 
-    "base" is a form of "iha" layers.
+    Flash cores and FlexAttention refuse `ScoreMatrixAttention`.
     """
 
     def differs(core, geometry):
@@ -317,6 +328,23 @@ def greedy(model, input_ids, steps: int) -> torch.Tensor:
     return input_ids
 
 
+@torch.no_grad()
+def assert_custom_masks_mean_padding(model):
+    """Pass a boolean mask at once and an additive one in chunks through a cache; window layers keep their window."""
+    input_ids, padding_mask = random_ids(2, 9), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    position_ids, real = (padding_mask.cumsum(-1) - 1).clamp_min(0), padding_mask.bool()
+    expected = uncached_logits(model, input_ids, attention_mask=padding_mask, position_ids=position_ids)[real]
+    mask = causal_4d(padding_mask, "bool")
+    actual = uncached_logits(model, input_ids, attention_mask=mask, position_ids=position_ids)[real]
+    assert_close(actual, expected)
+
+    mask, cache, logits = causal_4d(padding_mask, "additive"), DynamicCache(config=model.config), []
+    for start, end in ((0, 5), (5, 8), (8, 9)):
+        inputs = {"attention_mask": mask[:, :, start:end, :end], "position_ids": position_ids[:, start:end]}
+        logits.append(model(input_ids[:, start:end], **inputs, past_key_values=cache, use_cache=True).logits)
+    assert_close(torch.cat(logits, dim=1)[real], expected)
+
+
 def loss_and_gradients(model, input_ids, **inputs):
     model.zero_grad()
     loss = model(input_ids, labels=input_ids, use_cache=False, **inputs).loss
@@ -329,7 +357,7 @@ def logits_and_gradients(model, core, **inputs):
     set_core(model, core)
     model.zero_grad()
     logits = model(**inputs).logits
-    real = inputs.get("attention_mask", torch.ones(logits.shape[:2]))[..., None]
+    real = inputs.get("attention_mask", torch.ones(logits.shape[:2]))[:, : logits.shape[1], None]
     (logits * real).square().sum().backward()
     return [(logits * real).detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 

@@ -46,8 +46,8 @@ class HubError(Exception):
 class Fault:
     """Say what happens to the next `times` requests of `method` whose path contains `path`.
 
-    `what` is an error or its HTTP status, "html" (a page with status 200), "drop" (half of the request is read, then
-    the connection closes), or a function that is called before the answer.
+    `what` is an error or its HTTP status, "drop" (half of the request is read, then the connection closes), or a
+    function that is called before the answer.
     """
 
     method: str
@@ -312,15 +312,13 @@ class _Handler(BaseHTTPRequestHandler):
                 raise HubError(fault, f"Status {fault}, for a test")
             if isinstance(fault, HubError):
                 raise fault
-            headers, content = {"Content-Type": "text/html"}, b"<html>Log in to the network</html>"
-            if fault != "html":
-                with self.hub.lock:
-                    self.hub.calls.append((self.command, url.path))
-                    answer = self.route(parts, parse_qs(url.query), body)
-                if isinstance(answer, tuple):
-                    headers, content = answer
-                else:
-                    headers, content = {"Content-Type": "application/json"}, json.dumps(answer).encode()
+            with self.hub.lock:
+                self.hub.calls.append((self.command, url.path))
+                answer = self.route(parts, parse_qs(url.query), body)
+            if isinstance(answer, tuple):
+                headers, content = answer
+            else:
+                headers, content = {"Content-Type": "application/json"}, json.dumps(answer).encode()
             status = 200
         except HubError as error:
             status, headers, content = error.status, error.headers, json.dumps(error.answer).encode()

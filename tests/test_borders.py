@@ -51,17 +51,6 @@ def test_a_defect_is_one_line_that_names_its_traceback(fails, monkeypatch, tmp_p
     assert re.search("PanicException: `None`; --traceback shows more.$", fails(partial(failing, panic("`None`"))))
 
 
-@pytest.mark.parametrize("error", [KeyError("value"), UserError("no such task")])
-def test_the_option_traceback_shows_it(error, monkeypatch):
-    def main():
-        assert sys.argv == ["command", "a"]  # a parser need not know the option
-        raise error
-
-    monkeypatch.setattr(sys, "argv", ["command", "--traceback", "a"])
-    with pytest.raises(type(error)):
-        run_cli(main)
-
-
 # What is read
 
 

@@ -12,9 +12,8 @@ import sys
 import pytest
 from helpers import DOCUMENTS
 
-import modeling_iha
 from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
-from iha_io.command_io import ROOT, UserError, locate_checkpoint, new_directory, run_cli
+from iha_io.command_io import ROOT, UserError, locate_checkpoint
 
 
 # Started by path, Python looks beside the script only. This line adds its checkout.
@@ -147,26 +146,3 @@ def test_a_hint_names_an_extra_that_exists():
     for path in (*(ROOT / document for document in DOCUMENTS), *ROOT.glob("*/*.py"), *ROOT.glob("research/*/*.py")):
         named = re.findall(r'"(?:modeling-iha|\.)\[([\w,]+)\]', path.read_text(encoding="utf-8"))
         assert {extra for each in named for extra in each.split(",")} <= {*extras}, path
-
-
-def test_the_version_is_said_once():
-    command = [sys.executable, "-m", "iha_commands.run", "--version"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert process.stdout == f"iha {modeling_iha.__version__}\n"
-
-
-def test_an_interrupted_command_says_how_to_go_on(tmp_path, capsys):
-    def interrupted():
-        with new_directory(tmp_path / "new"):
-            raise KeyboardInterrupt
-
-    with pytest.raises(SystemExit) as stop:
-        run_cli(interrupted)
-    expected = f"Interrupted. {tmp_path / 'new'} was not made: the same command starts again.\n"
-    assert stop.value.code == 130 and capsys.readouterr().err == expected
-
-
-def test_no_test_module_is_imported():
-    # An imported test would run twice.
-    for path in ROOT.glob("tests/**/*.py"):
-        assert not re.findall(r"^\s*(?:from|import) test_\w+", path.read_text(encoding="utf-8"), re.MULTILINE), path

@@ -386,18 +386,6 @@ def test_converted_directory_is_complete(converted):
     assert "license: mit" in card and "for sequences of any length" in card and str(converted) not in card
 
 
-def test_converted_directory_stands_alone(converted):
-    prompt = [{"role": "user", "content": "this great war"}]
-    result = load_in_clean_process(converted / "iha", prompt, max_new_tokens=20)
-    assert result["module"].startswith("transformers_modules.") and result["model_class"] == "IHAForCausalLM"
-    model = AutoModelForCausalLM.from_pretrained(converted / "iha", dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(converted / "iha")
-    inputs = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs.input_ids.shape[1] :].tolist()
-    assert result["token_ids"] == expected and len(expected) > 3
-    assert result["parameters"] == model.num_parameters() and result["vocabulary"] == VOCAB_SIZE
-
-
 def test_clean_process_refuses_what_does_not_load(converted, tmp_path, monkeypatch):
     """Run the program of the clean process in this one, whose import of PyTorch is done."""
 

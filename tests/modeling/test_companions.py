@@ -2,7 +2,6 @@
 
 Each thing known of a kind stands in one place, and what is derived from there is complete."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -14,36 +13,12 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 import kind_facts
 from conversion_scripts.convert_llama_to_iha import KINDS, exact_start
-from iha_io.command_io import ROOT
 from kind_facts import iha
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.attention_talking_heads import TalkingHeadsAttention
 from modeling_iha.mixing import mixing_parameters
 from modeling_iha.package import shipped_code
-
-
-# Converters whose subject is one kind.
-CONVERTERS = {
-    "diff": {"convert_diffllama_to_iha.py", "convert_iha_to_diffllama.py"},
-    "dcmha": {"convert_dcformer_to_iha.py"},
-}
-
-
-# "mha" and "iha" are what the model is about.
-@pytest.mark.parametrize("kind", sorted(ATTENTION_CLASSES.keys() - {"mha", "iha"}))
-def test_a_kind_stands_in_its_own_files_and_one_line_of_each_table(kind):
-    folders = ("modeling_iha", "kind_facts", "conversion_scripts", "sft", "research/benchmarks", "model_cards")
-    lines = {
-        path.name if path.parent.name != "kind_facts" else f"kind_facts/{path.name}": len(found)
-        for folder in folders
-        for path in sorted((ROOT / folder).glob("*.py"))
-        if (found := re.findall(rf"[\"'`]{kind}[\"'`]", path.read_text(encoding="utf-8")))
-    }
-    assert [lines.pop(table) for table in ("attention_kinds.py", "kind_options.py", "package.py")] == [1, 1, 1]
-    allowed = {f"attention_{kind}.py", f"options_{kind}.py", f"kind_facts/{kind}.py"} | CONVERTERS.get(kind, set())
-    assert lines.keys() <= allowed
 
 
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
@@ -54,11 +29,6 @@ def test_a_checkpoint_ships_what_its_code_imports(kind, tmp_path):
     roots = {"configuration_iha.py", "modeling_iha.py"}
     imported = {Path(file).name for root in roots for file in get_relative_import_files(tmp_path / root)}
     assert code.keys() == imported | roots
-
-
-def test_every_companion_is_of_a_kind():
-    names = {path.stem for path in (ROOT / "kind_facts").glob("*.py")} - {"__init__", "cost", "model_cost"}
-    assert names <= ATTENTION_CLASSES.keys()
 
 
 def test_what_is_derived():
@@ -136,17 +106,3 @@ def test_a_new_layer_is_multi_head_attention(kind, options, added):
     missing, unexpected = model.load_state_dict(llama.state_dict(), strict=False)
     assert not unexpected and {name.partition("self_attn.")[2] for name in missing} == set(added)
     assert_close(uncached_logits(model, random_ids(2, 9)), uncached_logits(llama, random_ids(2, 9)))
-
-
-def test_a_kind_without_a_companion_has_defaults(monkeypatch):
-    class Unknown(TalkingHeadsAttention):
-        """Let heads talk (Shazeer et al. 2020) of {anything}.
-
-        A second sentence."""
-
-    monkeypatch.setitem(ATTENTION_CLASSES, "unknown", Unknown)
-    mechanism = kind_facts.companion_of("unknown")
-    assert mechanism.card.format(config=None) == "Let heads talk (Shazeer et al. 2020) of {anything}."
-    assert mechanism.start is mechanism.control is mechanism.cost is None
-    Unknown.__doc__ = None
-    assert kind_facts.companion_of("unknown").card == "Unknown."

@@ -5,7 +5,6 @@ The graphs run without code generation, which would need a C++ compiler.
 
 import copy
 import gc
-import inspect
 import shutil
 
 import pytest
@@ -14,7 +13,6 @@ from helpers import assert_close, random_ids, random_model, set_core, small_conf
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig
 
-from modeling_iha import IHAModel
 from modeling_iha.kind_options import OPTIONS_CLASSES
 
 
@@ -201,39 +199,3 @@ def test_generated_code():
     assert_close(loss.detach(), expected_loss.detach(), 1e-5)
     for name, p in model.named_parameters():
         assert_close(p.grad, expected[name])
-
-
-class Decoder(torch.nn.Module):
-    """Run the forward of a decoder without the decorators, which llm-compressor removes too."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids, attention_mask, position_ids):
-        forward = inspect.unwrap(IHAModel.forward)
-        return forward(self.model, input_ids, attention_mask, position_ids, use_cache=False).last_hidden_state
-
-
-class LayerTracer(torch.fx.Tracer):
-    """Trace down to the layers, and leave masks and rotary tables as they are, as llm-compressor does."""
-
-    def is_leaf_module(self, module, name):
-        return not isinstance(module, IHAModel)
-
-    def whole(self, function):
-        return lambda *args, **kwargs: self.create_proxy("call_function", function, args, kwargs)
-
-
-def test_torch_fx_reaches_every_layer(monkeypatch):
-    model, input_ids = random_model(small_config(**GEOMETRIES["windows"])).model, random_ids(2, 7)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
-    inputs = {"input_ids": input_ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
-    decoder, tracer = Decoder(model), LayerTracer()
-    with monkeypatch.context() as patch:
-        patch.setattr(model, "create_masks", tracer.whole(model.create_masks))
-        patch.setattr(model.rotary_emb, "tables", tracer.whole(model.rotary_emb.tables))
-        graph = torch.fx.GraphModule(decoder, tracer.trace(decoder))
-    called = [node.target for node in graph.graph.nodes if node.op == "call_module"]
-    assert called == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "model.norm"]
-    assert_close(graph(**inputs), decoder(**inputs))

@@ -111,32 +111,6 @@ def test_a_kept_manager_takes_a_second_call():
     model.destroy_cached_continuous_batching_manager()
 
 
-def test_requests_come_and_go():
-    """Submit a request for each one that ends; one of 20 tokens runs beside all, and one is cancelled."""
-    model = built("schedule")
-    lengths = dict(zip(map(str, range(len(PROMPTS))), (1, 5, 2, 20, 3, 1, 4)))
-    waiting = list(zip(lengths.items(), PROMPTS))
-    with model.continuous_batching_context_manager(
-        options(), continuous_batching_config=batching(), warmup=False
-    ) as manager:
-
-        def submit():
-            (name, new_tokens), prompt = waiting.pop()
-            manager.add_request(prompt, request_id=name, max_new_tokens=new_tokens)
-
-        manager.add_request(PROMPTS[0], request_id="cancelled", max_new_tokens=10_000)
-        submit(), submit(), submit(), submit()
-        outputs = {}
-        while len(outputs) < len(PROMPTS):
-            output = manager.get_result(timeout=30)
-            outputs[output.request_id] = output
-            if waiting:
-                submit()
-        manager.cancel_request("cancelled")
-    check(model, PROMPTS, [outputs[name] for name in lengths])
-    assert [len(outputs[name].generated_tokens) for name in lengths] == list(lengths.values())
-
-
 @pytest.mark.parametrize("name", ["global", "hybrid", "talking_heads"])
 def test_shared_prefixes_and_forks(name, monkeypatch):
     """Decode two sequences for each prompt.

@@ -4,7 +4,7 @@ The FFN and the presets of the DCFormers are here, too.
 """
 
 import math
-from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from helpers import (
     assert_attention_matches,
     assert_gradients_match,
     gradients,
+    kind_config,
     largest_saved_tensor,
     logits_in_chunks,
     random_ids,
@@ -20,13 +21,11 @@ from helpers import (
     reference_weights,
     relative_error,
     small_config,
-    take_a_step,
     uncached_logits,
 )
-from peft import LoraConfig, PeftModel, get_peft_model
 from references.dcmha import group_gated_mlp
 
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_dcmha import CompositionWeights
 from modeling_iha.score_matrix import BLOCK, HeadMap
 
@@ -50,14 +49,7 @@ OPTIONS = {
 }
 
 
-def dcmha_config(window=None, options=None, **overrides):
-    return small_config(
-        attention_kinds="dcmha",
-        layer_types="full_attention" if window is None else "sliding_attention",
-        sliding_window=window,
-        attention_options={"dcmha": options or {}},
-        **overrides,
-    )
+dcmha_config = partial(kind_config, "dcmha")
 
 
 # The layer and its cache
@@ -73,14 +65,14 @@ def dcmha_config(window=None, options=None, **overrides):
 )
 def test_a_layer_has_the_modules_of_its_options_only(options, modules):
     """Count the modules here, because the reference composes with those that it finds."""
-    layer = random_model(dcmha_config(options=options, num_hidden_layers=1)).model.layers[0].self_attn
+    layer = random_model(dcmha_config(options)).model.layers[0].self_attn
     assert {name for name, _ in layer.named_children() if name.startswith(("pre_", "post_"))} == modules
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_option_matches_reference(options):
     """Compare with a window, QK norm and one group of keys; the cache holds the key-wise weights, too."""
-    config = dcmha_config(3, OPTIONS[options], num_hidden_layers=1, num_key_value_heads=1, use_qk_norm=True)
+    config = dcmha_config(OPTIONS[options], 3, num_key_value_heads=1, use_qk_norm=True)
     assert_attention_matches(config, FP64, dtype=torch.float64)
     model, input_ids = random_model(config, dtype=torch.float64), random_ids(2, 11)
     cached = logits_in_chunks(model, input_ids, [5, 1, 1, 3, 1])
@@ -92,7 +84,7 @@ def test_every_option_matches_reference(options):
 
 @pytest.mark.parametrize("window", [None, 24])
 def test_training_keeps_no_score_matrix(window):
-    config = dcmha_config(window, num_hidden_layers=1, vocab_size=7, hidden_size=16, num_key_value_heads=4)
+    config = dcmha_config(window=window, vocab_size=7, hidden_size=16, num_key_value_heads=4)
     model = random_model(config).train()
     one_block, two_blocks = random_ids(1, BLOCK, vocab_size=7), random_ids(1, 2 * BLOCK, vocab_size=7)
     assert largest_saved_tensor(model, one_block) >= 4 * BLOCK**2  # all of it is kept
@@ -102,13 +94,7 @@ def test_training_keeps_no_score_matrix(window):
 def test_initialisation():
     """Draw with the standard deviations of DCMHA, Section 4, for a composition that starts near the identity."""
     torch.manual_seed(0)
-    config = small_config(
-        attention_kinds="dcmha",
-        attention_options={"dcmha": {"base_map": True}},
-        hidden_size=256,
-        num_attention_heads=32,
-        num_hidden_layers=1,
-    )
+    config = dcmha_config({"base_map": True}, hidden_size=256, num_attention_heads=32)
     model = IHAForCausalLM(config)
     weights = model.model.layers[0].self_attn.post_key
     for parameter, std in (
@@ -124,7 +110,7 @@ def test_initialisation():
 @pytest.mark.parametrize("options", ["paper", "all", "groups"])
 def test_exact_start_from_llama(options):
     """Zero w_2 and the gates with `init_identity`: the logits are multi-head attention's, and every zero can move."""
-    model = random_model(dcmha_config(3, OPTIONS[options]))
+    model = random_model(dcmha_config(OPTIONS[options], 3, num_hidden_layers=2))
     mha = random_model(small_config(attention_kinds="mha", layer_types="sliding_attention", sliding_window=3), seed=1)
     mha.load_state_dict({name: p for name, p in model.state_dict().items() if name in mha.state_dict()})
     input_ids = random_ids(2, 9)
@@ -146,26 +132,6 @@ def test_exact_start_from_llama(options):
 # What the paper says of its size
 
 
-@pytest.mark.parametrize(
-    ("preset", "size"),
-    [
-        ("dcformer-405m", 405e6),
-        ("dcformer-834m", 834e6),
-        ("dcformer-1.4b", 1.4e9),
-        ("dcformer-2.8b", 2.8e9),
-        ("dcformer-6.9b", 6.9e9),
-    ],
-)
-def test_presets_have_the_size_of_their_name(preset, size):
-    config = IHAConfig.from_preset(preset)
-    assert set(config.attention_kinds) == {"dcmha"} and config.sliding_window == 256
-    assert config.layer_types[:4] == ["sliding_attention", "full_attention"] * 2
-    with torch.device("meta"):
-        model = IHAForCausalLM(config)
-    assert abs(model.num_parameters() / size - 1) < 0.06
-    assert config.vocab_size * config.hidden_size * 2 < model.num_parameters()  # untied
-
-
 # Refusals
 
 
@@ -182,21 +148,6 @@ def test_options_that_cannot_work_are_refused(options, message):
 
 
 # Adapters
-
-
-def test_adapters_beside_trained_composition_weights(tmp_path):
-    """Train and load the modules of the composition as PEFT's `modules_to_save`."""
-    base = random_model(dcmha_config(options={"base_map": True}))
-    names = [f"{stage}_{part}" for stage in ("pre", "post") for part in ("base", "query", "key")]
-    model = get_peft_model(
-        deepcopy(base), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=names)
-    )
-    composition = {name for name, _ in model.named_parameters() if ".modules_to_save." in name}
-    assert composition and composition <= take_a_step(model)
-    input_ids = random_ids(2, 7)
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(deepcopy(base), tmp_path)
-    assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model.eval(), input_ids))
 
 
 # The FFN of the released models

@@ -5,6 +5,7 @@ from itertools import product
 import pytest
 import torch
 from helpers import (
+    CORES,
     HALVES,
     LLAMA,
     logits_in_chunks,
@@ -20,7 +21,6 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 from modeling_iha import IHAConfig, IHAForCausalLM, cpu_precision
 
 
-CORES = ["eager", "sdpa", "flash_attention_2", "flex_attention"]
 DIFF_LLAMA = {field: value for field, value in LLAMA.items() if field != "mlp_bias"}
 
 

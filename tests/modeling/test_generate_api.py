@@ -4,33 +4,26 @@ The tokens are those of plain greedy decoding without a cache. Models are in flo
 """
 
 import sys
-import threading
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import (
-    GEOMETRIES,
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
+    geometry_model,
     logits_in_chunks,
+    on_cores,
     random_ids,
-    random_model,
-    small_config,
     uncached_logits,
 )
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    PreTrainedTokenizerFast,
     QuantizedCache,
     StaticCache,
-    TextIteratorStreamer,
     cache_utils,
 )
 
@@ -38,10 +31,6 @@ from transformers import (
 PROMPT, NEW = 9, 8
 # A global layer keeps everything and a window layer drops tokens; a prompt of 9 fills every window here.
 KEEPING_AND_DROPPING = ["global", "window", *IHA_GEOMETRIES, *OTHER_KINDS]
-
-
-def geometry_model(geometry, **options):
-    return random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}), **options)
 
 
 def generate(model, input_ids=None, *, max_new_tokens=NEW, inputs=None, **options):
@@ -61,10 +50,10 @@ def generate(model, input_ids=None, *, max_new_tokens=NEW, inputs=None, **option
     [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "top_k": 5, "num_return_sequences": 2}],
     ids=["greedy", "beams", "sampling"],
 )
-@pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING)
-def test_caches_and_prefills(geometry, options):
+@pytest.mark.parametrize(("core", "geometry"), on_cores(KEEPING_AND_DROPPING, ["sdpa", "base"]))
+def test_caches_and_prefills(core, geometry, options):
     """Prefill at once and in chunks of 4, longer than some windows and shorter than others."""
-    model = geometry_model(geometry, dtype=torch.float64)
+    model = geometry_model(geometry, core, torch.float64)
     input_ids = random_ids(2, PROMPT)
     expected = generate(model, input_ids, use_cache=False, **options)
     for cache, chunk in ((None, 4), ("static", None)) if options else ((None, None), ("static", 4)):
@@ -112,9 +101,7 @@ def test_offloaded_cache(geometry, cache, monkeypatch):
 @pytest.mark.parametrize("geometry", ["global", "no_gqa"])
 def test_quantized_cache(geometry, backend, monkeypatch):
     """Come close to the uncached logits, but not equal: what comes back from the cache has 8 bits."""
-    config = small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]})
-    model = random_model(config)
-    input_ids = random_ids(2, 24)
+    model, input_ids = geometry_model(geometry), random_ids(2, 24)
     if backend == "hqq":
         # From where make test installs it. Transformers imports its quantizer only if hqq is there from the start.
         monkeypatch.syspath_prepend(Path(sys.prefix) / "hqq")
@@ -126,7 +113,7 @@ def test_quantized_cache(geometry, backend, monkeypatch):
         if not hasattr(cache_utils, "Fp8QuantizedLayer"):
             pytest.skip("this version of Transformers has no fp8 cache")
         cache_config = {}
-    cache = QuantizedCache(backend, config, **cache_config)
+    cache = QuantizedCache(backend, model.config, **cache_config)
     expected = uncached_logits(model, input_ids)
     actual = logits_in_chunks(model, input_ids, [16] + [1] * 8, cache)
     assert_close(actual[:, :16], expected[:, :16])
@@ -236,24 +223,3 @@ def test_inputs_embeds(geometry):
     expected = generate(model, input_ids)
     actual = generate(model, inputs={"inputs_embeds": embeds, "attention_mask": torch.ones_like(input_ids)})
     assert torch.equal(actual, expected[:, PROMPT:])
-
-
-def test_streaming():
-    """Hand on the text token by token, the same as is decoded at the end."""
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0")), pad_token="w0"
-    )
-    tokenizer.backend_tokenizer.pre_tokenizer = Whitespace()
-    model = geometry_model("hybrid")
-    inputs = tokenizer("w5 w9 w7", return_tensors="pt", return_token_type_ids=False)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    options = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    thread = threading.Thread(
-        target=model.generate, kwargs={**inputs, "streamer": streamer, "generation_config": options}
-    )
-    thread.start()
-    pieces = [piece for piece in streamer if piece]
-    thread.join()
-    new_tokens = model.generate(**inputs, generation_config=options)[0, 3:]
-    assert "".join(pieces) == tokenizer.decode(new_tokens)
-    assert len(pieces) > 1

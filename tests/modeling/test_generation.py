@@ -1,4 +1,4 @@
-"""Generate with a cache and with padding, and save and load checkpoints and configs: nothing changes.
+"""Generate with a cache and with padding, decode from base states, and train heads of tasks: nothing changes.
 
 What every kind must hold of this is in test_mechanisms.py, caches and modes of `generate` in test_generate_api.py.
 """
@@ -6,11 +6,13 @@ What every kind must hold of this is in test_mechanisms.py, caches and modes of 
 import pytest
 import torch
 from helpers import (
-    GEOMETRIES,
+    DECODING_CORES,
     HYBRID,
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
+    causal_4d,
+    geometry_model,
     logits_in_chunks,
     on_cores,
     random_ids,
@@ -18,18 +20,16 @@ from helpers import (
     set_core,
     small_config,
 )
-from transformers import AutoConfig, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from configuration_iha import PRESETS
 from modeling_iha import (
-    IHAConfig,
-    IHAForCausalLM,
     IHAForQuestionAnswering,
     IHAForSequenceClassification,
     IHAForTokenClassification,
-    IHAModel,
+    virtual_core,
 )
+from modeling_iha.interleaving import is_absorbed
 
 
 LENGTH = 11
@@ -58,15 +58,17 @@ def test_cache_bytes_are_llamas(num_pseudo_heads, positions, dtype):
         assert cache_bytes(model, input_ids) == cache_bytes(llama, input_ids)
 
 
+@pytest.mark.parametrize("core", ["sdpa", "base"])
 @pytest.mark.parametrize("chunks", [[LENGTH], [1] * LENGTH], ids=["prefill", "decode"])
 @pytest.mark.parametrize("window", [2, 4])
-def test_window_layers_keep_the_window(form, window, chunks):
+def test_window_layers_keep_the_window(core, window, chunks):
     """Keep W tokens of the past, which the next query of an "iha" layer sees; one mask serves all window layers.
 
     The W * P virtual keys reach from (n, p) back to (n - W, p + 1), so all but the last pseudo-head see part of W
     tokens.
     """
     model = random_model(small_config(num_pseudo_heads=3, **HYBRID, sliding_window=window))
+    set_core(model, core)
     cache = DynamicCache(config=model.config)
     logits_in_chunks(model, random_ids(2, LENGTH), chunks, cache)
     assert [layer.keys.shape[-2] for layer in cache.layers] == [window, window, LENGTH, LENGTH]
@@ -86,12 +88,10 @@ def test_a_cache_cut_too_short_is_refused():
 # generate()
 
 
-@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid_window_of_2", "hybrid", *OTHER_KINDS]))
+@pytest.mark.parametrize(("core", "geometry"), on_cores([*IHA_GEOMETRIES, "global", *OTHER_KINDS], DECODING_CORES))
 def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
     positions = "shared" if geometry == "global" else "interleaved"
-    config = small_config(**{"num_pseudo_heads": 3, "pseudo_positions": positions, **GEOMETRIES[geometry]})
-    model = random_model(config)
-    set_core(model, core)
+    model = geometry_model(geometry, core, pseudo_positions=positions)
     rows = [random_ids(1, 3, seed=1), random_ids(1, 8, seed=2)]
     longest = max(row.shape[1] for row in rows)
     padded = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
@@ -105,17 +105,56 @@ def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
         assert_close(torch.stack(batch.logits)[:, i], torch.stack(alone.logits)[:, 0])
 
 
-@pytest.mark.parametrize("form", ["virtual", "base"], indirect=True)
+@pytest.mark.parametrize("core", ["sdpa", "base"])
 @pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
-def test_padding_that_goes_in_by_itself_stays_finite(geometry, form):
+def test_padding_that_goes_in_by_itself_stays_finite(geometry, core):
     """Fill a static cache with one token at a time: a token of padding sees nothing, and its softmax has no score."""
-    model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}))
+    model = geometry_model(geometry, core)
     input_ids, mask = random_ids(2, 8), torch.tensor([[0] * 5 + [1] * 3, [1] * 8])
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(input_ids, attention_mask=mask, generation_config=GenerationConfig(**options))
     options |= {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 1}
     actual = model.generate(input_ids, attention_mask=mask, generation_config=GenerationConfig(**options))
     assert torch.equal(actual, expected)
+
+
+# Decoding from base states
+
+
+def takes(num_keys, batch=1, core="sdpa", dropout=0.0, **fields):
+    return is_absorbed(core, small_config(**fields), dropout, torch.empty(batch, 4, 1, 8), num_keys)
+
+
+def test_one_token():
+    """Decode from base states from 64 keys in a row and 128 in the batch on."""
+    assert takes(128) and takes(64, batch=2) and not takes(127) and not takes(63, batch=64)
+    assert not takes(4096, core="eager") and not takes(4096, dropout=0.1)
+    assert not takes(4096, pseudo_collapse="all_heads") and not takes(4096, num_pseudo_heads=1)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Record (queries, keys) of each layer that attends to one token from its base states."""
+    calls, absorbed = [], virtual_core.absorbed_attention
+
+    def spied(query, key, *args, **kwargs):
+        calls.append((query.shape[2], key.shape[2]))
+        return absorbed(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(virtual_core, "absorbed_attention", spied)
+    return calls
+
+
+def test_one_token_under_a_custom_mask(calls):
+    model = random_model(small_config(num_hidden_layers=1), dtype=torch.float64)
+    input_ids, hidden = random_ids(1, 6), causal_4d(torch.tensor([[1, 1, 0, 1, 1, 1]]), "additive").double()
+    logits = {}
+    for form in ("sdpa", "base"):
+        set_core(model, form)
+        cache = model(input_ids[:, :5], use_cache=True).past_key_values
+        logits[form] = model(input_ids[:, 5:], attention_mask=hidden[..., 5:, :], past_key_values=cache).logits
+    assert calls == [(1, 6)]
+    assert_close(logits["base"], logits["sdpa"], 1e-10)
 
 
 # Task heads
@@ -158,100 +197,3 @@ def test_task_heads(model_class, labels, shapes, tmp_path):
         per_token = getattr(output, name).shape[1] == 6
         actual = getattr(behind_padding, name)[:, 2:] if per_token else getattr(behind_padding, name)
         assert_close(actual, getattr(output, name).detach())
-
-
-# Checkpoints and configs
-
-
-def test_base_model_loads_from_a_language_model(tmp_path):
-    model = random_model(small_config())
-    model.save_pretrained(tmp_path)
-    base = IHAModel.from_pretrained(tmp_path)
-    input_ids = random_ids(2, 7)
-    with torch.no_grad():
-        assert torch.equal(base(input_ids).last_hidden_state, model.model(input_ids).last_hidden_state)
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_config_round_trip(preset, tmp_path):
-    config = IHAConfig.from_preset(preset, pseudo_positions="shared", rope_parameters={"rope_theta": 123.0})
-    config.save_pretrained(tmp_path)
-    for loaded in (AutoConfig.from_pretrained(tmp_path), IHAConfig.from_dict(config.to_dict())):
-        assert type(loaded) is IHAConfig
-        assert loaded.to_diff_dict() | {"_name_or_path": ""} == config.to_diff_dict() | {"_name_or_path": ""}
-        assert loaded.rope_parameters == {"rope_type": "default", "rope_theta": 123.0}
-
-
-def test_patterns_are_saved_expanded():
-    config = small_config(
-        num_hidden_layers=10,
-        attention_kinds=["iha"] * 4 + ["mha"],
-        layer_types=["sliding_attention"] * 4 + ["full_attention"],
-        sliding_window=4,
-    )
-    assert config.attention_kinds == (["iha"] * 4 + ["mha"]) * 2
-    assert config.layer_types == (["sliding_attention"] * 4 + ["full_attention"]) * 2
-    assert small_config().attention_kinds == ["iha", "iha"]
-    assert small_config().layer_types == ["full_attention"] * 2
-    assert small_config(num_pseudo_heads=None).num_pseudo_heads == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        ("paper-2.4b-global", 0),
-        ("paper-2.4b-global-local", 0),
-        ("paper-2.4b-iha", 21 * (3 * 20**2 * 20 + 20 * 20)),
-        ("paper-2.4b-talking-heads", 26 * 2 * 20**2),
-        ("paper-2.4b-diff", 26 * 4 * 128),
-    ],
-)
-def test_paper_presets_have_the_papers_size(name, extra):
-    """Count 26 * (4 * 2560^2 + 2 * 2560 * 10240) + 128256 * 2560 weights in matrices, and the norms.
-
-    The mechanism adds 3 H^2 P + H P in each of 21 mixing layers, or 2 H^2 or 4 d in each of 26.
-    """
-    config = IHAConfig.from_preset(name)
-    with torch.device("meta"):
-        model = IHAForCausalLM(config)
-    norms = (2 * 26 + 1) * 2560
-    assert model.num_parameters() == 2_373_058_560 + norms + extra
-
-
-BAD_CONFIGS = [
-    ({"num_pseudo_heads": 0}, "num_pseudo_heads=0.*at least 1"),
-    ({"num_key_value_heads": 3}, "num_key_value_heads=3.*divide.*num_attention_heads=4"),
-    ({"num_key_value_heads": 0}, "num_key_value_heads=0.*at least 1"),
-    ({"num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size=32.*num_attention_heads=3.*head_dim"),
-    ({"num_attention_heads": 0}, "hidden_size=32.*num_attention_heads=0"),
-    ({"vocab_size": 0}, "vocab_size=0.*at least 1"),
-    ({"intermediate_size": -1}, "intermediate_size=-1.*at least 1"),
-    ({"hidden_act": "zip"}, "hidden_act='zip'.*'gelu'"),
-    ({"head_dim": 7}, "head_dim=7.*even"),
-    ({"attention_kinds": "linear"}, "attention_kinds.*'linear'.*'mha', 'iha'"),
-    ({"attention_kinds": ["iha"] * 3}, "attention_kinds has 3 entries.*num_hidden_layers=2"),
-    ({"layer_types": "chunked_attention"}, "layer_types.*'chunked_attention'.*'full_attention', 'sliding_attention'"),
-    ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries.*num_hidden_layers=2"),
-    ({"layer_types": "sliding_attention", "sliding_window": 0}, "sliding_window=0.*at least 2"),
-    ({"pseudo_collapse": "mean"}, "pseudo_collapse='mean'.*'per_head', 'all_heads'"),
-    ({"attention_options": {"linear": {}}}, "attention_options.*'linear'.*'mha', 'iha'"),
-    ({"attention_options": {"iha": None}}, "attention_options.*'iha'.*None.*dict"),
-    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.*rope_type.*linear.*factor"),
-    ({"rope_parameters": {"rope_type": "alibi", "rope_theta": 1e4}}, "rope_parameters.*'alibi'.*'default'.*'yarn'"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.*one set"),
-    (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "rope_parameters.*partial_rotary_factor=0.5.*1.0",
-    ),
-]
-
-
-@pytest.mark.parametrize(("fields", "message"), BAD_CONFIGS, ids=[str(fields) for fields, _ in BAD_CONFIGS])
-def test_bad_configs_are_refused(fields, message):
-    with pytest.raises(Exception, match=f"(?s){message}"):
-        small_config(**fields)
-
-
-def test_an_unknown_preset_is_refused():
-    with pytest.raises(ValueError, match="'huge'.*'paper-2.4b-iha'.*'tiny'"):
-        IHAConfig.from_preset("huge")

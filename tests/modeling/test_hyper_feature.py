@@ -8,6 +8,7 @@ from helpers import (
     FP64,
     assert_attention_matches,
     assert_close,
+    kind_config,
     packing,
     padding,
     random_ids,
@@ -21,13 +22,7 @@ from helpers import (
 def hyper_feature_config(window=None, **fields):
     """Return a config of one layer; `fields` that are options of the kind are told from the others by name."""
     options = {name: fields.pop(name) for name in ("orders", "value_product", "linear") if name in fields}
-    return small_config(
-        attention_kinds="hyper_feature",
-        attention_options={"hyper_feature": options},
-        layer_types="full_attention" if window is None else "sliding_attention",
-        sliding_window=window,
-        **{"num_hidden_layers": 1, **fields},
-    )
+    return kind_config("hyper_feature", options, window, **fields)
 
 
 CASES = {
@@ -80,16 +75,6 @@ def test_order_1_is_multi_head_attention(core):
     actual, expected = uncached_logits(model, input_ids), uncached_logits(mha, input_ids)
     assert_close(actual, expected, 1e-6)
     assert core != "eager" or torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("case", ["mixed_value_product", "linear"])
-def test_scores_depend_on_distances_only(case):
-    """Shift all positions: RoPE rotates the query and the key of a feature alike, so nothing changes."""
-    model = random_model(hyper_feature_config(**CASES[case]), dtype=torch.float64)
-    input_ids, position_ids = random_ids(1, 9), torch.arange(9)[None]
-    expected = uncached_logits(model, input_ids, position_ids=position_ids)
-    assert_close(uncached_logits(model, input_ids, position_ids=position_ids + 50), expected, FP64)
-    assert (uncached_logits(model, input_ids, position_ids=position_ids * 2) - expected).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(

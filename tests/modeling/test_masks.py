@@ -11,8 +11,10 @@ from helpers import (
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
+    assert_custom_masks_mean_padding,
     causal_4d,
     cumulative_lengths,
+    geometry_model,
     on_cores,
     random_ids,
     random_model,
@@ -21,6 +23,7 @@ from helpers import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha.interleaving import documents_of, has_first_keys
@@ -28,7 +31,7 @@ from modeling_iha.masks import create_masks
 
 
 FLASH = "flash_attention_2"
-MASKED_CORES = ["base", "eager", "sdpa", "flex_attention"]
+MASKED_CORES = ["eager", "sdpa", "flex_attention"]
 LENGTHS = [5, 1, 4]
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
 CU_SEQ_LENS = cumulative_lengths(LENGTHS)
@@ -36,12 +39,6 @@ ONES = torch.ones(1, 10, dtype=torch.long)
 
 
 pytestmark = pytest.mark.usefixtures("cpu_cores")
-
-
-def geometry_model(geometry, core, dtype=torch.float32, **overrides):
-    model = random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry], **overrides}), dtype=dtype)
-    set_core(model, core)
-    return model
 
 
 def positions(attention_mask):
@@ -64,7 +61,7 @@ def test_padding_changes_no_row(core, geometry):
         assert_close(of_row[real], model(row).logits[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid_window_of_2", *OTHER_KINDS, "hybrid"]))
 def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
     """See no NaN in logits and gradients (FlexAttention has no CPU backward), and the other row undisturbed."""
@@ -91,31 +88,10 @@ def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
 # Custom masks
 
 
-@pytest.mark.parametrize(("core", "geometry"), on_cores(GEOMETRIES, MASKED_CORES))
+@pytest.mark.parametrize(("core", "geometry"), on_cores(GEOMETRIES, ["base", *MASKED_CORES]))
 @torch.no_grad()
 def test_custom_masks_equal_the_padding_they_express(core, geometry):
-    """Pass a boolean mask at once and an additive one in chunks through a cache; window layers keep their window."""
-    model = geometry_model(geometry, core)
-    input_ids = random_ids(2, 9)
-    attention_mask = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
-    position_ids, real = positions(attention_mask), attention_mask.bool()
-    expected = model(input_ids, attention_mask=attention_mask, position_ids=position_ids).logits[real]
-    mask = causal_4d(attention_mask, "bool")
-    actual = model(input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits[real]
-    assert_close(actual, expected)
-
-    mask, cache, logits = causal_4d(attention_mask, "additive"), None, []
-    for start, end in ((0, 5), (5, 8), (8, 9)):
-        output = model(
-            input_ids[:, start:end],
-            attention_mask=mask[:, :, start:end, :end],
-            position_ids=position_ids[:, start:end],
-            past_key_values=cache,
-            use_cache=True,
-        )
-        cache = output.past_key_values
-        logits.append(output.logits)
-    assert_close(torch.cat(logits, dim=1)[real], expected)
+    assert_custom_masks_mean_padding(geometry_model(geometry, core))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -147,20 +123,18 @@ def test_kinds_with_their_own_scores_refuse_a_core_that_they_never_call(kind, mo
         random_model(small_config(attention_kinds=kind, attn_implementation="another"))
 
 
+def test_a_core_of_somebody_else_attends_under_its_own_masks(monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "another", sdpa_attention_forward)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "another", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    model, mask = geometry_model("hybrid", "eager"), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    expected = model(random_ids(2, 9), attention_mask=mask).logits[mask.bool()]
+    model.config._attn_implementation = "another"
+    assert_close(model(random_ids(2, 9), attention_mask=mask).logits[mask.bool()], expected)
+
+
 def test_flash_refuses_a_custom_mask():
     with pytest.raises(ValueError, match="flash_attention_2.*no custom mask.*'sdpa'"):
         geometry_model("global", FLASH)(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
-
-
-@pytest.mark.parametrize("core", ["eager", "sdpa", "flex_attention"])
-def test_flex_attention_on_a_cpu_warns(core, recwarn):
-    """Warn before a custom mask kills the compiled core."""
-    model = geometry_model("global", core)
-    recwarn.clear()
-    with torch.no_grad():
-        model(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
-    warned = [str(warning.message) for warning in recwarn if "FlexAttention" in str(warning.message)]
-    assert len(warned) == (core == "flex_attention") and all("use 'sdpa' or 'eager'" in text for text in warned)
 
 
 # Packing

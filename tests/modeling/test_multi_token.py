@@ -1,13 +1,14 @@
 """Compare the options of kind "multi_token" with the loops of `references/multi_token.py`, and see nothing leak."""
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import (
     FP64,
     assert_attention_matches,
     assert_close,
-    assert_gradients_match,
-    gradients,
+    kind_config,
     logits_in_chunks,
     packing,
     padding,
@@ -15,13 +16,9 @@ from helpers import (
     random_model,
     relative_error,
     set_core,
-    small_config,
     uncached_logits,
 )
 from transformers import StaticCache
-
-from modeling_iha import score_matrix
-from modeling_iha.attention_multi_token import KeyQueryConvolution
 
 
 KERNELS = {"query_kernel": 3, "key_kernel": 5}
@@ -40,12 +37,7 @@ OPTIONS = {
 }
 
 
-def multi_token(options=None, **overrides):
-    return small_config(
-        attention_kinds="multi_token",
-        attention_options={"multi_token": options or {}},
-        **{"num_hidden_layers": 1, "rms_norm_eps": 0.1, **overrides},
-    )
+multi_token = partial(kind_config, "multi_token", rms_norm_eps=0.1)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -59,30 +51,6 @@ def test_every_option_matches_reference(options):
     for cache in (None, StaticCache(config=config, max_cache_len=24)):
         cached = logits_in_chunks(model, input_ids, [2, 1, 5, 1, 1, 3, 1, 1, 4], cache)
         assert relative_error(cached, expected) < FP64
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_blocks_of_any_size_compute_the_same(monkeypatch, size):
-    """Compare packed documents in blocks of queries with a single block, forward and backward."""
-    model, input_ids = random_model(multi_token({"query_kernel": 4}), dtype=torch.float64), random_ids(1, 17)
-    leaves, results = dict(model.named_parameters()), []
-    for block in (64, size):
-        monkeypatch.setattr(score_matrix, "BLOCK", block)
-        logits = model(input_ids, use_cache=False, **packing((7, 1, 9))[0]).logits
-        results.append((logits.detach(), gradients(logits, leaves)))
-    (expected, expected_gradients), (actual, actual_gradients) = results
-    assert relative_error(actual, expected) < FP64
-    assert_gradients_match(actual_gradients, expected_gradients, FP64)
-
-
-def test_the_convolution_is_that_of_pytorch():
-    """Pad with c_q - 1 rows above and c_k // 2 columns on either side, as the authors do, where every row counts."""
-    convolution, matrix = KeyQueryConvolution(4, 3, 5), torch.randn(2, 4, 7, 9)
-    torch.nn.init.normal_(convolution.weight)
-    padded = torch.nn.functional.pad(matrix, (2, 2, 2, 0))
-    expected = torch.nn.functional.conv2d(padded, convolution.weight, groups=4)
-    for counts in (None, torch.ones(1, 1, 7, 3, dtype=torch.bool)):
-        assert_close(convolution(matrix, 7, counts), expected)
 
 
 REAL = torch.tensor([[False] * 4 + [True] * 10])

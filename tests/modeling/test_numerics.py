@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import infer_auto_device_map, init_empty_weights
 from helpers import (
     EVERY_KIND,
     GRADIENTS,
@@ -14,7 +13,6 @@ from helpers import (
     HYBRID,
     LOGITS,
     assert_close,
-    causal_4d,
     loss_and_gradients,
     random_ids,
     random_model,
@@ -73,15 +71,6 @@ def test_a_cpu_without_products_of_a_dtype_is_slow(supported, slow, monkeypatch)
     assert cpu_precision._is_slow("bf16") is slow
 
 
-@pytest.mark.parametrize("core", ["sdpa", "eager"])
-def test_a_custom_mask_in_half_precision_without_products_of_it(core, monkeypatch):
-    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
-    model, input_ids = random_model(small_config(), dtype=torch.bfloat16), random_ids(1, 9)
-    set_core(model, core)
-    mask = causal_4d(torch.ones(1, 9, dtype=torch.long), "additive").bfloat16()
-    assert_close(model(input_ids, attention_mask=mask).logits, model(input_ids).logits, 0.02)
-
-
 @pytest.mark.parametrize("how", ["loaded", "autocast"])
 @pytest.mark.parametrize("core", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", EVERY_KIND["attention_kinds"])
@@ -111,7 +100,7 @@ def test_half_precision_on_a_cpu_without_products_of_it(kind, core, how, monkeyp
         assert not half or how != "loaded" or logits.dtype == token.dtype == torch.bfloat16
     for exact, native, widened in zip(*outputs.values()):
         errors = [(states.float() - exact).norm() / exact.norm() for states in (native, widened)]
-        assert errors[1] < max(1.2 * errors[0], 0.01), errors
+        assert errors[0] < 0.2 and errors[1] < max(1.2 * errors[0], 0.01), errors  # seen: 0.12
 
 
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])
@@ -136,7 +125,7 @@ def test_rope_keeps_its_precision(move, positions):
 @pytest.mark.parametrize(
     ("inputs", "use_reentrant"), [("plain", True), ("padded", False), ("packed", True), ("autocast", False)]
 )
-def test_gradient_checkpointing_changes_no_gradient(form, inputs, use_reentrant):
+def test_gradient_checkpointing_changes_no_gradient(inputs, use_reentrant):
     """Show the recomputed forward the same padding, documents and autocast dtype."""
     model = random_model(hybrid_config()).train()
     input_ids = random_ids(1, 8)
@@ -156,18 +145,12 @@ def test_gradient_checkpointing_changes_no_gradient(form, inputs, use_reentrant)
         assert_close(actual[name], expected[name])
 
 
-def rows_with_labels():
-    """Return four rows of 9 tokens, of which 8, 1, 5 and 3 are trained on."""
+def test_trainer_accumulates_to_one_batch(tmp_path):
+    """Train with Transformers' Trainer on rows that train 8, 1, 5 and 3 tokens: 1 x 4 and 4 x 1 give the same."""
     input_ids = random_ids(4, 9)
     labels = input_ids.clone()
     for row, trained in enumerate((8, 1, 5, 3)):
         labels[row, : 9 - trained] = -100
-    return input_ids, labels
-
-
-def test_trainer_accumulates_to_one_batch(tmp_path):
-    """Train with Transformers' Trainer: the weights are the same for 1 x 4 rows and for 4 x 1."""
-    input_ids, labels = rows_with_labels()
     data = [{"input_ids": i, "labels": label} for i, label in zip(input_ids, labels)]
     weights = []
     for accumulation in (1, 4):
@@ -219,30 +202,6 @@ def test_from_the_meta_device(layers, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("size", [80, 40])
-def test_resized_embeddings(size, tied, tmp_path):
-    """Keep the logits of old tokens and the tie of the weights, also through a checkpoint."""
-    model = random_model(hybrid_config(tie_word_embeddings=tied))
-    input_ids = random_ids(2, 9, vocab_size=40)
-    expected = uncached_logits(model, input_ids)
-    model.resize_token_embeddings(size)
-    kept = min(size, 61)
-    assert model.config.vocab_size == model.vocab_size == size
-    resized = uncached_logits(model, input_ids)
-    assert resized.shape[-1] == size
-    assert torch.equal(resized[..., :kept], expected[..., :kept])
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
-    labelled = model(input_ids, labels=input_ids)
-    labelled.loss.backward()
-    assert labelled.loss.isfinite()
-
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == tied
-    assert torch.equal(uncached_logits(loaded, input_ids), resized)
-
-
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
 def test_device_map_with_disk_offload(core, tied, tmp_path):
     """Let accelerate keep layers on disk and bring them in for their forward, with a cache that stays."""
@@ -259,15 +218,3 @@ def test_device_map_with_disk_offload(core, tied, tmp_path):
     options = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 6, "do_sample": False}
     assert torch.equal(loaded.generate(input_ids, **options), model.generate(input_ids, **options))
     assert any(p.is_meta for p in loaded.model.layers[1].parameters())
-
-
-def test_device_map_auto_splits_between_layers():
-    """Let accelerate put a boundary between layers, never through one."""
-    with init_empty_weights():
-        model = IHAForCausalLM(hybrid_config())
-    three_quarters = 0.75 * sum(p.numel() * p.element_size() for p in model.parameters())
-    device_map = infer_auto_device_map(
-        model, {"cpu": three_quarters, "disk": "1GB"}, no_split_module_classes=model._no_split_modules
-    )
-    assert len(set(device_map.values())) > 1
-    assert not any(".self_attn" in name or ".mlp" in name for name in device_map)

@@ -9,13 +9,11 @@ import torch
 from datasets import Dataset
 from helpers import (
     FP64,
-    GEOMETRIES,
-    OTHER_KINDS,
     assert_gradients_match,
+    geometry_model,
     on_cores,
     random_ids,
     random_model,
-    set_core,
     small_config,
 )
 from tiny_training import byte_tokenizer
@@ -74,17 +72,10 @@ def separate_loss(model, batch) -> torch.Tensor:
     return total / count
 
 
-def model_of(geometry: str, core: str):
-    fields = {"num_pseudo_heads": 3, **GEOMETRIES[geometry]}
-    model = random_model(small_config(**fields), dtype=torch.float64).train()
-    set_core(model, core)
-    return model
-
-
-@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid", *OTHER_KINDS]))
+@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid", "dcmha", "hyper", "diff"]))
 def test_a_packed_batch_is_learned_as_its_documents_alone(geometry, core, cpu_cores, small_blocks, tmp_path):
     """Compare loss and gradients; on FlexAttention, which has no backward on a CPU, the loss."""
-    model = model_of(geometry, core)
+    model = geometry_model(geometry, core, torch.float64).train()
     trainer = packed_trainer(model, tmp_path)
     check_packing(model, trainer.args)
     losses, gradients = [], []

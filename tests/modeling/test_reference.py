@@ -9,9 +9,6 @@ from itertools import product
 import pytest
 import torch
 from helpers import (
-    BF16_GRADIENT,
-    BF16_OUTPUT,
-    CORES,
     FP32,
     FP64,
     FP64_EXACT,
@@ -20,6 +17,7 @@ from helpers import (
     assert_attention_matches,
     assert_gradients_match,
     gradients,
+    kind_config,
     logits_in_chunks,
     random_ids,
     random_model,
@@ -33,11 +31,9 @@ from references.iha import causal_lm, iha_attention, mha_attention
 from references.options import AttentionOptions, llama_inv_freq
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import IHAConfig, IHAForCausalLM, interleaving
 from modeling_iha.attention_iha import InterleavedHeadAttention
-from modeling_iha.interleaving import mix
 
 
 # The reference itself
@@ -77,36 +73,23 @@ HEADS_AND_WINDOWS = [((4, 4), None), ((4, 2), 2), ((3, 1), 7), ((4, 2), 20)]
 POSITIONS, COLLAPSES = ["interleaved", "shared"], ["per_head", "all_heads"]
 
 
-def in_each_form(cases):
-    """Run cases of (P, collapse, ...) in both forms of the fixture `form`.
-
-    One pseudo-head and a collapse over all heads are always computed on the virtual sequence: once is enough.
-    """
-    both = [("virtual", *case) for case in cases]
-    both += [("base", *case) for case in cases if case[0] > 1 and case[1] == "per_head"]
-    return pytest.mark.parametrize(("form", "num_pseudo_heads", "collapse", "other"), both, indirect=["form"], ids=str)
-
-
-def layer_config(num_pseudo_heads, collapse, window=None, **overrides):
-    window_fields = {} if window is None else {"layer_types": "sliding_attention", "sliding_window": window}
-    return small_config(
-        num_hidden_layers=1, num_pseudo_heads=num_pseudo_heads, pseudo_collapse=collapse, **window_fields, **overrides
-    )
-
-
-@in_each_form(
-    (p, COLLAPSES[c], (POSITIONS[n], *HEADS_AND_WINDOWS[(p + 2 * c + n) % 4]))
-    for p, c, n in product(range(1, 6), range(2), range(2))
+@pytest.mark.parametrize(
+    ("num_pseudo_heads", "collapse", "positions", "heads_and_window"),
+    [
+        (p, COLLAPSES[c], POSITIONS[n], HEADS_AND_WINDOWS[(p + 2 * c + n) % 4])
+        for p, c, n in product(range(1, 6), range(2), range(2))
+    ],
 )
-def test_attention_matches_reference(form, num_pseudo_heads, collapse, other):
+def test_attention_matches_reference(num_pseudo_heads, collapse, positions, heads_and_window):
     """Cover every pair of P, collapse, positions, and heads with a window. P = 2 is in the mechanism suite, too.
 
     Interleaved positions are rotated in float64 throughout, where theta = 16 makes the frequencies exact."""
-    positions, (heads, groups), window = other
-    config = layer_config(
-        num_pseudo_heads,
-        collapse,
-        window,
+    (heads, groups), window = heads_and_window
+    config = kind_config(
+        "iha",
+        window=window,
+        num_pseudo_heads=num_pseudo_heads,
+        pseudo_collapse=collapse,
         hidden_size=8 * heads,
         num_attention_heads=heads,
         num_key_value_heads=groups,
@@ -114,12 +97,6 @@ def test_attention_matches_reference(form, num_pseudo_heads, collapse, other):
         rope_parameters={"rope_type": "default", "rope_theta": 16.0},
     )
     assert_attention_matches(config, FP64_EXACT if positions == "interleaved" else FP64, dtype=torch.float64)
-
-
-@in_each_form((p, COLLAPSES[c], POSITIONS[(p + c) % 2]) for p, c in product([1, 3, 4, 5], range(2)))
-def test_attention_matches_reference_in_bfloat16(form, num_pseudo_heads, collapse, other):
-    config = layer_config(num_pseudo_heads, collapse, pseudo_positions=other)
-    assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16)
 
 
 # The whole model
@@ -137,7 +114,7 @@ def test_attention_matches_reference_in_bfloat16(form, num_pseudo_heads, collaps
     ],
     ids=["qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid_everything", "four_kinds"],
 )
-def test_model_matches_reference(form, overrides):
+def test_model_matches_reference(overrides):
     model = random_model(small_config(num_pseudo_heads=3, **overrides), dtype=torch.float64)
     input_ids = random_ids(2, 9)
     logits = model(input_ids).logits
@@ -163,21 +140,21 @@ ROPE_OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("rope_type", "positions", "form"),
+    ("rope_type", "positions", "core"),
     [
-        (rope_type, POSITIONS[n], ["virtual", "base"][(i + n) % 2])
+        (rope_type, POSITIONS[n], ["sdpa", "base"][(i + n) % 2])
         for i, rope_type in enumerate(["default", *ROPE_INIT_FUNCTIONS])
         for n in range(2)
     ],
-    indirect=["form"],
 )
-def test_rope_types(form, rope_type, positions):
+def test_rope_types(core, rope_type, positions):
     """Compare every RoPE type of Transformers with the reference at that type's frequencies, uncached and cached."""
     rope = {"rope_type": rope_type, "rope_theta": 100.0, **ROPE_OPTIONS[rope_type]}
     config = small_config(
         attention_kinds=["iha", "mha"], num_pseudo_heads=3, pseudo_positions=positions, rope_parameters=rope
     )
     model = random_model(config)
+    set_core(model, core)
     input_ids = random_ids(2, 9)
     logits = model(input_ids).logits
     expected, _ = reference_logits(model, input_ids)
@@ -186,51 +163,7 @@ def test_rope_types(form, rope_type, positions):
     assert relative_error(logits_in_chunks(model, input_ids, [1] * 9), expected) < FP32
 
 
-@pytest.mark.parametrize(("positions", "length"), [("interleaved", 6), ("shared", 7)], ids=POSITIONS)
-@pytest.mark.parametrize("core", CORES)
-def test_two_kinds_on_every_core(cpu_cores, core, positions, length):
-    """Compare logits and gradients; the window of 5 tokens begins to bind at these lengths."""
-    model = random_model(small_config(**HYBRID, sliding_window=5, num_pseudo_heads=3, pseudo_positions=positions))
-    set_core(model, core)
-    input_ids = random_ids(2, length)
-    with torch.set_grad_enabled(core != "flex_attention"):  # it has no CPU backward
-        logits = model(input_ids, use_cache=False).logits
-    expected, weights = reference_logits(model, input_ids)
-    assert relative_error(logits, expected) < FP32
-    if logits.requires_grad:
-        assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP32)
-
-
 # What the paper claims of the layer
-
-
-@pytest.fixture
-def recording_core():
-    """Register an attention core that keeps the query, key and value of its last call, and yield them."""
-    seen = {}
-
-    def core(module, query, key, value, attention_mask, **kwargs):
-        seen.update(query=query, key=key, value=value)
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS.register("recording", core)
-    yield seen
-    del ALL_ATTENTION_FUNCTIONS._global_mapping["recording"]
-
-
-def test_interleaving_is_a_view(recording_core, monkeypatch):
-    """Hand the core the memory that the mixing wrote: one virtual sequence of N * P tokens, head by head."""
-    model = random_model(small_config(num_hidden_layers=1, num_pseudo_heads=3))
-    model.set_attn_implementation("recording")
-    mixed = []
-    monkeypatch.setattr(interleaving, "mix", lambda *args: mixed.append(mix(*args)) or mixed[-1])
-    model(random_ids(2, 5))
-    value, virtual = recording_core["value"], mixed[-1]
-    assert value.shape == (2, 2, 5 * 3, 8)
-    assert value.data_ptr() == virtual.data_ptr()
-    assert value.untyped_storage().data_ptr() == virtual.untyped_storage().data_ptr()
-    assert torch.equal(value[0, 1, 4 * 3 + 2], virtual[0, 4, 2, 1])  # head 1, token 4, pseudo-head 2
-    assert all(recording_core[name].stride(-1) == 1 for name in ("query", "key", "value"))
 
 
 @pytest.mark.parametrize("collapse", ["per_head", "all_heads"])

@@ -81,19 +81,6 @@ def test_report(results, monkeypatch):
     assert f"| / llama | {TOKENS} tokens, P = 2 |\n|---|---|\n| iha | {ratio} |\n" in text
 
 
-def test_settings_that_are_left_together_show_their_span():
-    rows = [
-        {"pass": "forward", "window": "none", "tokens": tokens, "ratios": {"a / b": ratio, "memory: a / b": 2.0}}
-        for tokens, ratio in ((512, 0.5), (1024, 1.25))
-    ]
-    lines = report.benchmark_lines("any_decoder", {"rows": rows, "command": "run"})
-    assert lines[-5:-2] == [
-        "| / b | forward, window: none | memory, forward, window: none |",
-        "|---|---|---|",
-        "| a | 0.500–1.250 | 2.000 |",
-    ]
-
-
 def test_medians(monkeypatch):
     """Interleave the runs and leave out the first round; a single run is its own median."""
     clock, order = [0.0], []
@@ -111,23 +98,6 @@ def test_medians(monkeypatch):
     assert harness.medians(forms, 3) == {"a": 2, "b": 10}
     assert order == ["a", "b"] * 4
     assert harness.medians(forms, 1) == {"a": 7, "b": 8}
-
-
-def allocate(megabytes):
-    """Return a function that holds so much at once, and half of it twice in a row."""
-
-    def run():
-        for _ in range(2):
-            torch.ones(megabytes * 2**17)
-        torch.ones(megabytes * 2**18)
-
-    return run
-
-
-@pytest.mark.slow  # it starts two processes
-def test_extra_bytes():
-    # What the process held before, and freed, does not count.
-    assert harness.extra_bytes(allocate, (64,), (128,)) == pytest.approx(64 * 2**20, rel=0.02)
 
 
 def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
@@ -172,12 +142,3 @@ def test_what_the_default_is_compared_with(monkeypatch):
     runs["default"]()
     # The first 32 queries, a block of 128 with the 32 keys before it, and the 96 that are left.
     assert calls[1:] == [(torch.float32, None), (torch.float32, 128 + 32), (torch.float32, 96 + 32)]
-
-
-def test_every_decoded_token_is_the_first_after_the_cached_ones(monkeypatch):
-    lengths, attend = [], harness.Attention.attend
-    watch = lambda self, states, cache: lengths.append(cache.get_seq_length()) or attend(self, states, cache)  # noqa: E731
-    monkeypatch.setattr(harness.Attention, "attend", watch)
-    run = default_form.forms(torch.float32, "decoding", 64, 2, None)["default"]
-    run(), run()
-    assert lengths == [64, 64]

@@ -2,29 +2,16 @@
 
 import math
 import random
-from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from research.experiments import dcmha_tasks, language_models, study
 from research.experiments.dcmha_tasks import ANSWERS, NAMES, SET_PATTERNS, TASKS, TOKENS
-from research.experiments.options import protocol_parser
 
 
 TINY_TEXT = language_models.sized(width=16, ffn=48, layers=1, heads=2, tokens=32, batch=2, steps=4)
 TINY_TASKS = {**TINY_TEXT, "tokens": 4, "test": 1}
-
-
-def test_a_study_writes_to_its_outputs_unless_told_where(tmp_path, monkeypatch):
-    for words, results in (
-        ([], "outputs/dcmha_tasks"),
-        (["--results", "mine"], "mine"),
-    ):
-        monkeypatch.chdir(tmp_path)
-        args = protocol_parser("", "dcmha_tasks", 0.05, dcmha_tasks.KINDS).parse_args(words)
-        study.begin(args)
-        assert args.results == (tmp_path / results if "--results" in words else Path(results))
 
 
 def test_intervals_over_seeds():

@@ -135,8 +135,7 @@ def test_comparison_and_chosen_layers(checkpoints, tmp_path):
     assert data["change"] == [[0] * 4] * 2
 
 
-@pytest.mark.parametrize("checkpoints_shown", [1, 2])
-@pytest.mark.parametrize("pseudo_heads", [None, 4])
+@pytest.mark.parametrize(("checkpoints_shown", "pseudo_heads"), [(1, 4), (2, None)])
 def test_the_longest_prompt_fits_however_the_weights_compress(pseudo_heads, checkpoints_shown):
     """Show 30 layers of SmolLM2's heads with weights that are noise: the page takes most of 10 MB, and no more."""
     collapse = None if pseudo_heads is None else "per_head"
@@ -272,27 +271,9 @@ def test_in_a_browser(browser, checkpoints, tmp_path):
     opened.click_cell("pattern", 3, 5)
     assert opened.chosen("token") == ["5"]
     assert_shows((weights[1][1] - weights[1][0])[2, :, 0, :, 1], query=5)
-    # Among the tiles of all heads, a click on one opens it.
-    assert tab.locator("#heads canvas").count() == 8
-    tab.click("#heads canvas[data-layer='1'][data-head='1']")
-    assert opened.chosen("layer", "head") == ["1", "1"]
-    assert tab.get_attribute("#heads .chosen", "title") == "layer 1 (iha), head 1"
     opened.click_cell("change", 3, 0)
     assert opened.chosen("layer", "head", "query") == ["0", "3", "0"]
     most = max(w.item() for layer in weights for w in (layer[1] - layer[0]).abs().sum((3, 4)).mean((1, 2)) / 2)
     assert float(opened.rows("changed")[0][2]) == pytest.approx(most, abs=1e-3)
-
-    # Matrices: less their start, and how far they moved.
-    tab.select_option("#layer", "1")
-    tab.select_option("#shown", "B")
-    tab.select_option("#less", "start")
-    alpha = checkpoints[1]["tuned"].model.layers[1].self_attn.q_mix.value().detach()
-    drawn = torch.tensor(tab.evaluate("document.getElementById('q_mix').data[0].z"))
-    expected = alpha - torch.eye(4)[:, :, None]
-    torch.testing.assert_close(drawn, expected.flatten(1), rtol=0, atol=2e-3)
-    tab.select_option("#shown", "difference")
-    moved = alpha - checkpoints[1]["per_head"].model.layers[1].self_attn.q_mix.value().detach()
-    distance = moved.norm() / checkpoints[1]["per_head"].model.layers[1].self_attn.q_mix.value().norm()
-    assert float(opened.rows("distances")[1][1]) == pytest.approx(distance.item(), rel=0.01)
 
     assert opened.problems == [] and opened.requests == [(tmp_path / "page.html").as_uri()]

@@ -184,12 +184,6 @@ def test_variants_of_a_seed_start_from_common_weights_and_read_the_same_rows(mon
     assert not mha["model.embed_tokens.weight"].equal(of_other_seed["model.embed_tokens.weight"])
 
 
-def test_rows_have_a_length_that_fits():
-    for tokens in (31, 65):
-        with pytest.raises(UserError, match="expected at least 32, at most 64"):
-            size_of(TINY, tokens)
-
-
 def test_the_held_out_text_is_never_trained_on(monkeypatch):
     """Make the bytes of the last tenth ones, all others zeros."""
     text = torch.zeros(1000, dtype=torch.uint8)

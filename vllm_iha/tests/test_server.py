@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -53,7 +52,7 @@ def model(tmp_path_factory) -> IHAForCausalLM:
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    """Yield the address and the process of a server that asks for a key."""
+    """Yield the address of a server that asks for a key."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -74,7 +73,7 @@ def server(model, tmp_path_factory):
             except OSError:
                 assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
                 time.sleep(0.5)
-        yield url, process
+        yield url
     finally:
         process.kill()
         process.wait()
@@ -89,28 +88,7 @@ def answer(model: IHAForCausalLM, text: str) -> str:
     return tokenizer().decode(tokens[0, ids.shape[1] :])
 
 
-def status(url: str, body: bytes, key: str = KEY) -> int:
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
-    try:
-        return urllib.request.urlopen(urllib.request.Request(f"{url}/v1/completions", body, headers)).status
-    except urllib.error.HTTPError as error:
-        return error.code
-
-
-def test_a_key_is_asked_for_and_mistakes_are_the_client_s(server):
-    url, _ = server
-    request = b'{"model": "iha", "prompt": "w1", "max_tokens": 1}'
-    assert status(url, request) == 200
-    assert status(url, request, key="another") == 401
-    assert status(url, request.replace(b'"iha"', b'"/etc"')) == 404
-    assert 400 <= status(url, b'{"model": "iha", ') < 500
-    assert 400 <= status(url, request.replace(b"1}", b"100000}")) < 500
-    assert status(url, request) == 200
-
-
 def test_a_hundred_clients_get_what_generate_writes(server, model):
-    url, _ = server
-
     async def ask(client: openai.AsyncOpenAI, index: int) -> str:
         request = {"model": "iha", "prompt": prompt(index), **GREEDY}
         if index % 10 == 1:  # leaves in the middle
@@ -128,16 +106,10 @@ def test_a_hundred_clients_get_what_generate_writes(server, model):
         return (await client.completions.create(**request)).choices[0].text
 
     async def ask_all() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, timeout=300, max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key=KEY, timeout=300, max_retries=0) as client:
             return await asyncio.gather(*(ask(client, index) for index in range(100)))
 
     answers = asyncio.run(ask_all())
     for index, text in enumerate(answers):
         if index % 10 != 1:
             assert text.split() == answer(model, prompt(index)).split(), index
-
-
-def test_the_server_ends_when_it_is_told_to(server):
-    _, process = server
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) in (0, -signal.SIGTERM)
