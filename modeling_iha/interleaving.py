@@ -218,7 +218,8 @@ class Overlay:
 
 def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
     """Return whether `absorbed_attention` takes one new token: where it can and is faster."""
-    # On a CPU, expanding is faster for few tokens (benchmarks/default_form.py). A comparison would bound exports.
+    # On a CPU, expanding is faster for few tokens (research/benchmarks/default_form.py). A comparison of lengths would
+    # bound exports.
     few = states.device.type == "cpu" and (
         torch.compiler.is_exporting() or num_keys < 64 or len(states) * num_keys < 128
     )
