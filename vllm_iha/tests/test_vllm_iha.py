@@ -18,7 +18,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from iha_io.checkpoint_io import smollm2_gguf
-from iha_io.command_io import run_module
+from iha_io.command_io import run_command
 from modeling_iha import IHAConfig, IHAForCausalLM
 from vllm_iha.model import VirtualAttention
 
@@ -223,7 +223,7 @@ def test_preempted_requests_go_on(tmp_path, monkeypatch):
 
 def test_a_converted_model(tmp_path):
     converted, schedule = tmp_path / "iha", ["--num-pseudo-heads", "2", "--schedule", "hybrid", "--window", "32"]
-    run_module(converted, "conversion_scripts.convert_llama_to_iha", smollm2_gguf(), converted, *schedule)
+    run_command(converted, "conversion_scripts.convert_llama_to_iha", smollm2_gguf(), converted, *schedule)
     model = IHAForCausalLM.from_pretrained(converted, dtype=torch.float32)
     with engine(converted) as llm:
         outputs = serve(llm, random_tokens(5, 40, 130, vocab_size=model.config.vocab_size))
