@@ -187,6 +187,11 @@ def virtual_attention(
         product_dtype: dtype of products with the cache where those of its own are slow, or `None`.
         kwargs: keyword arguments of the core, in tokens.
     """
+    if "flash" in core and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
+        raise ValueError(
+            f"attn_implementation={core!r} takes no custom mask [batch, 1, queries, keys]: pass attention_mask "
+            "[batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
+        )
     num_pseudo_heads = virtual_tokens(module.config)
     attend_tokens, view = core_function(core, module), _stock_view(module, core, num_pseudo_heads)
     if has_first_keys(attention_mask):  # in which the window of the base is, and no place of a static cache behind
@@ -304,14 +309,9 @@ def expand_mask(
 
 
 def _check_mask(mask, core: str, num_queries: int, num_keys: int) -> None:
-    """Raise a ValueError for a dense mask on a flash core, and for one that is not over the virtual tokens."""
+    """Raise a ValueError for a dense mask that is not over the virtual tokens."""
     if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
         return
-    if "flash" in core:
-        raise ValueError(
-            f"attn_implementation={core!r} takes no custom mask [batch, 1, queries, keys]: pass attention_mask "
-            "[batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
-        )
     if mask.shape[-2:] != (num_queries, 1 if has_first_keys(mask) else num_keys):
         raise ValueError(
             f"attention_mask is {list(mask.shape)} for {num_queries} x {num_keys} virtual tokens on {core!r}: pass "

@@ -132,9 +132,10 @@ def test_a_core_of_somebody_else_attends_under_its_own_masks(monkeypatch):
     assert_close(model(random_ids(2, 9), attention_mask=mask).logits[mask.bool()], expected)
 
 
-def test_flash_refuses_a_custom_mask():
+@pytest.mark.parametrize("geometry", ["global", "window_mha", "diff"])
+def test_flash_refuses_a_custom_mask(geometry):
     with pytest.raises(ValueError, match="flash_attention_2.*no custom mask.*'sdpa'"):
-        geometry_model("global", FLASH)(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
+        geometry_model(geometry, FLASH)(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
 
 
 # Packing
