@@ -29,6 +29,7 @@ class MultiHeadAttention(LlamaAttention):
     mixing_modules: tuple[str, ...] = ()
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
+    convolves = False  # whether a token's neighbours in the row change its scores
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -49,9 +50,6 @@ class MultiHeadAttention(LlamaAttention):
                 f"{self.layer_idx} is a {self.layer_type} layer of kind {kind!r}: serve it by vLLM with the plugin "
                 "vllm_iha, or use generate or generate_batch of Transformers."
             )
-
-    def check_padding(self, attention_mask: torch.Tensor):
-        """Raise a ValueError for a mask [batch, keys] under which this kind of layer would compute something else."""
 
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> "MultiHeadAttention":

@@ -89,10 +89,12 @@ class MultiTokenAttention(ScoreMatrixAttention):
         self.head_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if options.head_norm else None
         self.head_gate = nn.Linear(self.head_dim, 1) if options.head_gate else None
 
-    def check_padding(self, attention_mask: torch.Tensor):
+    def check_holes(self, attention_mask: torch.Tensor | None):
         """Raise a ValueError for hidden tokens between visible ones, which a convolution would take for neighbours."""
+        if attention_mask is None or attention_mask.ndim != 2 or attention_mask.is_meta or is_tracing(attention_mask):
+            return
         real = attention_mask != 0
-        if self.convolves and ((real[:, 1:] > real[:, :-1]).sum(dim=1) + real[:, 0] > 1).any():
+        if ((real[:, 1:] > real[:, :-1]).sum(dim=1) + real[:, 0] > 1).any():
             raise ValueError(
                 "attention_mask hides tokens between others, and kind 'multi_token' convolves over neighbouring "
                 "tokens: leave these tokens out, and pad at the start or the end of a row."

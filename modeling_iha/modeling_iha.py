@@ -25,7 +25,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_kinds import ATTENTION_CLASSES
@@ -176,9 +175,8 @@ class IHAModel(IHAPreTrainedModel):
         """Check the inputs, and return the mask of each layer type. `kwargs` of the forward may declare documents."""
         inputs = (self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         check_inputs(*inputs, **kwargs)
-        if attention_mask is not None and attention_mask.ndim == 2 and not is_tracing(attention_mask):
-            for layer in self.layers:
-                layer.self_attn.check_padding(attention_mask)
+        for layer in [layer for layer in self.layers if layer.self_attn.convolves][:1]:
+            layer.self_attn.check_holes(attention_mask)
         return create_masks(*inputs)
 
     @merge_with_config_defaults
