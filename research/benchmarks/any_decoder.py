@@ -13,21 +13,18 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
 from iha_io.command_io import run_cli
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
+from research.benchmarks.harness import medians, reported, training, wall_seconds, write
 from research.benchmarks.options import arguments
 
 
 PARSER = arguments(__doc__, [512, 1024], repeats=5)
 PARSER.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count()], help="numbers of threads")
 PARSER.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
-if __name__ == "__main__":
-    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
-
-import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
-
-from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
-from research.benchmarks.harness import medians, reported, training, wall_seconds, write
 
 
 SIZES = {

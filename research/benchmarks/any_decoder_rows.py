@@ -11,20 +11,17 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from iha_io.command_io import run_cli
+from modeling_iha import interleave_heads
+from research.benchmarks.any_decoder import PSEUDO_HEADS, SIZES
+from research.benchmarks.harness import extra_bytes, medians, reported, write
 from research.benchmarks.options import arguments
 
 
 PARSER = arguments(__doc__, [2048], repeats=2)
-if __name__ == "__main__":
-    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from modeling_iha import interleave_heads
-from research.benchmarks.any_decoder import PSEUDO_HEADS, SIZES
-from research.benchmarks.harness import extra_bytes, medians, reported, write
 
 
 # By what they hold.

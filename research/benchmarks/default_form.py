@@ -19,22 +19,10 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from unittest import mock
 
-from iha_io.command_io import run_cli
-from research.benchmarks.options import arguments
-
-
-PARSER = arguments(__doc__, [], repeats=3)
-PARSER.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count(), 8], help="numbers of threads")
-PARSER.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()], help="numbers of busy processes")
-PARSER.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
-PARSER.add_argument("--cases", nargs="+", help="parts to measure, such as forward or 'batch decoding' (all)")
-if __name__ == "__main__":
-    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
-
 import torch
 from transformers.cache_utils import DynamicCache
 
-from iha_io.command_io import UserError, read_json
+from iha_io.command_io import UserError, read_json, run_cli
 from modeling_iha import attention_mha, virtual_core
 from research.benchmarks.harness import (
     Attention,
@@ -47,7 +35,15 @@ from research.benchmarks.harness import (
     wall_seconds,
     write,
 )
+from research.benchmarks.options import arguments
 from research.benchmarks.schedule import BASE, schedules
+
+
+PARSER = arguments(__doc__, [], repeats=3)
+PARSER.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count(), 8], help="numbers of threads")
+PARSER.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()], help="numbers of busy processes")
+PARSER.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
+PARSER.add_argument("--cases", nargs="+", help="parts to measure, such as forward or 'batch decoding' (all)")
 
 
 IDLE_LIMIT, BUSY_LIMIT = 1.05, 1.2

@@ -21,8 +21,21 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
+from transformers.cache_utils import Cache, DynamicLayer
+from transformers.utils import is_flash_attn_4_available
+
 from iha_io.command_io import UserError, one_line, read_json, run_cli, sole_writer, write_json
+from kind_facts import model_cost as cost
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
+from modeling_iha.masks import create_masks
+from modeling_iha.package import flop_matched_window
+from modeling_iha.virtual_core import virtual_tokens
+from research.benchmarks import harness
+from research.benchmarks.harness import Attention, inference, training
 from research.benchmarks.options import OUTPUTS
+from research.benchmarks.schedule import schedules
 
 
 # What is measured, from the cheapest to the dearest.
@@ -34,23 +47,6 @@ PARSER.add_argument("--retry", action="store_true", help="try again what failed"
 PARSER.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too")
 where = "directory of the results (outputs/benchmarks/gpu)"
 PARSER.add_argument("--out", type=Path, default=OUTPUTS / "gpu", help=where)
-if __name__ == "__main__":
-    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
-from transformers.cache_utils import Cache, DynamicLayer
-from transformers.utils import is_flash_attn_4_available
-
-from kind_facts import model_cost as cost
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
-from modeling_iha.masks import create_masks
-from modeling_iha.package import flop_matched_window
-from modeling_iha.virtual_core import virtual_tokens
-from research.benchmarks import harness
-from research.benchmarks.harness import Attention, inference, training
-from research.benchmarks.schedule import schedules
-
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,16 +9,9 @@ example: python -m research.benchmarks.schedule --tokens 4096 8192
 from collections.abc import Callable
 from itertools import product
 
-from iha_io.command_io import run_cli
-from research.benchmarks.options import arguments
-
-
-PARSER = arguments(__doc__, [4096, 8192])
-if __name__ == "__main__":
-    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
-
 import torch
 
+from iha_io.command_io import run_cli
 from kind_facts.model_cost import attention, model
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
@@ -32,6 +25,10 @@ from research.benchmarks.harness import (
     training,
     write,
 )
+from research.benchmarks.options import arguments
+
+
+PARSER = arguments(__doc__, [4096, 8192])
 
 
 BASE = "5 mha"

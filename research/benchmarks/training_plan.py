@@ -9,19 +9,16 @@ example: python -m research.benchmarks.training_plan --tokens 256 1024
 import tempfile
 from collections.abc import Callable
 
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
 from iha_io.command_io import run_cli
+from modeling_iha import IHAConfig, interleave_heads
+from research.benchmarks.harness import PRELOADED, extra_bytes, reported, write
 from research.benchmarks.options import arguments
 
 
 PARSER = arguments(__doc__, [256, 1024])
-if __name__ == "__main__":
-    run_cli(PARSER.parse_args)  # before the imports below, which take seconds
-
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
-
-from modeling_iha import IHAConfig, interleave_heads
-from research.benchmarks.harness import PRELOADED, extra_bytes, reported, write
 
 
 SIZES = {
