@@ -2,14 +2,12 @@
 
 import os
 
-from accelerate import init_empty_weights
+from accelerate import ParallelismConfig, init_empty_weights
 from accelerate.utils import DistributedType
 from peft import PeftModel, get_peft_model
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from iha_io.command_io import UserError
-from sft.arguments import RunArguments
-from sft.sequence_parallel import check_shared_sequence
+from iha_io.command_io import UserError, refusing
 
 
 CONFIGS = "sft/accelerate_configs"
@@ -24,7 +22,7 @@ def asks_for_fsdp(args: TrainingArguments) -> bool:
     return bool(args.fsdp) or _flag("ACCELERATE_USE_FSDP")
 
 
-def check_launch(run: RunArguments, args: TrainingArguments) -> None:
+def check_launch(args: TrainingArguments) -> None:
     """Refuse, before a model is loaded, a launch that would train something else than it says. Raise `UserError`.
 
     What a launcher asks for stands in environment variables, and what came of it in `args.distributed_state`: where
@@ -48,11 +46,12 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
             f"'distributed_type: MULTI_CPU' and 'use_cpu: true': use {CONFIGS}/ddp.yaml, with --use_cpu true for the "
             "CPU (if one process is what you want, unset MASTER_ADDR)."
         )
-    shards = asks_for_fsdp(args) or bool(args.deepspeed) or _flag("ACCELERATE_USE_DEEPSPEED")
-    if shards and resolved in (DistributedType.NO, DistributedType.MULTI_CPU):
+    if args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED"):
+        raise UserError(f"DeepSpeed: expected FSDP2, which shards the same: use {CONFIGS}/fsdp2.yaml.")
+    if asks_for_fsdp(args) and resolved in (DistributedType.NO, DistributedType.MULTI_CPU):
         raise UserError(
-            f"FSDP and DeepSpeed would silently train unsharded without accelerators ({resolved}): use "
-            f"{CONFIGS}/ddp.yaml on the CPU and single.yaml for one process."
+            f"FSDP would silently train unsharded without accelerators ({resolved}): use {CONFIGS}/ddp.yaml on the "
+            "CPU and single.yaml for one process."
         )
     version = (args.fsdp_plugin_args or {}).get("fsdp_version") or int(os.environ.get("FSDP_VERSION", 1))
     if asks_for_fsdp(args) and version != 2:
@@ -62,7 +61,13 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
             f"the accelerate config asks for mixed_precision: {args.mixed_precision}, and the recipe has neither bf16 "
             "nor fp16: give --mixed_precision no to accelerate launch, or set bf16 or fp16 in the recipe."
         )
-    check_shared_sequence(run, args)
+    with refusing("parallelism_config", ValueError):  # sizes that exclude each other
+        sizes = args.parallelism_config or ParallelismConfig()
+    if max(sizes.cp_size, sizes.tp_size, sizes.sp_size) > 1:
+        raise UserError(
+            "context and sequence parallelism drop windows and the boundaries of packed documents, and tensor "
+            "parallelism cannot share attention that mixes all heads: set cp_size, sp_size and tp_size to 1."
+        )
 
 
 def whole_model(trainer: Trainer) -> PreTrainedModel | None:
@@ -74,7 +79,7 @@ def whole_model(trainer: Trainer) -> PreTrainedModel | None:
     into the checkpoint in place of the model's.
     """
     accelerator, model = trainer.accelerator, trainer.model
-    if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+    if accelerator.distributed_type != DistributedType.FSDP:
         return accelerator.unwrap_model(model)
     weights = accelerator.get_state_dict(trainer.model_wrapped)
     if not accelerator.is_main_process:

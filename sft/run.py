@@ -78,7 +78,7 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
     Raise `UserError` for a launch that would train something else, for a run that has finished, for a directory or a
     checkpoint of a run on another model or other data, and while another run writes there.
     """
-    check_launch(run, args)
+    check_launch(args)
     if run.push_repo_id and None in (
         source_license(run.model_name_or_path),
         source_base_model(run.model_name_or_path),

@@ -22,7 +22,6 @@ from iha_io.command_io import UserError, whole_file
 from modeling_iha.interleaving import Mixing
 from modeling_iha.mixing import mixing_parameters
 from sft.distributed import whole_model
-from sft.sequence_parallel import share_sequence
 
 
 # The file that says what a run is made of. A checkpoint gets a copy last of all, which says that it is whole.
@@ -59,14 +58,11 @@ class RecipeTrainer(Trainer):
         self._losses: torch.Tensor | int = 0  # of a step's micro-batches, summed
         self._start = [weight.detach().clone() for weight in mixing_parameters(self.model)]
         self._start_size = mixing_size(self.model)
-        share_sequence(self)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers goes by names, and would decay vectors such as those of differential attention's lambda.
-        # ZeRO-3 leaves an empty vector of each parameter, beside its shape.
-        shapes = {name: getattr(value, "ds_shape", value.shape) for name, value in model.named_parameters()}
         mixing = {id(value) for value in mixing_parameters(model)}
-        spared = {name for name, value in model.named_parameters() if len(shapes[name]) < 2 or id(value) in mixing}
+        spared = {name for name, value in model.named_parameters() if value.dim() < 2 or id(value) in mixing}
         return [name for name in super().get_decay_parameter_names(model) if name not in spared]
 
     def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
@@ -168,8 +164,8 @@ class RecipeTrainer(Trainer):
             )
 
     def _load_weights(self, checkpoint: str) -> bool:
-        """Load a whole model's weights, and return False for what FSDP, DeepSpeed or PEFT loads in its own way."""
-        if self.is_fsdp_enabled or self.is_deepspeed_enabled or isinstance(self.model, PeftModel):
+        """Load a whole model's weights, and return False for what FSDP or PEFT loads in its own way."""
+        if self.is_fsdp_enabled or isinstance(self.model, PeftModel):
             return False
         # The Trainer takes the names in the files for the model's, and would leave experts as they were.
         self.model.load_state_dict(load_model(checkpoint, self.model.dtype).state_dict())
@@ -196,5 +192,5 @@ def mixing_size(model: torch.nn.Module) -> float:
         for module in model.modules()
         if isinstance(module, Mixing)
         for name, weight in module.named_parameters(recurse=False)
-        if weight.requires_grad and weight.numel()  # ZeRO-3 leaves nothing of it
+        if weight.requires_grad
     )

@@ -253,12 +253,6 @@ def test_what_trains_and_what_decays(kind, use_peft, tmp_path):
         assert {name.split(".")[1] for name in others if name.startswith("self_attn.")} == set(PROJECTIONS)
 
 
-def test_matrices_that_deepspeed_has_taken_apart_decay():
-    linear = torch.nn.Linear(3, 2)
-    linear.weight.ds_shape, linear.weight.data = linear.weight.shape, torch.empty(0)
-    assert MixingTrainer.__new__(MixingTrainer).get_decay_parameter_names(linear) == ["weight"]
-
-
 def test_adapters_learn_a_composition_from_its_exact_start():
     """Train `w2`, zero in one half at the start, without which `w1` has no gradient; no adapter fits it."""
     model = random_model(small_config(attention_kinds="dcmha"))
