@@ -27,9 +27,13 @@ UNUSED_KEYS = (
 # Class of a trainer's arguments -> more such keys. Rows of sft/train.py are tokenized whole and cut on the right.
 UNUSED_WITH = {
     "SFTConfig": ("completion_only_loss", "dataset_kwargs", "dataset_text_field", "truncation_mode"),
-    # `sync_ref_model` moves the reference model, which no checkpoint holds.
-    "DPOConfig": ("dataset_streaming", "sync_ref_model"),
-    "GRPOConfig": ("dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
+    # `sync_ref_model` moves the reference model, which no checkpoint holds. TRL caches what it precomputes by rows and
+    # weights, and it depends on the recipe too.
+    "DPOConfig": ("dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),
+    "GRPOConfig": (
+        *("dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
+        "use_transformers_continuous_batching",  # TRL would round the weights that are trained
+    ),
 }
 
 
@@ -58,7 +62,6 @@ class RunArguments(ScriptArguments, ModelConfig):
     max_position_embeddings: int | None = key("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = key("RoPE base to train with, which the trained checkpoint keeps.")
     sliding_window: int | None = key("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
-    push_repo_id: str | None = key("Repository on the Hub, such as me/model, to publish the final model in.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,7 +18,6 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 from typing_extensions import TypedDict
 
-from conversion_scripts.push_to_hub import push
 from iha_io import plots
 from iha_io.checkpoint_io import load_config_dict
 from iha_io.command_io import (
@@ -59,7 +58,7 @@ _MODEL_FILES = ("*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.m
 # Keys that a record leaves out: places on this machine, what stands in other sections, and what nothing reads.
 _UNRECORDED = {
     *("model_name_or_path", "dataset_name", "output_dir", "logging_dir", "run_name", "resume_from_checkpoint"),
-    *("chat_template_path", "push_repo_id", *UNUSED_KEYS),
+    *("chat_template_path", *UNUSED_KEYS),
 }
 # Keys of a recipe that a model card names in any case; others when they are not the default.
 CARD_KEYS = (
@@ -68,7 +67,7 @@ CARD_KEYS = (
 )
 FINAL = "final"  # the directory of the final model
 # Figures of which curves.png has a panel where they are logged, with those of evaluation.
-CURVES = ("loss", "rewards/margins", "reward", "kl", "mixing_distance")
+CURVES = ("loss", "rewards/margins", "reward", "kl")
 
 
 @contextmanager
@@ -79,14 +78,6 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
     checkpoint of a run on another model or other data, and while another run writes there.
     """
     check_launch(args)
-    if run.push_repo_id and None in (
-        source_license(run.model_name_or_path),
-        source_base_model(run.model_name_or_path),
-    ):
-        raise UserError(
-            "push_repo_id publishes a model card with license and base_model, which that of "
-            f"{run.model_name_or_path} does not state: add them to its README.md, or publish final/ by push_to_hub."
-        )
     args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
     args.dataloader_pin_memory &= args.device.type != "cpu"  # PyTorch warns at every epoch that it cannot
     output = Path(args.output_dir)
@@ -117,7 +108,7 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
 
 
 def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) -> None:
-    """Train, on from `checkpoint` if there is one, save the final model and, where the recipe says so, publish it."""
+    """Train, on from `checkpoint` if there is one, and save the final model."""
     args, output = trainer.args, Path(trainer.args.output_dir)
     if checkpoint is not None:
         trainer.accelerator.print(f"Resuming from {checkpoint}.")
@@ -141,8 +132,6 @@ def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) ->
                 shutil.copy(output / "curves.png", directory)
                 (directory / "README.md").write_text(card(model.config, trainer, run, record), encoding="utf-8")
         print(f"Final model: {output / FINAL}\nCurves:      loss.json and curves.png beside it")
-        if run.push_repo_id is not None:
-            push(output / FINAL, run.push_repo_id)
     # DDP's reducer must go before the process group. The last one to hold the group destroys it and joins its threads;
     # the reducer would do so with the GIL held, while such a thread may still need the GIL to release a tensor, for
     # ever.

@@ -9,7 +9,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from accelerate import PartialState
 from datasets import Dataset, Features
-from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 from typing_extensions import TypedDict
@@ -18,7 +17,6 @@ from iha_io.command_io import UserError, run_cli, typed
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import load_base_model, lora_config, prepare_model, run_config
 from sft.data import TURNS, UNREAD_COLUMNS, Messages, load_rows, rendering, to_messages
-from sft.distributed import asks_for_fsdp
 from sft.run import begun, train
 from sft.trainer import RecipeTrainer
 from sft.training_rows import split_rows
@@ -27,9 +25,8 @@ from sft.training_rows import split_rows
 USAGE = """python -m sft.train_dpo --config sft/recipes/dpo/dpo.yaml [--key value ...]
 
 Train a model to prefer the chosen answer of each row to the rejected one. A row holds `prompt`, `chosen` and
-`rejected`, each a list of {role, content}; sft/make_preference_pairs.py makes such rows. Every key below can stand in
-the YAML file or on the command line, which wins. A run that was stopped continues from its newest whole checkpoint
-when the same command is given again.
+`rejected`, each a list of {role, content}. Every key below can stand in the YAML file or on the command line, which
+wins. A run that was stopped continues from its newest whole checkpoint when the same command is given again.
 
 example:
   python -m sft.train_dpo \\
@@ -111,12 +108,8 @@ def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
     config = run_config(run, args)
     model, tokenizer = prepare_model(run, args, config)
     check_lengths(pairs, tokenizer, args)
-    if args.precompute_ref_log_probs:
-        # TRL caches the reference's log-probabilities by rows and weights, but they depend on these as well.
-        pairs._fingerprint = Hasher.hash((pairs._fingerprint, config.to_dict(), args.to_dict()))
-    # TRL would load it without what the recipe changes in the config. Else the model serves itself.
-    serves_itself = run.use_peft or (args.precompute_ref_log_probs and not asks_for_fsdp(args))
-    reference = None if serves_itself else load_base_model(run, config)
+    # TRL would load it without what the recipe changes in the config. With adapters the model serves itself.
+    reference = None if run.use_peft else load_base_model(run, config)
     train_rows, eval_rows = split_rows(pairs, run, args)
     trainer = MixingDPOTrainer(
         model=model,

@@ -1,7 +1,6 @@
 """Train with TRL's GRPOTrainer and reasoning-gym's verifiers as reward: see `--help` and sft/recipes/README.md."""
 
 import json
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from iha_io.command_io import UserError, refusing, run_cli
+from iha_io.command_io import UserError, run_cli
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import CONFIG_KEYS, lora_config, prepare_model, run_config
 from sft.run import begun, train
@@ -21,23 +20,18 @@ from sft.trainer import RecipeTrainer
 from sft.training_rows import split_rows
 
 
-# Too little to make a wrong answer in the right format worth as much as a right one.
-FORMAT_WEIGHT = 0.1
-USAGE = f"""python -m sft.train_grpo --config sft/recipes/grpo/grpo.yaml [--key value ...]
+USAGE = """python -m sft.train_grpo --config sft/recipes/grpo/grpo.yaml [--key value ...]
 
-Train a model on its own answers to reasoning rows (see sft/make_reasoning_data.py): a right answer earns 1 and the
-solution format {FORMAT_WEIGHT}, which `reward_weights` changes. Start from a model that is sometimes right, after
-sft/train.py: a group of answers that earn the same teaches nothing. Every key below can stand in the YAML file or on
-the command line, which wins. A run that was stopped continues from its newest whole checkpoint when the same
-command is given again.
+Train a model on its own answers to reasoning rows (see sft/make_reasoning_data.py): a right answer earns 1. Start from
+a model that is sometimes right, after sft/train.py: a group of answers that earn the same teaches nothing. Every key
+below can stand in the YAML file or on the command line, which wins. A run that was stopped continues from its newest
+whole checkpoint when the same command is given again.
 
 example:
   python -m sft.train_grpo \\
       --config sft/recipes/grpo/grpo.yaml --model_name_or_path outputs/demo/sft/final --dataset_name train.jsonl \\
       --output_dir outputs/grpo
 """
-MARKERS = ("<|begin_of_thought|>", "<|end_of_thought|>", "<|begin_of_solution|>", "<|end_of_solution|>")
-FORMAT = re.compile(r"({}.+{}\s*)?{}.*\S.*{}".format(*map(re.escape, MARKERS)), re.DOTALL)
 
 
 class MixingGRPOTrainer(RecipeTrainer, GRPOTrainer):
@@ -49,15 +43,6 @@ def correctness(completions: list[list[dict]], generator: list[str], entry: list
     return [
         float(is_right(reply["content"], name, json.loads(text)))
         for (reply,), name, text in zip(completions, generator, entry, strict=True)
-    ]
-
-
-def solution_format(completions: list[list[dict]], **_) -> list[float]:
-    """Return 1 for each reply of one solution block, after one block of thought or none, else 0."""
-    replies = [reply["content"].strip() for (reply,) in completions]
-    return [
-        float(FORMAT.fullmatch(reply) is not None and all(reply.count(marker) <= 1 for marker in MARKERS))
-        for reply in replies
     ]
 
 
@@ -78,13 +63,6 @@ def load_prompts(path: str) -> Dataset:
 
 def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
-    if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
-        raise UserError(
-            "use_transformers_continuous_batching with bf16 or fp16: TRL would round the weights that are trained to "
-            "half precision for the answers, and keep them so. Train in float32, or remove the key."
-        )
-    if args.reward_weights is None:
-        args.reward_weights = [1.0, FORMAT_WEIGHT]
     changed = [key for key in (*CONFIG_KEYS, "interleaved_window") if getattr(run, key) is not None]
     if changed and args.beta and not run.use_peft:
         raise UserError(
@@ -93,14 +71,11 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
         )
     rows = load_prompts(run.dataset_name)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
-    if args.use_transformers_continuous_batching:
-        with refusing("use_transformers_continuous_batching", NotImplementedError):
-            model.init_continuous_batching()
     check_positions(model, tokenizer, list(rows["prompt"]), args.max_completion_length)
     train_rows, eval_rows = split_rows(rows, run, args)
     trainer = MixingGRPOTrainer(
         model=model,
-        reward_funcs=[correctness, solution_format],
+        reward_funcs=correctness,
         args=args,
         train_dataset=train_rows,
         eval_dataset=eval_rows,

@@ -1,7 +1,6 @@
 """Train with TRL's trainers.
 
-They get checkpoints that are whole or passed over, a log of how far the mixing moves, and a stop at anything that is
-not a number.
+They get checkpoints that are whole or passed over, and a stop at anything that is not a number.
 """
 
 import math
@@ -12,14 +11,12 @@ import torch
 from accelerate import PartialState
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
 from iha_io.checkpoint_io import check_finite, load_model
 from iha_io.command_io import UserError, whole_file
-from modeling_iha.interleaving import Mixing
 from modeling_iha.mixing import mixing_parameters
 from sft.distributed import whole_model
 
@@ -45,9 +42,7 @@ def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
 class RecipeTrainer(Trainer):
     """Give a trainer, as the first of its bases, what a recipe promises.
 
-    Matrices decay. Vectors do not, nor the weights that mix heads, whose start from scratch is not zero. The log has
-    beside TRL's figures `mixing_distance`, the mean distance of the values that mix heads from their start in this
-    run, over their mean size there.
+    Matrices decay. Vectors do not, nor the weights that mix heads, whose start from scratch is not zero.
 
     Raise `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimiser's step.
     Raise `UserError` before such weights are saved, and for a checkpoint of another kind of launch.
@@ -56,8 +51,6 @@ class RecipeTrainer(Trainer):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._losses: torch.Tensor | int = 0  # of a step's micro-batches, summed
-        self._start = [weight.detach().clone() for weight in mixing_parameters(self.model)]
-        self._start_size = mixing_size(self.model)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers goes by names, and would decay vectors such as those of differential attention's lambda.
@@ -65,29 +58,8 @@ class RecipeTrainer(Trainer):
         spared = {name for name, value in model.named_parameters() if value.dim() < 2 or id(value) in mixing}
         return [name for name in super().get_decay_parameter_names(model) if name not in spared]
 
-    def get_eval_dataloader(self, *args, **kwargs) -> DataLoader:
-        kept, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False  # no held-out row is left out
-        try:
-            return super().get_eval_dataloader(*args, **kwargs)
-        finally:
-            self.args.dataloader_drop_last = kept
-
     def create_model_card(self, *_, **__) -> None:
         """Write nothing: TRL's card knows neither the data nor the base model, and final/ has the run's own."""
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "learning_rate" in logs and self._start:
-            logs["mixing_distance"] = self._mixing_distance()
-        super().log(logs, start_time)
-
-    @torch.no_grad()
-    def _mixing_distance(self) -> float:
-        moved, scale = 0.0, getattr(self.model.config, "mixing_scale", 1)
-        for start, weight in zip(self._start, mixing_parameters(self.model), strict=True):
-            now = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            if self.is_world_process_zero():  # under FSDP only this process may have loaded the weights of the start
-                moved += scale * (now.float() - start.to(now.device).float()).abs().sum().item()
-        return moved / self._start_size if self._start_size else math.inf
 
     # What is not a number
 
@@ -182,15 +154,3 @@ class RecipeTrainer(Trainer):
 
 class MixingTrainer(RecipeTrainer, SFTTrainer):
     """Train by supervised fine-tuning."""
-
-
-@torch.no_grad()
-def mixing_size(model: torch.nn.Module) -> float:
-    """Return the sum of the absolute values that mix heads, of those that train."""
-    return sum(
-        module.value(name).float().abs().sum().item()
-        for module in model.modules()
-        if isinstance(module, Mixing)
-        for name, weight in module.named_parameters(recurse=False)
-        if weight.requires_grad
-    )

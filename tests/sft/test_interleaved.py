@@ -23,7 +23,6 @@ from iha_io.checkpoint_io import load_in_clean_process, load_model
 from iha_io.command_io import UserError
 from modeling_iha import interleave_heads
 from modeling_iha.mixing import mixing_parameters, values
-from modeling_iha.modeling_interleaved import MIXING_MODULES
 from sft import train
 from sft.trainer import MixingTrainer
 
@@ -35,7 +34,7 @@ def arguments(tmp_path, model, name, **keys) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "keys"),
-    [("llama", {"packing": "true"}), ("qwen3_moe", {}), ("gemma3", {"use_peft": "true", "lora_dropout": 0})],
+    [("qwen3_moe", {"packing": "true"}), ("gemma3", {"use_peft": "true", "lora_dropout": 0})],
 )
 def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
     saved(decoder(name), tmp_path / "plain")
@@ -50,14 +49,6 @@ def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
     for (key, weight), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
         assert torch.allclose(weight, other, atol=1e-6), key
     assert json.loads((tmp_path / "whole" / "run.json").read_text())["recipe"]["num_pseudo_heads"] == 2
-    history = json.loads((tmp_path / "whole" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
-    start, final = values(interleave_heads(decoder(name), 2)), values(whole)
-    mixing = [key for key in start if any(f".{part}." in key for part in MIXING_MODULES)]
-    moved = sum((final[key] - start[key]).abs().sum() for key in mixing) / sum(
-        start[key].abs().sum() for key in mixing
-    )
-    logged = [entry["mixing_distance"] for entry in history if "mixing_distance" in entry]
-    assert logged[-1] == pytest.approx(moved.item(), rel=1e-3)
     card = (tmp_path / "whole" / "final" / "README.md").read_text()
     assert "interleaved-head-attention" in card and "Fine-tuned from plain" in card
 

@@ -2,19 +2,15 @@
 
 import gc
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_close, random_ids, random_model
 from tiny_training import byte_tokenizer, recipe, sizes
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
-from trl.models import enable_selective_activation_checkpointing
 from trl.trainer.utils import add_fused_lm_head
 
 from iha_io.command_io import UserError
@@ -52,12 +48,6 @@ def test_the_recipe_sets_positions_rope_base_and_window(tmp_path):
     assert IHAConfig.from_pretrained(tmp_path / "model").max_position_embeddings == 512
 
 
-def test_what_the_recipe_does_not_name_stays(tmp_path):
-    config = checked(tmp_path, "iha", num_pseudo_heads=2)
-    expected = IHAConfig.from_pretrained(tmp_path / "model").to_dict()
-    assert {**config.to_dict(), "_name_or_path": None} == {**expected, "_name_or_path": None}
-
-
 @pytest.mark.parametrize(
     "kind, keys, named",
     [
@@ -92,39 +82,13 @@ def test_interleaved_positions_must_lie_within_the_longest_wavelength_of_rope(tm
             checked(tmp_path, kind, max_length=reach + 1, max_position_embeddings=reach + 1)
 
 
-class Sizes(TorchDispatchMode):
-    """Collect the numbers of entries of every tensor that is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.entries = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.entries |= {x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)}
-        return result
-
-
-def test_the_logits_are_never_built_whole():
-    # More columns than TRL computes at a time.
-    model = random_model(IHAConfig.from_preset("tiny", vocab_size=70000, hidden_size=16)).train()
-    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    ids = torch.randint(0, 70000, (1, 96))
-    expected = model(ids, labels=ids, use_cache=False).loss
-    with Sizes() as computed:
-        loss = model(ids, labels=ids, fused_lm_head=True).loss
-        loss.backward()
-    assert_close(loss.detach(), expected.detach())
-    assert max(computed.entries) < 95 * 70000
-
-
 # N, P and so many entries of a P-fold tensor that no other tensor has them.
 LENGTH, PSEUDO_HEADS = 48, 4
 SPECIAL = {"vocab_size": 64, "hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 10}
 P_FOLD = LENGTH * PSEUDO_HEADS * 4 * 10
 
 
-def kept_after_forward(prepare, context=nullcontext):
+def kept_after_forward(prepare):
     """Return the sizes of the tensors that a training forward keeps, in entries, and the gradients."""
     model = random_model(IHAConfig.from_preset("tiny", **SPECIAL, num_pseudo_heads=PSEUDO_HEADS)).train()
     prepare(model)
@@ -136,7 +100,7 @@ def kept_after_forward(prepare, context=nullcontext):
         saved.append(tensor.numel())
         return tensor
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor), context():
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(ids, labels=ids, use_cache=False).loss
     gc.collect()
     alive = [x.numel() for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and id(x) not in before]
@@ -144,28 +108,13 @@ def kept_after_forward(prepare, context=nullcontext):
     return {*saved, *alive}, [parameter.grad for parameter in model.parameters()]
 
 
-def selective(model):
-    enable_selective_activation_checkpointing(model)
-    model.gradient_checkpointing_enable()
-
-
-def test_checkpointing_keeps_no_p_fold_activation_and_selective_checkpointing_does():
+def test_checkpointing_keeps_no_p_fold_activation():
     plain, expected = kept_after_forward(lambda model: None)
     assert P_FOLD in plain
     checkpointed, gradients = kept_after_forward(lambda model: model.activation_checkpointing_enable())
     assert max(checkpointed) < P_FOLD
     for gradient, other in zip(gradients, expected, strict=True):
         assert_close(gradient, other)
-    assert P_FOLD in kept_after_forward(selective)[0]
-
-
-def test_offloaded_activations_give_the_same_gradients():
-    """Use what Transformers' and TRL's offloading stand on: their own pinned memory needs an accelerator."""
-    _, expected = kept_after_forward(lambda model: None)
-    for prepare in (lambda model: None, lambda model: model.activation_checkpointing_enable()):
-        _, gradients = kept_after_forward(prepare, save_on_cpu)
-        for gradient, other in zip(gradients, expected, strict=True):
-            assert_close(gradient, other)
 
 
 def peak_memory():

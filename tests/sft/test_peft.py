@@ -1,4 +1,4 @@
-"""Test adapters beside mixing and collapse weights that stay trainable, and learned prompts."""
+"""Test adapters beside mixing and collapse weights that stay trainable."""
 
 import re
 import shlex
@@ -8,9 +8,9 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset
-from helpers import GEOMETRIES, PROJECTIONS, assert_close, greedy, random_ids, random_model, small_config, take_a_step
+from helpers import GEOMETRIES, PROJECTIONS, assert_close, random_ids, random_model, small_config, take_a_step
 from mechanism_checks import Mechanism
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_sources import tiny_source
 from tiny_training import (
     LONG_ROPE,
@@ -29,7 +29,6 @@ from trl.scripts import sft as trl_sft
 from iha_io.command_io import UserError
 from model_cards.render import render_card
 from modeling_iha import IHAForCausalLM
-from modeling_iha.attention_dcmha import CompositionWeights
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.kind_options import OPTIONS_CLASSES
 from sft import train
@@ -114,30 +113,6 @@ def test_all_linear_leaves_the_mixing_frozen():
     assert trained == {*PROJECTIONS, "gate_proj", "up_proj", "down_proj"}
     with pytest.raises(ValueError, match="HeadMixing.* is not supported"):
         get_peft_model(random_model(small_config()), lora(target_modules=["q_mix"], modules_to_save=None))
-
-
-# Learned prompts
-
-
-@pytest.mark.parametrize("geometry", ["hybrid", "talking_heads", "diff"])
-@pytest.mark.parametrize("prompt_config", [PromptTuningConfig, PrefixTuningConfig])
-def test_learned_prompts(prompt_config, geometry, tmp_path):
-    """Mix learned keys and values of a prefix like any other token's: they are the heads', as the cache holds them."""
-    config, input_ids = small_config(**GEOMETRIES[geometry]), random_ids(2, 9)
-    model = get_peft_model(random_model(config), prompt_config(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    assert take_a_step(model) == {"prompt_encoder.default.embedding.weight"}
-    prompted = logits_of(model)
-    model.save_pretrained(tmp_path)
-    assert torch.equal(logits_of(PeftModel.from_pretrained(random_model(config), tmp_path)), prompted)
-    generated = model.generate(input_ids=input_ids, max_new_tokens=6, do_sample=False)
-    assert torch.equal(generated, greedy(model, input_ids, 6))
-    base = model.get_base_model()
-    if prompt_config is PrefixTuningConfig:
-        assert (prompted - logits_of(base)).abs().max() > 0.01
-    else:
-        prompt = model.prompt_encoder["default"].embedding.weight.detach().expand(2, -1, -1)
-        embeddings = torch.cat((prompt, base.get_input_embeddings()(input_ids)), dim=1).detach()
-        assert_close(prompted, logits_of(base, input_ids=None, inputs_embeds=embeddings))
 
 
 # Commands of cards and documents
@@ -251,21 +226,6 @@ def test_what_trains_and_what_decays(kind, use_peft, tmp_path):
     else:
         assert others == {name: 0.0 if "norm" in name else 0.1 for name in others}
         assert {name.split(".")[1] for name in others if name.startswith("self_attn.")} == set(PROJECTIONS)
-
-
-def test_adapters_learn_a_composition_from_its_exact_start():
-    """Train `w2`, zero in one half at the start, without which `w1` has no gradient; no adapter fits it."""
-    model = random_model(small_config(attention_kinds="dcmha"))
-    for module in model.modules():
-        if isinstance(module, CompositionWeights):
-            module.init_identity()
-    adapted = get_peft_model(model, lora_config(run(use_peft=True), model))
-    composition = {name: value for name, value in adapted.named_parameters() if ".modules_to_save." in name}
-    before = {name: value.detach().clone() for name, value in composition.items()}
-    for _ in range(2):
-        take_a_step(adapted)
-    assert {name.rpartition(".default.")[2] for name in composition} == {"w1.weight", "w2", "gate.weight"}
-    assert not any(torch.equal(value, before[name]) for name, value in composition.items())
 
 
 def test_a_recipe_with_adapters_ends_in_a_merged_checkpoint(rows_file, in_repository_root, tmp_path):

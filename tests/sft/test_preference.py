@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers import GEOMETRIES, random_model
-from tiny_training import byte_config, interrupted_at, preset_config, saved, sizes, write_jsonl
+from tiny_training import byte_config, interrupted_at, saved, sizes, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
 from iha_io.command_io import UserError
 from modeling_iha import IHAForCausalLM
-from modeling_iha.mixing import mixing_parameters
-from sft import data, make_preference_pairs, make_reasoning_data, score_reasoning, train_dpo, train_grpo
+from sft import data, make_reasoning_data, score_reasoning, train_dpo, train_grpo
 from sft.arguments import RecipeParser
 from sft.score_reasoning import is_right, read_rows
 
@@ -40,9 +38,13 @@ def rows_file(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def pairs_file(rows_file) -> str:
-    out = Path(rows_file).with_name("pairs.jsonl")
-    make_preference_pairs.main([rows_file, str(out)])
-    return str(out)
+    """Pair the answer of each row with a wrong one, which has a digit more."""
+    pairs = []
+    for row in read_rows(rows_file):
+        *prompt, answer = data.to_messages(row, "row")
+        wrong = {**answer, "content": answer["content"].replace("\n<|end_of_solution|>", "0\n<|end_of_solution|>")}
+        pairs.append({"prompt": prompt, "chosen": [answer], "rejected": [wrong]})
+    return write_jsonl(Path(rows_file).with_name("pairs.jsonl"), pairs)
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +114,7 @@ def test_a_recipe_trains_every_weight(name, runs, tiny):
         assert abs(steps[0]["rewards/chosen"]) < 1e-5 < 1e-4 < abs(steps[-1]["rewards/chosen"])
     else:
         rewards = [entry["rewards/reward_of_text/mean"] for entry in steps]
-        assert [entry["reward"] for entry in steps] == pytest.approx(rewards)  # no reply has the format
-        assert {entry["rewards/solution_format/mean"] for entry in steps} == {0}
+        assert [entry["reward"] for entry in steps] == pytest.approx(rewards)
         assert abs(steps[0]["kl"]) < 1e-6
 
     source = IHAForCausalLM.from_pretrained(tiny if name == "dpo" else runs["dpo"] / "final").state_dict()
@@ -145,29 +146,7 @@ def test_a_recipe_trains_in_bf16_where_the_device_has_it(name, tmp_path, monkeyp
         assert args.bf16 == bf16
 
 
-def test_replies_of_continuous_batching_are_those_of_generate(tiny, rows_file, tmp_path):
-    replies = {}
-    for batching in ("false", "true"):
-        trainer = build(
-            "grpo", tiny, rows_file, tmp_path / batching, top_k=1, eval_size=0, eval_strategy="no",
-            max_steps=2, save_strategy="no", learning_rate=1e-3, mixing_scale=40, per_device_train_batch_size=2,
-            max_completion_length=12, use_transformers_continuous_batching=batching,
-            transformers_continuous_batching_config='{"num_blocks": 16, "max_batch_tokens": 64}',
-        )  # fmt: skip
-        prompts = [trainer.processing_class.encode(text) for text in ("1", "12 + 34 =", "a longer prompt")]
-        before = trainer._generate_single_turn(prompts, None, {}, 1)[0]
-        trainer.train()  # equal replies earn equal rewards, which teach nothing but rounding errors
-        generator = torch.Generator().manual_seed(0)
-        for weight in mixing_parameters(trainer.model):
-            weight.data += 0.02 * torch.randn(weight.shape, generator=generator)
-        replies[batching] = before, trainer._generate_single_turn(prompts, None, {}, 1)[0]
-    assert replies["true"] == replies["false"] and replies["true"][0] != replies["true"][1]
-
-
 def test_replies_that_the_model_cannot_give_are_refused_before_training(tiny, rows_file, tmp_path):
-    model = saved(IHAForCausalLM(preset_config(attention_kinds="dcmha")), tmp_path / "dcmha")
-    with pytest.raises(UserError, match="use_transformers_continuous_batching: .* kind 'dcmha' cache more"):
-        build("grpo", model, rows_file, tmp_path / "run", use_transformers_continuous_batching="true")
     with pytest.raises(UserError, match="1024 positions"):
         build("grpo", tiny, rows_file, tmp_path / "run", max_completion_length=1000)
 
@@ -192,99 +171,35 @@ def test_the_reference_of_adapters_has_the_mixing_of_the_start(tiny, pairs_file,
     assert (policy - expected).abs().min() > 0.1
 
 
-def test_the_reference_has_what_the_recipe_changes_in_the_config(tiny, pairs_file, rows_file, tmp_path, monkeypatch):
+def test_the_reference_has_what_the_recipe_changes_in_the_config(tiny, pairs_file, rows_file, tmp_path):
     changes = {"rope_theta": 5e5, "sliding_window": 4}
     others = {"max_steps": 1, "eval_size": 0, "eval_strategy": "no", "save_strategy": "no"}
-    computed = {"precompute_ref_log_probs": "true"}
-    # TRL keeps what it computes before a run, and another window needs its own.
-    for keys in ({}, computed, {**computed, "sliding_window": 8}):
-        trainer = build("dpo", tiny, pairs_file, tmp_path, **{**changes, **others, **keys})
-        trainer.train()
-        step = trainer.state.log_history[0]
-        assert abs(step["rewards/chosen"]) < 1e-5 and abs(step["rewards/rejected"]) < 1e-5, keys
-    with monkeypatch.context() as patch:
-        # Under FSDP TRL would load one to compute with, without what the recipe changes.
-        patch.setattr(train_dpo, "asks_for_fsdp", lambda _: True)
-        patch.setattr(train_dpo, "MixingDPOTrainer", lambda **arguments: arguments["ref_model"])
-        reference = build("dpo", tiny, pairs_file, tmp_path, **changes, **others, **computed)
-        assert reference.config.sliding_window == 4
+    trainer = build("dpo", tiny, pairs_file, tmp_path, **changes, **others)
+    trainer.train()
+    step = trainer.state.log_history[0]
+    assert abs(step["rewards/chosen"]) < 1e-5 and abs(step["rewards/rejected"]) < 1e-5
     with pytest.raises(UserError, match="^rope_theta, sliding_window with beta=0.04: TRL loads the reference"):
         build("grpo", tiny, rows_file, tmp_path, **changes)
     assert build("grpo", tiny, rows_file, tmp_path, **changes, **others, beta=0).ref_model is None
 
 
-def test_replies_are_drawn_and_weighed_as_if_each_were_alone(tiny, rows_file, tmp_path):
-    """Pad prompts on the left: cached replies are the greedy ones of whole inputs, and so are log-probabilities."""
-    trainer = build(
-        "grpo", tiny, rows_file, tmp_path, top_k=1, eval_size=0, eval_strategy="no", max_completion_length=6
-    )
-    assert trainer.reward_weights.tolist() == pytest.approx([1, 0.1])
-    lengths = []
-    trainer.model.get_input_embeddings().register_forward_hook(lambda _, args, __: lengths.append(args[0].shape[1]))
-    prompts = [trainer.processing_class.encode(text) for text in ("1", "12 + 34 =", "a longer prompt than the others")]
-    replies, _ = trainer._generate_single_turn(prompts, None, {}, 1)
-    assert lengths == [len(prompts[2]), 1, 1, 1, 1, 1]
-
-    with torch.no_grad():
-        for prompt, reply in zip(prompts, replies, strict=True):
-            logits = trainer.model(torch.tensor([prompt + reply])).logits[0, len(prompt) - 1 : -1]
-            assert logits.argmax(-1).tolist() == reply
-
-    width = max(map(len, prompts))
-    padded = torch.tensor([[0] * (width - len(prompt)) + prompt + reply for prompt, reply in zip(prompts, replies)])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * (len(prompt) + 6) for prompt in prompts])
-    with torch.no_grad():
-        together, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, padded, mask, 6)
-        for row, prompt in enumerate(prompts):
-            ids = padded[row : row + 1, width - len(prompt) :]
-            alone, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, torch.ones_like(ids), 6)
-            torch.testing.assert_close(together[row], alone[0], rtol=1e-4, atol=1e-4)
-
-
 # Rewards
 
 
-def test_every_reply_is_scored_with_the_whole_entry_of_its_row(rows_file):
+def test_a_reply_is_scored_with_the_whole_entry_of_its_row(rows_file):
     rows, prompts = read_rows(rows_file), train_grpo.load_prompts(rows_file)
     assert [json.loads(text) for text in prompts["entry"]] == [row["entry"] for row in rows]
-    replies = [[{"content": row["conversations"][1]["value"]}] for row in rows]
-    others = {name: prompts[name] for name in ("generator", "entry")}
-    assert REAL_CORRECTNESS(replies, **others) == [1] * 20
-    assert REAL_CORRECTNESS(replies[1:] + replies[:1], **others) == [0] * 20
-
-
-def test_a_rows_own_answer_earns_1_and_a_broken_one_0(rows_file):
-    rows = read_rows(rows_file)[:6]
     answers = [row["conversations"][1]["value"] for row in rows]
-    entries = {"generator": [row["generator"] for row in rows], "entry": [json.dumps(row["entry"]) for row in rows]}
+    entries = {name: prompts[name] for name in ("generator", "entry")}
 
     def rewards(texts):
-        replies = [[{"role": "assistant", "content": text}] for text in texts]
-        return REAL_CORRECTNESS(replies, **entries), train_grpo.solution_format(replies)
+        return REAL_CORRECTNESS([[{"role": "assistant", "content": text}] for text in texts], **entries)
 
-    assert rewards(answers) == ([1] * 6, [1] * 6)
+    assert rewards(answers) == rewards([row["entry"]["answer"] for row in rows]) == [1] * 20
+    assert rewards(answers[1:] + answers[:1]) == [0] * 20
     # Right, with the answer first among other words: many verifiers give parts of the score to those.
-    assert rewards([f"{text.removesuffix('<|end_of_solution|>')} x" for text in answers]) == ([0] * 6, [0] * 6)
-    assert rewards([row["entry"]["answer"] for row in rows]) == ([1] * 6, [0] * 6)
-    assert rewards(["", "<|begin_of_solution|>", "nan", "9**9**9", "\ud83d", "0"]) == ([0] * 6, [0] * 6)
-
-
-@pytest.mark.parametrize(
-    "reply, expected",
-    [
-        ("<|begin_of_solution|>\n4\n<|end_of_solution|>", 1),
-        ("<|begin_of_thought|>\n2\n<|end_of_thought|>\n<|begin_of_solution|>4<|end_of_solution|>\n", 1),
-        ("<|begin_of_solution|> \n<|end_of_solution|>", 0),
-        ("<|begin_of_solution|>4<|end_of_solution|> and more", 0),
-        ("So <|begin_of_solution|>4<|end_of_solution|>", 0),
-        ("<|begin_of_solution|>4", 0),
-        ("<|begin_of_solution|>4<|end_of_solution|><|begin_of_solution|>5<|end_of_solution|>", 0),
-        ("<|end_of_thought|><|begin_of_thought|><|begin_of_solution|>4<|end_of_solution|>", 0),
-        ("4", 0),
-    ],
-)
-def test_the_format_is_one_solution_block_and_nothing_else(reply, expected):
-    assert train_grpo.solution_format([[{"role": "assistant", "content": reply}]]) == [expected]
+    assert rewards([f"{text.removesuffix('<|end_of_solution|>')} x" for text in answers]) == [0] * 20
+    assert rewards(["", "<|begin_of_solution|>", "nan", "9**9**9", "\ud83d"] * 4) == [0] * 20
 
 
 def test_a_verifier_that_never_ends_or_fails_makes_a_reply_wrong(tmp_path, monkeypatch):
@@ -295,25 +210,6 @@ def test_a_verifier_that_never_ends_or_fails_makes_a_reply_wrong(tmp_path, monke
         assert is_right(row["conversations"][1]["value"], generator, row["entry"])
         assert not is_right(f"<|begin_of_solution|>{reply}", generator, row["entry"])
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-
-
-# Pairs
-
-
-def test_a_slip_changes_one_sign_of_the_solution_and_makes_it_wrong(rows_file, pairs_file, tmp_path):
-    rows, pairs = read_rows(rows_file), read_rows(pairs_file)
-    assert len(pairs) == len(rows)
-    for row, pair in zip(rows, pairs):
-        assert [turn["role"] for turn in pair["prompt"]] == ["system", "user"]
-        answer, (chosen,), (rejected,) = row["conversations"][1]["value"], pair["chosen"], pair["rejected"]
-        assert chosen == {"role": "assistant", "content": answer} and rejected["role"] == "assistant"
-        assert len(rejected["content"]) == len(answer)
-        (place,) = [i for i, (ours, slip) in enumerate(zip(answer, rejected["content"])) if ours != slip]
-        assert answer.index("<|begin_of_solution|>\n") + 22 <= place < answer.index("\n<|end_of_solution|>")
-        assert not is_right(rejected["content"], row["generator"], row["entry"])
-    for seed in ("0", "1"):
-        make_preference_pairs.main([rows_file, str(tmp_path / seed), "--seed", seed])
-        assert (read_rows(tmp_path / seed) == pairs) == (seed == "0")
 
 
 # Bad input
@@ -355,12 +251,6 @@ def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file
     assert len(trainer.train_dataset) == 2
 
 
-def test_pairs_come_from_the_hub_as_well(monkeypatch):
-    pairs = Dataset.from_list([{**PAIR, "score": 1}])
-    monkeypatch.setattr(data, "load_dataset", lambda path, split, streaming: pairs)
-    assert train_dpo.load_pairs("someone/pairs", "train")[0] == PAIR
-
-
 @pytest.mark.parametrize(
     ("name", "keys", "named"),
     [
@@ -368,13 +258,10 @@ def test_pairs_come_from_the_hub_as_well(monkeypatch):
         ("dpo", {"dataset_train_split": "test"}, "has no split"),
         ("grpo", {"dataset_train_split": "test"}, "dataset_train_split is not used here"),
         ("dpo", {"dataset_streaming": "true"}, "dataset_streaming is not used here"),
+        ("dpo", {"precompute_ref_log_probs": "true"}, "precompute_ref_log_probs is not used here"),
         *((name, {"sync_ref_model": "true"}, "sync_ref_model is not used here") for name in COMMANDS),
         ("grpo", {"use_vllm": "true"}, "use_vllm is not used here"),
-        (
-            "grpo",
-            {"use_transformers_continuous_batching": "true", "bf16": "true"},
-            "use_transformers_continuous_batching with bf16 .* TRL would round the weights",
-        ),
+        ("grpo", {"use_transformers_continuous_batching": "true"}, "continuous_batching is not used here"),
     ],
 )
 def test_an_impossible_run_is_refused(name, keys, named, unread, rows_file, pairs_file, tmp_path):

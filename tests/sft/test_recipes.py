@@ -3,10 +3,9 @@
 import json
 
 import pytest
-import torch
 import yaml
 from datasets import Dataset
-from tiny_training import ROOT, byte_tokenizer, decoder, preset_config, saved, sizes, write_jsonl
+from tiny_training import ROOT, byte_tokenizer, decoder, saved, sizes, write_jsonl
 
 from iha_io.checkpoint_io import load_config
 from iha_io.command_io import UserError
@@ -22,10 +21,10 @@ FILES = [
     "openthoughts/sft.yaml",
     "openthoughts3/sft.yaml",
     "long_context_64k/sft.yaml",
+    "paper_sft/sft.yaml",
     "pretrain/sft.yaml",
     "lora/sft.yaml",
 ]
-MECHANISMS = ["global", "global-local", "talking-heads", "diff", "iha"]
 
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
@@ -71,25 +70,6 @@ def test_the_first_stage_of_long_context_leaves_its_rope_base_and_positions_in_t
     assert config.rope_parameters["rope_theta"] == keys["rope_theta"] == 8e6
     trained = IHAForCausalLM.from_pretrained(output / "final")
     assert trained.model.rotary_emb.inv_freq[1].item() == pytest.approx(8e6 ** (-2 / trained.config.head_dim))
-
-
-def test_the_five_mechanisms_of_the_paper_train_on_equal_budgets(rows_file, tmp_path):
-    small = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
-    small |= {"num_hidden_layers": 5, "max_position_embeddings": 256}
-    rates, tokens = set(), set()
-    for name in MECHANISMS:
-        fields = {**small, "num_pseudo_heads": 2} if name == "iha" else small
-        if name == "global-local":
-            fields = {**fields, "sliding_window": 16}
-        torch.manual_seed(0)
-        model = saved(IHAForCausalLM(preset_config(f"paper-2.4b-{name}", **fields)), tmp_path / name / "model")
-        output = tmp_path / name / "run"
-        run("paper_sft/sft.yaml", model, rows_file, output)
-        state = json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())
-        logged = [entry for entry in state["log_history"] if "learning_rate" in entry]
-        rates.add(tuple(entry["learning_rate"] for entry in logged))
-        tokens.add(tuple(entry["num_tokens"] for entry in logged))
-    assert len(rates) == len(tokens) == 1
 
 
 # Mixtures

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 from pathlib import Path
 
 import datasets
@@ -109,18 +108,6 @@ def test_a_bad_row_is_named_with_its_column(tmp_path, bad, named):
 # Chat templates and labels
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-def test_smollm2_template_renders_what_the_stock_template_renders(messages):
-    stock, ours = (
-        [
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-            for add_generation_prompt in (False, True)
-        ]
-        for tokenizer in (byte_tokenizer(), with_template("smollm2.jinja"))
-    )
-    assert ours == stock
-
-
 @pytest.mark.parametrize("template", ["smollm2.jinja", "chatml.jinja"])
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 def test_labels_cover_the_assistants_text_and_its_end_of_turn_token(template, messages):
@@ -153,9 +140,13 @@ def test_a_template_that_would_not_teach_the_model_to_stop_is_refused():
     for tokenizer in (byte_tokenizer(), without_chatml):  # whose template marks nothing
         with pytest.raises(UserError, match="end-of-turn"):
             check_chat_template(tokenizer, assistant_only=True)
-    tokenizer.chat_template = None
-    with pytest.raises(UserError, match="has no chat template"):
-        check_chat_template(tokenizer, assistant_only=False)
+    for template, named in (
+        (None, "has no chat template"),
+        ("{% generation %}{{ 1 / 0 }}{% endgeneration %}", "does not take it: division by zero"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises(UserError, match=named):
+            check_chat_template(tokenizer, assistant_only=True)
 
 
 def test_rows_are_cut_and_those_without_an_answer_refused(tmp_path):
@@ -187,13 +178,6 @@ def trained_on(rows: list[dict], tokenizer, **keys) -> list[dict]:
     """Return tokens and labels of rows as the trainer has them."""
     _, args = run_of("rows", Path("."), max_length=512, **keys)
     return list(trainer_of(args, Dataset.from_list(rows), tokenizer).train_dataset)
-
-
-def test_a_template_that_fails_is_refused():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{% generation %}{{ 1 / 0 }}{% endgeneration %}"
-    with pytest.raises(UserError, match="the chat template does not take it: division by zero"):
-        check_chat_template(tokenizer, assistant_only=True)
 
 
 # Sources
@@ -245,22 +229,6 @@ def test_a_damaged_file_is_refused(name, content, named, tmp_path):
 # What a run reads
 
 
-def conversation(question: str, answer: str) -> dict:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-def test_of_a_mixture_only_the_assistants_tokens_are_learned(rows_file, tmp_path):
-    write_jsonl(tmp_path / "other.jsonl", [conversation("Why?", "So it is.")] * 3)
-    mixture = tmp_path / "mixture.yaml"
-    mixture.write_text(f"[{{path: {rows_file}, share: 0.5}}, {{path: {tmp_path / 'other.jsonl'}, share: 0.5}}]")
-    tokenizer = with_template("chatml.jinja")
-    run, args = run_of(mixture, tmp_path, per_device_train_batch_size=1)
-    trainer = trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer)
-    learned = {tokenizer.decode(batch["labels"][batch["labels"] >= 0]) for batch in trainer.get_train_dataloader()}
-    assert "So it is.<|im_end|>" in learned
-    assert all(re.fullmatch(r"(So it is|It is \d+)\.<\|im_end\|>", text) for text in learned)
-
-
 @pytest.mark.parametrize(
     "keys, named",
     [
@@ -301,21 +269,8 @@ def test_of_a_prompt_and_its_completion_the_completion_is_learned(row, learned, 
 
 def test_no_row_is_both_learned_and_held_out(tmp_path, capsys):
     path, tokenizer = write_jsonl(tmp_path / "twice.jsonl", training_rows(9) * 2), with_template("chatml.jinja")
-    run, args = run_of(path, tmp_path, eval_size=5, dataloader_drop_last=True, per_device_eval_batch_size=3)
+    run, args = run_of(path, tmp_path, eval_size=5)
     rows, held_out = rows_of_run(run, args, tokenizer)
     learned, held = ({str(row) for row in part} for part in (rows, held_out))
     assert len(held_out) == 5 and not learned & held and len(learned | held) == 9
     assert f"{13 - len(rows)} rows to train on are also held out" in capsys.readouterr().out
-    loader = trainer_of(args, rows, tokenizer, held_out).get_eval_dataloader()
-    assert sum(len(batch["input_ids"]) for batch in loader) == 5
-
-
-def test_packing_does_not_change_what_is_held_out(rows_file, tmp_path):
-    tokenizer, held = with_template("chatml.jinja"), []
-    for packing in (False, True):
-        run, args = run_of(rows_file, tmp_path, packing=packing, eval_size=4)
-        rows, held_out = rows_of_run(run, args, tokenizer)
-        trainer = trainer_of(args, rows, tokenizer, held_out)
-        held.append(sorted(sum((row["input_ids"] for row in trainer.eval_dataset), [])))
-        assert len(held_out) == 4
-    assert held[0] == held[1]
