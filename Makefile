@@ -31,13 +31,12 @@ help:
 	@touch $@
 
 # What only the tests need stays out of the demo's environment: some of it is large, and some of it noisy.
-.venv/test-installed: .venv/installed tests/fetch_transformers_tests.py tests/fetch_chromium.py
+.venv/test-installed: .venv/installed tests/fetch_transformers_tests.py
 	@echo "Installing what the tests need (about two minutes)"
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev]"
 # Transformers imports hqq wherever it finds it, which takes a second.
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/hqq hqq termcolor
 	$(RUN) tests/fetch_transformers_tests.py
-	$(RUN) tests/fetch_chromium.py
 	@touch $@
 
 # Only Transformers and its Hub client are installed twice: what is not found here is taken from .venv, PyTorch above all.

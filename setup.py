@@ -56,8 +56,8 @@ setup(
         "flash": ["flash-attn-4[cu13]>=4.0.0b36; platform_system == 'Linux'"],
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
-            *("brotli", "coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff"),
-            *("bitsandbytes", "fastapi", "openai", "playwright", "rich", "torchao", "uvicorn"),
+            *("coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff"),
+            *("bitsandbytes", "fastapi", "openai", "rich", "torchao", "uvicorn"),
         ],
     },
 )

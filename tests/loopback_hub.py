@@ -217,26 +217,20 @@ class LoopbackHub:
             ]
         }
 
-    def lfs_batch(self, repo_id: str, body: dict) -> dict:
+    def lfs_batch(self, body: dict) -> dict:
         """Ask for the objects that are not there yet."""
-        objects = []
-        for entry in body["objects"]:
-            if entry["oid"] not in self.lfs:
-                upload = {"href": f"{self.endpoint}/lfs/{entry['oid']}"}
-                verify = {"href": f"{self.endpoint}/{repo_id}.git/info/lfs/objects/verify"}
-                entry = {**entry, "actions": {"upload": upload, "verify": verify}}
-            objects.append(entry)
-        return {"transfer": "basic", "objects": objects}
+        objects = [
+            {**entry, "actions": {"upload": {"href": f"{self.endpoint}/lfs/{entry['oid']}"}}}
+            for entry in body["objects"]
+            if entry["oid"] not in self.lfs
+        ]
+        stored = [entry for entry in body["objects"] if entry["oid"] in self.lfs]
+        return {"transfer": "basic", "objects": objects + stored}
 
     def lfs_put(self, oid: str, content: bytes) -> dict:
         if hashlib.sha256(content).hexdigest() != oid:
             raise HubError(400, "The content does not have the announced sha256")
         self.lfs[oid] = content
-        return {}
-
-    def lfs_verify(self, body: dict) -> dict:
-        if len(self.lfs.get(body["oid"], b"")) != body["size"]:
-            raise HubError(404, "The object was not uploaded")
         return {}
 
     def commit(self, repo_id: str, repository: Repository, reference: str, lines: list[dict], create_pr: bool) -> dict:
@@ -344,9 +338,7 @@ class _Handler(BaseHTTPRequestHandler):
         if parts == ["api", "validate-yaml"]:
             return {"errors": [], "warnings": []}
         if parts[2:] and parts[1].endswith(".git"):
-            repo_id = "/".join(parts[:2]).removesuffix(".git")
-            body = json.loads(body)
-            return hub.lfs_batch(repo_id, body) if parts[-1] == "batch" else hub.lfs_verify(body)
+            return hub.lfs_batch(json.loads(body))
 
         parts = parts[2:] if parts[:2] == ["api", "models"] else parts
         repo_id, call, rest = "/".join(parts[:2]), parts[2:3], parts[3:]

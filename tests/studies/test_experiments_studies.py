@@ -63,14 +63,6 @@ def test_an_example_has_one_right_answer(new):
         assert len({answers[word] for word in words}) == (2 if alike else 3), lines
 
 
-def test_new_examples_combine_a_task_with_words_of_other_tasks():
-    for index, task in enumerate(TASKS):
-        seen, new = (set(dcmha_tasks.sources(index, held_out)) for held_out in (False, True))
-        assert new and not seen & new and seen | new == set(ANSWERS[task.transformation])
-        elsewhere = [i for i, other in enumerate(TASKS) if other.transformation == task.transformation and i != index]
-        assert new <= {word for i in elsewhere for word in dcmha_tasks.sources(i, False)}
-
-
 def test_the_tasks_compare_on_equal_seeds_and_go_on_where_they_stopped(run_protocol, monkeypatch):
     shares = random.Random(0)
     monkeypatch.setattr(dcmha_tasks, "right_by_task", lambda model, batches: [shares.random() for _ in batches])

@@ -1,30 +1,22 @@
-"""Test that the attention explorer's page holds what the model computes, and works in a browser.
-
-The browser is the Chromium that fetch_chromium.py installs, or one that the variable CHROMIUM names.
-"""
+"""Test that the attention explorer's page holds what the model computes."""
 
 import base64
 import gzip
 import json
-import os
 import re
 import shutil
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-from fetch_chromium import CHROMIUM
 from helpers import EVERY_KIND, HYBRID, LLAMA, command, last_line, random_ids, random_model, small_config
 from tiny_training import byte_tokenizer
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from modeling_iha import IHAForCausalLM
 from research.experiments import explore_attention
-from research.experiments.explore_attention import LayerShape, Recorded, page, token_limit
 
 
-EXPECTED_SKIPS = ["no Chromium"]
 PROMPT = "a <b>\né"
 # One byte each, but for the two of "é", which are no whole character alone.
 LABELS = ["a", "␣", "<", "b", ">", "↵", "Ã", "©"]
@@ -135,21 +127,6 @@ def test_comparison_and_chosen_layers(checkpoints, tmp_path):
     assert data["change"] == [[0] * 4] * 2
 
 
-@pytest.mark.parametrize(("checkpoints_shown", "pseudo_heads"), [(1, 4), (2, None)])
-def test_the_longest_prompt_fits_however_the_weights_compress(pseudo_heads, checkpoints_shown):
-    """Show 30 layers of SmolLM2's heads with weights that are noise: the page takes most of 10 MB, and no more."""
-    collapse = None if pseudo_heads is None else "per_head"
-    shapes = [LayerShape(9, 3, pseudo_heads, collapse)] * 30
-    tokens = token_limit(shapes * checkpoints_shown)
-    generator, size = torch.Generator().manual_seed(0), tokens * (pseudo_heads or 1)
-    noise = torch.rand(30, 9, size, size, generator=generator).square().tril()
-    sizes = {"q_mix": (9, 9), "k_mix": (3, 3), "v_mix": (3, 3), "collapse": (9,)} if pseudo_heads else {}
-    mixing = [{name: torch.randn(*shape, 4, generator=generator) for name, shape in sizes.items()}] * 30
-    models = {str(i): Recorded(list(noise), mixing) for i in range(checkpoints_shown)}
-    kinds = dict.fromkeys(range(30), "mha" if pseudo_heads is None else "iha")
-    assert 8e6 < len(page(["token"] * tokens, kinds, shapes, models)) < 10e6
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -170,110 +147,3 @@ def test_mistakes_are_named_in_one_line(arguments, message, checkpoints, tmp_pat
     code, _, stderr = command(monkeypatch, capsys, explore_attention, *replaced, *output)
     assert code == 1 and re.search(message, last_line(stderr))
     assert list(tmp_path.iterdir()) == []
-
-
-# In the browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="no Chromium: Playwright is not installed")
-    path = os.environ.get("CHROMIUM", CHROMIUM)
-    if not Path(path).is_file():
-        pytest.skip(f"no Chromium: {path} does not exist")
-    with sync_api.sync_playwright() as playwright:
-        # Without its own sandbox, which root and containers do not allow; it opens nothing but our page.
-        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-class Opened:
-    """Hold a page in the browser."""
-
-    def __init__(self, browser, path, **screen):
-        self.problems, self.requests = [], []
-        self.tab = browser.new_page(**screen)
-        self.tab.set_default_timeout(300_000)  # a busy machine takes long to unpack and compile Plotly
-        self.tab.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.tab.on("console", lambda message: self.problems.append(message.text))
-        self.tab.on("request", lambda request: self.requests.append(request.url))
-        self.tab.goto(path.as_uri())
-        self.tab.wait_for_function("document.querySelector('#status').textContent.startsWith('Layer')")
-
-    def status(self):
-        return self.tab.text_content("#status")
-
-    def rows(self, table):
-        return [row.locator("th, td").all_text_contents() for row in self.tab.locator(f"#{table} tbody tr").all()]
-
-    def chosen(self, *names):
-        return [self.tab.input_value(f"#{name}") for name in names]
-
-    def click_cell(self, chart, x, y):
-        """Click the middle of a cell of a heat map."""
-        place = self.tab.evaluate(
-            """([id, x, y]) => {
-              const chart = document.getElementById(id), {xaxis, yaxis, _size} = chart._fullLayout;
-              chart.scrollIntoView({block: "center"});
-              const box = chart.getBoundingClientRect();
-              return [box.left + _size.l + xaxis.d2p(x), box.top + _size.t + yaxis.d2p(y)];
-            }""",
-            [chart, x, y],
-        )
-        self.tab.mouse.move(*place)
-        self.tab.mouse.click(*place)
-
-
-def strongest(weights, query=None):
-    """Return (query token, key token, weight) of the largest entry of [N, N], of one query or all but the first."""
-    rows = weights[1:] if query is None else weights[query : query + 1]
-    row, column = divmod(rows.abs().argmax().item(), weights.shape[1])
-    return row + (1 if query is None else query), column, rows[row, column].item()
-
-
-def test_in_a_browser(browser, checkpoints, tmp_path):
-    """Show what two models compute at every choice, without any network."""
-    explored(checkpoints, tmp_path, "per_head", PROMPT, "--compare", "tuned")
-    opened = Opened(browser, tmp_path / "page.html")
-    tab = opened.tab
-    # [layer][checkpoint] [H, N, P, N, P]
-    both = zip(*(attentions(checkpoints[1][name]) for name in ("per_head", "tuned")))
-    weights = [[w.unflatten(2, (8, 2)).unflatten(1, (8, 2)) for w in layer] for layer in both]
-
-    def assert_shows(expected, query=None):
-        n, m, value = strongest(expected, query)
-        [first, *_] = opened.rows("strongest")
-        assert first[:2] == [f"“{LABELS[n]}” ({n + 1})", f"“{LABELS[m]}” ({m + 1})"]
-        shown = {"A": first[2], "B": first[3], "difference": first[4]}[tab.input_value("#shown")]
-        assert float(shown) == pytest.approx(value, abs=0.01)
-        assert f"is {shown}, from query" in opened.status()
-
-    # First, all pseudo-heads together, as anybody reduces the model's attentions.
-    model, ids = checkpoints[1]["per_head"], byte_tokenizer()(PROMPT, return_tensors="pt")["input_ids"]
-    output = model(ids, output_attentions=True, use_cache=False)
-    assert_shows(model.token_attentions(output.attentions, ids.shape[1])[0][0, 0].detach())
-    tab.select_option("#query", "0")
-    assert_shows(weights[0][0][0, :, 0].sum(-1))
-    tab.select_option("#layer", "1")
-    tab.select_option("#head", "2")
-    tab.select_option("#query", "1")
-    tab.select_option("#key", "0")
-    assert_shows(weights[1][0][2, :, 1, :, 0])
-    tab.select_option("#shown", "B")
-    assert_shows(weights[1][1][2, :, 1, :, 0])
-    tab.select_option("#shown", "difference")
-    assert_shows((weights[1][1] - weights[1][0])[2, :, 1, :, 0])
-
-    # Clicks: a tile, a row of the pattern, a cell of the heads that changed.
-    opened.click_cell("tiles", 9 + 1, 4)
-    assert opened.chosen("query", "key") == ["0", "1"]
-    opened.click_cell("pattern", 3, 5)
-    assert opened.chosen("token") == ["5"]
-    assert_shows((weights[1][1] - weights[1][0])[2, :, 0, :, 1], query=5)
-    opened.click_cell("change", 3, 0)
-    assert opened.chosen("layer", "head", "query") == ["0", "3", "0"]
-    most = max(w.item() for layer in weights for w in (layer[1] - layer[0]).abs().sum((3, 4)).mean((1, 2)) / 2)
-    assert float(opened.rows("changed")[0][2]) == pytest.approx(most, abs=1e-3)
-
-    assert opened.problems == [] and opened.requests == [(tmp_path / "page.html").as_uri()]

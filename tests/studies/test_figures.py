@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
-from statistics import fmean
 
 import pytest
 
@@ -20,9 +19,9 @@ from kind_facts.model_cost import model as cost_of_model
 from kind_facts.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
-from research.experiments import language_models, warm_start
-from research.experiments.protocol import BUDGETS, COUNTS, Rates
-from research.experiments.study import detectable, differences, interval
+from research.experiments import warm_start
+from research.experiments.protocol import BUDGETS, COUNTS
+from research.experiments.study import detectable, differences
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"
@@ -245,55 +244,7 @@ def test_the_readme_says_what_its_call_costs():
     assert f"computed as before, at {ratios[0]}" in start
 
 
-def test_the_card_of_the_fine_tuned_model_has_its_run():
-    (run,) = (run for run in table("warm_start")["runs"] if (run["variant"], run["seed"]) == ("iha_2", 1))
-    (twin,) = (run for run in table("warm_start")["runs"] if (run["variant"], run["seed"]) == ("mha", 1))
-    card = (ROOT / "model_cards" / "smollm2-135m-iha-p2-sft" / "README.md").read_text(encoding="utf-8")
-    cells = re.findall(r"^\| (\S+(?: rows)?) \| \w+ \| (.+?) \| (.+?) \|", card, re.MULTILINE)
-    shown = {name: figures for name, *figures in cells}
-    mha, iha = (row["loss"]["values"] for row in table("warm_start")["rows"])
-    lower = differences(mha, iha)
-    assert max(lower["values"]) == pytest.approx(twin["eval"][-1][1] - run["eval"][-1][1])
-    assert f"lower than the twins' by {text(lower, 4)} (95% interval): undecided" in card
-    assert shown["held-out rows"] == [f"{each['eval'][-1][1]:.3f}" for each in (run, twin)]
-    for task in warm_start.TASKS:
-        shares = [100 * each["correct"][task] / warm_start.TEST_ROWS for each in (run, twin)]
-        assert [float(figure.split(" ±")[0]) for figure in shown[task]] == pytest.approx(shares)
-
-
 # The tables
-
-
-def test_rows_are_those_of_the_runs_that_the_tables_keep():
-    assert table("warm_start")["rows"] == warm_start.summaries(table("warm_start")["runs"])
-    for name in ("language_models", "language_models_512"):
-        rows, curves = table(name)["rows"], table(name)["runs"]
-        rates = {row["variant"]: Rates(row["rate"], row["mixing"], row["tried"]) for row in rows}
-        runs = {
-            row["variant"]: [
-                {"curve": curve, "seconds": seconds}
-                for curve, seconds in zip(curves[row["variant"]], row["seconds"]["values"], strict=True)
-            ]
-            for row in rows
-        }
-        for row, again in zip(rows, language_models.summaries(table(name), rates, runs), strict=True):
-            assert {**row, **again} == row
-
-
-def spreads(value) -> list[dict]:
-    """Return every `interval` and `spread` in a table."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    own = [value] if isinstance(value, dict) and ("half_width" in value or "min" in value) else []
-    return own + [each for part in parts for each in spreads(part)]
-
-
-@pytest.mark.parametrize("study", TABLES)
-def test_a_table_names_its_command_and_has_the_value_of_every_seed(study):
-    assert table(study)["command"] == "not recorded" or study_of(study) in table(study)["command"]
-    for each in spreads(table(study)):
-        again = interval(each["values"]) if "half_width" in each else {"mean": fmean(each["values"])}
-        assert each["mean"] == pytest.approx(again["mean"])
-        assert each.get("half_width") == pytest.approx(again.get("half_width"))
 
 
 @pytest.mark.parametrize("name", TABLES)

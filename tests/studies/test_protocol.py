@@ -7,12 +7,10 @@ from statistics import mean
 
 import pytest
 import torch
-from torch import nn
 
 from iha_io.command_io import UserError
 from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
-from modeling_iha.mixing import mixing_parameters
 from research.experiments import language_models, protocol
 from research.experiments.language_models import VARIANTS, config_of, size_of
 
@@ -47,11 +45,6 @@ def test_the_mixing_is_tuned_beside_the_best_rate_and_a_diverged_run_is_never_th
     assert (rates.rate, rates.mixing) == (protocol.FIRST_RATE, 4.0)
     assert [tried[:2] for tried in rates.tried[:3]] == [[4e-3, 1.0], [8e-3, 1.0], [2e-3, 1.0]]
     assert protocol.tune(end_of, mixes=False).mixing == 1.0
-
-
-def test_a_kind_has_mixing_if_its_options_leave_it_any():
-    static = language_models.build(TINY, attention_kinds="dcmha", attention_options={"dcmha": {"base_map": True}})
-    assert [protocol.has_mixing(config) for config in (MHA, IHA, DCMHA, static)] == [False, True, False, True]
 
 
 def compared(output: Path, most_seeds: int, spread: float) -> tuple[dict, dict, list]:
@@ -91,34 +84,6 @@ def test_budgets_are_read_where_the_dearer_side_has_spent_what_the_cheaper_one_h
     assert [each["difference"]["mean"] for each in found.values()] == [-0.5, 4.5, -0.5, 7.0]
     cheap = protocol.budgets(sides, "base", "dear", (0.5, 1.0))
     assert [each["difference"]["mean"] for each in cheap.values()] == [0.5, -4.5, 0.5, -7.0]
-
-
-def test_training_evaluates_the_mean_of_the_weights_and_mixing_has_its_own_rate(monkeypatch):
-    torch.manual_seed(0)
-    model = IHAForCausalLM(config_of(size_of(TINY, 32), **VARIANTS["iha_2"]))
-    start = {name: value.detach().clone() for name, value in model.named_parameters()}
-    seen = []
-
-    def evaluate(averaged: nn.Module, step: int) -> list[float]:
-        seen.append(averaged.model.embed_tokens.weight.clone())
-        return [0.0]
-
-    rows = language_models.rows_of(TEXT, torch.tensor([0, 40]), 32)
-    monkeypatch.setattr(protocol, "AVERAGE", 0.5)
-    states = []
-
-    def loss() -> torch.Tensor:
-        states.append(model.model.embed_tokens.weight.detach().clone())
-        return language_models.losses_of(model, rows).mean()
-
-    protocol.fit(model, loss, evaluate, 2, 1e-2, 0.0, 2)
-    states.append(model.model.embed_tokens.weight.detach())
-    assert seen[0].equal(states[0])
-    torch.testing.assert_close(seen[-1], (states[1] + states[2]) / 2)
-    # Adam's first step is as long as the rate.
-    assert (states[1] - states[0]).abs().max().item() == pytest.approx(1e-2 / protocol.WARM_UP, rel=1e-3)
-    moved = {value for name, value in model.named_parameters() if not value.equal(start[name])}
-    assert moved and mixing_parameters(model) and moved.isdisjoint(mixing_parameters(model))
 
 
 # Language models
