@@ -30,10 +30,7 @@ UNUSED_WITH = {
     # `sync_ref_model` moves the reference model, which no checkpoint holds. TRL caches what it precomputes by rows and
     # weights, and it depends on the recipe too.
     "DPOConfig": ("dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),
-    "GRPOConfig": (
-        *("dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
-        "use_transformers_continuous_batching",  # TRL would round the weights that are trained
-    ),
+    "GRPOConfig": ("dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
 }
 
 

@@ -2,12 +2,14 @@
 
 import os
 
-from accelerate import ParallelismConfig, init_empty_weights
+from accelerate import init_empty_weights
 from accelerate.utils import DistributedType
 from peft import PeftModel, get_peft_model
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from iha_io.command_io import UserError, refusing
+from iha_io.command_io import UserError
+from sft.arguments import RunArguments
+from sft.sequence_parallel import check_shared_sequence
 
 
 CONFIGS = "sft/accelerate_configs"
@@ -22,7 +24,7 @@ def asks_for_fsdp(args: TrainingArguments) -> bool:
     return bool(args.fsdp) or _flag("ACCELERATE_USE_FSDP")
 
 
-def check_launch(args: TrainingArguments) -> None:
+def check_launch(run: RunArguments, args: TrainingArguments) -> None:
     """Refuse, before a model is loaded, a launch that would train something else than it says. Raise `UserError`.
 
     What a launcher asks for stands in environment variables, and what came of it in `args.distributed_state`: where
@@ -61,13 +63,7 @@ def check_launch(args: TrainingArguments) -> None:
             f"the accelerate config asks for mixed_precision: {args.mixed_precision}, and the recipe has neither bf16 "
             "nor fp16: give --mixed_precision no to accelerate launch, or set bf16 or fp16 in the recipe."
         )
-    with refusing("parallelism_config", ValueError):  # sizes that exclude each other
-        sizes = args.parallelism_config or ParallelismConfig()
-    if max(sizes.cp_size, sizes.tp_size, sizes.sp_size) > 1:
-        raise UserError(
-            "context and sequence parallelism drop windows and the boundaries of packed documents, and tensor "
-            "parallelism cannot share attention that mixes all heads: set cp_size, sp_size and tp_size to 1."
-        )
+    check_shared_sequence(run, args)
 
 
 def whole_model(trainer: Trainer) -> PreTrainedModel | None:

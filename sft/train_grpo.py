@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from iha_io.command_io import UserError, run_cli
+from iha_io.command_io import UserError, refusing, run_cli
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import CONFIG_KEYS, lora_config, prepare_model, run_config
 from sft.run import begun, train
@@ -63,6 +63,11 @@ def load_prompts(path: str) -> Dataset:
 
 def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
+    if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
+        raise UserError(
+            "use_transformers_continuous_batching with bf16 or fp16: TRL would round the weights that are trained to "
+            "half precision for the answers, and keep them so. Train in float32, or remove the key."
+        )
     changed = [key for key in (*CONFIG_KEYS, "interleaved_window") if getattr(run, key) is not None]
     if changed and args.beta and not run.use_peft:
         raise UserError(
@@ -71,6 +76,9 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
         )
     rows = load_prompts(run.dataset_name)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
+    if args.use_transformers_continuous_batching:
+        with refusing("use_transformers_continuous_batching", NotImplementedError):
+            model.init_continuous_batching()
     check_positions(model, tokenizer, list(rows["prompt"]), args.max_completion_length)
     train_rows, eval_rows = split_rows(rows, run, args)
     trainer = MixingGRPOTrainer(

@@ -19,6 +19,7 @@ from iha_io.checkpoint_io import check_finite, load_model
 from iha_io.command_io import UserError, whole_file
 from modeling_iha.mixing import mixing_parameters
 from sft.distributed import whole_model
+from sft.sequence_parallel import share_sequence
 
 
 # The file that says what a run is made of. A checkpoint gets a copy last of all, which says that it is whole.
@@ -51,6 +52,7 @@ class RecipeTrainer(Trainer):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._losses: torch.Tensor | int = 0  # of a step's micro-batches, summed
+        share_sequence(self)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers goes by names, and would decay vectors such as those of differential attention's lambda.

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import GEOMETRIES, random_model
-from tiny_training import byte_config, interrupted_at, saved, sizes, write_jsonl
+from tiny_training import byte_config, interrupted_at, preset_config, saved, sizes, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
 from iha_io.command_io import UserError
 from modeling_iha import IHAForCausalLM
+from modeling_iha.mixing import mixing_parameters
 from sft import data, make_reasoning_data, score_reasoning, train_dpo, train_grpo
 from sft.arguments import RecipeParser
 from sft.score_reasoning import is_right, read_rows
@@ -146,7 +147,29 @@ def test_a_recipe_trains_in_bf16_where_the_device_has_it(name, tmp_path, monkeyp
         assert args.bf16 == bf16
 
 
+def test_replies_of_continuous_batching_are_those_of_generate(tiny, rows_file, tmp_path):
+    replies = {}
+    for batching in ("false", "true"):
+        trainer = build(
+            "grpo", tiny, rows_file, tmp_path / batching, top_k=1, eval_size=0, eval_strategy="no",
+            max_steps=2, save_strategy="no", learning_rate=1e-3, mixing_scale=40, per_device_train_batch_size=2,
+            max_completion_length=12, use_transformers_continuous_batching=batching,
+            transformers_continuous_batching_config='{"num_blocks": 16, "max_batch_tokens": 64}',
+        )  # fmt: skip
+        prompts = [trainer.processing_class.encode(text) for text in ("1", "12 + 34 =", "a longer prompt")]
+        before = trainer._generate_single_turn(prompts, None, {}, 1)[0]
+        trainer.train()  # equal replies earn equal rewards, which teach nothing but rounding errors
+        generator = torch.Generator().manual_seed(0)
+        for weight in mixing_parameters(trainer.model):
+            weight.data += 0.02 * torch.randn(weight.shape, generator=generator)
+        replies[batching] = before, trainer._generate_single_turn(prompts, None, {}, 1)[0]
+    assert replies["true"] == replies["false"] and replies["true"][0] != replies["true"][1]
+
+
 def test_replies_that_the_model_cannot_give_are_refused_before_training(tiny, rows_file, tmp_path):
+    model = saved(IHAForCausalLM(preset_config(attention_kinds="dcmha")), tmp_path / "dcmha")
+    with pytest.raises(UserError, match="use_transformers_continuous_batching: .* kind 'dcmha' cache more"):
+        build("grpo", model, rows_file, tmp_path / "run", use_transformers_continuous_batching="true")
     with pytest.raises(UserError, match="1024 positions"):
         build("grpo", tiny, rows_file, tmp_path / "run", max_completion_length=1000)
 
@@ -261,7 +284,11 @@ def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file
         ("dpo", {"precompute_ref_log_probs": "true"}, "precompute_ref_log_probs is not used here"),
         *((name, {"sync_ref_model": "true"}, "sync_ref_model is not used here") for name in COMMANDS),
         ("grpo", {"use_vllm": "true"}, "use_vllm is not used here"),
-        ("grpo", {"use_transformers_continuous_batching": "true"}, "continuous_batching is not used here"),
+        (
+            "grpo",
+            {"use_transformers_continuous_batching": "true", "bf16": "true"},
+            "use_transformers_continuous_batching with bf16 .* TRL would round the weights",
+        ),
     ],
 )
 def test_an_impossible_run_is_refused(name, keys, named, unread, rows_file, pairs_file, tmp_path):
