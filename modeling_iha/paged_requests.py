@@ -33,8 +33,8 @@ WINDOW_EDGE = 1
 class RequestBatch(NamedTuple):
     """Hold requests of equally many new tokens N as a batch, padded on the left as `generate` pads prompts."""
 
-    tokens: torch.Tensor  # [rows, N], the places of the new tokens in the packed row
-    keys: dict[str, torch.Tensor]  # [rows, keys] by layer type, their places among the keys of all requests
+    tokens: torch.Tensor | int  # [rows, N], the places of the new tokens in the packed row; see `_or_rows`
+    keys: dict[str, torch.Tensor | int]  # [rows, keys] by layer type, their places among the keys of all requests
     masks: dict[str, Any]  # by layer type
 
 
@@ -95,7 +95,7 @@ class PagedRequests:
         # The row as a whole is not causal, so Transformers says is_causal=False for the time of the forward.
         name_of_core = register_masks(core_of(config._attn_implementation))
         config = Overlay(config, is_causal=True, _attn_implementation=name_of_core)
-        self.batches = []
+        self.batches, order = [], []
         for length in lengths[lengths > 0].unique().tolist():
             rows = lengths == length
             tokens = starts[rows, None] + torch.arange(length, device=starts.device)
@@ -109,8 +109,10 @@ class PagedRequests:
                 name: CREATE_MASK[name](config, embeds, padding, cached, layer_idx=self.layer_types.index(name))
                 for name in kept
             }
-            self.batches.append(RequestBatch(tokens, keys, masks))
-        self.order = torch.cat([batch.tokens.flatten() for batch in self.batches]).argsort()
+            order.append(tokens.flatten())
+            keys_or_rows = {name: _or_rows(places, self.num_keys[name]) for name, places in keys.items()}
+            self.batches.append(RequestBatch(_or_rows(tokens, position_ids.shape[1]), keys_or_rows, masks))
+        self.order = torch.cat(order).argsort() if len(order) > 1 else slice(None)
 
     def attend(
         self,
@@ -165,9 +167,17 @@ def _places(ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.maximum(places, (ends - counts)[:, None])
 
 
-def _pick(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return [rows, heads, N, head_dim] of [1, heads, tokens, head_dim] at places [rows, N]."""
+def _pick(states: torch.Tensor, places: torch.Tensor | int) -> torch.Tensor:
+    """Return [rows, heads, N, head_dim] of [1, heads, tokens, head_dim] at places [rows, N]; see `_or_rows`."""
+    if isinstance(places, int):
+        return states[0].unflatten(1, (places, -1)).transpose(0, 1)
     return states[0].transpose(0, 1)[places].transpose(1, 2)
+
+
+def _or_rows(places: torch.Tensor, total: int) -> torch.Tensor | int:
+    """Return the number of rows for places that are all `total` places in their order, which need no copy."""
+    in_order = places.numel() == total and places.flatten().equal(torch.arange(total, device=places.device))
+    return len(places) if in_order else places
 
 
 def paged_config(decoder: PreTrainedModel) -> Any:
