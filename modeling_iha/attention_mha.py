@@ -74,7 +74,7 @@ class MultiHeadAttention(LlamaAttention):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        past_key_values: Cache | PagedRequests | None,
+        past_key_values: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries [batch, H, N, head_dim] of the new tokens, and keys and values of all tokens.
 
@@ -137,15 +137,15 @@ class MultiHeadAttention(LlamaAttention):
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | PagedRequests | None = None,
+        past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `create_masks`."""
         self.check_core()
         states = self.project(hidden_states, position_embeddings, past_key_values)
         attend: Callable = self.attend_in_product_dtype
-        if isinstance(past_key_values, PagedRequests):
-            attend = partial(past_key_values.attend, attend, self.layer_idx)
+        if isinstance(requests := kwargs.get("cache"), PagedRequests):
+            attend = partial(requests.attend, attend, self.layer_idx)
         attn_output, attn_weights = attend(
             *states,
             attention_mask,

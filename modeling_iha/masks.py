@@ -7,20 +7,13 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_iha import IHAConfig
 from .interleaving import Overlay, keep_window_edge
-from .virtual_core import LOWEST, expand_mask, in_window, register_masks, virtual_tokens
-
-
-CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+from .virtual_core import CREATE_MASK, LOWEST, expand_mask, in_window, register_masks, virtual_tokens
 
 
 def create_masks(

@@ -32,7 +32,7 @@ from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .interleaving import keep_start
 from .masks import check_inputs, create_masks
-from .paged_requests import PagedRequests, keep_page_edge, requests_config
+from .paged_requests import PagedRequests, init_requests
 
 
 # By this name Trainer's label smoothing shifts the labels, and a pipeline knows the model.
@@ -210,8 +210,8 @@ class IHAModel(IHAPreTrainedModel):
             position_ids = position_ids.unsqueeze(0)
 
         if "cache" in kwargs and not self.is_llama:  # continuous batching
-            past_key_values = PagedRequests(self, inputs_embeds, position_ids, **kwargs)
-            masks = dict.fromkeys(self.config.layer_types)  # each batch of requests has its own
+            kwargs["cache"] = PagedRequests(self, position_ids, **kwargs)
+            masks = dict.fromkeys(self.config.layer_types, kwargs["cache"].attention_mask)
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = attention_mask
         else:
@@ -270,13 +270,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
                 f"value per token and head, and layers of kind {' and '.join(kinds)} cache more. Use generate, which "
                 "takes batches too."
             )
-        deprecated = getattr(generation_config or self.generation_config, "continuous_batching_config", None)
-        config = requests_config(continuous_batching_config or deprecated or ContinuousBatchingConfig())
-        core = self.config._attn_implementation
-        manager = super().init_continuous_batching(generation_config, config, workload_hints)
-        self.set_attn_implementation(core.removeprefix("paged|"))  # a paged core would fill the pages itself
-        keep_page_edge(manager)
-        return manager
+        arguments = (generation_config, continuous_batching_config, workload_hints)
+        return init_requests(super().init_continuous_batching, self, self.model, *arguments)
 
     def _get_static_cache_init_shape(self):
         """Return the shape in which [`GenerationMixin`] allocates static caches before a chunked prefill.

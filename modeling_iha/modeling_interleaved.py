@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from .adapter_records import watch_adapters
 from .configuration_interleaved import FIELDS, MIXING_MODULES, config_class
 from .interleaving import HeadCollapse, HeadMixing, keep_start, keep_window_edge
+from .paged_requests import PagedRequests, init_requests
 from .virtual_core import core_of, expand_mask, register_masks, virtual_attention
 
 
@@ -66,7 +67,10 @@ def noted_attention(core: str, module: nn.Module, *args, **kwargs) -> tuple[torc
         COMPILED.any = True
     elif hasattr(module, "q_mix"):
         ATTENDED.module, ATTENDED.any = module, True
-    return virtual_attention(core, module, *args, **kwargs)
+    attend = partial(virtual_attention, core, module)
+    if isinstance(requests := kwargs.get("cache"), PagedRequests):
+        attend = partial(requests.attend, attend, module.layer_idx)
+    return attend(*args, **kwargs)
 
 
 class InterleavedPreTrainedModel:
@@ -126,10 +130,8 @@ class InterleavedPreTrainedModel:
         return prepared
 
     def init_continuous_batching(self, *args, **kwargs):
-        raise NotImplementedError(
-            "Continuous batching (generate_batch, transformers serve --continuous-batching) keeps one key for each "
-            "token, and an interleaved model needs P: use generate, which takes batches too."
-        )
+        """Start continuous batching as [`GenerationMixin`] does (see `init_requests`)."""
+        return init_requests(super().init_continuous_batching, self, decoder_of(self), *args, **kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -257,6 +259,10 @@ def _prepare_decoder(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs:
     if not torch.compiler.is_compiling():
         ATTENDED.any = False
     kwargs |= fixed
+    if kwargs.get("cache") is not None:  # continuous batching
+        names = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "max_length_k")
+        requests = PagedRequests(decoder, cache=kwargs["cache"], **{name: kwargs[name] for name in names})
+        return args, kwargs | {"cache": requests, "attention_mask": requests.attention_mask}
     use_cache = kwargs.get("use_cache")
     use_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache
     # RecurrentGemma resets its states where it makes a cache.

@@ -39,13 +39,17 @@ class HyperOptions(PairOptions):
                     raise ValueError(f"{where} linear=True, whose tuples are all of the past: {name} must not be set.")
             if any(sliding):
                 raise ValueError(f"{where} linear=True, which has no window: its layers must be 'full_attention'.")
+            if config.attention_dropout:
+                raise ValueError(
+                    f"attention_dropout={config.attention_dropout}, and {where} linear=True, which has no weights to "
+                    "drop: set it to 0."
+                )
         elif self.order != 3:
             raise ValueError(
                 f"{where} order={self.order} with softmax, which is for order 3 only: set linear=True for other "
                 "orders."
             )
-        window_of_one = self.windows[1] == 1 if self.windows else any(sliding) and config.sliding_window == 1
-        if self.strict_order and window_of_one:
+        if self.strict_order and self.windows and self.windows[1] == 1:
             raise ValueError(
                 f"{where} strict_order=True with a window of 1 token for k, which leaves no pair with j > k."
             )

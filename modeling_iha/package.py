@@ -41,6 +41,7 @@ INTERLEAVED_FILES = (
     "configuration_interleaved.py",
     "interleaving.py",
     "virtual_core.py",
+    "paged_requests.py",
     "modeling_interleaved.py",
 )
 PACKAGE = Path(__file__).resolve().parent

@@ -4,7 +4,8 @@
 
 Transformers packs the new tokens of all requests into one row, and keeps their keys and values in pages. Its attention
 cores fill and read the pages, with one key per token. Here a layer does so itself, before its mechanism attends: pages
-then hold base keys and values, as any other cache does, and every core and mask is that of `generate`.
+then hold base keys and values, as any other cache does, and every core and mask is that of `generate`. One class
+serves `IHAForCausalLM` and interleaved decoders.
 """
 
 import copy
@@ -13,17 +14,27 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+from transformers.generation import GenerationConfig
 
 from .interleaving import Overlay
-from .masks import create_masks
+from .virtual_core import CREATE_MASK, core_of, register_masks
+
+
+# What describes the packed row as a whole.
+OF_THE_ROW = ("cache", "position_ids", "is_causal", "read_index", "write_index", "block_table", "logits_indices")
+OF_THE_ROW += ("logits_processor_args", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+# The tokens that pages keep more than they would. They keep W - 1 tokens before the new ones for a window of W tokens,
+# and an "iha" layer reaches back W tokens (see `keep_window_edge`).
+WINDOW_EDGE = 1
 
 
 class RequestBatch(NamedTuple):
     """Hold requests of equally many new tokens N as a batch, padded on the left as `generate` pads prompts."""
 
-    tokens: torch.Tensor  # [rows, N], the places of the new tokens in the packed row
-    keys: dict[str, torch.Tensor]  # [rows, keys] by layer type, their places among the keys of all requests
+    tokens: torch.Tensor | int  # [rows, N], the places of the new tokens in the packed row; see `_or_rows`
+    keys: dict[str, torch.Tensor | int]  # [rows, keys] by layer type, their places among the keys of all requests
     masks: dict[str, Any]  # by layer type
 
 
@@ -45,12 +56,11 @@ class KeyLengths:
 
 
 class PagedRequests:
-    """Hold the requests of one forward, and stand where the cache of a model stands.
+    """Hold the requests of one forward, and fill and read their pages.
 
     Args:
-        model: the `IHAModel`.
-        inputs_embeds: [1, T, hidden_size], the T new tokens of all requests, one request after another.
-        position_ids: [1, T], each request's own positions.
+        decoder: the model that holds the layers.
+        position_ids: [1, T], each request's own positions of the T new tokens, one request after another.
         cu_seq_lens_q: int [requests + 1], where requests begin in the row, and T.
         cache: the `PagedAttentionCache` of Transformers.
         kwargs: what else Transformers gives to the forward, such as indices into the pages.
@@ -58,22 +68,24 @@ class PagedRequests:
 
     def __init__(
         self,
-        model: Any,
-        inputs_embeds: torch.Tensor,
+        decoder: PreTrainedModel,
         position_ids: torch.Tensor,
         cu_seq_lens_q: torch.Tensor,
         cache: Any,
         **kwargs,
     ):
-        self.cache, self.kwargs, self.layer_types = cache, kwargs, model.config.layer_types
+        config = paged_config(decoder)
+        self.cache, self.kwargs, self.layer_types = cache, kwargs, config.layer_types
+        # Transformers makes no mask beside one of four dimensions. Each batch of requests has its own.
+        self.attention_mask = torch.zeros(1, 1, 1, 1, dtype=decoder.dtype, device=position_ids.device)
         # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim].
         self.takes_indices = "kwargs" not in inspect.signature(cache.update).parameters
         starts, lengths = cu_seq_lens_q[:-1].long(), cu_seq_lens_q.diff()
         past = position_ids[0, starts.clamp_max(position_ids.shape[1] - 1)]
-        # The cached tokens that pages keep for each request, by layer type. A window's keep W: see `keep_page_edge`.
+        # The cached tokens that pages keep for each request, by layer type. A window's keep W: see `init_requests`.
         kept = dict.fromkeys(self.layer_types, past)
         if "sliding_attention" in kept:
-            kept["sliding_attention"] = past.clamp(max=model.config.sliding_window)
+            kept["sliding_attention"] = past.clamp(max=config.sliding_window)
         # A fork whose prompt is in shared pages has no new token: no position tells its past, and `read` does.
         read = kwargs["cu_seq_lens_k"]
         read = read if isinstance(read, dict) else dict.fromkeys(kept, read)
@@ -81,8 +93,9 @@ class PagedRequests:
         ends = {name: count.cumsum(0) for name, count in counts.items()}
         self.num_keys = {name: int(end[-1]) for name, end in ends.items()}
         # The row as a whole is not causal, so Transformers says is_causal=False for the time of the forward.
-        config: Any = Overlay(model.config, is_causal=True)
-        self.batches = []
+        name_of_core = register_masks(core_of(config._attn_implementation))
+        config = Overlay(config, is_causal=True, _attn_implementation=name_of_core)
+        self.batches, order = [], []
         for length in lengths[lengths > 0].unique().tolist():
             rows = lengths == length
             tokens = starts[rows, None] + torch.arange(length, device=starts.device)
@@ -91,10 +104,40 @@ class PagedRequests:
             if bool((past[rows] != longest).any()):
                 padding = torch.arange(longest + length, device=starts.device) >= longest - past[rows, None]
             cached: Any = KeyLengths(longest, [keys[layer_type].shape[1] for layer_type in self.layer_types])
-            embeds = inputs_embeds.new_empty(*tokens.shape, 0)
-            masks = create_masks(config, embeds, padding, cached, None)
-            self.batches.append(RequestBatch(tokens, keys, masks))
-        self.order = torch.cat([batch.tokens.flatten() for batch in self.batches]).argsort()
+            embeds = self.attention_mask.new_empty(*tokens.shape, 0)
+            masks = {
+                name: CREATE_MASK[name](config, embeds, padding, cached, layer_idx=self.layer_types.index(name))
+                for name in kept
+            }
+            order.append(tokens.flatten())
+            keys_or_rows = {name: _or_rows(places, self.num_keys[name]) for name, places in keys.items()}
+            self.batches.append(RequestBatch(_or_rows(tokens, position_ids.shape[1]), keys_or_rows, masks))
+        self.order = torch.cat(order).argsort() if len(order) > 1 else slice(None)
+
+    def attend(
+        self,
+        attend: Callable,
+        layer_idx: int,
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attention_mask: torch.Tensor,
+        **kwargs,
+    ) -> tuple[torch.Tensor, None]:
+        """Return the output [1, T, ...] of `attend` for the row's queries, keys and values [1, heads, T, head_dim].
+
+        Raise a RuntimeError for a mask that the base model has changed, and if the pages keep too few tokens or too
+        many."""
+        if attention_mask.numel() != 1:
+            raise RuntimeError(f"Layer {layer_idx} adds to the mask of attention, which has no place in its requests.")
+        layer_type, outputs = self.layer_types[layer_idx], []
+        key_states, value_states = self.update(key_states, value_states, layer_idx)
+        kwargs = {name: value for name, value in kwargs.items() if name not in OF_THE_ROW}
+        for batch in self.batches:
+            keys = batch.keys[layer_type]
+            states = (_pick(query_states, batch.tokens), _pick(key_states, keys), _pick(value_states, keys))
+            outputs.append(attend(*states, batch.masks[layer_type], **kwargs)[0].flatten(0, 1))
+        return torch.cat(outputs)[self.order].unsqueeze(0), None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
@@ -116,29 +159,6 @@ class PagedRequests:
             )
         return states[0], states[1]
 
-    def attend(
-        self,
-        attend: Callable,
-        layer_idx: int,
-        query_states: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        attention_mask: None = None,
-        sliding_window: int | None = None,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **packed,
-    ) -> tuple[torch.Tensor, None]:
-        """Return the output [1, T, ...] of `attend` for queries [1, H, T, head_dim].
-
-        Keys and values are those that `update` returned. `packed` describes the row as a whole and is left out."""
-        layer_type, outputs = self.layer_types[layer_idx], []
-        for batch in self.batches:
-            keys = batch.keys[layer_type]
-            states = (_pick(query_states, batch.tokens), _pick(key_states, keys), _pick(value_states, keys))
-            output, _ = attend(*states, batch.masks[layer_type], sliding_window=sliding_window, rotation=rotation)
-            outputs.append(output.flatten(0, 1))
-        return torch.cat(outputs)[self.order].unsqueeze(0), None
-
 
 def _places(ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return [rows, longest], the last `counts` places before `ends` [rows]; padding repeats a row's first place."""
@@ -147,40 +167,76 @@ def _places(ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.maximum(places, (ends - counts)[:, None])
 
 
-def _pick(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return [rows, heads, N, head_dim] of [1, heads, tokens, head_dim] at places [rows, N]."""
+def _pick(states: torch.Tensor, places: torch.Tensor | int) -> torch.Tensor:
+    """Return [rows, heads, N, head_dim] of [1, heads, tokens, head_dim] at places [rows, N]; see `_or_rows`."""
+    if isinstance(places, int):
+        return states[0].unflatten(1, (places, -1)).transpose(0, 1)
     return states[0].transpose(0, 1)[places].transpose(1, 2)
 
 
-def requests_config(config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
-    """Return the config without what needs Transformers' own paged attention.
+def _or_rows(places: torch.Tensor, total: int) -> torch.Tensor | int:
+    """Return the number of rows for places that are all `total` places in their order, which need no copy."""
+    in_order = places.numel() == total and places.flatten().equal(torch.arange(total, device=places.device))
+    return len(places) if in_order else places
+
+
+def paged_config(decoder: PreTrainedModel) -> Any:
+    """Return the config of a decoder with the type of each layer's pages, and with their window in tokens.
+
+    Layers with a window of `interleave_heads` keep that window, unless the base model has windows of its own. Raise a
+    NotImplementedError for types of layers that have no pages."""
+    config, window = decoder.config, getattr(decoder.config, "sliding_window", None)
+    one = "sliding_attention" if window else "full_attention"
+    layer_types = list(getattr(config, "layer_types", None) or [one] * config.num_hidden_layers)
+    if others := sorted(set(layer_types) - set(CREATE_MASK)):
+        raise NotImplementedError(
+            f"Continuous batching has pages for full and sliding attention, and {config.model_type} has layers of "
+            f"type {', '.join(others)}. Use generate, which takes batches too."
+        )
+    given = getattr(config, "interleaved_window", None)
+    if given and "sliding_attention" not in layer_types:
+        window = given
+        for module in decoder.modules():
+            if hasattr(module, "q_mix"):
+                layer_types[module.layer_idx] = "sliding_attention"
+    return Overlay(config, layer_types=layer_types, sliding_window=window)
+
+
+def init_requests(
+    init: Callable,
+    model: PreTrainedModel,
+    decoder: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: Any = None,
+) -> Any:
+    """Start continuous batching by `init` of [`GenerationMixin`], on the core that the model has.
 
     Raise a ValueError for CUDA graphs and compilation, which need inputs of fixed shapes."""
-    compiles = config.varlen_compile_config or config.decode_compile_config or config.default_compile_level > 0
-    if any(config.cuda_graph_booleans) or compiles:
+    deprecated = getattr(generation_config or model.generation_config, "continuous_batching_config", None)
+    batching = copy.copy(continuous_batching_config or deprecated or ContinuousBatchingConfig())
+    compiles = batching.varlen_compile_config or batching.decode_compile_config or batching.default_compile_level > 0
+    if any(batching.cuda_graph_booleans) or compiles:
         raise ValueError(
             "Continuous batching of this model runs without CUDA graphs and compilation: leave use_cuda_graph, "
             "varlen_compile_config, decode_compile_config and default_compile_level unset."
         )
-    config = copy.copy(config)
-    config.use_cuda_graph, config.max_blocks_per_request, config.auto_switch_to_flash = False, 0, False
-    return config
-
-
-def keep_page_edge(manager: Any) -> None:
-    """Make the pages of sliding layers keep one more token, as `keep_window_edge` does for other caches.
-
-    They keep W - 1 tokens before the new ones, and an "iha" layer reaches back W tokens."""
+    batching.use_cuda_graph, batching.max_blocks_per_request, batching.auto_switch_to_flash = False, 0, False
+    text = paged_config(decoder)
+    edge = Overlay(text, sliding_window=text.sliding_window and text.sliding_window + WINDOW_EDGE)
+    config: Any = model.config
+    core, config._attn_implementation_internal = config._attn_implementation, "paged|eager"
+    try:  # Transformers asks by name whether the core takes pages
+        manager = init(generation_config, batching, workload_hints)
+    finally:
+        config._attn_implementation_internal = core  # and makes no masks for that name
 
     def create_batch_processor():
-        model = manager.model
-        config = copy.copy(model.config)
-        if config.sliding_window is not None:
-            config.sliding_window += 1
-        manager.model = Overlay(model, config=config)
+        manager.model = Overlay(model, config=Overlay(config, get_text_config=lambda: edge))
         try:
             return type(manager)._create_batch_processor(manager)
         finally:
             manager.model = model
 
     manager._create_batch_processor = create_batch_processor
+    return manager

@@ -17,7 +17,11 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
@@ -35,6 +39,8 @@ from .interleaving import (
     window_attention,
 )
 
+
+CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 # These values hide a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where the
 # lowest float64 is -inf, and a row of -inf becomes NaN.

@@ -9,7 +9,7 @@ from helpers import BF16_OUTPUT, FP32, GEOMETRIES, random_ids, random_model, set
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from modeling_iha import modeling_iha
+from modeling_iha import paged_requests
 
 
 # Of one token, around a page of 4 tokens and the windows of 3 and 4, longer than a batch of 16 tokens; two are equal.
@@ -143,7 +143,7 @@ def test_requests_that_do_not_fit_wait_their_turn():
 @pytest.mark.parametrize("name", ["window", "window_mha", "hybrid"])
 def test_pages_that_keep_one_token_less_are_noticed(name, monkeypatch):
     """Leave the pages of windows as Transformers lays them out: each request longer than the window fails."""
-    monkeypatch.setattr(modeling_iha, "keep_page_edge", lambda manager: None)
+    monkeypatch.setattr(paged_requests, "WINDOW_EDGE", 0)
     outputs = built(name).generate_batch(PROMPTS[3:4], options(), batching(), warmup=False)
     assert "version of Transformers lays pages out in another way. Use generate" in next(iter(outputs.values())).error
 

@@ -417,13 +417,11 @@ def test_layers_may_be_left_out_and_threads_share_a_model():
     assert all(each.equal(expected) for each in found)
 
 
-def test_masks_that_misfit_and_continuous_batching_are_refused():
+def test_masks_that_misfit_are_refused():
     model = interleave_heads(decoder("llama"), 2)
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match=r"7, 7\] for 10 x 10 virtual tokens.*pass attention_mask \[batch, tokens\]"):
         model(random_ids(1, 5), attention_mask=mask)
-    with pytest.raises(NotImplementedError, match="use generate"):
-        model.generate_batch([[3, 4]])
     with pytest.raises(ValueError, match="makes no masks"):
         model.set_attn_implementation("paged|eager")
     model.set_attn_implementation("eager")

@@ -243,6 +243,23 @@ def test_learning(mechanism):
 
 
 @mechanisms
+def test_attention_is_dropped_in_training_alone(mechanism):
+    """Mechanisms without weights of one softmax to drop refuse `attention_dropout`."""
+    plain = random_model(mechanism.config())
+    try:
+        dropping = random_model(mechanism.config(attention_dropout=0.5))
+    except Exception as error:
+        assert mechanism.kind == "diff" or "linear=True" in str(error)
+        assert "attention_dropout=0.5" in str(error) and "set it to 0" in str(error)
+        return
+    dropping.load_state_dict(plain.state_dict())
+    input_ids = random_ids(2, LENGTH)
+    assert torch.equal(uncached_logits(dropping, input_ids), uncached_logits(plain, input_ids))
+    learned = [dropping.train()(input_ids, use_cache=False).logits.detach() for _ in range(2)]
+    assert (learned[0] - learned[1]).abs().max() > 0.01
+
+
+@mechanisms
 def test_a_layer_of_another_model_starts_from_weights(mechanism):
     """Build a layer that no model initialises, while PyTorch fills new memory with NaN."""
     config = mechanism.config()
