@@ -31,7 +31,7 @@ help:
 	@touch $@
 
 # What only the tests need stays out of the demo's environment: some of it is large, and some of it noisy.
-.venv/test-installed: .venv/installed tests/fetch_transformers_tests.py tests/fetch_chromium.py
+.venv/test-installed: .venv/installed tests/fetch_transformers_tests.py
 	@echo "Installing what the tests need (about two minutes)"
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev]"
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/deepspeed \
@@ -39,7 +39,6 @@ help:
 # Transformers imports hqq wherever it finds it, which takes a second.
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/hqq hqq termcolor
 	$(RUN) tests/fetch_transformers_tests.py
-	$(RUN) tests/fetch_chromium.py
 	@touch $@
 
 # Only Transformers and its Hub client are installed twice: what is not found here is taken from .venv, PyTorch above all.
@@ -100,7 +99,7 @@ checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.checkpoints.make_checkpoints
 
 # From the cheapest to the dearest. Studies that fine-tune SmolLM2 for hours run by name only.
-STUDIES := theorem2_inclusion cpm3 polynomial_filters dcmha_tasks language_models
+STUDIES := polynomial_filters dcmha_tasks language_models
 experiments: .venv/installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.experiments.model_types
 	@set -e; for name in $(STUDIES); do \

@@ -45,7 +45,7 @@ setup(
     extras_require={
         # What GGUF files, fine-tuning, the studies and the other commands of a checkout need.
         "scripts": [
-            *("datasets", "gguf", "matplotlib", "networkx", "peft", "plotly", "reasoning-gym", "scipy", "trl"),
+            *("datasets", "gguf", "matplotlib", "networkx", "peft", "reasoning-gym", "scipy", "trl"),
         ],
         # What `iha serve` needs.
         "serve": ["transformers[serving]"],
@@ -56,8 +56,8 @@ setup(
         "flash": ["flash-attn-4[cu13]>=4.0.0b36; platform_system == 'Linux'"],
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
-            *("brotli", "coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff"),
-            *("bitsandbytes", "fastapi", "openai", "playwright", "rich", "torchao", "uvicorn"),
+            *("coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff"),
+            *("bitsandbytes", "fastapi", "openai", "rich", "torchao", "uvicorn"),
         ],
     },
 )

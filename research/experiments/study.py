@@ -33,8 +33,7 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
         args.kinds = list(dict.fromkeys(args.kinds))
     if hasattr(args, "seeds"):
         args.seeds = list(dict.fromkeys(args.seeds))
-    if hasattr(args, "output"):
-        args.output = args.output or Path("outputs") / args.study
+    args.output = args.output or Path("outputs") / args.study
     args.results = args.results or Path("outputs") / args.study
     for suffix in ("json", "png"):
         check_output_file(args.results / f"{args.study}.{suffix}", replace=True)
