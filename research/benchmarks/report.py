@@ -1,4 +1,4 @@
-"""Write research/benchmarks/results/README.md, and a plot for each table, from the JSON files beside it.
+"""Write research/benchmarks/results/README.md from the JSON files beside it.
 
 A JSON file holds rows. A row holds its setting and, by name, "seconds", "extra_bytes" if they were measured, "ratios",
 and the same ratios as "predicted" by the cost model, if it predicts them. A table has a line for each ratio and a
@@ -10,9 +10,6 @@ example: python -m research.benchmarks.report
 import argparse
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
-from iha_io import plots
 from iha_io.command_io import read_json, run_cli, whole_file
 from research.benchmarks.options import RESULTS
 
@@ -70,7 +67,7 @@ def ratios_of(name: str, result: dict) -> tuple[str, list[str], dict[str, list[l
 
 
 def benchmark_lines(name: str, result: dict) -> list[str]:
-    """Return the section of a benchmark: how it was measured, its ratios, and their plot."""
+    """Return the section of a benchmark: how it was measured, and its ratios."""
     base, columns, found = ratios_of(name, result)
     lines = {ratio: [span(values) for values in lists] for ratio, lists in found.items()}
     return [
@@ -78,27 +75,7 @@ def benchmark_lines(name: str, result: dict) -> list[str]:
         f"[Figures]({name}.json): `{result['command']}`",
         "",
         *table([f"/ {base}" if base else "", *columns], lines),
-        "",
-        f"![Ratios of {name}]({name}.png)",
     ]
-
-
-def spread(values: list[float]) -> plots.Point | None:
-    """Return the mean of some ratios, and how far they go below and above it."""
-    if not values:
-        return None
-    mean = sum(values) / len(values)
-    return mean, mean - min(values), max(values) - mean
-
-
-def plot(name: str, result: dict) -> Figure:
-    """Plot each ratio as a dot for each setting, from the lowest to the highest."""
-    base, columns, found = ratios_of(name, result)
-    points = {column: [spread(lists[place]) for lists in found.values()] for place, column in enumerate(columns)}
-    figure, (axes,) = plots.panels(f"{name}: below 1 the first takes less", height=1 + 0.45 * len(found))
-    plots.dots(axes, list(found), points, mark=1)
-    axes.set(xlabel=f"ratio to {base}" if base else "ratio", xscale="log")
-    return figure
 
 
 def measured_on(result: dict) -> str:
@@ -137,8 +114,6 @@ def main() -> None:
     args = PARSER.parse_args()
     results = {path.stem: read_json(path) for path in sorted(args.out.glob("*.json"))}
     defaults = [read_json(path) for path in sorted(args.out.glob("default_form/*.json"))]
-    for name, result in results.items():
-        plots.save_plot(plot(name, result), args.out / f"{name}.png")
     with whole_file(args.out / "README.md") as path:
         path.write_text(render(results, defaults), encoding="utf-8")
     print(f"Wrote {args.out / 'README.md'}")
