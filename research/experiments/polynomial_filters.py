@@ -29,7 +29,7 @@ from iha_io.command_io import run_cli, sole_writer
 from modeling_iha import IHAConfig, IHAModel
 from modeling_iha.virtual_core import virtual_tokens
 from research.experiments.options import study_parser
-from research.experiments.study import begin, points, run_once, seeded, spread, train, write
+from research.experiments.study import begin, points, run_once, spread, write
 
 
 GRAPHS = {
@@ -197,18 +197,30 @@ class FilterLayer(nn.Module):
 def learned(kind: str, heads: int, seeds: list[int]) -> dict:
     """Train layers on random X on the directed cycle; return their mean squared errors on new X.
 
-    Every block of the target has a mean square of 1.
+    Every block of the target has a mean square of 1. Adam's rate falls along a cosine, and gradients are clipped to a
+    norm of 1.
     """
     filters = torch.tensor(np.stack([power.astype(np.float32) for power in powers(adjacency(CYCLE), LEARNED_FILTERS)]))
-    models = seeded(seeds, lambda: FilterLayer(kind, heads, len(CYCLE)))
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models.append(FilterLayer(kind, heads, len(CYCLE)))
 
     def draw(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(len(seeds), rows, len(CYCLE), 1)
         return x, torch.einsum("kij,sbjd->sbik", filters, x)
 
-    trained = train(models, draw, nn.functional.mse_loss, STEPS, rate=1e-2)
-    x, target = draw(1024)
-    errors = (trained(x) - target).square().flatten(1).mean(dim=1).tolist()
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) for optimizer in optimizers]
+    for _ in range(STEPS):
+        for model, optimizer, schedule, x, target in zip(models, optimizers, schedules, *draw(), strict=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), target).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+    with torch.no_grad():
+        errors = [nn.functional.mse_loss(model(x), target).item() for model, x, target in zip(models, *draw(1024))]
     return {"error": errors, "parameters": sum(weight.numel() for weight in models[0].parameters())}
 
 

@@ -6,7 +6,7 @@ import torch
 
 from iha_io.command_io import UserError
 from research.experiments import polynomial_filters
-from research.experiments.study import run_once, train
+from research.experiments.study import run_once
 
 
 @pytest.fixture(autouse=True)
@@ -38,32 +38,6 @@ def test_parameters_are_those_of_the_theorem(kind):
 
 
 # What the studies share
-
-
-def test_models_trained_at_once_are_those_trained_alone():
-    def model(seed):
-        torch.manual_seed(seed)
-        return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
-
-    inputs = 30 * torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(2))
-    targets = 30 * inputs.square().sum(dim=-1, keepdim=True)  # so far away that gradients are clipped
-    loss = torch.nn.functional.mse_loss
-    both = train([model(0), model(1)], lambda: (inputs, targets), loss, steps=5, rate=0.1)(inputs)
-    for index in range(2):
-        one = slice(index, index + 1)
-        alone = train([model(index)], lambda one=one: (inputs[one], targets[one]), loss, steps=5, rate=0.1)
-        assert torch.allclose(alone(inputs[one]), both[one], atol=1e-4)
-
-    by_hand, rows = model(0), inputs[0]
-    optimizer = torch.optim.Adam(by_hand.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss(by_hand(rows), targets[0]).backward()
-        assert torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0) > 1
-        optimizer.step()
-        schedule.step()
-    assert torch.allclose(by_hand(rows), both[0], atol=1e-4)
 
 
 def test_a_run_that_is_damaged_is_refused(tmp_path):
