@@ -38,7 +38,6 @@ from transformers import (
 
 from conversion_scripts import (
     convert_diffllama_to_iha,
-    convert_iha_to_diffllama,
     convert_iha_to_llama,
     convert_llama_to_iha,
     verify_conversion,
@@ -341,7 +340,7 @@ class Road(NamedTuple):
 
 
 LLAMA = Road("qwen2-sliding", convert_llama_to_iha, ("--num-pseudo-heads", "2"), convert_iha_to_llama, "k_mix.weight")
-DIFFLLAMA = Road("diffllama", convert_diffllama_to_iha, (), convert_iha_to_diffllama, "lambda_k2")
+DIFFLLAMA = Road("diffllama", convert_diffllama_to_iha, (), convert_iha_to_llama, "lambda_k2")
 
 
 @pytest.fixture(scope="module")
