@@ -27,8 +27,8 @@ from research.experiments.study import detectable, differences, interval
 
 RESULTS = ROOT / "research" / "experiments" / "results"
 PAPER, QUESTIONS = read_json(ROOT / "evaluation" / "paper.json"), {"GSM8K": 1319, "MATH-500": 500}
-# Of every study with a plot; git has the command of the mixing's rate.
-TABLES = sorted({path.stem for path in RESULTS.glob("*.png")} - {"mixing_rate"})
+# Of every study with a plot whose command git does not keep alone.
+TABLES = sorted({path.stem for path in RESULTS.glob("*.png")} - {"dcmha_tasks", "mixing_rate"})
 FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?)(?: ± (\d+(?:\.\d+)?))?(%?)")
 # What a table has of single seeds and steps, which no document shows.
 SINGLE = {"values", "runs", "curve", "tried", "by_part", "rates", "seconds"}

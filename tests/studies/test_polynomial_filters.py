@@ -4,18 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from iha_io.command_io import UserError
 from research.experiments import polynomial_filters
-from research.experiments.study import run_once
 
 
 @pytest.fixture(autouse=True)
 def draws():
     """Draw the same for a test whatever ran before it."""
     torch.manual_seed(0)
-
-
-# Theorem 3
 
 
 GRAPHS = {name: polynomial_filters.adjacency(graph) for name, graph in polynomial_filters.GRAPHS.items()}
@@ -35,16 +30,6 @@ def test_parameters_are_those_of_the_theorem(kind):
         assert polynomial_filters.used_parameters(kind, 12, 3, k) == polynomial_filters.theorem_parameters(
             kind, 12, 3, k
         )
-
-
-# What the studies share
-
-
-def test_a_run_that_is_damaged_is_refused(tmp_path):
-    for content, expected in (("", "Remove the file: its run is then made again."), ("{}", "another setting")):
-        (tmp_path / "run.json").write_text(content)
-        with pytest.raises(UserError, match=expected):
-            run_once(tmp_path / "run.json", dict)
 
 
 def test_polynomial_filters_in_small(run_study):
