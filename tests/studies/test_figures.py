@@ -173,7 +173,7 @@ def difference_lines(name: str) -> Iterator[str]:
     for row in table(name)["rows"]:
         for key, other in (("minus_base", "mha"), ("minus_control", row["control"])):
             cells = []
-            for budget in BUDGETS:
+            for budget in (budget for budget in BUDGETS if budget != COUNTS["paper"]):
                 found = row.get(key, {}).get(budget, {}).get("difference")
                 cells.append(f"{text(found)}{' ?' * (found['p_holm'] > 0.05)}" if found else "–")
             if key in row:
