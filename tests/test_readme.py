@@ -235,7 +235,7 @@ def test_the_examples_of_helps_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
     (tmp_path / "sft").symlink_to(ROOT / "sft")
-    for name in ("smollm2-iha", "smollm2-iha-tuned", "outputs/demo/sft/final"):
+    for name in ("smollm2-iha", "outputs/demo/sft/final"):
         saved(IHAForCausalLM(preset_config()), tmp_path / name)
     recipe, parse = RecipeParser.parse, argparse.ArgumentParser.parse_args
 
