@@ -86,7 +86,7 @@ test-vllm: .venv-vllm/installed
 
 # From the cheapest to the dearest, so that what is broken shows early.
 bench: .venv/installed
-	@set -e; for name in default_form decode_model layer prefill schedule any_decoder any_decoder_rows training_plan report; do \
+	@set -e; for name in default_form decode_model layer prefill schedule any_decoder training_plan report; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m research.benchmarks.$$name --out research/benchmarks/results; \
 	done
 
@@ -99,7 +99,7 @@ checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.checkpoints.make_checkpoints
 
 # From the cheapest to the dearest. Studies that fine-tune SmolLM2 for hours run by name only.
-STUDIES := theorem2_inclusion cpm3 polynomial_filters dcmha_tasks language_models
+STUDIES := polynomial_filters language_models
 experiments: .venv/installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.experiments.model_types
 	@set -e; for name in $(STUDIES); do \

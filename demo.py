@@ -23,7 +23,6 @@ OUTPUT = Path("outputs/demo")
 DATA = ["--generator", "chain_sum", "--options", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
 NEXT = f"""Next:
   python -m conversion_scripts.serve {OUTPUT}/sft/final                      talk to it
-  python -m research.experiments.explore_attention {OUTPUT}/sft/final "7 - 9 = "      see its heads
   python -m sft.train --config sft/recipes/demo/sft.yaml --num_pseudo_heads 2 \\
       --model_name_or_path YOUR_MODEL --output_dir tuned                       tune any decoder on the same rows"""
 

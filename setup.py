@@ -45,7 +45,7 @@ setup(
     extras_require={
         # What GGUF files, fine-tuning, the studies and the other commands of a checkout need.
         "scripts": [
-            *("datasets", "gguf", "matplotlib", "networkx", "peft", "plotly", "reasoning-gym", "scipy", "trl"),
+            *("datasets", "gguf", "matplotlib", "networkx", "peft", "reasoning-gym", "scipy", "trl"),
         ],
         # What `iha serve` needs.
         "serve": ["transformers[serving]"],

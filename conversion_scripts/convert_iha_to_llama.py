@@ -1,16 +1,16 @@
 """Convert an IHA checkpoint to a stock architecture that computes the same.
 
-This is possible while every layer computes multi-head attention: its kind is "mha", or "iha" with parameters that are
-still at the exact start of `convert_llama_to_iha.py`, or that fold into the projections. The command refuses anything
-else and names the first parameter that has moved.
+Layers of kind "diff", trained or not, become a DiffLlama. Others have to compute multi-head attention: their kind is
+"mha", or "iha" with parameters that are still at the exact start of `convert_llama_to_iha.py`, or that fold into the
+projections. The command refuses anything else and names the first parameter that has moved.
 """
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
 from conversion_scripts.conversion import (
@@ -25,7 +25,7 @@ from conversion_scripts.conversion import (
 )
 from iha_io.command_io import UserError, run_cli
 from kind_facts import iha
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing import values
 
 
@@ -84,12 +84,30 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
     raise UserError(f"None of {', '.join(ARCHITECTURES)} has this combination: {has}.")
 
 
+def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
+    """Return the configuration of the DiffLlama that computes what "diff" layers do.
+
+    Raise a `UserError` that names the layer or field that no DiffLlama has.
+    """
+    for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
+        if (kind, layer_type) != ("diff", "full_attention"):
+            raise UserError(f"Layer {i} is of kind {kind!r}, {layer_type}; expected 'diff', full_attention.")
+    for field, value in {"gated_mlp": True, "mlp_bias": False, "use_qk_norm": False}.items():
+        if getattr(config, field) != value:
+            raise UserError(f"The model has {field}={getattr(config, field)}; a DiffLlama has {field}={value} only.")
+    fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "attention_bias", "head_dim")}
+    return new_config(DiffLlamaConfig, **fields, lambda_std_dev=config.options_of("diff").lambda_std_dev)
+
+
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     """Return the stock model that computes what `model` does, in eval mode and its dtype.
 
     It shares the memory of all weights into which nothing is folded. Say on stderr if half precision rounds those that
-    are folded. Raise `UserError` if a layer no longer computes multi-head attention, or if no stock architecture fits.
+    are folded. Raise `UserError` if no stock architecture computes the layers, or has the rest of the model.
     """
+    if "diff" in model.config.attention_kinds:
+        diffllama = diffllama_config(model.config)
+        return build(DiffLlamaForCausalLM, diffllama, model.state_dict(), model.dtype, model.generation_config)
     added = check_layers(model)
     architecture, config = stock_config(model)
     state = {
@@ -109,24 +127,14 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     return build(architecture.model_class, config, state, model.dtype, model.generation_config)
 
 
-def write_stock_checkpoint(
-    source: str | os.PathLike,
-    destination: str | os.PathLike,
-    dtype: str,
-    convert_model: Callable[[IHAForCausalLM], PreTrainedModel],
-) -> None:
-    """Convert the IHA checkpoint `source`, and write the stock model and the tokenizer to `destination`."""
+def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str = "auto") -> None:
+    """Convert the IHA checkpoint `source` to a stock one in the new directory `destination`. Raise `UserError`."""
 
     def make():
         model, tokenizer = read_source(source, lambda config: check_iha(source, config), dtype)
-        return convert_model(model), tokenizer, None
+        return convert_back(model), tokenizer, None
 
     write_checkpoint(source, destination, make)
-
-
-def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str = "auto") -> None:
-    """Convert the IHA checkpoint `source` to a stock one in the new directory `destination`. Raise `UserError`."""
-    write_stock_checkpoint(source, destination, dtype, convert_back)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -37,7 +37,7 @@ TINY_ARGUMENTS = {
 }
 # Examples of helps that run here. Of the others the arguments are read: they take hours, a GPU or a network, or are
 # recipes, which tests/sft trains.
-RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan", "research.experiments.explore_attention")
+RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan")
 
 
 def anchor(heading: str) -> str:
@@ -203,7 +203,7 @@ def test_the_examples_of_helps_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
     (tmp_path / "sft").symlink_to(ROOT / "sft")
-    for name in ("smollm2-iha", "smollm2-iha-tuned", "outputs/demo/sft/final"):
+    for name in ("smollm2-iha", "outputs/demo/sft/final"):
         saved(IHAForCausalLM(preset_config()), tmp_path / name)
     recipe, parse = RecipeParser.parse, argparse.ArgumentParser.parse_args
 

@@ -1,8 +1,7 @@
 """Compare the default of an "iha" layer with plain SDPA on the virtual sequence under dense masks.
 
 One attention module with the same weights runs a forward pass, a training step (forward and backward), and one token
-after N cached ones, of one row and of 16 (batch decoding). It has width 512 and 8 heads of 64. The paper's schedule
-(four window layers and a global "mha" layer) is compared with five "mha" layers.
+after N cached ones, of one row and of 16 (batch decoding). It has width 512 and 8 heads of 64.
 
 Idle, the default may take at most 1.05 of SDPA's time, and beside busy processes 1.2: the command fails where it takes
 more. Results are kept for each CPU, in default_form/.
@@ -36,10 +35,9 @@ from research.benchmarks.harness import (
     write,
 )
 from research.benchmarks.options import arguments
-from research.benchmarks.schedule import BASE, schedules
 
 
-PARSER = arguments(__doc__, [], repeats=3)
+PARSER = arguments(__doc__, None)
 PARSER.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count(), 8], help="numbers of threads")
 PARSER.add_argument("--busy", type=int, nargs="+", default=[0, os.cpu_count()], help="numbers of busy processes")
 PARSER.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
@@ -58,7 +56,6 @@ CASES = [
     *(("decoding", tokens, virtual, None) for tokens in (512, 8192) for virtual in (2, 4)),
     *(("batch decoding", tokens, 4, None) for tokens in (8, 64, 512)),
 ]
-SCHEDULE_TOKENS = (4096, 8192)
 # What tells the rows of a CPU apart.
 SETTING = ("dtype", "threads", "busy", "pass", "tokens", "pseudo_heads", "window")
 # Variables by which PyTorch and oneDNN make as if the CPU had fewer instructions.
@@ -106,10 +103,6 @@ def prepare(module: Attention, states: torch.Tensor, part: str) -> Callable[[], 
 
 def forms(dtype: torch.dtype, part: str, tokens: int, virtual: int, window: int | None) -> dict[str, Callable]:
     """Return the default and SDPA as functions of no arguments."""
-    if part == "schedule":
-        modules = {name: Attention(dtype=dtype, **fields) for name, fields in schedules(tokens, virtual).items()}
-        runs = {name: inference(module, torch.randn(1, tokens, 512, dtype=dtype)) for name, module in modules.items()}
-        return {"sdpa": runs.pop(BASE), "default": runs.popitem()[1]}
     fields = {"num_pseudo_heads": virtual}
     if window is not None:
         fields |= {"layer_types": "sliding_attention", "sliding_window": window}
@@ -142,24 +135,18 @@ def cpu_name() -> str:
 
 
 def over_the_limit(rows: list[dict]) -> list[dict]:
-    """Return the rows over the limit; the schedule has no limit."""
-    limit = {True: BUSY_LIMIT, False: IDLE_LIMIT}
-    return [row for row in rows if row["pass"] != "schedule" and row["ratios"][RATIO] > limit[row["busy"] > 0]]
+    """Return the rows over the limit."""
+    return [row for row in rows if row["ratios"][RATIO] > (BUSY_LIMIT if row["busy"] else IDLE_LIMIT)]
 
 
 def main() -> None:
     """Measure, or raise a `UserError` where the default loses."""
     args = PARSER.parse_args()
-    cases = CASES + [("schedule", tokens, 4, None) for tokens in args.tokens or SCHEDULE_TOKENS]
-    cases = [case for case in cases if args.cases is None or case[0] in args.cases]
+    cases = [case for case in CASES if args.cases is None or case[0] in args.cases]
     path = args.out / "default_form" / f"{cpu_name()}.json"
     rows = read_json(path)["rows"] if path.exists() else []
     settings = product(args.dtypes, dict.fromkeys(args.threads), dict.fromkeys(args.busy), cases)
-    for row in reported(
-        measure(dtype, threads, busy, case, args.repeats)
-        for dtype, threads, busy, case in settings
-        if case[0] != "schedule" or (not busy and threads <= os.cpu_count())
-    ):
+    for row in reported(measure(dtype, threads, busy, case, args.repeats) for dtype, threads, busy, case in settings):
         rows = [old for old in rows if any(old[key] != row[key] for key in SETTING)] + [row]
 
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Olmo2Config, Olmo2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
 
@@ -51,8 +51,6 @@ PARSER.add_argument("--out", type=Path, default=OUTPUTS / "gpu", help=where)
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CORES = ["sdpa", *["flash_attention_4"] * (DEVICE == "cuda" and is_flash_attn_4_available())]
-# TFLOP of dense bfloat16 products and GB of memory traffic per second, by the data sheets.
-PEAKS = {"NVIDIA H100 80GB HBM3": {"TFLOP": 989, "GB": 3350}, "NVIDIA H200": {"TFLOP": 989, "GB": 4800}}
 # Global attention over more virtual tokens takes seconds per run.
 LONGEST = 131072
 ENDED = "ended the process, or was stopped"
@@ -133,13 +131,9 @@ def schedule_forms(case: dict) -> Forms:
 # Any decoder
 
 
-DECODERS = {"llama": (LlamaForCausalLM, LlamaConfig), "olmo2": (Olmo2ForCausalLM, Olmo2Config)}
-
-
 def decoder(case: dict, core: str, virtual: int, window: str | None) -> Work:
-    """Build a decoder of Transformers with random weights, interleaved unless `virtual` is 1."""
-    model_class, config_class = DECODERS[case["decoder"]]
-    config = config_class(
+    """Build a Llama of Transformers with random weights, interleaved unless `virtual` is 1."""
+    config = LlamaConfig(
         vocab_size=1024,
         intermediate_size=4 * case["heads"] * case["head_dim"],
         num_hidden_layers=case["layers"],
@@ -147,7 +141,7 @@ def decoder(case: dict, core: str, virtual: int, window: str | None) -> Work:
         **sizes(case),
     )
     with torch.device(DEVICE):
-        model = model_class._from_config(config, dtype=DTYPE, attn_implementation=core)
+        model = LlamaForCausalLM._from_config(config, dtype=DTYPE, attn_implementation=core)
     if virtual > 1:
         interleave_heads(model, virtual, sliding_window=window, layers="paper" if window else None)
     states = draw(1, case["tokens"], config.hidden_size)
@@ -288,10 +282,7 @@ def cases(part: str, dry: bool) -> list[dict]:
             {"tokens": tokens, "pseudo_heads": [4, 20], **each}
             for tokens, each in product((8192, 32768, 65536), backward)
         ],
-        "decoder": [
-            {"decoder": name, "tokens": 8192, "layers": 16, "heads": 16, "head_dim": 128, **each}
-            for name, each in product(("llama", "olmo2"), backward)
-        ],
+        "decoder": [{"tokens": 8192, "layers": 16, "heads": 16, "head_dim": 128, **each} for each in backward],
         "training": [{"tokens": 8192, "layers": layers, "pseudo_heads": 20} for layers in (10, 26)],
         "decoding": [{"tokens": 65536, "layers": 26, "pseudo_heads": 20, "batch": batch} for batch in (1, 4)],
     }[part]
@@ -338,8 +329,6 @@ def measure(work: Work) -> dict[str, float]:
     figures = {"seconds": statistics.median(times), "peak_bytes": torch.cuda.max_memory_allocated()}
     for unit, amount in work.amounts.items():
         figures[f"{unit} per second"] = amount / figures["seconds"]
-        if peak := PEAKS.get(device_name(), {}).get(unit):
-            figures[f"% of {unit} peak"] = 100 * figures[f"{unit} per second"] / peak
     return figures
 
 

@@ -33,23 +33,21 @@ class StudyParser(argparse.ArgumentParser):
         return parsed
 
 
-def study_parser(doc: str, study: str, seeds: int = 0, keeps_runs: bool = True) -> argparse.ArgumentParser:
+def study_parser(doc: str, study: str, seeds: int = 0) -> argparse.ArgumentParser:
     """Return a parser with the options of all studies.
 
     Args:
         doc: the description, which ends with an example; what a study writes and keeps is added here.
         study: the name of the module.
         seeds: how many there are by default; a study without any has no option for them.
-        keeps_runs: the study keeps finished runs.
     """
-    writes = f"Writes {study}.json and {study}.png." + " A finished run is not repeated." * keeps_runs
+    writes = f"Writes {study}.json and {study}.png. A finished run is not repeated."
     formatter = argparse.RawDescriptionHelpFormatter
     parser = StudyParser(description=doc, epilog=writes, formatter_class=formatter)
     parser.set_defaults(study=study)
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")
-    if keeps_runs:
-        parser.add_argument("--output", type=path_from_root, help=f"where runs are kept (outputs/{study})")
+    parser.add_argument("--output", type=path_from_root, help=f"where runs are kept (outputs/{study})")
     where = (
         f"where the table and the plot are written (outputs/{study}; git tracks those of research/experiments/results)"
     )

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import nn
+from transformers import AttentionInterface
 
 from iha_io import plots
 from iha_io.command_io import run_cli, sole_writer
+from modeling_iha import IHAConfig, IHAModel
 from modeling_iha.virtual_core import virtual_tokens
-from research.experiments.bare_attention import BareAttention, relative_error
 from research.experiments.options import study_parser
-from research.experiments.study import begin, points, run_once, seeded, spread, train, write
+from research.experiments.study import begin, points, run_once, spread, write
 
 
 GRAPHS = {
@@ -43,6 +44,52 @@ CYCLE = networkx.cycle_graph(12, create_using=networkx.DiGraph)
 LEARNED_FILTERS = 9
 LEARNED_HEADS = {"mha": (1, 3, 5, 7, 8, 9), "iha": (1, 2, 3, 4)}
 STEPS, BATCH = 1500, 16
+
+
+def linear_core(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend without softmax, scale and mask: (Q K^T) V."""
+    weights = query @ key.transpose(-1, -2)
+    return (weights @ value).transpose(1, 2), weights
+
+
+AttentionInterface.register("linear", linear_core)
+
+
+class LinearAttention(nn.Module):
+    """Hold a layer of the package as the theorems have it: linear, without positions and output projection.
+
+    Queries, keys and values are `head_dim` wide, or one more to be even.
+    """
+
+    def __init__(self, kind: str, width: int, num_heads: int, head_dim: int, initializer_range: float = 1.0):
+        super().__init__()
+        config = IHAConfig.from_preset(
+            "tiny",
+            attention_kinds=kind,
+            layer_types="full_attention",
+            num_hidden_layers=1,
+            hidden_size=width,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads,
+            head_dim=head_dim + head_dim % 2,  # RoPE rotates pairs
+            num_pseudo_heads=num_heads,
+            pseudo_positions="shared",
+            pseudo_collapse="all_heads",
+            initializer_range=initializer_range,
+        )
+        model = IHAModel._from_config(config, attn_implementation="linear")
+        self.layer, self.rotary = model.layers[0].self_attn, model.rotary_emb
+        self.layer.o_proj = nn.Identity()
+
+    def by_head(self, *names: str) -> list[torch.Tensor]:
+        """Return the transposed weights of projections as views [heads, head_dim, width]."""
+        heads = self.layer.config.num_attention_heads
+        return [getattr(self.layer, name).weight.unflatten(0, (heads, -1)) for name in names]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the heads' outputs side by side, [batch, N, heads * head_dim], of inputs [batch, N, width]."""
+        nowhere = torch.zeros(1, x.shape[1], dtype=torch.long)
+        return self.layer(x, self.rotary.tables(x, nowhere), None)[0]
 
 
 def adjacency(graph: networkx.Graph) -> np.ndarray:
@@ -68,7 +115,7 @@ def root(k: int) -> int:
     return math.isqrt(k - 1) + 1
 
 
-def constructed(kind: str, matrix: np.ndarray, features: int, k: int, core: str = "linear") -> BareAttention:
+def constructed(kind: str, matrix: np.ndarray, features: int, k: int) -> LinearAttention:
     """Return the layer of Theorem 1 ("mha", k heads) or of Theorem 3 ("iha", H = P = ceil(sqrt(k))).
 
     Head h of "mha" holds A^h X in its first d channels. Head h of "iha" holds [A^(h H) X, ..., A^(h H + H - 1) X] in
@@ -76,7 +123,7 @@ def constructed(kind: str, matrix: np.ndarray, features: int, k: int, core: str 
     """
     nodes = len(matrix)
     heads, blocks = (root(k), root(k)) if kind == "iha" else (k, 1)
-    layer = BareAttention(kind, features + nodes, heads, max(nodes, features * blocks), core).double()
+    layer = LinearAttention(kind, features + nodes, heads, max(nodes, features * blocks)).double()
     module = layer.layer
     steps = [torch.from_numpy(power.astype(np.float64)) for power in powers(matrix, heads * blocks)]
     with torch.no_grad():
@@ -98,7 +145,7 @@ def constructed(kind: str, matrix: np.ndarray, features: int, k: int, core: str 
 
 
 @torch.no_grad()
-def filter_bank(layer: BareAttention, x: torch.Tensor, k: int) -> torch.Tensor:
+def filter_bank(layer: LinearAttention, x: torch.Tensor, k: int) -> torch.Tensor:
     """Return the first k blocks of the heads of a constructed layer, [k, rows, d], of X [rows, d]."""
     module, features = layer.layer, x.shape[1]
     heads, nodes = module.config.num_attention_heads, module.q_proj.in_features - features
@@ -112,7 +159,8 @@ def construction_error(kind: str, matrix: np.ndarray, k: int, seed: int) -> floa
     x = np.random.default_rng(seed).integers(-9, 10, (len(matrix), FEATURES))
     layer = constructed(kind, matrix, FEATURES, k)
     exact = (torch.from_numpy((power @ x.astype(object)).astype(np.float64)) for power in powers(matrix, k))
-    return max(map(relative_error, filter_bank(layer, torch.from_numpy(x).double(), k), exact))
+    found = filter_bank(layer, torch.from_numpy(x).double(), k)
+    return max(((f - e).abs().max() / e.abs().max()).item() for f, e in zip(found, exact, strict=True))
 
 
 def theorem_parameters(kind: str, nodes: int, features: int, k: int) -> int:
@@ -134,11 +182,11 @@ def used_parameters(kind: str, nodes: int, features: int, k: int) -> int:
 
 
 class FilterLayer(nn.Module):
-    """Put a bare layer on [X, I], and a linear readout on the layer."""
+    """Put a layer on [X, I], and a linear readout on the layer."""
 
     def __init__(self, kind: str, heads: int, nodes: int):
         super().__init__()
-        self.attention = BareAttention(kind, 1 + nodes, heads, nodes, core="linear", initializer_range=0.1)
+        self.attention = LinearAttention(kind, 1 + nodes, heads, nodes, initializer_range=0.1)
         self.readout = nn.Linear(heads * nodes, LEARNED_FILTERS, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -149,18 +197,30 @@ class FilterLayer(nn.Module):
 def learned(kind: str, heads: int, seeds: list[int]) -> dict:
     """Train layers on random X on the directed cycle; return their mean squared errors on new X.
 
-    Every block of the target has a mean square of 1.
+    Every block of the target has a mean square of 1. Adam's rate falls along a cosine, and gradients are clipped to a
+    norm of 1.
     """
     filters = torch.tensor(np.stack([power.astype(np.float32) for power in powers(adjacency(CYCLE), LEARNED_FILTERS)]))
-    models = seeded(seeds, lambda: FilterLayer(kind, heads, len(CYCLE)))
+    models = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        models.append(FilterLayer(kind, heads, len(CYCLE)))
 
     def draw(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
         x = torch.randn(len(seeds), rows, len(CYCLE), 1)
         return x, torch.einsum("kij,sbjd->sbik", filters, x)
 
-    trained = train(models, draw, nn.functional.mse_loss, STEPS, rate=1e-2)
-    x, target = draw(1024)
-    errors = (trained(x) - target).square().flatten(1).mean(dim=1).tolist()
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) for optimizer in optimizers]
+    for _ in range(STEPS):
+        for model, optimizer, schedule, x, target in zip(models, optimizers, schedules, *draw(), strict=True):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), target).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+    with torch.no_grad():
+        errors = [nn.functional.mse_loss(model(x), target).item() for model, x, target in zip(models, *draw(1024))]
     return {"error": errors, "parameters": sum(weight.numel() for weight in models[0].parameters())}
 
 

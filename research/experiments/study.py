@@ -1,4 +1,4 @@
-"""Share what studies do the same way: runs that are not repeated, training, spreads over seeds, tables and plots."""
+"""Share what studies do the same way: runs that are not repeated, spreads over seeds, tables and plots."""
 
 import argparse
 import os
@@ -9,8 +9,6 @@ from statistics import fmean
 import torch
 from matplotlib.figure import Figure
 from scipy import stats
-from torch import nn
-from torch.func import functional_call, stack_module_state, vmap
 
 from iha_io import plots
 from iha_io.command_io import ROOT, UserError, check_output_file, read_json, write_json
@@ -33,8 +31,7 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
         args.kinds = list(dict.fromkeys(args.kinds))
     if hasattr(args, "seeds"):
         args.seeds = list(dict.fromkeys(args.seeds))
-    if hasattr(args, "output"):
-        args.output = args.output or Path("outputs") / args.study
+    args.output = args.output or Path("outputs") / args.study
     args.results = args.results or Path("outputs") / args.study
     for suffix in ("json", "png"):
         check_output_file(args.results / f"{args.study}.{suffix}", replace=True)
@@ -68,56 +65,6 @@ def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -
     figure = plot(read_json(path.with_suffix(".json")))
     plots.save_plot(figure, path.with_suffix(".png"))
     print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)
-
-
-# Training
-
-
-def seeded(seeds: list[int], build: Callable[[], nn.Module]) -> list[nn.Module]:
-    """Build a model for each seed."""
-    models = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        models.append(build())
-    return models
-
-
-def train(
-    models: list[nn.Module],
-    draw: Callable[[], tuple[torch.Tensor, torch.Tensor]],
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    steps: int,
-    rate: float,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Train models of one shape at once with Adam: small ones take little more time together than one by itself.
-
-    Args:
-        models: they differ in their weights only.
-        draw: gives new inputs and targets, [models, rows, ...].
-        loss: a number from the outputs and targets of one model.
-        rate: of learning, the highest; it falls to 0 along a cosine. Gradients are clipped to a norm of 1.
-
-    Returns:
-        A function from inputs [models, rows, ...] to the outputs of the trained models.
-    """
-    weights, buffers = stack_module_state(models)
-    optimizer = torch.optim.Adam(weights.values(), lr=rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-
-    def outputs(inputs: torch.Tensor) -> torch.Tensor:
-        return vmap(lambda w, b, x: functional_call(models[0], (w, b), (x,)))(weights, buffers, inputs)
-
-    for _ in range(steps):
-        optimizer.zero_grad()
-        inputs, targets = draw()
-        vmap(loss)(outputs(inputs), targets).sum().backward()
-        gradients = [weight.grad.flatten(1) for weight in weights.values() if weight.grad is not None]
-        shrink = 1 / torch.cat(gradients, dim=1).norm(dim=1, keepdim=True).clamp_min(1)
-        for gradient in gradients:
-            gradient.mul_(shrink)
-        optimizer.step()
-        schedule.step()
-    return torch.no_grad()(outputs)
 
 
 # Spreads over seeds

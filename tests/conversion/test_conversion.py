@@ -38,7 +38,6 @@ from transformers import (
 
 from conversion_scripts import (
     convert_diffllama_to_iha,
-    convert_iha_to_diffllama,
     convert_iha_to_llama,
     convert_llama_to_iha,
     verify_conversion,
@@ -60,11 +59,12 @@ from modeling_iha.mixing import values
 P3, TALKING_HEADS = {"num_pseudo_heads": 3}, {"kind": "talking_heads"}
 OTHER_KINDS = [{"kind": kind} for kind in KINDS if kind != "iha"]
 # "smollm3-sliding" has what a kind meets in a layer, whatever the architecture: a head_dim of its own, windows, biases
-# and layers without RoPE. `test_companions.py` adds QK-norm.
+# and layers without RoPE. "qwen3" adds QK-norm.
 CONVERSIONS = [
     *((name, P3) for name in SOURCES),
     *(("qwen2-sliding", {"num_pseudo_heads": p}) for p in (1, 4)),
     *(("smollm3-sliding", kind) for kind in OTHER_KINDS if kind["kind"] != "multi_token"),  # which has no windows
+    *(("qwen3", kind) for kind in OTHER_KINDS),
     *(
         ("qwen3", {"kind": kind, "options": options})
         for kind, options in (
@@ -341,7 +341,7 @@ class Road(NamedTuple):
 
 
 LLAMA = Road("qwen2-sliding", convert_llama_to_iha, ("--num-pseudo-heads", "2"), convert_iha_to_llama, "k_mix.weight")
-DIFFLLAMA = Road("diffllama", convert_diffllama_to_iha, (), convert_iha_to_diffllama, "lambda_k2")
+DIFFLLAMA = Road("diffllama", convert_diffllama_to_iha, (), convert_iha_to_llama, "lambda_k2")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from tiny_sources import OTHER_SOURCES, assert_equal_logits, continuation, logit
 from transformers import DiffLlamaForCausalLM
 
 from conversion_scripts.convert_diffllama_to_iha import convert_model, iha_config
-from conversion_scripts.convert_iha_to_diffllama import convert_back
+from conversion_scripts.convert_iha_to_llama import convert_back
 from iha_io.command_io import UserError
 from modeling_iha import IHAForCausalLM, cpu_precision
 

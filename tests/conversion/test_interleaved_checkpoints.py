@@ -23,7 +23,6 @@ from iha_io.command_io import UserError
 from model_cards.render import render_card
 from modeling_iha import interleave_heads
 from modeling_iha.package import INTERLEAVED_FILES
-from research.experiments import explore_attention
 from sft.score_reasoning import generate_replies
 
 
@@ -55,7 +54,6 @@ def test_commands_take_it(name, place, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "exact up to rounding" in printed
     assert results["converted"].passed and not results["control"].passed
-    explore_attention.main([directory, "abc", "--output", str(tmp_path / "page.html")])
     assert generate_replies(load_model(directory), byte_tokenizer(), [[{"role": "user", "content": "1"}]] * 2, 2, 3)
     kind = {"llama": "llama", "gemma3": "gemma3_text"}[name]
     card = render_card(load_config(directory), "me/model")

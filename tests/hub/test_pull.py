@@ -6,28 +6,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import last_line, plant, random_model, small_config
+from helpers import last_line, plant
 from huggingface_hub import constants
 from loopback_hub import Fault, File, HubError, LoopbackHub
-from tiny_sources import tiny_tokenizer
 
 from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
 from iha_io import foreign_code
 from iha_io.checkpoint_io import load_config, load_in_clean_process
 from iha_io.command_io import UserError
-
-
-CARD = "---\nlicense: mit\nbase_model: me/base\n---\nA model.\n"
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    path = tmp_path_factory.mktemp("saved") / "iha"
-    random_model(small_config()).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    (path / "README.md").write_text(CARD)
-    return path
 
 
 @pytest.fixture

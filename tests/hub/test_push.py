@@ -29,27 +29,18 @@ CHECKPOINT = IHA_CODE | {
     *("tokenizer.json", "tokenizer_config.json"),
 }
 STRAY = {".env", "notes.txt", "secret.py", "token", "train.log", "trainer_state.json", "wandb-key.json"}
-CARD = "---\nlicense: mit\nbase_model: me/base\n---\nA model.\n"
 SECRET = "hf_" + "a1B2" * 9
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Return the directory of a saved model among files that do not belong to it."""
-    path = tmp_path_factory.mktemp("saved") / "iha"
-    random_model(small_config()).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    (path / "README.md").write_text(CARD)
+@pytest.fixture
+def directory(saved, tmp_path):
+    """Return a copy of the saved model among files that do not belong to it."""
+    path = shutil.copytree(saved, tmp_path / "iha")
     for name in STRAY:
         (path / name).write_text(SECRET)
     (path / "checkpoint-5").mkdir()
     (path / "checkpoint-5" / "model.safetensors").write_text("")
     return path
-
-
-@pytest.fixture
-def directory(saved, tmp_path):
-    return shutil.copytree(saved, tmp_path / "iha")
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import EVERY_KIND, LLAMA, assert_close, random_ids, random_model, small_config, uncached_logits
-from mechanism_checks import all_mechanisms
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import kind_facts
-from conversion_scripts.convert_llama_to_iha import KINDS, exact_start
+from conversion_scripts.convert_llama_to_iha import KINDS
 from kind_facts import iha
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -63,25 +62,6 @@ def test_no_deviation_at_the_exact_start():
         again = iha.to_mha(config, attention.state_dict())
         is_folded = any(not torch.equal(again[projection], folded[projection]) for projection in folded)
         assert iha.deviations(attention, config)[name].any() != is_folded
-
-
-STARTS = [mechanism for mechanism in all_mechanisms() if kind_facts.companion_of(mechanism.kind).start]
-
-
-@pytest.mark.parametrize("mechanism", STARTS, ids=str)
-def test_the_exact_start_is_multi_head_attention(mechanism):
-    """Give a layer the parameters of multi-head attention and of the start: nothing is left to chance."""
-    fields = {"attention_bias": True, "use_qk_norm": True, "pseudo_positions": "shared"}
-    config, companion = mechanism.hybrid_config(**fields), kind_facts.companion_of(mechanism.kind)
-    mha = random_model(mechanism.hybrid_config(**fields, attention_kinds="mha", attention_options=None))
-    state = mha.state_dict()
-    for i, layer in enumerate(mha.model.layers):
-        started = exact_start(config, i, torch.Generator().manual_seed(i), "balanced")
-        started |= companion.from_mha(config, layer.self_attn.state_dict())
-        state |= {f"model.layers.{i}.self_attn.{name}": value for name, value in started.items()}
-    model = IHAForCausalLM(config).eval()
-    model.load_state_dict(state)
-    assert_close(uncached_logits(model, random_ids(2, 9)), uncached_logits(mha, random_ids(2, 9)))
 
 
 @pytest.mark.parametrize(

@@ -211,15 +211,3 @@ def test_chat_turns_continue_the_cache(geometry, make_cache):
         assert torch.equal(actual, expected)
         assert int(cache.get_seq_length()) == chat.shape[1] + 3
         chat = torch.cat([actual, random_ids(2, 3, seed=turn)], dim=1)
-
-
-@pytest.mark.parametrize("geometry", ["global", "hybrid"])
-def test_inputs_embeds(geometry):
-    model = geometry_model(geometry, dtype=torch.float64)
-    input_ids = random_ids(2, PROMPT)
-    embeds = model.get_input_embeddings()(input_ids)
-    with torch.no_grad():
-        assert torch.equal(model(inputs_embeds=embeds).logits, model(input_ids).logits)
-    expected = generate(model, input_ids)
-    actual = generate(model, inputs={"inputs_embeds": embeds, "attention_mask": torch.ones_like(input_ids)})
-    assert torch.equal(actual, expected[:, PROMPT:])

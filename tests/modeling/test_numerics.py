@@ -1,17 +1,13 @@
 """Hold the precision of dtypes, the arithmetic of training, and the ways in which weights come into a model."""
 
 from copy import deepcopy
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import (
     EVERY_KIND,
-    GRADIENTS,
-    HALVES,
     HYBRID,
-    LOGITS,
     assert_close,
     loss_and_gradients,
     random_ids,
@@ -30,37 +26,6 @@ def hybrid_config(**overrides):
 
 
 # Dtypes
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(
-    ("core", "how"),
-    [
-        *product(["eager", "sdpa", "flash_attention_2"], ["loaded"]),
-        *product(["sdpa"], ["moved", "autocast"]),
-        ("eager", "autocast"),
-    ],
-)
-def test_half_precision(cpu_cores, dtype, core, how):
-    """Compare logits and gradients with those in float32: weights loaded in the dtype, moved to it, or autocast."""
-    config = hybrid_config(use_qk_norm=True)
-    reference, input_ids = random_model(config), random_ids(2, 24)
-    expected_logits = uncached_logits(reference, input_ids)
-    _, expected = loss_and_gradients(reference, input_ids)
-
-    model = random_model(config, dtype=dtype if how == "loaded" else torch.float32)
-    set_core(model, core)
-    if how == "moved":
-        model.to(dtype)
-    with torch.autocast("cpu", dtype, enabled=how == "autocast"):
-        logits = uncached_logits(model, input_ids)
-        loss, gradients = loss_and_gradients(model, input_ids)
-    assert logits.dtype == dtype
-    assert loss.isfinite()
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32 if how == "autocast" else dtype}
-    assert_close(logits.float(), expected_logits, LOGITS[dtype])
-    for name, gradient in gradients.items():
-        assert_close(gradient, expected[name], GRADIENTS[dtype])
 
 
 @pytest.mark.parametrize("supported, slow", [(True, False), (False, True), (None, True)])

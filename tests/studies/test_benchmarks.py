@@ -12,7 +12,6 @@ from iha_io.command_io import ROOT, UserError
 from modeling_iha import cpu_precision
 from research.benchmarks import (
     any_decoder,
-    any_decoder_rows,
     decode_model,
     default_form,
     gpu,
@@ -39,9 +38,9 @@ def results(tmp_path_factory):
         for sizes in (training_plan.SIZES, any_decoder.SIZES):
             monkeypatch.setitem(sizes, "hidden_size", 128)
             monkeypatch.setitem(sizes, "intermediate_size", 128)
-        for script in (any_decoder_rows, prefill, training_plan):  # one process less for each form
+        for script in (prefill, training_plan):  # one process less for each form
             monkeypatch.setattr(script, "extra_bytes", lambda prepare, sizes, small: prepare(*small)() or 1)
-        for script in (*COMMANDS, any_decoder, any_decoder_rows):
+        for script in (*COMMANDS, any_decoder):
             options = ["--tokens", str(TOKENS), "--repeats", "1", "--out", str(directory)]
             options += ["--threads", "1", "--dtypes", "float32"] if script is any_decoder else []
             monkeypatch.setattr(sys, "argv", ["any", *options])
@@ -50,7 +49,7 @@ def results(tmp_path_factory):
 
 
 def test_nothing_that_git_tracks_is_written_unless_told():
-    for script in (*COMMANDS, any_decoder, any_decoder_rows, default_form, gpu):
+    for script in (*COMMANDS, any_decoder, default_form, gpu):
         assert script.PARSER.parse_args([]).out.is_relative_to(ROOT / "outputs")
 
 
@@ -74,7 +73,7 @@ def test_report(results, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["report.py", "--out", str(results)])
     report.main()
     text = (results / "README.md").read_text()
-    assert set(re.findall(r"\]\((\w+\.\w+)\)", text)) == {path.name for path in results.glob("*.[jp][sn]*")}
+    assert set(re.findall(r"\]\((\w+\.\w+)\)", text)) == {path.name for path in results.glob("*.json")}
     (row,) = json.loads((results / "decode_model.json").read_text())["rows"]
     ratio = f"{row['ratios']['iha / llama']:.3f}"
     assert f"| / llama | {TOKENS} tokens, P = 2 |\n|---|---|\n| iha | {ratio} |\n" in text
@@ -87,21 +86,21 @@ def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(default_form, "IDLE_LIMIT", 1e9)
     monkeypatch.setattr(default_form, "BUSY_LIMIT", 1e9)
     monkeypatch.setattr(default_form, "SECONDS", 0)
-    options = ["--out", str(tmp_path), "--tokens", "64", "--threads", "1", "--repeats", "1"]
+    options = ["--out", str(tmp_path), "--threads", "1", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", ["any", *options, "--busy", "0", "1", "--dtypes", "float32"])
     default_form.main()
     (path,) = tmp_path.glob("default_form/*.json")
     rows = json.loads(path.read_text())["rows"]
     assert [(row["pass"], row["busy"]) for row in rows] == [
-        *[(part, 0) for part in ("forward", "training", "decoding", "schedule")],
+        *[(part, 0) for part in ("forward", "training", "decoding")],
         *[(part, 1) for part in ("forward", "training", "decoding")],
     ]
     assert path.stem == default_form.cpu_name()
     monkeypatch.setattr(default_form, "IDLE_LIMIT", 0)
     monkeypatch.setattr(sys, "argv", ["any", *options, "--busy", "0", "--dtypes", "float32", "--cases", "decoding"])
-    with pytest.raises(UserError, match="3 of 7 settings take more than 0 of SDPA's time idle"):
+    with pytest.raises(UserError, match="3 of 6 settings take more than 0 of SDPA's time idle"):
         default_form.main()
-    assert len(json.loads(path.read_text())["rows"]) == 7
+    assert len(json.loads(path.read_text())["rows"]) == 6
     lines = report.default_lines([json.loads(path.read_text())])
     assert any(line.startswith("| training, 200 tokens, P = 2, window: 16 | ") for line in lines)
 

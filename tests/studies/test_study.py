@@ -1,0 +1,37 @@
+"""Test what studies share: spreads over seeds, their p-values, and runs that are not repeated."""
+
+import math
+
+import pytest
+
+from iha_io.command_io import UserError
+from research.experiments import study
+
+
+def test_intervals_over_seeds():
+    """Expect Student's t for the mean of 1, 2, 3, 4, 5: 3 ± 2.776 * sqrt(2.5 / 5)."""
+    values = [1.0, 2.0, 3.0, 4.0, 5.0]
+    half_width = pytest.approx(1.96324, abs=1e-4)
+    assert study.interval(values) == {"mean": 3.0, "half_width": half_width, "values": values}
+    assert study.interval([7.0]) == {"mean": 7.0, "half_width": None, "values": [7.0]}
+    # (4.3027 + 1.0607) standard errors for three seeds
+    assert study.detectable(study.interval([-1.0, 0.0, 1.0])) == pytest.approx(5.3633 / 3**0.5, abs=1e-4)
+    wide = {"mean": 0.25, "half_width": 0.5, "values": []}
+    assert study.points([wide, study.spread([0.0, 1.0, 0.5]), None]) == [(0.25, 0.5, 0.5), (0.5, 0.5, 0.5), None]
+
+
+def test_p_values_are_corrected_for_their_number():
+    """Take t of 2.0 standard errors with one degree of freedom, p = 0.2952, and of 20, p = 0.0318."""
+    compared = [study.interval([centre - 1, centre + 1]) for centre in (2.0, 20.0, 2.0)]
+    compared += [study.interval([1.0]), study.interval([math.nan, 1.0])]  # the last with a run that diverged
+    study.correct_by_holm(compared)
+    assert [each.get("p_holm") for each in compared] == pytest.approx([0.5903, 0.0954, 0.5903, None, None], abs=1e-4)
+    study.correct_by_holm(equal := [study.interval([-1.0, 1.0]) for _ in range(2)])
+    assert [each["p_holm"] for each in equal] == [1.0, 1.0]
+
+
+def test_a_run_that_is_damaged_is_refused(tmp_path):
+    for content, expected in (("", "Remove the file: its run is then made again."), ("{}", "another setting")):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(UserError, match=expected):
+            study.run_once(tmp_path / "run.json", dict)
