@@ -65,7 +65,7 @@ def noted_attention(core: str, module: nn.Module, *args, **kwargs) -> tuple[torc
     """Call `virtual_attention`, and note that interleaved attention went through it."""
     attend = partial(virtual_attention, core, module)
     if isinstance(requests := kwargs.get("cache"), PagedRequests):
-        _check_pages(module, *args)
+        _check_pages(requests, module, *args)
         attend = partial(requests.attend, attend, module.layer_idx)
     if torch.compiler.is_compiling():
         COMPILED.any = True
@@ -74,13 +74,21 @@ def noted_attention(core: str, module: nn.Module, *args, **kwargs) -> tuple[torc
     return attend(*args, **kwargs)
 
 
-def _check_pages(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor):
+def _check_pages(
+    requests: PagedRequests,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+) -> None:
     """Raise a NotImplementedError where pages would hold something else than the layer attends to."""
-    if key.shape != value.shape or mask.numel() != 1 or ATTENDED.module is module:
+    if key.shape != value.shape or attention_mask.numel() != 1 or module.layer_idx in requests.attended:
         raise NotImplementedError(
-            f"Continuous batching calls attention once in a layer, with values as wide as keys and no mask of its own, "
-            f"which {type(module).__name__} does not. Use generate, which takes batches too."
+            "Continuous batching calls attention once in a layer, with values as wide as keys and no mask of its own, "
+            f"and {type(module).__name__} does not. Use generate, which takes batches too."
         )
+    requests.attended.add(module.layer_idx)
 
 
 class InterleavedPreTrainedModel:
@@ -146,8 +154,8 @@ class InterleavedPreTrainedModel:
         decoder = decoder_of(self)
         if "position_ids" not in signature(decoder.forward).parameters:
             raise NotImplementedError(
-                f"Continuous batching passes position_ids, which {type(decoder).__name__} does not take. Use generate, "
-                "which takes batches too."
+                f"Continuous batching passes position_ids, which {type(decoder).__name__} does not take. Use "
+                "generate, which takes batches too."
             )
         return init_requests(super().init_continuous_batching, self, decoder, *args, **kwargs)
 

@@ -60,7 +60,7 @@ class PagedRequests:
     """
 
     def __init__(self, decoder: PreTrainedModel, **row):
-        config, self.row = paged_config(decoder), row
+        config, self.row, self.attended = paged_config(decoder), row, set[int]()
         self.layer_types = types = config.layer_types
         # Transformers makes no mask beside one of four dimensions. Each batch of requests has its own.
         self.attention_mask = torch.zeros(1, 1, 1, 1, dtype=decoder.dtype, device=decoder.device)
