@@ -6,9 +6,9 @@ import sys
 
 import torch
 from torch import nn
-from transformers import AutoModel, ContinuousBatchingConfig
+from transformers import AutoModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -210,7 +210,7 @@ class IHAModel(IHAPreTrainedModel):
             position_ids = position_ids.unsqueeze(0)
 
         if "cache" in kwargs and not self.is_llama:  # continuous batching
-            kwargs["cache"] = PagedRequests(self, position_ids, **kwargs)
+            kwargs["cache"] = PagedRequests(self, position_ids=position_ids, **kwargs)
             masks = dict.fromkeys(self.config.layer_types, kwargs["cache"].attention_mask)
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = attention_mask
@@ -250,18 +250,13 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def init_continuous_batching(
-        self,
-        generation_config: GenerationConfig | None = None,
-        continuous_batching_config: ContinuousBatchingConfig | None = None,
-        workload_hints=None,
-    ):
-        """Start continuous batching as [`GenerationMixin`] does, on the core that the model has.
+    def init_continuous_batching(self, *args, **kwargs):
+        """Start continuous batching as [`GenerationMixin`] does (see `init_requests`).
 
-        Raise a NotImplementedError for a kind that caches more than Llama, and a ValueError for CUDA graphs and
-        compilation, which full-attention "mha" layers alone allow."""
+        Raise a NotImplementedError for a kind that caches more than Llama. Full-attention "mha" layers alone are
+        Llama's, and take CUDA graphs and compilation."""
         if self.model.is_llama:
-            return super().init_continuous_batching(generation_config, continuous_batching_config, workload_hints)
+            return super().init_continuous_batching(*args, **kwargs)
         others = [layer.self_attn for layer in self.model.layers if not layer.self_attn.caches_like_llama]
         if others:
             kinds = sorted({repr(self.config.attention_kinds[attention.layer_idx]) for attention in others})
@@ -270,8 +265,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
                 f"value per token and head, and layers of kind {' and '.join(kinds)} cache more. Use generate, which "
                 "takes batches too."
             )
-        arguments = (generation_config, continuous_batching_config, workload_hints)
-        return init_requests(super().init_continuous_batching, self, self.model, *arguments)
+        return init_requests(super().init_continuous_batching, self, self.model, *args, **kwargs)
 
     def _get_static_cache_init_shape(self):
         """Return the shape in which [`GenerationMixin`] allocates static caches before a chunked prefill.

@@ -63,14 +63,32 @@ def register_core(core: str) -> str:
 
 def noted_attention(core: str, module: nn.Module, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call `virtual_attention`, and note that interleaved attention went through it."""
+    attend = partial(virtual_attention, core, module)
+    if isinstance(requests := kwargs.get("cache"), PagedRequests):
+        _check_pages(requests, module, *args)
+        attend = partial(requests.attend, attend, module.layer_idx)
     if torch.compiler.is_compiling():
         COMPILED.any = True
     elif hasattr(module, "q_mix"):
         ATTENDED.module, ATTENDED.any = module, True
-    attend = partial(virtual_attention, core, module)
-    if isinstance(requests := kwargs.get("cache"), PagedRequests):
-        attend = partial(requests.attend, attend, module.layer_idx)
     return attend(*args, **kwargs)
+
+
+def _check_pages(
+    requests: PagedRequests,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+) -> None:
+    """Raise a NotImplementedError where pages would hold something else than the layer attends to."""
+    if key.shape != value.shape or attention_mask.numel() != 1 or module.layer_idx in requests.attended:
+        raise NotImplementedError(
+            "Continuous batching calls attention once in a layer, with values as wide as keys and no mask of its own, "
+            f"and {type(module).__name__} does not. Use generate, which takes batches too."
+        )
+    requests.attended.add(module.layer_idx)
 
 
 class InterleavedPreTrainedModel:
@@ -130,8 +148,16 @@ class InterleavedPreTrainedModel:
         return prepared
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Start continuous batching as [`GenerationMixin`] does (see `init_requests`)."""
-        return init_requests(super().init_continuous_batching, self, decoder_of(self), *args, **kwargs)
+        """Start continuous batching as [`GenerationMixin`] does (see `init_requests`).
+
+        Raise a NotImplementedError for a decoder that counts the positions of a row by itself."""
+        decoder = decoder_of(self)
+        if "position_ids" not in signature(decoder.forward).parameters:
+            raise NotImplementedError(
+                f"Continuous batching passes position_ids, which {type(decoder).__name__} does not take. Use "
+                "generate, which takes batches too."
+            )
+        return init_requests(super().init_continuous_batching, self, decoder, *args, **kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -260,8 +286,7 @@ def _prepare_decoder(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs:
         ATTENDED.any = False
     kwargs |= fixed
     if kwargs.get("cache") is not None:  # continuous batching
-        names = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "read_index", "write_index", "max_length_k")
-        requests = PagedRequests(decoder, cache=kwargs["cache"], **{name: kwargs[name] for name in names})
+        requests = PagedRequests(decoder, **kwargs)
         return args, kwargs | {"cache": requests, "attention_mask": requests.attention_mask}
     use_cache = kwargs.get("use_cache")
     use_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache

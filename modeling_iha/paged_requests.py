@@ -14,16 +14,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import ContinuousBatchingConfig, PreTrainedModel
-from transformers.generation import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from .interleaving import Overlay
 from .virtual_core import CREATE_MASK, core_of, register_masks
 
-
-# What describes the packed row as a whole.
-OF_THE_ROW = ("cache", "position_ids", "is_causal", "read_index", "write_index", "block_table", "logits_indices")
-OF_THE_ROW += ("logits_processor_args", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 # The tokens that pages keep more than they would. They keep W - 1 tokens before the new ones for a window of W tokens,
 # and an "iha" layer reaches back W tokens (see `keep_window_edge`).
@@ -33,8 +28,8 @@ WINDOW_EDGE = 1
 class RequestBatch(NamedTuple):
     """Hold requests of equally many new tokens N as a batch, padded on the left as `generate` pads prompts."""
 
-    tokens: torch.Tensor | int  # [rows, N], the places of the new tokens in the packed row; see `_or_rows`
-    keys: dict[str, torch.Tensor | int]  # [rows, keys] by layer type, their places among the keys of all requests
+    tokens: torch.Tensor  # [rows, N], the places of the new tokens in the packed row
+    keys: dict[str, torch.Tensor]  # [rows, keys] by layer type, their places among the keys of all requests
     masks: dict[str, Any]  # by layer type
 
 
@@ -60,42 +55,31 @@ class PagedRequests:
 
     Args:
         decoder: the model that holds the layers.
-        position_ids: [1, T], each request's own positions of the T new tokens, one request after another.
-        cu_seq_lens_q: int [requests + 1], where requests begin in the row, and T.
-        cache: the `PagedAttentionCache` of Transformers.
-        kwargs: what else Transformers gives to the forward, such as indices into the pages.
+        row: what Transformers gives to the forward: `position_ids` [1, T] of the T new tokens, one request after
+            another, `cu_seq_lens_q` [requests + 1], where they begin, and T, `cache`, which holds the pages, and more.
     """
 
-    def __init__(
-        self,
-        decoder: PreTrainedModel,
-        position_ids: torch.Tensor,
-        cu_seq_lens_q: torch.Tensor,
-        cache: Any,
-        **kwargs,
-    ):
-        config = paged_config(decoder)
-        self.cache, self.kwargs, self.layer_types = cache, kwargs, config.layer_types
+    def __init__(self, decoder: PreTrainedModel, **row):
+        config, self.row, self.attended = paged_config(decoder), row, set[int]()
+        self.layer_types = types = config.layer_types
         # Transformers makes no mask beside one of four dimensions. Each batch of requests has its own.
-        self.attention_mask = torch.zeros(1, 1, 1, 1, dtype=decoder.dtype, device=position_ids.device)
-        # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim].
-        self.takes_indices = "kwargs" not in inspect.signature(cache.update).parameters
-        starts, lengths = cu_seq_lens_q[:-1].long(), cu_seq_lens_q.diff()
-        past = position_ids[0, starts.clamp_max(position_ids.shape[1] - 1)]
-        # The cached tokens that pages keep for each request, by layer type. A window's keep W: see `init_requests`.
-        kept = dict.fromkeys(self.layer_types, past)
+        self.attention_mask = torch.zeros(1, 1, 1, 1, dtype=decoder.dtype, device=decoder.device)
+        starts, lengths = row["cu_seq_lens_q"][:-1].long(), row["cu_seq_lens_q"].diff()
+        past = row["position_ids"][0, starts.clamp_max(row["position_ids"].shape[1] - 1)]
+        # The cached tokens that pages keep for each request, by layer type. A window's keep W: see `WINDOW_EDGE`.
+        kept = dict.fromkeys(types, past)
         if "sliding_attention" in kept:
             kept["sliding_attention"] = past.clamp(max=config.sliding_window)
         # A fork whose prompt is in shared pages has no new token: no position tells its past, and `read` does.
-        read = kwargs["cu_seq_lens_k"]
+        read = row["cu_seq_lens_k"]
         read = read if isinstance(read, dict) else dict.fromkeys(kept, read)
         counts = {name: (kept[name] + lengths).where(lengths > 0, read[name].diff()) for name in kept}
         ends = {name: count.cumsum(0) for name, count in counts.items()}
         self.num_keys = {name: int(end[-1]) for name, end in ends.items()}
         # The row as a whole is not causal, so Transformers says is_causal=False for the time of the forward.
-        name_of_core = register_masks(core_of(config._attn_implementation))
-        config = Overlay(config, is_causal=True, _attn_implementation=name_of_core)
-        self.batches, order = [], []
+        core = register_masks(core_of(config._attn_implementation))
+        config = Overlay(config, is_causal=True, _attn_implementation=core)
+        self.batches = []
         for length in lengths[lengths > 0].unique().tolist():
             rows = lengths == length
             tokens = starts[rows, None] + torch.arange(length, device=starts.device)
@@ -103,16 +87,11 @@ class PagedRequests:
             longest, padding = int(past[rows].max()), None
             if bool((past[rows] != longest).any()):
                 padding = torch.arange(longest + length, device=starts.device) >= longest - past[rows, None]
-            cached: Any = KeyLengths(longest, [keys[layer_type].shape[1] for layer_type in self.layer_types])
-            embeds = self.attention_mask.new_empty(*tokens.shape, 0)
-            masks = {
-                name: CREATE_MASK[name](config, embeds, padding, cached, layer_idx=self.layer_types.index(name))
-                for name in kept
-            }
-            order.append(tokens.flatten())
-            keys_or_rows = {name: _or_rows(places, self.num_keys[name]) for name, places in keys.items()}
-            self.batches.append(RequestBatch(_or_rows(tokens, position_ids.shape[1]), keys_or_rows, masks))
-        self.order = torch.cat(order).argsort() if len(order) > 1 else slice(None)
+            cached = KeyLengths(longest, [keys[t].shape[1] for t in types])
+            arguments: tuple[Any, ...] = (config, self.attention_mask.new_empty(*tokens.shape, 0), padding, cached)
+            masks = {t: CREATE_MASK[t](*arguments, layer_idx=types.index(t)) for t in kept}
+            self.batches.append(RequestBatch(tokens, keys, masks))
+        self.order = torch.cat([batch.tokens.flatten() for batch in self.batches]).argsort()
 
     def attend(
         self,
@@ -126,38 +105,25 @@ class PagedRequests:
     ) -> tuple[torch.Tensor, None]:
         """Return the output [1, T, ...] of `attend` for the row's queries, keys and values [1, heads, T, head_dim].
 
-        Raise a RuntimeError for a mask that the base model has changed, and if the pages keep too few tokens or too
-        many."""
-        if attention_mask.numel() != 1:
-            raise RuntimeError(f"Layer {layer_idx} adds to the mask of attention, which has no place in its requests.")
-        layer_type, outputs = self.layer_types[layer_idx], []
-        key_states, value_states = self.update(key_states, value_states, layer_idx)
-        kwargs = {name: value for name, value in kwargs.items() if name not in OF_THE_ROW}
-        for batch in self.batches:
-            keys = batch.keys[layer_type]
-            states = (_pick(query_states, batch.tokens), _pick(key_states, keys), _pick(value_states, keys))
-            outputs.append(attend(*states, batch.masks[layer_type], **kwargs)[0].flatten(0, 1))
-        return torch.cat(outputs)[self.order].unsqueeze(0), None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values [1, G, T, head_dim] to the pages, and return those of all requests.
-
-        They are [1, G, keys, head_dim]. Raise a RuntimeError if the pages keep too few tokens or too many."""
-        if self.takes_indices:
-            indices = {name: self.kwargs[name] for name in ("read_index", "write_index")}
-            states = self.cache.update(key_states, value_states, layer_idx, **indices)
+        Raise a RuntimeError if the pages keep too few tokens or too many."""
+        cache, row = self.row["cache"], self.row
+        if "kwargs" in inspect.signature(cache.update).parameters:
+            states = cache.update(key_states, value_states, layer_idx, dict(row))
+        else:  # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim]
+            states = cache.update(key_states, value_states, layer_idx, row["read_index"], row["write_index"])
             states = [pages.transpose(0, 1).unsqueeze(0) for pages in states]
-        else:
-            states = self.cache.update(key_states, value_states, layer_idx, dict(self.kwargs))
-        expected = self.num_keys[self.layer_types[layer_idx]]
-        if states[0].shape[2] != expected:
+        layer_type, outputs = self.layer_types[layer_idx], []
+        if states[0].shape[2] != (expected := self.num_keys[layer_type]):
             raise RuntimeError(
                 f"The pages of layer {layer_idx} hold {states[0].shape[2]} keys, and its requests need {expected}: "
                 "this version of Transformers lays pages out in another way. Use generate, which takes batches too."
             )
-        return states[0], states[1]
+        kwargs = {name: value for name, value in kwargs.items() if name not in self.row}
+        for batch in self.batches:
+            keys, values = (_pick(each, batch.keys[layer_type]) for each in states)
+            output, _ = attend(_pick(query_states, batch.tokens), keys, values, batch.masks[layer_type], **kwargs)
+            outputs.append(output.flatten(0, 1))
+        return torch.cat(outputs)[self.order].unsqueeze(0), None
 
 
 def _places(ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -167,17 +133,9 @@ def _places(ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch.maximum(places, (ends - counts)[:, None])
 
 
-def _pick(states: torch.Tensor, places: torch.Tensor | int) -> torch.Tensor:
-    """Return [rows, heads, N, head_dim] of [1, heads, tokens, head_dim] at places [rows, N]; see `_or_rows`."""
-    if isinstance(places, int):
-        return states[0].unflatten(1, (places, -1)).transpose(0, 1)
+def _pick(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return [rows, heads, N, head_dim] of [1, heads, tokens, head_dim] at places [rows, N]."""
     return states[0].transpose(0, 1)[places].transpose(1, 2)
-
-
-def _or_rows(places: torch.Tensor, total: int) -> torch.Tensor | int:
-    """Return the number of rows for places that are all `total` places in their order, which need no copy."""
-    in_order = places.numel() == total and places.flatten().equal(torch.arange(total, device=places.device))
-    return len(places) if in_order else places
 
 
 def paged_config(decoder: PreTrainedModel) -> Any:

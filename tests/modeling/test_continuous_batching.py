@@ -1,5 +1,6 @@
 """Give every request of a batch the tokens and log-probabilities that `generate` gives it alone."""
 
+import inspect
 import logging
 from dataclasses import fields
 
@@ -9,7 +10,10 @@ from helpers import BF16_OUTPUT, FP32, GEOMETRIES, random_ids, random_model, set
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from modeling_iha import paged_requests
+from iha_io.checkpoint_io import run_in_clean_process
+from modeling_iha import interleave_heads, paged_requests
+from modeling_iha.mixing import mixing_parameters
+from research.experiments.model_types import tiny_model
 
 
 # Of one token, around a page of 4 tokens and the windows of 3 and 4, longer than a batch of 16 tokens; two are equal.
@@ -160,3 +164,119 @@ def test_kinds_that_cache_more_are_refused(name):
 def test_fixed_shapes_are_refused(compiled):
     with pytest.raises(ValueError, match="runs without CUDA graphs and compilation: leave use_cuda_graph"):
         built("global").generate_batch(PROMPTS, options(), batching(**compiled), warmup=False)
+
+
+# Interleaved decoders
+
+
+INTERLEAVED = {
+    "llama": {"num_pseudo_heads": 2},
+    "qwen3": {"num_pseudo_heads": 4, "collapse": "all_heads"},
+    "gemma3_text": {"num_pseudo_heads": 2},  # windows
+    "olmo2": {"num_pseudo_heads": 4},
+    "qwen3_moe": {"num_pseudo_heads": 2, "collapse": "all_heads"},
+    "gpt_oss": {"num_pseudo_heads": 4},  # windows and sinks, on eager
+    "mistral": {"num_pseudo_heads": 2, "layers": [0]},
+    "granite": {"num_pseudo_heads": 4, "layers": "paper", "sliding_window": 4},
+    "arcee": {"num_pseudo_heads": 2, "layers": [1], "sliding_window": 4},
+}
+
+
+def interleaved(name):
+    """Return a tiny model with interleaved heads whose mixing has moved. A window of the base has 4 tokens."""
+    model, generator = tiny_model(name), torch.Generator().manual_seed(0)
+    if getattr(model.config, "sliding_window", None):
+        model.config.sliding_window = 4
+        for module in model.modules():
+            if getattr(module, "sliding_window", None):
+                module.sliding_window = 4
+    interleave_heads(model, **INTERLEAVED[name])
+    for weight in mixing_parameters(model):
+        weight.data += 0.3 / model.config.mixing_scale * torch.randn(weight.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_interleaved_decoders_answer_as_if_each_request_were_alone(name):
+    model = interleaved(name)
+    core = model.config._attn_implementation
+    outputs = model.generate_batch(PROMPTS, options(), batching(), warmup=False)
+    assert {len(output.generated_tokens) for output in outputs.values()} == {NEW_TOKENS}
+    check(model, PROMPTS, outputs.values())
+    assert model.config._attn_implementation == core
+    one = model.generate_batch(PROMPTS[3:4], options(), batching(max_batch_tokens=64), warmup=False)
+    check(model, PROMPTS[3:4], one.values())
+
+
+def test_an_interleaved_decoder_keeps_its_manager_and_shares_prefixes(monkeypatch):
+    found, search = [], PagedAttentionCache.search_prefix_match
+    monkeypatch.setattr(
+        PagedAttentionCache, "search_prefix_match", lambda *args: found.append(search(*args)) or found[-1]
+    )
+    model = interleaved("llama")
+    for prompts in (PROMPTS, [PROMPTS[3][:21] + PROMPTS[4], PROMPTS[3]], PROMPTS[:1]):
+        outputs = model.generate_batch(prompts, options(), batching(), warmup=False, persistent_manager=True)
+        check(model, prompts, outputs.values())
+    model.destroy_cached_continuous_batching_manager()
+    assert max(found) >= 20
+
+
+@pytest.mark.parametrize(("name", "windows"), [("llama", set()), ("gemma3_text", {0}), ("arcee", {1})])
+def test_layers_with_a_window_keep_its_pages_only(name, windows, monkeypatch):
+    """Read a prompt of 30 tokens in chunks of 16, and six tokens: a window of 4 gives at most 4 + 14 keys."""
+    most, update = {}, PagedAttentionCache.update
+
+    def record(cache, key, value, layer, *args, **kwargs):
+        states = update(cache, key, value, layer, *args, **kwargs)
+        most[layer] = max(most.get(layer, 0), states[0].numel() * key.shape[2] // key.numel())
+        return states
+
+    record.__signature__ = inspect.signature(update)  # which tells versions of Transformers apart
+    monkeypatch.setattr(PagedAttentionCache, "update", record)
+    interleaved(name).generate_batch(PROMPTS[3:4], options(), batching(), warmup=False)
+    assert most == {layer: 18 if layer in windows else 36 for layer in (0, 1)}
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "arcee"])
+def test_interleaved_decoders_notice_pages_that_keep_one_token_less(name, monkeypatch):
+    monkeypatch.setattr(paged_requests, "WINDOW_EDGE", 0)
+    outputs = interleaved(name).generate_batch(PROMPTS[3:4], options(), batching(), warmup=False)
+    assert "version of Transformers lays pages out in another way. Use generate" in next(iter(outputs.values())).error
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("bart", "passes position_ids, which BartDecoder does not take"),
+        ("bamba", "bamba has layers of type .*linear_attention"),
+        ("llama4_text", "llama4_text has layers of type chunked_attention"),
+    ],
+)
+def test_decoders_without_pages_are_refused_by_name(name, problem):
+    model = interleave_heads(tiny_model(name), 2)
+    with pytest.raises(NotImplementedError, match=f"Continuous batching .*{problem}.* Use generate"):
+        model.generate_batch(PROMPTS, options(), batching(), warmup=False)
+
+
+@pytest.mark.parametrize("name", ["diffllama", "hrm_text", "deepseek_v3"])  # two calls; values narrower than keys
+def test_what_pages_would_not_hold_is_refused(name):
+    outputs = interleave_heads(tiny_model(name), 2).generate_batch(PROMPTS, options(), batching(), warmup=False)
+    assert all("Attention does not. Use generate" in output.error for output in outputs.values())
+
+
+CLEAN = """
+import torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+model = AutoModelForCausalLM.from_pretrained(request["place"], trust_remote_code=True)
+options = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+batching = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32)
+outputs = model.generate_batch(request["prompts"], options, batching, warmup=False)
+result = [output.generated_tokens for output in outputs.values()]
+"""
+
+
+def test_a_saved_decoder_answers_where_the_package_is_not_installed(tmp_path):
+    model = interleaved("gemma3_text")
+    model.save_pretrained(tmp_path)
+    tokens = run_in_clean_process(CLEAN, {"place": str(tmp_path), "prompts": PROMPTS})
+    assert tokens == [alone(model, prompt, 4)[0] for prompt in PROMPTS]

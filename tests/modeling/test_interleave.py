@@ -498,6 +498,7 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
                 "configuration_interleaved.py",
                 "modeling_interleaved.py",
                 "interleaving.py",
+                "paged_requests.py",
                 "virtual_core.py",
             )
         }

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import GEOMETRIES, random_model
-from tiny_training import byte_config, interrupted_at, preset_config, saved, sizes, write_jsonl
+from tiny_training import byte_config, decoder, interrupted_at, preset_config, saved, sizes, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
 from iha_io.command_io import UserError
@@ -164,6 +164,18 @@ def test_replies_of_continuous_batching_are_those_of_generate(tiny, rows_file, t
             weight.data += 0.02 * torch.randn(weight.shape, generator=generator)
         replies[batching] = before, trainer._generate_single_turn(prompts, None, {}, 1)[0]
     assert replies["true"] == replies["false"] and replies["true"][0] != replies["true"][1]
+
+
+def test_an_interleaved_model_learns_from_replies_of_continuous_batching(rows_file, tmp_path):
+    plain = saved(decoder("llama"), tmp_path / "plain")
+    trainer = build(
+        "grpo", plain, rows_file, tmp_path / "run", num_pseudo_heads=2, eval_size=0,
+        eval_strategy="no", max_steps=1, save_strategy="no",
+        max_completion_length=8, use_transformers_continuous_batching="true",
+        transformers_continuous_batching_config='{"num_blocks": 16, "max_batch_tokens": 64}',
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 1 and list(mixing_parameters(trainer.model))
 
 
 def test_replies_that_the_model_cannot_give_are_refused_before_training(tiny, rows_file, tmp_path):

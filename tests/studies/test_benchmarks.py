@@ -73,7 +73,7 @@ def test_report(results, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["report.py", "--out", str(results)])
     report.main()
     text = (results / "README.md").read_text()
-    assert set(re.findall(r"\]\((\w+\.\w+)\)", text)) == {path.name for path in results.glob("*.json")}
+    assert set(re.findall(r"\]\((\w+\.\w+)\)", text)) == {path.name for path in results.glob("*.[jp][sn]*")}
     (row,) = json.loads((results / "decode_model.json").read_text())["rows"]
     ratio = f"{row['ratios']['iha / llama']:.3f}"
     assert f"| / llama | {TOKENS} tokens, P = 2 |\n|---|---|\n| iha | {ratio} |\n" in text
