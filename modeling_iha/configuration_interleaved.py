@@ -11,6 +11,7 @@ from transformers.utils.versions import require_version
 # This comes first: another Transformers is then named, not an import that it lacks.
 require_version("transformers>=5.17,<6")
 
+import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 
@@ -72,7 +73,11 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
         return loaded
 
     def to_dict(self) -> dict:
-        return {**base.to_dict(self), "base_model_type": base_model_type, "auto_map": AUTO_MAP}
+        # TRL takes a model with an AutoModelForImageTextToText for one of images, so only the base's tasks stand here.
+        tasks = {name: getattr(transformers, name) for name in AUTO_MAP if name != "AutoConfig"}
+        missing = {name for name, auto_class in tasks.items() if base not in auto_class._model_mapping}
+        auto_map = {name: reference for name, reference in AUTO_MAP.items() if name not in missing}
+        return {**base.to_dict(self), "base_model_type": base_model_type, "auto_map": auto_map}
 
     def reduce(self) -> tuple:
         return unpickled_config, (base_model_type,), self.__getstate__()

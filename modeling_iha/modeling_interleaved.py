@@ -61,26 +61,29 @@ def register_core(core: str) -> str:
     return name
 
 
-def noted_attention(core: str, module: nn.Module, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+def noted_attention(
+    core: str,
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call `virtual_attention`, and note that interleaved attention went through it."""
     attend = partial(virtual_attention, core, module)
     if isinstance(requests := kwargs.get("cache"), PagedRequests):
-        _check_pages(requests, module, *args)
+        _check_pages(requests, module, key, value, attention_mask)
         attend = partial(requests.attend, attend, module.layer_idx)
     if torch.compiler.is_compiling():
         COMPILED.any = True
     elif hasattr(module, "q_mix"):
         ATTENDED.module, ATTENDED.any = module, True
-    return attend(*args, **kwargs)
+    return attend(query, key, value, attention_mask, **kwargs)
 
 
 def _check_pages(
-    requests: PagedRequests,
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    requests: PagedRequests, module: Any, key: torch.Tensor, value: torch.Tensor, attention_mask: Any
 ) -> None:
     """Raise a NotImplementedError where pages would hold something else than the layer attends to."""
     if key.shape != value.shape or attention_mask.numel() != 1 or module.layer_idx in requests.attended:

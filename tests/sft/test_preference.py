@@ -13,7 +13,7 @@ from tiny_training import byte_config, decoder, interrupted_at, preset_config, s
 from trl import DPOConfig, GRPOConfig
 
 from iha_io.command_io import UserError
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAForCausalLM, interleave_heads
 from modeling_iha.mixing import mixing_parameters
 from sft import data, make_reasoning_data, score_reasoning, train_dpo, train_grpo
 from sft.arguments import RecipeParser
@@ -176,6 +176,17 @@ def test_an_interleaved_model_learns_from_replies_of_continuous_batching(rows_fi
     )  # fmt: skip
     trainer.train()
     assert trainer.state.global_step == 1 and list(mixing_parameters(trainer.model))
+
+
+def test_a_saved_decoder_with_interleaved_heads_is_loaded_again_as_reference(rows_file, tmp_path):
+    """TRL loads it by the first class in `auto_map`."""
+    model = saved(interleave_heads(decoder("llama"), 2), tmp_path / "model")
+    lengths = {"num_blocks": 16, "max_batch_tokens": 64}
+    keys = {"use_transformers_continuous_batching": "true", "max_steps": 1, "eval_size": 0, "eval_strategy": "no"}
+    keys |= {"transformers_continuous_batching_config": json.dumps(lengths), "save_strategy": "no"}
+    trainer = build("grpo", model, rows_file, tmp_path / "run", **keys)
+    trainer.train()
+    assert type(trainer.ref_model).__name__ == "InterleavedForCausalLM"
 
 
 def test_replies_that_the_model_cannot_give_are_refused_before_training(tiny, rows_file, tmp_path):
