@@ -1,19 +1,19 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Let vLLM serve checkpoints whose attention kinds are "iha" and "mha"."""
+"""Let vLLM serve models of `interleave_heads`, and checkpoints whose attention kinds are "iha" and "mha"."""
 
 from importlib.util import find_spec
 
 
-ARCHITECTURE = "IHAForCausalLM"
+ARCHITECTURES = ("InterleavedForCausalLM", "IHAForCausalLM")
 
 
 def register() -> None:
-    """Register the model with vLLM, which calls this in each of its processes."""
+    """Register the models with vLLM, which calls this in each of its processes."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from .checks import IHAModelConfig
+    from .checks import InterleavedModelConfig
 
     if find_spec("modeling_iha"):  # --trust-remote-code brings the checkpoint's own.
         from transformers import AutoConfig
@@ -31,5 +31,6 @@ def register() -> None:
                     raise NotImplementedError(f"config.json: {' '.join(str(error).split())}") from error
 
         AutoConfig.register(IHAConfig.model_type, ServedConfig, exist_ok=True)
-    ModelRegistry.register_model(ARCHITECTURE, "vllm_iha.model:IHAForCausalLM")
-    MODELS_CONFIG_MAP[ARCHITECTURE] = IHAModelConfig
+    for architecture in ARCHITECTURES:
+        ModelRegistry.register_model(architecture, f"vllm_iha.model:{architecture}")
+        MODELS_CONFIG_MAP[architecture] = InterleavedModelConfig

@@ -17,9 +17,10 @@ KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of so many keys; 
 DEFAULT_BLOCK = 128  # vLLM's own on a CPU
 # Their frequencies are the same at every length, as the keys in a cache need.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-class IHAModelConfig(VerifyAndUpdateConfig):
+class InterleavedModelConfig(VerifyAndUpdateConfig):
     """Refuse what the plugin cannot serve, and set the block size."""
 
     @staticmethod
@@ -35,54 +36,61 @@ class IHAModelConfig(VerifyAndUpdateConfig):
                 f"{error.__cause__} Correct config.json, or leave out the option that changed it (--hf-overrides, "
                 "--disable-sliding-window)."
             ) from error
-        # A block of so many virtual tokens holds whole tokens, and as many tokens of an "mha" layer fill a page.
-        step = math.lcm(KERNEL_BLOCK, config.num_pseudo_heads) if "iha" in config.attention_kinds else 1
-        if not cache_config.user_specified_block_size and step > 1:
+        # A block of so many virtual tokens holds whole tokens, and as many tokens of another layer fill a page.
+        step = math.lcm(KERNEL_BLOCK, config.num_pseudo_heads)
+        if not cache_config.user_specified_block_size:
             cache_config.block_size = step * math.ceil(DEFAULT_BLOCK / step)
             cache_config.user_specified_block_size = True  # so that the platform keeps it
-        if message := refusal(vllm_config, step):
+        if message := refused_model(vllm_config) or refused_option(vllm_config, step):
             raise NotImplementedError(message)
 
 
-def refusal(vllm_config: VllmConfig, step: int) -> str | None:
-    """Return a line on what the plugin cannot serve, or `None`. Blocks must hold a multiple of `step` tokens."""
-    config, cache_config = vllm_config.model_config.hf_config, vllm_config.cache_config
-    parallel_config, quantization = vllm_config.parallel_config, vllm_config.model_config.quantization
+def refused_model(vllm_config: VllmConfig) -> str | None:
+    """Return a line on what the plugin cannot serve in a model, or `None`."""
+    config = vllm_config.model_config.hf_config
+    instead = "use generate of Transformers for this model."
+    if other_kinds := sorted(set(getattr(config, "attention_kinds", ())) - {"iha", "mha"}):
+        return f"attention_kinds holds {', '.join(map(repr, other_kinds))}; vLLM serves 'iha' and 'mha': {instead}"
+    if getattr(config, "mlp_gate_groups", None) is not None:
+        return f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM: {instead}"
+    if "iha" == config.model_type and 0 in (getattr(config, "no_rope_layers", None) or ()):
+        return f"no_rope_layers is not served by vLLM: {instead}"
+    if vllm_config.model_config.use_mla:
+        return f"Multi-head latent attention caches no keys that interleaved heads could mix: {instead}"
+    if other_types := sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES)):
+        return f"layer_types holds {', '.join(map(repr, other_types))}, which were not tested in vLLM: {instead}"
+    if getattr(config, "num_kv_shared_layers", None):
+        return f"num_kv_shared_layers={config.num_kv_shared_layers} was not tested in vLLM: {instead}"
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    for rope_type in [each.get("rope_type", "default") for each in by_layer_type]:
+        if rope_type not in ROPE_TYPES:
+            return f"rope_type={rope_type!r}; vLLM serves {', '.join(map(repr, ROPE_TYPES))}: {instead}"
+    rope_theta = parameters.get("rope_theta")
+    if getattr(config, "rope_theta", rope_theta) != rope_theta:
+        return (
+            f"rope_theta={config.rope_theta} beside rope_parameters={parameters} would have no effect: give it in "
+            "rope_parameters, with the other parameters."
+        )
+    head_dim, head_sizes = vllm_config.model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if current_platform.is_cpu() and head_dim not in head_sizes:
+        return f"head_dim={head_dim}; vLLM's attention on a CPU takes {', '.join(map(str, head_sizes))}: {instead}"
+    return None
+
+
+def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
+    """Return a line on an option of vLLM that cannot be served, or `None`. Blocks hold a multiple of `step` tokens."""
+    cache_config, parallel_config = vllm_config.cache_config, vllm_config.parallel_config
     if not vllm.__version__.startswith(tuple(f"{version}." for version in VLLM)):
         return (
             f"vllm_iha is made for vLLM {' and '.join(VLLM)}, and this is {vllm.__version__}: install vLLM {VLLM[-1]}."
         )
-    if other_kinds := sorted(set(config.attention_kinds) - {"iha", "mha"}):
-        return (
-            f"attention_kinds holds {', '.join(map(repr, other_kinds))}; vLLM serves 'iha' and 'mha': use generate of "
-            "Transformers for this model."
-        )
-    if config.mlp_gate_groups is not None:
-        return f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM: use generate of Transformers."
-    if 0 in (getattr(config, "no_rope_layers", None) or ()):
-        return "no_rope_layers is not served by vLLM: use generate of Transformers."
-    if (rope_type := config.rope_parameters["rope_type"]) not in ROPE_TYPES:
-        return (
-            f"rope_type={rope_type!r}; vLLM serves {', '.join(map(repr, ROPE_TYPES))}: use generate of Transformers."
-        )
-    rope_theta = config.rope_parameters["rope_theta"]
-    if getattr(config, "rope_theta", rope_theta) != rope_theta:
-        return (
-            f"rope_theta={config.rope_theta} beside rope_parameters={config.rope_parameters} would have no effect: "
-            "give it in rope_parameters, with the other parameters."
-        )
-    head_sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if current_platform.is_cpu() and config.head_dim not in head_sizes:
-        return (
-            f"head_dim={config.head_dim}; vLLM's attention on a CPU takes {', '.join(map(str, head_sizes))}: use "
-            "generate of Transformers."
-        )
     if parallel_config.world_size > 1 or parallel_config.decode_context_parallel_size > 1:
         return (
-            "An 'iha' layer mixes all heads, so it runs on one device: leave the tensor, pipeline and context "
+            "Interleaving mixes all heads, so a model runs on one device: leave the tensor, pipeline and context "
             "parallel sizes at 1."
         )
-    if quantization is not None:
+    if (quantization := vllm_config.model_config.quantization) is not None:
         return f"quantization={quantization!r} has no form for the mixing weights: serve the unquantized checkpoint."
     if vllm_config.lora_config is not None:
         return (
@@ -90,18 +98,18 @@ def refusal(vllm_config: VllmConfig, step: int) -> str | None:
             "the merged model."
         )
     if vllm_config.speculative_config is not None:
-        return "Speculative decoding was not tested on 'iha' layers: leave out --speculative-config."
+        return "Speculative decoding was not tested on interleaved heads: leave out --speculative-config."
     if vllm_config.kv_transfer_config is not None or cache_config.kv_offloading_size is not None:
         return (
-            "A connector that moves the KV cache takes one key for a token, and an 'iha' layer has num_pseudo_heads "
-            "of them: leave out --kv-transfer-config and --kv-offloading-size."
+            "A connector that moves the KV cache takes one key for a token, and interleaved heads have "
+            "num_pseudo_heads of them: leave out --kv-transfer-config and --kv-offloading-size."
         )
     if cache_config.cache_dtype != "auto":
         dtype = cache_config.cache_dtype
-        return f"kv_cache_dtype={dtype!r} was not tested on 'iha' layers: leave out --kv-cache-dtype."
+        return f"kv_cache_dtype={dtype!r} was not tested on interleaved heads: leave out --kv-cache-dtype."
     if cache_config.block_size % step:
         return (
-            f"block_size={cache_config.block_size} with num_pseudo_heads={config.num_pseudo_heads}; it must be a "
-            f"multiple of {step}: leave out --block-size, or choose {step}."
+            f"block_size={cache_config.block_size} is no multiple of {step}, the least of {KERNEL_BLOCK} and "
+            f"num_pseudo_heads: leave out --block-size, or choose {step}."
         )
     return None
