@@ -5,13 +5,14 @@
 import math
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from math import gcd
 
 import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.llama.modeling_llama import rotate_half
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from vllm.config import VllmConfig
 from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
 from vllm.model_executor.models.utils import extract_layer_index
@@ -45,9 +46,14 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
     """Attend over the virtual sequence, whose P keys and values of each token lie in the paged cache.
 
     Whisper's block pooling gives the kernel slots, lengths and window in virtual tokens. The cache manager counts
-    tokens and keeps W + 1 of them for a window of W. `module` is the attention module that holds the mixing."""
+    tokens and keeps W + 1 of them for a window of W.
 
-    def __init__(self, module: nn.Module, cache_config, per_layer_sliding_window: int | None = None, **kwargs):
+    Args:
+        module: the attention module with the mixing weights.
+        rotation: (cos, sin) of R_p, each [P, head_dim], or `None` for shared positions (`IHAWeights` of modeling_iha).
+    """
+
+    def __init__(self, module: nn.Module, rotation: tuple | None, cache_config, per_layer_sliding_window: int | None = None, **kwargs):
         config = module.config
         # A model whose layers all have a window tells the cache alone.
         windows = (per_layer_sliding_window or cache_config.sliding_window, getattr(config, "interleaved_window", None))
@@ -64,7 +70,7 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
         self.attn_backend = virtual_backend(self.attn_backend, self.block_pool_size)
         # In a tuple: as submodules they would be the layer's twice.
         self.mixing = (module.q_mix, module.k_mix, module.v_mix, module.collapse)
-        self.rotation = None  # (cos, sin) of R_p, each [P, head_dim], where pseudo-heads have positions of their own
+        self.rotation = rotation
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Give a block as many virtual tokens as a block of another layer has tokens: all pages have one size."""
@@ -106,22 +112,17 @@ def expand(states: torch.Tensor, alpha: torch.Tensor, rotation: tuple | None = N
     return states.flatten(0, 1).flatten(1)
 
 
-class InterleavedForCausalLM(TransformersForCausalLM):
-    """Serve a model of `interleave_heads` by the modules of its base."""
+class VirtualTransformers(TransformersForCausalLM):
+    """Run a model by its own modules, and attend over virtual tokens where a layer has mixing weights."""
 
-    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = ""):
-        return super().__new__(InterleavedMoEForCausalLM if vllm_config.model_config.is_moe else cls)
+    rotation = None  # of `VirtualAttention`
 
     def _patch_config(self):
         super()._patch_config()
         # The model is built with a core of its own package. (`recursive_replace` says "vllm".)
         self.text_config._attn_implementation = "eager"
-        # Some of what vLLM does for experts asks for the name of the base model's class.
-        self.config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.config.model_type]]
 
     def recursive_replace(self):
-        # Hooks of the package see that its own cores attend.
-        sys.modules[type(self.model).__module__].remove_hooks(*self.model.modules())
         for config in (self.text_config, self.model.config.get_text_config()):
             config._attn_implementation = "vllm"
         super().recursive_replace()
@@ -140,9 +141,52 @@ class InterleavedForCausalLM(TransformersForCausalLM):
 
         def attention(**kwargs) -> nn.Module:
             module = self.get_submodule(self.attention_fusers[extract_layer_index(kwargs["prefix"])][0])
-            return VirtualAttention(module, **kwargs) if hasattr(module, "q_mix") else stock(**kwargs)
+            if hasattr(module, "q_mix"):
+                return VirtualAttention(module, self.rotation, **kwargs)
+            return stock(**kwargs)
 
         return attention
 
 
+class InterleavedForCausalLM(VirtualTransformers):
+    """Serve a model of `interleave_heads` by the modules of its base."""
+
+    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = ""):
+        return super().__new__(InterleavedMoEForCausalLM if vllm_config.model_config.is_moe else cls)
+
+    def _patch_config(self):
+        super()._patch_config()
+        # Some of what vLLM does for experts asks for the name of the base model's class.
+        self.config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.config.model_type]]
+
+    def recursive_replace(self):
+        # Hooks of the package see to it that its own cores attend.
+        sys.modules[type(self.model).__module__].remove_hooks(*self.model.modules())
+        super().recursive_replace()
+
+
 class InterleavedMoEForCausalLM(TransformersMoEForCausalLM, InterleavedForCausalLM): ...
+
+
+class IHAForCausalLM(VirtualTransformers):
+    """Serve layers of kinds "iha" and "mha" by the modules of Llama and Qwen3, which vLLM fuses."""
+
+    def recursive_replace(self):
+        config, model = self.config, self.model
+        for layer in model.layers:
+            module, interleaved = layer.self_attn, hasattr(layer.self_attn, "q_mix")
+            # Their equations are those of these classes, but for the choice among RoPE tables.
+            table = "interleaved" if interleaved and config.pseudo_positions == "interleaved" else "token"
+            module.register_forward_pre_hook(partial(choose_table, table), with_kwargs=True)
+            module.__class__ = Qwen3Attention if config.use_qk_norm else LlamaAttention
+            if config.gated_mlp:
+                layer.mlp.__class__ = LlamaMLP
+        model.create_masks = lambda *args, **kwargs: dict.fromkeys(config.layer_types)  # vLLM's attention needs none
+        tables = model.rotary_emb.tables(torch.empty(0), torch.zeros(1, 1, dtype=torch.long))
+        self.rotation = tables.get("pseudo_head")
+        super().recursive_replace()
+
+
+def choose_table(name: str, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Give an attention module its own table among those of `IHARotaryEmbedding`."""
+    return args, {**kwargs, "position_embeddings": kwargs["position_embeddings"][name]}

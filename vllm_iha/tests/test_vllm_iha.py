@@ -23,6 +23,12 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 from vllm_iha.model import VirtualAttention
 
 
+@pytest.fixture(autouse=True)
+def undecorated(monkeypatch):
+    """Leave the decoder's class as it is: vLLM would change it, and the reference here is of the same class."""
+    monkeypatch.setattr("vllm.model_executor.models.transformers.base.Base._decorate_for_torch_compile", lambda self: None)
+
+
 NEW_TOKENS = 8
 GREEDY = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False}
 LOGPROBS = {"logprobs": 0, "prompt_logprobs": 0}
