@@ -312,10 +312,18 @@ def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:
     return object.__new__(interleaved_class(name, config_class(base_model_type)))
 
 
-class InterleavedModel:
+class InterleavedModel(PreTrainedModel):
     """Load a decoder without a head. `auto_map` names this class and its subclasses.
 
-    The class of the model itself depends on the base type: see `interleaved_class`."""
+    The class of the model itself depends on the base type: see `interleaved_class`. A server takes a model of
+    Transformers alone, and asks it whether it may replace the attention."""
+
+    @classmethod
+    def is_backend_compatible(cls) -> bool:
+        raise NotImplementedError(
+            "The paged caches of vLLM and SGLang hold one key for each token, and interleaved heads need P: for vLLM "
+            "install the plugin vllm_iha and leave out --model-impl, or use generate of Transformers."
+        )
 
     @classmethod
     def from_pretrained(cls, *args, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:

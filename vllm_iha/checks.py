@@ -90,6 +90,8 @@ def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
             "Interleaving mixes all heads, so a model runs on one device: leave the tensor, pipeline and context "
             "parallel sizes at 1."
         )
+    if vllm_config.model_config.runner_type != "generate":
+        return "vLLM serves interleaved heads for generation alone: leave out --runner and --convert."
     if (quantization := vllm_config.model_config.quantization) is not None:
         return f"quantization={quantization!r} has no form for the mixing weights: serve the unquantized checkpoint."
     if vllm_config.lora_config is not None:

@@ -5,7 +5,7 @@
 import math
 import sys
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, reduce
 from math import gcd
 
 import torch
@@ -53,11 +53,16 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
         rotation: (cos, sin) of R_p, each [P, head_dim], or `None` for shared positions (`IHAWeights` of modeling_iha).
     """
 
-    def __init__(self, module: nn.Module, rotation: tuple | None, cache_config, per_layer_sliding_window: int | None = None, **kwargs):
+    def __init__(
+        self, module: nn.Module, rotation: tuple | None, cache_config, per_layer_sliding_window=None, **kwargs
+    ):
         config = module.config
         # A model whose layers all have a window tells the cache alone.
-        windows = (per_layer_sliding_window or cache_config.sliding_window, getattr(config, "interleaved_window", None))
-        window = min((each for each in windows if each), default=None)
+        own, given = (
+            per_layer_sliding_window or cache_config.sliding_window,
+            getattr(config, "interleaved_window", None),
+        )
+        window = min((each for each in (own, given) if each), default=None)
         super().__init__(
             cache_config=cache_config,
             per_layer_sliding_window=window and window * config.num_pseudo_heads,
@@ -79,7 +84,7 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
 
     @torch.no_grad()
     def process_weights_after_loading(self, act_dtype: torch.dtype):
-        """Lay out the mixing weights for `expand` and the collapse, whose products take most of a small layer's time."""
+        """Lay out the values of the mixing weights once, as the products of `forward` take them."""
         super().process_weights_after_loading(act_dtype)
         q_mix, k_mix, v_mix, collapse = (module.value().to(act_dtype) for module in self.mixing)
         # alpha [M, M, P] as [P * M, M], from heads to virtual tokens
@@ -97,8 +102,8 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
         output = super().forward(query, key, expand(value, v_mix), *args, **kwargs)
         output = output.view(-1, self.block_pool_size, self.num_heads, self.head_size_v)
         if self.shares.shape[1] == 1:  # per head
-            pairs = zip(output.unbind(1), self.shares.unbind(2))
-            return sum(pseudo_head * share for pseudo_head, share in pairs).flatten(1)
+            parts = [states * share for states, share in zip(output.unbind(1), self.shares.unbind(2))]
+            return reduce(torch.add, parts).flatten(1)
         return torch.einsum("hgp,npgd->nhd", self.shares, output).flatten(1)
 
 
