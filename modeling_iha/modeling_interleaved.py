@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .adapter_records import watch_adapters
-from .configuration_interleaved import FIELDS, MIXING_MODULES, config_class
+from .configuration_interleaved import FIELDS, MIXING_MODULES, InterleavedConfig, config_class
 from .interleaving import HeadCollapse, HeadMixing, keep_start, keep_window_edge
 from .virtual_core import core_of, expand_mask, register_masks, virtual_attention
 
@@ -317,6 +317,8 @@ class InterleavedModel(PreTrainedModel):
 
     The class of the model itself depends on the base type: see `interleaved_class`. A server takes a model of
     Transformers alone, and asks it whether it may replace the attention."""
+
+    config_class = InterleavedConfig
 
     @classmethod
     def is_backend_compatible(cls) -> bool:

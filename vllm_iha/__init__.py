@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 
 ARCHITECTURES = ("InterleavedForCausalLM", "IHAForCausalLM")
+VISION = ("InterleavedForImageTextToText", "InterleavedForMultimodalLM")  # registered to be refused in a line
 
 
 def register() -> None:
@@ -15,22 +16,9 @@ def register() -> None:
 
     from .checks import InterleavedModelConfig
 
-    if find_spec("modeling_iha"):  # --trust-remote-code brings the checkpoint's own.
-        from transformers import AutoConfig
-
-        from modeling_iha import IHAConfig
-
-        class ServedConfig(IHAConfig):
-            """Say in one line what is wrong with a config.json, where pydantic would wrap a ValueError in several."""
-
-            @classmethod
-            def from_dict(cls, *arguments, **options):
-                try:
-                    return IHAConfig.from_dict(*arguments, **options)
-                except Exception as error:
-                    raise NotImplementedError(f"config.json: {' '.join(str(error).split())}") from error
-
-        AutoConfig.register(IHAConfig.model_type, ServedConfig, exist_ok=True)
-    for architecture in ARCHITECTURES:
-        ModelRegistry.register_model(architecture, f"vllm_iha.model:{architecture}")
+    if find_spec("modeling_iha"):  # It registers its classes. --trust-remote-code brings the checkpoint's own.
+        import modeling_iha  # noqa: F401
+    for architecture in (*ARCHITECTURES, *VISION):
+        name = architecture if architecture in ARCHITECTURES else ARCHITECTURES[0]
+        ModelRegistry.register_model(architecture, f"vllm_iha.model:{name}")
         MODELS_CONFIG_MAP[architecture] = InterleavedModelConfig

@@ -9,6 +9,7 @@ import torch
 # This comes before vLLM, whose settings it makes.
 from serving import (
     LENGTHS,
+    SIZES,
     assert_equal,
     assert_tokens_equal,
     distances,
@@ -27,6 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from iha_io.checkpoint_io import smollm2_gguf
 from iha_io.command_io import run_command
 from modeling_iha import IHAConfig
+from modeling_iha.configuration_interleaved import config_class
 from vllm_iha.model import VirtualAttention
 
 
@@ -221,14 +223,34 @@ def test_a_converted_model(tmp_path, undecorated):
     assert_equal(load(converted), outputs)
 
 
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
+# Model type of the base, fields of its config, the task, and the message.
+REFUSED_BASES = {
+    "latent": ("deepseek_v3", LATENT, "ForCausalLM", "Multi-head latent attention"),
+    "chunks": ("llama4_text", {"layer_types": ["chunked_attention"] * 5}, "ForCausalLM", "'chunked_attention', which"),
+    "vision": ("gemma3", {}, "ForImageTextToText", "InterleavedForImageTextToText was not tested"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_BASES)
+def test_which_bases_are_refused(case, tmp_path):
+    model_type, fields, task, message = REFUSED_BASES[case]
+    config = config_class(model_type)(**(fields if case == "vision" else {**SIZES, **fields}))
+    config.num_pseudo_heads, config.architectures = 2, [f"Interleaved{task}"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError, match=message) as error, engine(tmp_path):
+        pass
+    assert "\n" not in str(error.value)
+
+
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 # Fields of the config, options of the engine, and the message.
 REFUSED_MODELS = {
-    "kind": ({"attention_kinds": ["iha", "diff"]}, {}, "'diff'; vLLM serves 'iha' and 'mha'"),
+    "kind": ({"attention_kinds": ["iha", "diff"]}, {}, "'diff', and vLLM serves 'iha' and 'mha'"),
     "mlp_gate_groups": ({"mlp_gate_groups": 4}, {}, "mlp_gate_groups=4"),
     "no_rope_layers": ({"no_rope_layers": [1, 0]}, {}, "no_rope_layers is not served"),
     "rope": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "'dynamic'"),
-    "head_dim": ({"head_dim": 16}, {}, "head_dim=16; .* takes 32, 64"),
+    "head_dim": ({"head_dim": 16}, {}, "head_dim=16, .* takes 32, 64"),
     "wrong_word": ({}, {"hf_overrides": {"pseudo_positions": "interleave"}}, "allowed are 'interleaved', 'shared'"),
     "window_of_none": (WINDOWS, {"hf_overrides": {"sliding_window": 0}}, "sliding_window=None .* at least 2"),
     "rope_theta": ({}, {"hf_overrides": {"rope_theta": 500.0}}, "rope_theta=500.0 .* no effect"),
@@ -236,7 +258,7 @@ REFUSED_MODELS = {
 REFUSED_OPTIONS = {
     "tensor_parallel": ({"tensor_parallel_size": 2}, "runs on one device"),
     "quantization": ({"quantization": "fp8"}, "quantization='fp8'"),
-    "lora": ({"enable_lora": True}, "merge the adapter"),
+    "lora": ({"enable_lora": True}, "serve the merged model"),
     "speculation": ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
     "kv_cache_dtype": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
     "connector": ({"kv_transfer_config": CONNECTOR}, "--kv-transfer-config"),
