@@ -53,16 +53,11 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
         rotation: (cos, sin) of R_p, each [P, head_dim], or `None` for shared positions (`IHAWeights` of modeling_iha).
     """
 
-    def __init__(
-        self, module: nn.Module, rotation: tuple | None, cache_config, per_layer_sliding_window=None, **kwargs
-    ):
+    def __init__(self, module: nn.Module, rotation, cache_config, per_layer_sliding_window=None, **kwargs):
         config = module.config
         # A model whose layers all have a window tells the cache alone.
-        own, given = (
-            per_layer_sliding_window or cache_config.sliding_window,
-            getattr(config, "interleaved_window", None),
-        )
-        window = min((each for each in (own, given) if each), default=None)
+        own = per_layer_sliding_window or cache_config.sliding_window
+        window = min(filter(None, (own, getattr(config, "interleaved_window", None))), default=None)
         super().__init__(
             cache_config=cache_config,
             per_layer_sliding_window=window and window * config.num_pseudo_heads,

@@ -69,7 +69,7 @@ def server(model, tmp_path_factory):
     with open(log, "w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600  # to compile takes minutes on a busy machine
         while True:
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
