@@ -89,7 +89,7 @@ def answer(model: PreTrainedModel, text: str) -> str:
     tokens = model.generate(
         ids, max_new_tokens=GREEDY["max_tokens"], do_sample=False, eos_token_id=None, pad_token_id=1
     )
-    return tokenizer().decode(tokens[0, ids.shape[1] :])
+    return tokenizer().decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)  # as the server does
 
 
 def test_a_hundred_clients_get_what_generate_writes(server, model):

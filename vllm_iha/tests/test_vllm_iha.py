@@ -109,7 +109,7 @@ def undecorated(monkeypatch):
 
 
 @pytest.mark.parametrize("case", BASES)
-def test_an_interleaved_decoder_equals_generate(case, tmp_path):
+def test_an_interleaved_decoder_equals_generate(case, tmp_path, undecorated):
     model_type, fields, options = BASES[case]
     model = save_interleaved(tmp_path, model_type, fields, **options)
     with engine(tmp_path) as llm:
