@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .adapter_records import watch_adapters
-from .configuration_interleaved import FIELDS, MIXING_MODULES, config_class
+from .configuration_interleaved import FIELDS, MIXING_MODULES, InterleavedConfig, config_class
 from .interleaving import HeadCollapse, HeadMixing, keep_start, keep_window_edge
 from .paged_requests import PagedRequests, init_requests
 from .virtual_core import core_of, expand_mask, register_masks, virtual_attention
@@ -346,10 +346,20 @@ def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:
     return object.__new__(interleaved_class(name, config_class(base_model_type)))
 
 
-class InterleavedModel:
+class InterleavedModel(PreTrainedModel):
     """Load a decoder without a head. `auto_map` names this class and its subclasses.
 
-    The class of the model itself depends on the base type: see `interleaved_class`."""
+    The class of the model itself depends on the base type: see `interleaved_class`. A server takes a model of
+    Transformers alone, and asks it whether it may replace the attention."""
+
+    config_class = InterleavedConfig
+
+    @classmethod
+    def is_backend_compatible(cls) -> bool:
+        raise NotImplementedError(
+            "The paged caches of vLLM and SGLang hold one key for each token, and interleaved heads need P: for vLLM "
+            "install the plugin vllm_iha and leave out --model-impl, or use generate of Transformers."
+        )
 
     @classmethod
     def from_pretrained(cls, *args, config: PreTrainedConfig, **kwargs) -> PreTrainedModel:

@@ -1,35 +1,24 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Let vLLM serve checkpoints whose attention kinds are "iha" and "mha"."""
+"""Let vLLM serve models of `interleave_heads`, and checkpoints whose attention kinds are "iha" and "mha"."""
 
 from importlib.util import find_spec
 
 
-ARCHITECTURE = "IHAForCausalLM"
+ARCHITECTURES = ("InterleavedForCausalLM", "IHAForCausalLM")
+VISION = ("InterleavedForImageTextToText", "InterleavedForMultimodalLM")  # registered to be refused in a line
 
 
 def register() -> None:
-    """Register the model with vLLM, which calls this in each of its processes."""
+    """Register the models with vLLM, which calls this in each of its processes."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from .checks import IHAModelConfig
+    from .checks import InterleavedModelConfig
 
-    if find_spec("modeling_iha"):  # --trust-remote-code brings the checkpoint's own.
-        from transformers import AutoConfig
-
-        from modeling_iha import IHAConfig
-
-        class ServedConfig(IHAConfig):
-            """Say in one line what is wrong with a config.json, where pydantic would wrap a ValueError in several."""
-
-            @classmethod
-            def from_dict(cls, *arguments, **options):
-                try:
-                    return IHAConfig.from_dict(*arguments, **options)
-                except Exception as error:
-                    raise NotImplementedError(f"config.json: {' '.join(str(error).split())}") from error
-
-        AutoConfig.register(IHAConfig.model_type, ServedConfig, exist_ok=True)
-    ModelRegistry.register_model(ARCHITECTURE, "vllm_iha.model:IHAForCausalLM")
-    MODELS_CONFIG_MAP[ARCHITECTURE] = IHAModelConfig
+    if find_spec("modeling_iha"):  # It registers its classes. --trust-remote-code brings the checkpoint's own.
+        import modeling_iha  # noqa: F401
+    for architecture in (*ARCHITECTURES, *VISION):
+        name = architecture if architecture in ARCHITECTURES else ARCHITECTURES[0]
+        ModelRegistry.register_model(architecture, f"vllm_iha.model:{name}")
+        MODELS_CONFIG_MAP[architecture] = InterleavedModelConfig

@@ -11,6 +11,8 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+from . import ARCHITECTURES
+
 
 VLLM = ("0.31", "0.32")
 KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of so many keys; 16 would do on a GPU.
@@ -19,7 +21,7 @@ DEFAULT_BLOCK = 128  # vLLM's own on a CPU
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-class IHAModelConfig(VerifyAndUpdateConfig):
+class InterleavedModelConfig(VerifyAndUpdateConfig):
     """Refuse what the plugin cannot serve, and set the block size."""
 
     @staticmethod
@@ -35,73 +37,69 @@ class IHAModelConfig(VerifyAndUpdateConfig):
                 f"{error.__cause__} Correct config.json, or leave out the option that changed it (--hf-overrides, "
                 "--disable-sliding-window)."
             ) from error
-        # A block of so many virtual tokens holds whole tokens, and as many tokens of an "mha" layer fill a page.
-        step = math.lcm(KERNEL_BLOCK, config.num_pseudo_heads) if "iha" in config.attention_kinds else 1
-        if not cache_config.user_specified_block_size and step > 1:
+        # A block of so many virtual tokens holds whole tokens, and as many tokens of another layer fill a page.
+        step = math.lcm(KERNEL_BLOCK, config.num_pseudo_heads)
+        if not cache_config.user_specified_block_size:
             cache_config.block_size = step * math.ceil(DEFAULT_BLOCK / step)
             cache_config.user_specified_block_size = True  # so that the platform keeps it
-        if message := refusal(vllm_config, step):
+        if message := refused_model(vllm_config):
+            raise NotImplementedError(f"{message}: use generate of Transformers for this model.")
+        if message := refused_option(vllm_config, step):
             raise NotImplementedError(message)
 
 
-def refusal(vllm_config: VllmConfig, step: int) -> str | None:
-    """Return a line on what the plugin cannot serve, or `None`. Blocks must hold a multiple of `step` tokens."""
-    config, cache_config = vllm_config.model_config.hf_config, vllm_config.cache_config
-    parallel_config, quantization = vllm_config.parallel_config, vllm_config.model_config.quantization
+def refused_model(vllm_config: VllmConfig) -> str | None:
+    """Return what in a model the plugin cannot serve, or `None`."""
+    model_config, config = vllm_config.model_config, vllm_config.model_config.hf_config
+    if config.architectures[0] not in ARCHITECTURES:
+        return f"{config.architectures[0]} was not tested in vLLM, which serves interleaved heads of text decoders"
+    if other_kinds := sorted(set(getattr(config, "attention_kinds", ())) - {"iha", "mha"}):
+        return f"attention_kinds holds {', '.join(map(repr, other_kinds))}, and vLLM serves 'iha' and 'mha'"
+    if getattr(config, "mlp_gate_groups", None) is not None:
+        return f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM"
+    if config.architectures[0] == "IHAForCausalLM" and 0 in (getattr(config, "no_rope_layers", None) or ()):
+        return "no_rope_layers is not served by vLLM"
+    if getattr(config, "kv_lora_rank", None):
+        return "Multi-head latent attention caches no keys that interleaved heads could mix"
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}):
+        return f"layer_types holds {', '.join(map(repr, others))}, which was not tested in vLLM"
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in [each for each in parameters.values() if isinstance(each, dict)] or [parameters]:
+        if (rope_type := each.get("rope_type", "default")) not in ROPE_TYPES:
+            return f"rope_type={rope_type!r}, and vLLM serves {', '.join(map(repr, ROPE_TYPES))}"
+    head_dim, head_sizes = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if current_platform.is_cpu() and head_dim not in head_sizes:
+        return f"head_dim={head_dim}, and vLLM's attention on a CPU takes {', '.join(map(str, head_sizes))}"
+    return None
+
+
+def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
+    """Return a line on an option that cannot be served, or `None`. Blocks must hold a multiple of `step` tokens."""
+    model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
+    parallel_config, config = vllm_config.parallel_config, model_config.hf_config
+    rope_theta = (parameters := getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     if not vllm.__version__.startswith(tuple(f"{version}." for version in VLLM)):
-        return (
-            f"vllm_iha is made for vLLM {' and '.join(VLLM)}, and this is {vllm.__version__}: install vLLM {VLLM[-1]}."
-        )
-    if other_kinds := sorted(set(config.attention_kinds) - {"iha", "mha"}):
-        return (
-            f"attention_kinds holds {', '.join(map(repr, other_kinds))}; vLLM serves 'iha' and 'mha': use generate of "
-            "Transformers for this model."
-        )
-    if config.mlp_gate_groups is not None:
-        return f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM: use generate of Transformers."
-    if 0 in (getattr(config, "no_rope_layers", None) or ()):
-        return "no_rope_layers is not served by vLLM: use generate of Transformers."
-    if (rope_type := config.rope_parameters["rope_type"]) not in ROPE_TYPES:
-        return (
-            f"rope_type={rope_type!r}; vLLM serves {', '.join(map(repr, ROPE_TYPES))}: use generate of Transformers."
-        )
-    rope_theta = config.rope_parameters["rope_theta"]
-    if getattr(config, "rope_theta", rope_theta) != rope_theta:
-        return (
-            f"rope_theta={config.rope_theta} beside rope_parameters={config.rope_parameters} would have no effect: "
-            "give it in rope_parameters, with the other parameters."
-        )
-    head_sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if current_platform.is_cpu() and config.head_dim not in head_sizes:
-        return (
-            f"head_dim={config.head_dim}; vLLM's attention on a CPU takes {', '.join(map(str, head_sizes))}: use "
-            "generate of Transformers."
-        )
+        known = " and ".join(VLLM)
+        return f"vllm_iha is made for vLLM {known}, and this is {vllm.__version__}: install vLLM {VLLM[-1]}."
+    if (given := getattr(config, "rope_theta", rope_theta)) != rope_theta:
+        return f"rope_theta={given} has no effect beside rope_parameters={parameters}: give it there, with the others."
     if parallel_config.world_size > 1 or parallel_config.decode_context_parallel_size > 1:
-        return (
-            "An 'iha' layer mixes all heads, so it runs on one device: leave the tensor, pipeline and context "
-            "parallel sizes at 1."
-        )
-    if quantization is not None:
-        return f"quantization={quantization!r} has no form for the mixing weights: serve the unquantized checkpoint."
+        return "Interleaving mixes all heads, so a model runs on one device: leave the parallel sizes at 1."
+    if model_config.runner_type != "generate":
+        return "vLLM serves interleaved heads for generation alone: leave out --runner and --convert."
+    if model_config.quantization is not None:
+        return f"quantization={model_config.quantization!r} was not tested: serve the unquantized checkpoint."
     if vllm_config.lora_config is not None:
-        return (
-            "vLLM's LoRA would leave out an adapter's mixing weights: merge the adapter (merge_and_unload) and serve "
-            "the merged model."
-        )
+        return "vLLM's LoRA would leave out an adapter's mixing weights: serve the merged model (merge_and_unload)."
     if vllm_config.speculative_config is not None:
-        return "Speculative decoding was not tested on 'iha' layers: leave out --speculative-config."
+        return "Speculative decoding was not tested on interleaved heads: leave out --speculative-config."
     if vllm_config.kv_transfer_config is not None or cache_config.kv_offloading_size is not None:
         return (
-            "A connector that moves the KV cache takes one key for a token, and an 'iha' layer has num_pseudo_heads "
-            "of them: leave out --kv-transfer-config and --kv-offloading-size."
+            "A connector moves one key for each token, and interleaved heads have num_pseudo_heads of them: leave out "
+            "--kv-transfer-config and --kv-offloading-size."
         )
     if cache_config.cache_dtype != "auto":
-        dtype = cache_config.cache_dtype
-        return f"kv_cache_dtype={dtype!r} was not tested on 'iha' layers: leave out --kv-cache-dtype."
+        return f"kv_cache_dtype={cache_config.cache_dtype!r} was not tested: leave out --kv-cache-dtype."
     if cache_config.block_size % step:
-        return (
-            f"block_size={cache_config.block_size} with num_pseudo_heads={config.num_pseudo_heads}; it must be a "
-            f"multiple of {step}: leave out --block-size, or choose {step}."
-        )
+        return f"block_size={cache_config.block_size} is no multiple of {step}: leave out --block-size."
     return None

@@ -417,6 +417,14 @@ def test_layers_may_be_left_out_and_threads_share_a_model():
     assert all(each.equal(expected) for each in found)
 
 
+def test_a_server_without_the_plugin_is_told_of_it():
+    """Answer vLLM, which loads the class that `auto_map` names, takes a model of Transformers alone, and asks it."""
+    loaded = modeling_interleaved.InterleavedForCausalLM
+    assert issubclass(loaded, transformers.PreTrainedModel)
+    with pytest.raises(NotImplementedError, match="install the plugin vllm_iha"):
+        loaded.is_backend_compatible()
+
+
 def test_masks_that_misfit_are_refused():
     model = interleave_heads(decoder("llama"), 2)
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool).tril()

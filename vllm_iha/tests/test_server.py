@@ -1,4 +1,4 @@
-"""Serve a checkpoint to OpenAI's client with a key, many clients at a time, some of which leave."""
+"""Serve checkpoints in a process of their own to OpenAI's client, many clients at a time, some of which leave."""
 
 import asyncio
 import os
@@ -11,11 +11,9 @@ import urllib.request
 
 import openai
 import pytest
-import torch
+from serving import save_iha, save_interleaved
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-from modeling_iha import IHAConfig, IHAForCausalLM
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 KEY = "a-key"
@@ -36,36 +34,42 @@ def prompt(client: int) -> str:
     return " ".join(WORDS[(client * 7 + place) % len(WORDS)] for place in range(40 - client % 40))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> IHAForCausalLM:
-    """Save a model of the paper's schedule, whose tensors no other test has."""
-    torch.manual_seed(0)
-    schedule = {"attention_kinds": ["iha"] * 4 + ["mha"], "num_hidden_layers": 5, "sliding_window": 7}
-    schedule["layer_types"] = ["sliding_attention"] * 4 + ["full_attention"]
-    config = IHAConfig.from_preset("tiny", hidden_size=128, head_dim=32, initializer_range=0.1, **schedule)
-    model = IHAForCausalLM(config).eval()
-    directory = tmp_path_factory.mktemp("served") / "iha"
-    model.save_pretrained(directory)
+@pytest.fixture(scope="module", params=["iha_compiled", "interleaved_with_its_own_code"])
+def model(request, tmp_path_factory) -> PreTrainedModel:
+    """Save a model in the paper's schedule."""
+    directory = tmp_path_factory.mktemp("served") / request.param
+    if request.param == "iha_compiled":
+        schedule = {"attention_kinds": ["iha"] * 4 + ["mha"], "num_hidden_layers": 5, "sliding_window": 7}
+        schedule["layer_types"] = ["sliding_attention"] * 4 + ["full_attention"]
+        model = save_iha(directory, **schedule)
+    else:
+        model = save_interleaved(directory, "olmo2", {}, num_pseudo_heads=4, layers="paper", sliding_window=7)
     tokenizer().save_pretrained(directory)
-    return IHAForCausalLM.from_pretrained(directory)
+    return model
 
 
 @pytest.fixture(scope="module")
 def server(model, tmp_path_factory):
-    """Yield the address of a server that asks for a key."""
+    """Yield the address of a server that asks for a key.
+
+    One compiles the model. The other does not find `modeling_iha`, and runs the code that the checkpoint ships."""
+    options, environment = [], {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
+    if model.config.model_type == "olmo2":
+        options, hidden = ["--enforce-eager", "--trust-remote-code"], tmp_path_factory.mktemp("hidden")
+        (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['modeling_iha'] = None\n")
+        environment["PYTHONPATH"] = f"{hidden}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url, log = f"http://127.0.0.1:{port}", tmp_path_factory.mktemp("server") / "log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model.name_or_path]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), *options, "--dtype", "float32"]
     command += ["--max-model-len", "512", "--max-num-seqs", "6", "--served-model-name", "iha"]
-    environment = {key: value for key, value in os.environ.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600  # to compile takes minutes on a busy machine
         while True:
             try:
                 urllib.request.urlopen(f"{url}/health", timeout=5).close()
@@ -79,13 +83,13 @@ def server(model, tmp_path_factory):
         process.wait()
 
 
-def answer(model: IHAForCausalLM, text: str) -> str:
+def answer(model: PreTrainedModel, text: str) -> str:
     """Return what `generate` writes after the prompt."""
     ids = tokenizer()(text, return_tensors="pt")["input_ids"]
     tokens = model.generate(
         ids, max_new_tokens=GREEDY["max_tokens"], do_sample=False, eos_token_id=None, pad_token_id=1
     )
-    return tokenizer().decode(tokens[0, ids.shape[1] :])
+    return tokenizer().decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)  # as the server does
 
 
 def test_a_hundred_clients_get_what_generate_writes(server, model):
