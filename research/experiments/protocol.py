@@ -141,8 +141,10 @@ def walk(loss_at: Callable[[float], float], start: float, factor: float) -> floa
     return start
 
 
-def tune(end_of: Callable[[float, float], float], mixes: bool) -> Rates:
-    """Return the best rates by the loss at the end of a run, a function of the rate and of the mixing's multiple."""
+def tune(end_of: Callable[[float, float], float], mixes: bool, first: float = FIRST_RATE) -> Rates:
+    """Return the best rates by the loss at the end of a run, a function of the rate and of the mixing's multiple.
+
+    The search begins at the rate `first`."""
     tried = []
 
     def loss_at(rate: float, mixing: float = 1.0) -> float:
@@ -150,7 +152,7 @@ def tune(end_of: Callable[[float, float], float], mixes: bool) -> Rates:
         tried.append([rate, mixing, loss])
         return loss if math.isfinite(loss) else math.inf
 
-    rate = walk(loss_at, FIRST_RATE, RATE_FACTOR)
+    rate = walk(loss_at, first, RATE_FACTOR)
     return Rates(rate, walk(partial(loss_at, rate), 1.0, MIXING_FACTOR) if mixes else 1.0, tried)
 
 

@@ -1,154 +1,416 @@
-"""Compare the fine-tuning of a pretrained model with that of its conversion to interleaved heads.
+"""Compare how a pretrained model goes on learning with how it does once its heads are interleaved.
 
-SmolLM2-135M-Instruct as it is ("mha") and converted to IHA ("iha_2": P = 2), which computes the same function at step
-0, are fine-tuned on the same rows in the same order for the same number of steps. A seed draws which rows are held
-out, and the order of the others. The rows are sums, greatest common divisors and words spelled backward, with their
-steps, from reasoning-gym; its verifiers score greedy answers to new questions, the same ones for every seed. 6 runs
-take about three hours on one core with bfloat16 instructions.
+A decoder with multi-head attention ("mha") is pretrained on the source of Python's standard library. From its weights
+every arm goes on with the same rows in the same order: on the same text ("python"), on other text ("prose", the topics
+of Python's manual), and on a task that needs two letters to be found at once ("lookup").
 
-example: python -m research.experiments.warm_start --seeds 0 1 2
+- `mha` goes on as it is, for as much more time as the dearest arm takes. Its curve has the losses of both budgets.
+- `iha_1` has P = 1: no function that `mha` has not, but the mixing's weights and their rate.
+- `iha_2` and `iha_4` are `interleave_heads` with P = 2 and P = 4, in all layers.
+- `mha_window` has the windows of the paper's schedule for P = 2, and `iha_2_paper` the schedule (IHA, Appendix C).
+- `iha_2_shared` starts with a collapse that is the mean of the pseudo-heads. This start is not exact.
+- `iha_2_rolled` starts exact, with query pseudo-heads that differ: all but the last begin as other heads' queries.
+
+Every arm learns at the best rate, and its mixing at the best multiple of the default rate, found on TUNING_SEEDS. The
+smallest effects worth having are EFFECTS. An interval within them says "does not matter", one on one side of zero
+"helps" or "hurts", and any other "undecided". All intervals are of differences from `mha` on the same seed.
+
+example: python -m research.experiments.warm_start --texts python prose lookup
 """
 
-import time
-from collections.abc import Sequence
+import argparse
+import copy
+import math
+import pydoc_data.topics
+from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean, median
 
 import torch
 from matplotlib.figure import Figure
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
+from transformers import MinistralConfig, MinistralForCausalLM, PreTrainedModel
 
+from conversion_scripts.convert_llama_to_iha import convert_model
 from iha_io import plots
-from iha_io.checkpoint_io import smollm2_gguf
-from iha_io.command_io import read_json, run_cli, run_command, sole_writer, whole_file
+from iha_io.command_io import run_cli, sole_writer, whole_file
+from modeling_iha import interleave_heads
+from modeling_iha.interleaving import HeadCollapse
+from modeling_iha.package import flop_matched_window
+from research.experiments.language_models import read_text, rows_of
 from research.experiments.options import study_parser
-from research.experiments.study import begin, differences, interval, points, run_once, write
+from research.experiments.protocol import Rates, end, fit, loss_at, tune
+from research.experiments.study import begin, correct_by_holm, detectable, differences, interval, run_once, write
 
 
-PSEUDO_HEADS = {"mha": None, "iha_2": 2}
-
-
-RECIPE = "sft/recipes/warm_start/sft.yaml"
-# generator -> training rows, options of its difficulty
-TASKS = {
-    "chain_sum": (370, ["min_terms=3", "max_terms=5", "min_digits=2", "max_digits=3"]),
-    "gcd": (240, ["max_value=200"]),
-    "spell_backward": (240, []),
+TOKENS, LAYERS, HEADS = 512, 5, 4
+SIZE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": LAYERS}
+WINDOW = flop_matched_window(TOKENS, 2)
+PRETRAINING = {"steps": 3000, "rows": 4, "rate": 2e-3, "seed": 2000}
+STEPS, ROWS, EVERY = 240, 1, 60  # of a continuation: steps, rows of each, steps between two evaluations
+HELD_OUT_ROWS = 32
+TUNING_SEEDS = (1000, 1001)
+FIRST_RATES = {"python": 5e-4, "prose": 2e-3, "lookup": 2e-3}
+EFFECTS = {"loss": 0.005, "accuracy": 0.02}  # nats for each byte, share of the answers
+# Arm -> the arm that it is compared with, besides `mha`.
+ARMS = {
+    "mha": None,
+    "iha_1": None,
+    "iha_2": "iha_1",
+    "iha_4": "iha_1",
+    "mha_window": None,
+    "iha_2_paper": "mha_window",
+    "iha_2_shared": "iha_2",
+    "iha_2_rolled": "iha_2",
 }
-TEST_ROWS = 50
+Batch = tuple[torch.Tensor, torch.Tensor]  # rows and labels, int64 [rows, TOKENS]; -100 counts for nothing
 
 
-def make_rows(output: Path) -> Path:
-    """Write the training rows of all tasks to one file, and test rows to one file for each task."""
-    output.mkdir(parents=True, exist_ok=True)
-    parts = []
-    for task, (rows, options) in TASKS.items():
-        train, test = output / f"train-{task}.jsonl", output / f"test-{task}.jsonl"
-        drawn = ["--generator", task, *(["--options", *options] if options else [])]
-        run_command(train, "sft.make_reasoning_data", train, "--rows", str(rows), *drawn)
-        held_out = ["--rows", str(TEST_ROWS), "--seed", "1", "--exclude", train]
-        run_command(test, "sft.make_reasoning_data", test, *held_out, *drawn)
-        parts.append(train.read_text(encoding="utf-8"))
-    with whole_file(output / "train.jsonl") as path:
-        path.write_text("".join(parts), encoding="utf-8")
-    return output / "train.jsonl"
+# Data
 
 
-def base_model(variant: str, output: Path) -> Path | str:
-    """Return SmolLM2-135M-Instruct, as it is or converted to the IHA of `variant`."""
-    source = smollm2_gguf()
-    if PSEUDO_HEADS[variant] is None:
-        return source
-    converted = output / variant
-    command = ("conversion_scripts.convert_llama_to_iha", source, converted)
-    run_command(converted, *command, "--num-pseudo-heads", str(PSEUDO_HEADS[variant]))
-    return converted
+class Text:
+    """Draw rows of a text, whose last tenth is held out."""
+
+    def __init__(self, text: torch.Tensor):
+        self.text, self.end = text, len(text) - len(text) // 10
+
+    def train(self, rows: int, generator: torch.Generator) -> Batch:
+        """Return rows of the first nine tenths, and the byte after each byte."""
+        return self._batch(torch.randint(self.end - TOKENS, (rows,), generator=generator))
+
+    def held_out(self) -> Batch:
+        """Return HELD_OUT_ROWS rows of the last tenth, evenly apart."""
+        return self._batch(torch.linspace(self.end, len(self.text) - TOKENS - 1, HELD_OUT_ROWS).long())
+
+    def _batch(self, starts: torch.Tensor) -> Batch:
+        rows = rows_of(self.text, starts, TOKENS)
+        return rows[:, :-1], rows[:, 1:]
 
 
-def train(directory: Path, **settings) -> None:
-    """Fine-tune by the recipe, with these keys in place of its own, to directory/final."""
-    settings.setdefault("use_cpu", not torch.cuda.is_available())
-    arguments = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-    run_command(directory / "final", "sft.train", "--config", RECIPE, "--output_dir", directory, *arguments)
+class Lookup:
+    """Draw rows of questions, each about a table of its own in the row: "ab:x" says that letters a and b mean x.
+
+    Every key of two letters is in the table once, and each of its letters is in other keys too."""
+
+    letters, values, entries, questions = 6, 8, 24, 8
+
+    def train(self, rows: int, generator: torch.Generator) -> Batch:
+        """Return rows, and as labels the value of each question alone."""
+        pairs = [self._row(generator) for _ in range(rows)]
+        return torch.stack([row for row, _ in pairs]), torch.stack([labels for _, labels in pairs])
+
+    def held_out(self) -> Batch:
+        """Return HELD_OUT_ROWS rows that do not depend on the seed of a run."""
+        return self.train(HELD_OUT_ROWS, torch.Generator().manual_seed(3000))
+
+    def _row(self, generator: torch.Generator) -> Batch:
+        pieces, asked = [], []
+        while len(pieces) * 5 < TOKENS + 1:
+            keys = torch.randperm(self.letters**2, generator=generator)[: self.entries]
+            meaning = torch.randint(self.values, (self.entries,), generator=generator)
+            questions = torch.randperm(self.entries, generator=generator)[: self.questions]
+            order = torch.cat([torch.arange(self.entries), questions])
+            letters = [keys[order] // self.letters + ord("a"), keys[order] % self.letters + ord("a")]
+            colon, blank = torch.full((2, len(order)), ord(":"), dtype=torch.int64)
+            pieces += torch.stack([*letters, colon, meaning[order] + ord("s"), blank.fill_(ord(" "))], dim=1)
+            asked += [False] * self.entries + [True] * self.questions
+        row = torch.cat(pieces)[: TOKENS + 1]
+        counts = torch.zeros(len(pieces), 5, dtype=torch.bool)
+        counts[:, 3] = torch.tensor(asked)
+        labels = row.masked_fill(~counts.flatten()[: TOKENS + 1], -100)
+        return row[:-1], labels[1:]
 
 
-def answers(model: Path | str, scores: Path, output: Path) -> dict[str, int]:
-    """Return the right answers of `model` to the TEST_ROWS questions of each task."""
-    for task in TASKS:
-        result = scores / f"{task}.json"
-        settings = ("--batch-size", str(TEST_ROWS), "--max-new-tokens", "128", "--json", result)
-        run_command(result, "sft.score_reasoning", model, output / f"test-{task}.jsonl", *settings)
-    return {task: read_json(scores / f"{task}.json")["correct"] for task in TASKS}
+def data_of(text: str) -> Text | Lookup:
+    """Return what draws the rows of a continuation."""
+    if text == "lookup":
+        return Lookup()
+    manual = "\n".join(pydoc_data.topics.topics.values()).encode()
+    return Text(read_text() if text == "python" else torch.frombuffer(bytearray(manual), dtype=torch.uint8))
 
 
-def fine_tune(variant: str, seed: int, output: Path) -> dict:
-    """Train and score a variant; return its curves, the seconds of training and the right answers by task."""
-    directory = output / "runs" / f"{variant}-{seed}"
-    base, start = base_model(variant, output), time.monotonic()
-    train(directory, model_name_or_path=base, dataset_name=output / "train.jsonl", seed=seed)
-    seconds = time.monotonic() - start
-    correct = answers(directory / "final", directory, output)
-    curves = read_json(directory / "loss.json")
-    return {"variant": variant, "seed": seed, "seconds": round(seconds), "correct": correct, **curves}
+def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Return the mean loss in nats over the labels that count."""
+    rows, labels = batch
+    return cross_entropy(model(rows, use_cache=False).logits.transpose(1, 2).float(), labels)
 
 
-def summary(variant: str, runs: list[dict]) -> dict:
-    """Return a row of the table.
+@torch.no_grad()
+def score(model: PreTrainedModel, batch: Batch) -> list[float]:
+    """Return the mean loss in nats and the share of labels that are the likeliest."""
+    losses, right = [], []
+    for rows, labels in zip(*(part.split(4) for part in batch), strict=True):
+        logits = model(rows, use_cache=False).logits.float()
+        counts = labels != -100
+        losses.append(cross_entropy(logits[counts], labels[counts], reduction="none"))
+        right.append(logits[counts].argmax(-1) == labels[counts])
+    return [torch.cat(losses).mean().item(), torch.cat(right).float().mean().item()]
 
-    It has the held-out loss, the accuracy of all answers and that of each task, with intervals over the seeds. The
-    answers of one seed depend on one another, so they are no sample by themselves.
+
+# Arms
+
+
+def new_model(windows: bool = False) -> MinistralForCausalLM:
+    """Return a decoder as Llama's, with random weights; with `windows`, four layers of five have WINDOW."""
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": SIZE["hidden_size"] // HEADS}
+    types = ["sliding_attention"] * 4 + ["full_attention"] if windows else ["full_attention"] * LAYERS
+    fields = {"max_position_embeddings": TOKENS, "tie_word_embeddings": True, "layer_types": types}
+    special = {"bos_token_id": None, "eos_token_id": None, "sliding_window": WINDOW}
+    return MinistralForCausalLM(MinistralConfig(**SIZE, **heads, **fields, **special))
+
+
+def share(model: PreTrainedModel) -> PreTrainedModel:
+    """Have each collapse begin as the mean of the pseudo-heads."""
+    for module in model.modules():
+        if isinstance(module, HeadCollapse):
+            module.weight_start.fill_(1 / module.num_pseudo_heads)
+    return model
+
+
+def roll(model: PreTrainedModel) -> PreTrainedModel:
+    """Have query pseudo-head p of head h begin with head h + p + 1. The last one, which counts, stays with head h."""
+    for module in model.modules():
+        if (mix := getattr(module, "q_mix", None)) is not None:
+            start = mix.weight_start  # [M, M, P]
+            for p in range(start.shape[-1] - 1):
+                start[..., p] = torch.eye(len(start)).roll(p + 1, dims=0)
+    return model
+
+
+def build(arm: str, weights: dict[str, torch.Tensor], seed: int) -> PreTrainedModel:
+    """Return the model of an arm, from the pretrained weights."""
+    model = new_model(windows=arm == "mha_window")
+    model.load_state_dict(weights, strict=False)  # the embedding is the head, too
+    model.tie_weights()
+    if arm.startswith("mha"):
+        return model
+    if arm == "iha_1":
+        return convert_model(model, 1)
+    paper = {"layers": "paper", "sliding_window": WINDOW} if arm == "iha_2_paper" else {}
+    model = interleave_heads(model, int(arm[4]), seed=seed, **paper)
+    change = {"shared": share, "rolled": roll}.get(arm[6:])
+    return change(model) if change else model
+
+
+@torch.no_grad()
+def alone(model: PreTrainedModel) -> tuple[PreTrainedModel, float]:
+    """Return a copy whose collapse leaves out all query pseudo-heads but the last, and what share of weight it keeps.
+
+    The copy can be computed with one query for each token, for P pseudo-heads of keys and values.
     """
-    losses = [[run["eval"][place][1] for run in runs] for place in (0, -1)]
-    row = {"variant": variant, "seeds": [run["seed"] for run in runs]}
-    row |= dict(zip(("start_loss", "loss"), map(interval, losses), strict=True))
-    for task in TASKS:
-        row[task] = interval([run["correct"][task] / TEST_ROWS for run in runs])
-    return {**row, "accuracy": interval([sum(run["correct"].values()) / (TEST_ROWS * len(TASKS)) for run in runs])}
+    model, kept = copy.deepcopy(model), []
+    for module in model.modules():
+        if isinstance(module, HeadCollapse):
+            value = module.value().abs()
+            kept.append((value[:, -1].sum() / value.sum()).item())
+            module.weight[:, :-1] = 0
+            module.weight_start[:, :-1] = 0
+    return model, fmean(kept)
 
 
-def summaries(runs: list[dict]) -> list[dict]:
-    """Return the rows of the table; those after the first have their differences from it on the same seeds."""
-    names = dict.fromkeys(run["variant"] for run in runs)
-    first, *others = rows = [summary(name, [run for run in runs if run["variant"] == name]) for name in names]
-    for row in others:
-        for name in ("loss", "accuracy"):
-            row[f"{name}_minus_{first['variant']}"] = differences(row[name]["values"], first[name]["values"])
-    return rows
+# Runs
+
+
+def pretrain(directory: Path) -> dict:
+    """Train the model that all arms start from; write its weights and return its curve."""
+    torch.manual_seed(PRETRAINING["seed"])
+    model, data = new_model(), data_of("python")
+    held_out, generator = data.held_out(), torch.Generator().manual_seed(PRETRAINING["seed"])
+
+    def loss() -> torch.Tensor:
+        return loss_of(model, data.train(PRETRAINING["rows"], generator))
+
+    def evaluate(averaged: torch.nn.Module, step: int) -> list[float]:
+        if step == PRETRAINING["steps"]:
+            with whole_file(directory / "model.safetensors") as path:
+                save_file({name: value.clone() for name, value in averaged.named_parameters()}, path)
+        scores = score(averaged, held_out)
+        print(f"pretraining: step {step}, held-out loss {scores[0]:.4f}", flush=True)
+        return scores
+
+    curve, seconds = fit(model, loss, evaluate, PRETRAINING["steps"], PRETRAINING["rate"], 1.0, 30)
+    return {"curve": curve, "seconds": seconds}
+
+
+def continuation(text: str, arm: str, steps: int, pretrained: Path, seed: int, rate: float, mixing: float) -> dict:
+    """Train an arm from the pretrained weights; return its curve, the seconds, and the loss with one query."""
+    model, data = build(arm, load_file(pretrained), seed), data_of(text)
+    held_out, generator = data.held_out(), torch.Generator().manual_seed(seed)
+    record: dict = {}
+
+    def loss() -> torch.Tensor:
+        return loss_of(model, data.train(ROWS, generator))
+
+    def evaluate(averaged: torch.nn.Module, step: int) -> list[float]:
+        if step == steps and arm.startswith("iha") and arm != "iha_1":
+            one_query, record["kept"] = alone(averaged)
+            record["one_query"] = score(one_query, held_out)
+        return score(averaged, held_out)
+
+    curve, seconds = fit(model, loss, evaluate, steps, rate, mixing, steps // EVERY)
+    print(f"{text}, {arm}, rate {rate:g}, {mixing:g}, seed {seed}: {curve[-1][1]:.4f}, {seconds:.0f} s", flush=True)
+    return {"curve": curve, "seconds": seconds / steps, **record}
+
+
+def tuned(text: str, arm: str, run: Callable[..., dict]) -> Rates:
+    """Return the best rate and multiple for the mixing by the mean loss over TUNING_SEEDS."""
+
+    def end_of(rate: float, mixing: float) -> float:
+        return fmean(end(run(arm, STEPS, seed, rate, mixing)) for seed in TUNING_SEEDS)
+
+    return tune(end_of, arm.startswith("iha"), FIRST_RATES[text])
+
+
+def dearest(seconds: dict[str, float]) -> int:
+    """Return the steps that `mha` takes while the dearest arm takes STEPS, by the seconds of a step of each."""
+    return math.ceil(max(seconds.values()) / seconds["mha"] * STEPS / EVERY) * EVERY
+
+
+def run_text(args: argparse.Namespace, text: str, pretrained: Path) -> dict:
+    """Tune and run all arms on a text; return their rates and runs."""
+    directory = args.output / text
+    setting = {**SIZE, **PRETRAINING, "rows_of_a_step": ROWS}
+
+    def run(arm: str, steps: int, seed: int, rate: float, mixing: float) -> dict:
+        path = directory / f"{arm}-{steps}-{rate:g}-{mixing:g}-{seed}.json"
+        return run_once(path, partial(continuation, text, arm, steps, pretrained, seed, rate, mixing), setting)
+
+    with sole_writer(directory):
+        rates = {arm: tuned(text, arm, run) for arm in args.arms}
+        first = {arm: run(arm, STEPS, TUNING_SEEDS[0], *rates[arm][:2])["seconds"] for arm in args.arms}
+        length = {arm: dearest(first) if arm == "mha" else STEPS for arm in args.arms}
+        runs: dict[str, list[dict]] = {arm: [] for arm in args.arms}
+        for seed in args.seeds:
+            for arm, of_arm in runs.items():
+                of_arm.append(run(arm, length[arm], seed, *rates[arm][:2]))
+    return {"rates": rates, "runs": runs}
+
+
+# Results
+
+
+def verdict(difference: dict, effect: float, better: int) -> str:
+    """Say what an interval means; `better` is the sign of a gain."""
+    if difference["half_width"] is None:
+        return "undecided"
+    low, high = (difference["mean"] + sign * difference["half_width"] for sign in (-1, 1))
+    if -effect < low and high < effect:
+        return "does not matter"
+    if low > 0 or high < 0:
+        return "helps" if difference["mean"] * better > 0 else "hurts"
+    return "undecided"
+
+
+def compared(arm: list[dict], base: list[dict], cost: float, metric: str) -> dict:
+    """Return the differences of an arm's ends from the base at equal steps, and where the base took equal time."""
+    place = 1 if metric == "loss" else 2
+    better = -1 if metric == "loss" else 1
+
+    def at(run: dict, step: float) -> float:
+        return loss_at([[point[0], point[place]] for point in run["curve"]], step)
+
+    found = {}
+    for budget, step in (("steps", STEPS), ("time", min(STEPS * cost, base[0]["curve"][-1][0]))):
+        difference = differences([at(run, STEPS) for run in arm], [at(run, step) for run in base])
+        least = detectable(difference) if len(arm) > 1 else None
+        found[budget] = {
+            **difference,
+            "base_steps": step,
+            "verdict": verdict(difference, EFFECTS[metric], better),
+            "found_in_80_percent": least,
+        }
+    return found
+
+
+def row_of(text: str, arm: str, of_text: dict) -> dict:
+    """Return a row of the table."""
+    runs, rates = of_text["runs"], of_text["rates"][arm]
+    seconds = {name: median(run["seconds"] for run in of_arm) for name, of_arm in runs.items()}
+    metric = "accuracy" if text == "lookup" else "loss"
+    row = {"text": text, "arm": arm, **rates._asdict(), "start": runs[arm][0]["curve"][0][1:]}
+    row["cost"] = seconds[arm] / seconds["mha"]
+    row |= {
+        name: interval([loss_at([[p[0], p[i]] for p in run["curve"]], STEPS) for run in runs[arm]])
+        for i, name in ((1, "loss"), (2, "accuracy"))
+    }
+    for base in dict.fromkeys(("mha", ARMS[arm])):
+        if base in runs and base != arm:
+            row[f"minus_{base}"] = compared(runs[arm], runs[base], seconds[arm] / seconds[base], metric)
+    if "kept" in runs[arm][0]:
+        place = 1 if metric == "accuracy" else 0
+        row["kept_by_the_last"] = interval([run["kept"] for run in runs[arm]])
+        ends = [run["curve"][-1][1 + place] for run in runs[arm]]
+        row["one_query_minus_all"] = differences([run["one_query"][place] for run in runs[arm]], ends)
+    return row
 
 
 def plot(table: dict) -> Figure:
-    """Plot the held-out loss by step, and the accuracy at the end."""
-    runs, rows = table["runs"], table["rows"]
-    ends = ", ".join(f"{row['variant']} {row['loss']['mean']:.3f}" for row in rows)
-    message = f"Held-out loss after {runs[0]['eval'][-1][0]} steps, mean of the seeds: {ends}"
-    figure, (loss, accuracy) = plots.panels(message, 2, 2, 3.4)
-    for index, row in enumerate(rows):
-        for run in (run for run in runs if run["variant"] == row["variant"]):
-            label = row["variant"] if run["seed"] == runs[0]["seed"] else None
-            loss.plot(*zip(*run["eval"], strict=True), f"C{index}", marker=".", label=label)
-    loss.set(xlabel="step", ylabel="held-out loss, nats per token\n(lower is better)", yscale="log")
-    tasks = {task: task for task in TASKS} | {"accuracy": "all"}
-    plots.dots(accuracy, list(tasks.values()), {row["variant"]: points([row[name] for name in tasks]) for row in rows})
-    accuracy.set(xlabel="right answers, 95% interval\n(higher is better)", xlim=(0, None))
+    """Plot the curves of the first text by steps and by time, and the differences from `mha` of all texts."""
+    rows, texts = table["rows"], list(dict.fromkeys(row["text"] for row in table["rows"]))
+    said = [f"{row['text']}: {row['minus_mha']['steps']['verdict']}" for row in rows if row["arm"] == "iha_2"]
+    message = f"Interleaving a pretrained model (P = 2), at equal steps. {'; '.join(said)}"
+    figure, (steps, time, *dots) = plots.panels(message, 2 + len(texts), 2, 3.4)
+    of_first = [row for row in rows if row["text"] == texts[0]]
+    for index, row in enumerate(of_first):
+        runs = table["runs"][texts[0]][row["arm"]]
+        place = [point[0] for point in runs[0]["curve"]]
+        bands = [interval([run["curve"][i][1] for run in runs]) for i in range(len(place))]
+        means = [band["mean"] for band in bands]
+        spread = [band["half_width"] or 0.0 for band in bands]
+        for axes, scale in ((steps, 1.0), (time, median(run["seconds"] for run in runs))):
+            x = [step * scale for step in place if axes is time or step <= STEPS]
+            axes.plot(x, means[: len(x)], f"C{index}", marker=".", label=row["arm"])
+            low, high = ([m + sign * s for m, s in zip(means, spread)][: len(x)] for sign in (-1, 1))
+            axes.fill_between(x, low, high, color=f"C{index}", alpha=0.2)
+    steps.set(xlabel="step", ylabel=f"held-out loss on {texts[0]}, nats per byte")
+    time.set(xlabel="seconds of training on one core")
+    for axes, text in zip(dots, texts):
+        shown = [row for row in rows if row["text"] == text and "minus_mha" in row]
+        effect = EFFECTS["accuracy" if text == "lookup" else "loss"]
+        series = {
+            f"at equal {budget}": [
+                (row["minus_mha"][budget]["mean"], *[row["minus_mha"][budget]["half_width"] or 0.0] * 2)
+                for row in shown
+            ]
+            for budget in ("steps", "time")
+        }
+        plots.dots(axes, [row["arm"] for row in shown], series, mark=0)
+        axes.axvspan(-effect, effect, color="grey", alpha=0.2)
+        unit = (
+            "share of right answers (above 0 is better)" if text == "lookup" else "nats per byte (below 0 is better)"
+        )
+        axes.set(xlabel=f"{text}: minus mha, {unit}")
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
-    args = study_parser(__doc__, "warm_start", seeds=3).parse_args(argv)
-    begin(args, threads=None)
-    with sole_writer(args.output):
-        make_rows(args.output)
-        before = answers(smollm2_gguf(), args.output / "before", args.output)
-        runs = [
-            run_once(
-                args.output / "runs" / f"{name}-{seed}" / "result.json", partial(fine_tune, name, seed, args.output)
-            )
-            for seed in args.seeds
-            for name in PSEUDO_HEADS
-        ]
-    setting = {"trl": version("trl"), "recipe": RECIPE, "test_rows_per_task": TEST_ROWS, "correct_before": before}
-    write(args, plot, **setting, rows=summaries(runs), runs=runs)
+    parser = study_parser(__doc__, "warm_start", seeds=10)
+    parser.add_argument("--texts", nargs="+", choices=list(FIRST_RATES), default=list(FIRST_RATES))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM", help="mha first")
+    args = parser.parse_args(argv)
+    begin(args)
+    pretrained = args.output / "pretrained"
+    with sole_writer(pretrained):
+        curve = run_once(pretrained / "curve.json", partial(pretrain, pretrained), {**PRETRAINING, **SIZE})["curve"]
+    found = {text: run_text(args, text, pretrained / "model.safetensors") for text in args.texts}
+    rows = [row_of(text, arm, of_text) for text, of_text in found.items() for arm in of_text["runs"]]
+    correct_by_holm([row["minus_mha"]["steps"] for row in rows if "minus_mha" in row])
+    slope = (curve[-1][1] - curve[-7][1]) / (curve[-1][0] - curve[-7][0]) * 1000
+    setting = {
+        **SIZE,
+        "tokens": TOKENS,
+        "window": WINDOW,
+        "pretraining": {**PRETRAINING, "curve": curve},
+        "slope_of_pretraining": slope,
+        "steps": STEPS,
+        "rows_of_a_step": ROWS,
+        "effects": EFFECTS,
+    }
+    write(args, plot, **setting, rows=rows, runs={text: of_text["runs"] for text, of_text in found.items()})
 
 
 if __name__ == "__main__":
