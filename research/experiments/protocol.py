@@ -141,10 +141,10 @@ def walk(loss_at: Callable[[float], float], start: float, factor: float) -> floa
     return start
 
 
-def tune(end_of: Callable[[float, float], float], mixes: bool, first: float = FIRST_RATE) -> Rates:
+def tune(end_of: Callable[[float, float], float], mixes: bool, first: float | None = None) -> Rates:
     """Return the best rates by the loss at the end of a run, a function of the rate and of the mixing's multiple.
 
-    The search begins at the rate `first`."""
+    The search begins at the rate `first`, or at FIRST_RATE."""
     tried = []
 
     def loss_at(rate: float, mixing: float = 1.0) -> float:
@@ -152,7 +152,7 @@ def tune(end_of: Callable[[float, float], float], mixes: bool, first: float = FI
         tried.append([rate, mixing, loss])
         return loss if math.isfinite(loss) else math.inf
 
-    rate = walk(loss_at, first, RATE_FACTOR)
+    rate = walk(loss_at, first or FIRST_RATE, RATE_FACTOR)
     return Rates(rate, walk(partial(loss_at, rate), 1.0, MIXING_FACTOR) if mixes else 1.0, tried)
 
 

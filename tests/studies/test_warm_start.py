@@ -1,0 +1,67 @@
+"""Test the study of the warm start: its task, its arms and its verdicts."""
+
+import copy
+
+import pytest
+import torch
+
+from research.experiments import warm_start
+from research.experiments.study import interval
+
+
+def test_the_answers_of_lookup_are_in_the_table_of_the_row():
+    """Read every question back from the bytes, and find its key once before, with the same value."""
+    rows, labels = warm_start.Lookup().train(2, torch.Generator().manual_seed(0))
+    for row, label in zip(rows, labels, strict=True):
+        asked = (label != -100).nonzero().flatten()
+        assert len(asked) == 3 * 8
+        for place in asked:
+            key = bytes(row[place - 2 : place + 1].tolist())  # "ab:"
+            before = bytes(row[: place - 2].tolist())
+            table = before[before.rindex(key) :]
+            assert table[3] == label[place] and len(before) - before.rindex(key) <= 32 * 5
+            assert before.count(key) >= 1
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: value.detach() for name, value in warm_start.new_model().named_parameters()}
+
+
+@pytest.mark.parametrize("arm", ["iha_1", "iha_2", "iha_4", "iha_2_rolled", "iha_2_shared"])
+def test_arms_start_from_the_pretrained_function(arm, weights):
+    """All starts are exact but that of "iha_2_shared"."""
+    rows = torch.randint(256, (1, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = warm_start.build("mha", weights, 0)(rows).logits
+        actual = warm_start.build(arm, weights, 0)(rows).logits
+    equal = torch.allclose(actual, expected, atol=1e-5)
+    assert equal == (arm != "iha_2_shared")
+
+
+def test_a_copy_with_one_query_leaves_out_the_others(weights):
+    """At the exact start nothing is lost; with shares of one half the copy has half of each last pseudo-head."""
+    rows = torch.randint(256, (1, 32), generator=torch.Generator().manual_seed(1))
+    exact, shared = warm_start.build("iha_2", weights, 0), warm_start.build("iha_2_shared", weights, 0)
+    with torch.no_grad():
+        one, kept = warm_start.alone(exact)
+        assert kept == 1 and torch.equal(one(rows).logits, exact(rows).logits)
+        before = copy.deepcopy(shared)(rows).logits
+        one, kept = warm_start.alone(shared)
+        assert kept == pytest.approx(0.5) and not torch.allclose(one(rows).logits, before, atol=1e-3)
+        assert torch.equal(shared(rows).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([-0.020, -0.021, -0.019], "helps"),
+        ([0.020, 0.021, 0.019], "hurts"),
+        ([0.001, -0.001, 0.0005], "does not matter"),
+        ([-0.020, 0.020, 0.001], "undecided"),
+        ([-0.020], "undecided"),
+    ],
+)
+def test_verdicts(values, expected):
+    assert warm_start.verdict(interval(values), 0.005, better=-1) == expected
