@@ -89,5 +89,10 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
 
 
 def unpickled_config(base_model_type: str) -> PreTrainedConfig:
-    """Return a configuration without fields; pickle fills it, and finds no class that is made at run time."""
+    """Return a configuration without fields; pickle fills it, and finds no class that is made at run time.
+
+    A process that did not read the checkpoint (a worker of vLLM) builds its model, too."""
+    from .modeling_interleaved import register_models
+
+    register_models(config_class(base_model_type))
     return object.__new__(config_class(base_model_type))

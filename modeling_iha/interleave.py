@@ -11,7 +11,6 @@ that sum to zero over the pseudo-heads make them differ without changing the res
 import copy
 import gc
 from collections.abc import Sequence
-from contextlib import suppress
 from threading import Lock
 
 import torch
@@ -28,6 +27,7 @@ from .modeling_interleaved import (
     decoder_of,
     interleaved_class,
     is_mixing,
+    register_models,
     remove_hooks,
     virtual_configs,
 )
@@ -52,10 +52,7 @@ class LocalInterleavedConfig(InterleavedConfig):
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig:
         if (base := config_dict.get("base_model_type")) not in CONFIG_MAPPING:
             raise ValueError(f"base_model_type is {base!r}: expected a model type of Transformers.")
-        for task in TASKS:
-            with suppress(ValueError):  # Transformers has no such head of this base.
-                model_class = interleaved_class(f"Interleaved{task}", config_class(base))
-                getattr(transformers, f"AutoModel{task}").register(config_class(base), model_class, exist_ok=True)
+        register_models(config_class(base))
         return super().from_dict(config_dict, **kwargs)
 
 
@@ -366,6 +363,7 @@ def _attach(
     config.num_pseudo_heads, config.pseudo_collapse = num_pseudo_heads, collapse
     config.mixing_scale, config.interleaved_window = mixing_scale, None
     model.__class__ = model_class
+    register_models(model_class.config_class)  # for `from_config` of the Auto classes
     attach_mixing(model)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for module, (query, heads) in chosen.items():

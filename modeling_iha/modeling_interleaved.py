@@ -11,6 +11,7 @@ RoPE, cache, generation and parallel plans.
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache, partial
 from inspect import signature
 from threading import local
@@ -25,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .adapter_records import watch_adapters
-from .configuration_interleaved import FIELDS, MIXING_MODULES, InterleavedConfig, config_class
+from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class
 from .interleaving import HeadCollapse, HeadMixing, keep_start, keep_window_edge
 from .paged_requests import PagedRequests, init_requests
 from .virtual_core import core_of, expand_mask, register_masks, virtual_attention
@@ -339,6 +340,14 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
         transformers.AutoModel.register(config_class, decoder, exist_ok=True)
     attributes = {"config_class": config_class, "_auto_class": auto_class, "__module__": __name__}
     return type(name, (InterleavedPreTrainedModel, base), attributes)
+
+
+def register_models(config_class: type[PreTrainedConfig]) -> None:
+    """Have the Auto classes take the models of a class of configurations from this code."""
+    for task in TASKS:
+        with suppress(ValueError):  # Transformers has no such head of this base.
+            model_class = interleaved_class(f"Interleaved{task}", config_class)
+            getattr(transformers, f"AutoModel{task}").register(config_class, model_class, exist_ok=True)
 
 
 def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:

@@ -2,7 +2,7 @@
 
 A decoder with multi-head attention ("mha") is pretrained on the source of Python's standard library. From its weights
 every arm goes on with the same rows in the same order: on the same text ("python"), on other text ("prose", the topics
-of Python's manual), and on a task that needs two letters to be found at once ("lookup").
+of Python's manual), and on a task that combines two letters of a row ("lookup").
 
 - `mha` goes on as it is, for as much more time as the dearest arm takes. Its curve has the losses of both budgets.
 - `iha_1` has P = 1: no function that `mha` has not, but the mixing's weights and their rate.
@@ -49,10 +49,11 @@ TOKENS, LAYERS, HEADS = 512, 5, 4
 SIZE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": LAYERS}
 WINDOW = flop_matched_window(TOKENS, 2)
 PRETRAINING = {"steps": 3000, "rows": 4, "rate": 2e-3, "seed": 2000}
-STEPS, ROWS, EVERY = 240, 1, 60  # of a continuation: steps, rows of each, steps between two evaluations
+STEPS = {"python": 120, "prose": 160, "lookup": 240}  # of a continuation
+ROWS, EVERY = 1, 40  # rows of a step, steps between two evaluations
 HELD_OUT_ROWS = 32
 TUNING_SEEDS = (1000, 1001)
-FIRST_RATES = {"python": 5e-4, "prose": 2e-3, "lookup": 2e-3}
+FIRST_RATES = {"python": 2.5e-4, "prose": 2e-3, "lookup": 4e-3}
 EFFECTS = {"loss": 0.005, "accuracy": 0.02}  # nats for each byte, share of the answers
 # Arm -> the arm that it is compared with, besides `mha`.
 ARMS = {
@@ -91,37 +92,32 @@ class Text:
 
 
 class Lookup:
-    """Draw rows of questions, each about a table of its own in the row: "ab:x" says that letters a and b mean x.
+    """Draw rows of letters, each followed by what it and the letter `back` places before it mean together.
 
-    Every key of two letters is in the table once, and each of its letters is in other keys too."""
+    The meaning of a pair is one of `letters` values, drawn once for all rows and seeds: the model learns the table,
+    and has to look up two keys at once."""
 
-    letters, values, entries, questions = 6, 8, 24, 8
+    letters, back = 28, 3
+
+    def __init__(self):
+        self.table = torch.randint(self.letters, (self.letters, self.letters), generator=self._generator(3000))
 
     def train(self, rows: int, generator: torch.Generator) -> Batch:
-        """Return rows, and as labels the value of each question alone."""
-        pairs = [self._row(generator) for _ in range(rows)]
-        return torch.stack([row for row, _ in pairs]), torch.stack([labels for _, labels in pairs])
+        """Return rows, and as labels the meanings alone."""
+        keys = torch.randint(self.letters, (rows, TOKENS // 2), generator=generator)
+        meaning = self.table[keys, keys.roll(self.back, dims=1)]
+        row = torch.stack([keys + ord("a"), meaning + ord("A")], dim=-1).flatten(1)
+        labels = row.clone()
+        labels[:, ::2] = labels[:, : 2 * self.back] = -100
+        return row, labels.roll(-1, dims=1)
 
     def held_out(self) -> Batch:
         """Return HELD_OUT_ROWS rows that do not depend on the seed of a run."""
-        return self.train(HELD_OUT_ROWS, torch.Generator().manual_seed(3000))
+        return self.train(HELD_OUT_ROWS, self._generator(3001))
 
-    def _row(self, generator: torch.Generator) -> Batch:
-        pieces, asked = [], []
-        while len(pieces) * 5 < TOKENS + 1:
-            keys = torch.randperm(self.letters**2, generator=generator)[: self.entries]
-            meaning = torch.randint(self.values, (self.entries,), generator=generator)
-            questions = torch.randperm(self.entries, generator=generator)[: self.questions]
-            order = torch.cat([torch.arange(self.entries), questions])
-            letters = [keys[order] // self.letters + ord("a"), keys[order] % self.letters + ord("a")]
-            colon, blank = torch.full((2, len(order)), ord(":"), dtype=torch.int64)
-            pieces += torch.stack([*letters, colon, meaning[order] + ord("s"), blank.fill_(ord(" "))], dim=1)
-            asked += [False] * self.entries + [True] * self.questions
-        row = torch.cat(pieces)[: TOKENS + 1]
-        counts = torch.zeros(len(pieces), 5, dtype=torch.bool)
-        counts[:, 3] = torch.tensor(asked)
-        labels = row.masked_fill(~counts.flatten()[: TOKENS + 1], -100)
-        return row[:-1], labels[1:]
+    @staticmethod
+    def _generator(seed: int) -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
 
 
 def data_of(text: str) -> Text | Lookup:
@@ -259,29 +255,29 @@ def tuned(text: str, arm: str, run: Callable[..., dict]) -> Rates:
     """Return the best rate and multiple for the mixing by the mean loss over TUNING_SEEDS."""
 
     def end_of(rate: float, mixing: float) -> float:
-        return fmean(end(run(arm, STEPS, seed, rate, mixing)) for seed in TUNING_SEEDS)
+        return fmean(end(run(arm, STEPS[text], seed, rate, mixing)) for seed in TUNING_SEEDS)
 
     return tune(end_of, arm.startswith("iha"), FIRST_RATES[text])
 
 
-def dearest(seconds: dict[str, float]) -> int:
-    """Return the steps that `mha` takes while the dearest arm takes STEPS, by the seconds of a step of each."""
-    return math.ceil(max(seconds.values()) / seconds["mha"] * STEPS / EVERY) * EVERY
+def dearest(seconds: dict[str, float], steps: int) -> int:
+    """Return the steps that `mha` takes while the dearest arm takes `steps`, by the seconds of a step of each."""
+    return math.ceil(max(seconds.values()) / seconds["mha"] * steps / EVERY) * EVERY
 
 
 def run_text(args: argparse.Namespace, text: str, pretrained: Path) -> dict:
     """Tune and run all arms on a text; return their rates and runs."""
-    directory = args.output / text
+    directory, steps = args.output / text, STEPS[text]
     setting = {**SIZE, **PRETRAINING, "rows_of_a_step": ROWS}
 
-    def run(arm: str, steps: int, seed: int, rate: float, mixing: float) -> dict:
-        path = directory / f"{arm}-{steps}-{rate:g}-{mixing:g}-{seed}.json"
-        return run_once(path, partial(continuation, text, arm, steps, pretrained, seed, rate, mixing), setting)
+    def run(arm: str, length: int, seed: int, rate: float, mixing: float) -> dict:
+        path = directory / f"{arm}-{length}-{rate:g}-{mixing:g}-{seed}.json"
+        return run_once(path, partial(continuation, text, arm, length, pretrained, seed, rate, mixing), setting)
 
     with sole_writer(directory):
         rates = {arm: tuned(text, arm, run) for arm in args.arms}
-        first = {arm: run(arm, STEPS, TUNING_SEEDS[0], *rates[arm][:2])["seconds"] for arm in args.arms}
-        length = {arm: dearest(first) if arm == "mha" else STEPS for arm in args.arms}
+        first = {arm: run(arm, steps, TUNING_SEEDS[0], *rates[arm][:2])["seconds"] for arm in args.arms}
+        length = {arm: dearest(first, steps) if arm == "mha" else steps for arm in args.arms}
         runs: dict[str, list[dict]] = {arm: [] for arm in args.arms}
         for seed in args.seeds:
             for arm, of_arm in runs.items():
@@ -304,8 +300,8 @@ def verdict(difference: dict, effect: float, better: int) -> str:
     return "undecided"
 
 
-def compared(arm: list[dict], base: list[dict], cost: float, metric: str) -> dict:
-    """Return the differences of an arm's ends from the base at equal steps, and where the base took equal time."""
+def compared(arm: list[dict], base: list[dict], budgets: dict[str, float], metric: str) -> dict:
+    """Return the differences of an arm's ends from the base, after as many steps of the base as each budget gives."""
     place = 1 if metric == "loss" else 2
     better = -1 if metric == "loss" else 1
 
@@ -313,8 +309,8 @@ def compared(arm: list[dict], base: list[dict], cost: float, metric: str) -> dic
         return loss_at([[point[0], point[place]] for point in run["curve"]], step)
 
     found = {}
-    for budget, step in (("steps", STEPS), ("time", min(STEPS * cost, base[0]["curve"][-1][0]))):
-        difference = differences([at(run, STEPS) for run in arm], [at(run, step) for run in base])
+    for budget, step in budgets.items():
+        difference = differences([at(run, budgets["steps"]) for run in arm], [at(run, step) for run in base])
         least = detectable(difference) if len(arm) > 1 else None
         found[budget] = {
             **difference,
@@ -327,18 +323,19 @@ def compared(arm: list[dict], base: list[dict], cost: float, metric: str) -> dic
 
 def row_of(text: str, arm: str, of_text: dict) -> dict:
     """Return a row of the table."""
-    runs, rates = of_text["runs"], of_text["rates"][arm]
+    runs, rates, steps = of_text["runs"], of_text["rates"][arm], STEPS[text]
     seconds = {name: median(run["seconds"] for run in of_arm) for name, of_arm in runs.items()}
     metric = "accuracy" if text == "lookup" else "loss"
     row = {"text": text, "arm": arm, **rates._asdict(), "start": runs[arm][0]["curve"][0][1:]}
     row["cost"] = seconds[arm] / seconds["mha"]
     row |= {
-        name: interval([loss_at([[p[0], p[i]] for p in run["curve"]], STEPS) for run in runs[arm]])
+        name: interval([loss_at([[p[0], p[i]] for p in run["curve"]], steps) for run in runs[arm]])
         for i, name in ((1, "loss"), (2, "accuracy"))
     }
     for base in dict.fromkeys(("mha", ARMS[arm])):
         if base in runs and base != arm:
-            row[f"minus_{base}"] = compared(runs[arm], runs[base], seconds[arm] / seconds[base], metric)
+            budgets = {"steps": steps} | ({"time": steps * row["cost"]} if base == "mha" else {})
+            row[f"minus_{base}"] = compared(runs[arm], runs[base], budgets, metric)
     if "kept" in runs[arm][0]:
         place = 1 if metric == "accuracy" else 0
         row["kept_by_the_last"] = interval([run["kept"] for run in runs[arm]])
@@ -361,7 +358,7 @@ def plot(table: dict) -> Figure:
         means = [band["mean"] for band in bands]
         spread = [band["half_width"] or 0.0 for band in bands]
         for axes, scale in ((steps, 1.0), (time, median(run["seconds"] for run in runs))):
-            x = [step * scale for step in place if axes is time or step <= STEPS]
+            x = [step * scale for step in place if axes is time or step <= STEPS[texts[0]]]
             axes.plot(x, means[: len(x)], f"C{index}", marker=".", label=row["arm"])
             low, high = ([m + sign * s for m, s in zip(means, spread)][: len(x)] for sign in (-1, 1))
             axes.fill_between(x, low, high, color=f"C{index}", alpha=0.2)

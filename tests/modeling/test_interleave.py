@@ -553,6 +553,17 @@ def test_models_are_pickled(tmp_path, monkeypatch):
         assert logits(again, input_ids=tokens).equal(expected)
 
 
+def test_the_auto_classes_build_what_a_configuration_names(monkeypatch):
+    """Build it also where the configuration came by pickle to a process that read no checkpoint, as vLLM's worker."""
+    config = interleave_heads(decoder("llama"), 2).config
+    built = AutoModelForCausalLM.from_config(config)
+    assert type(built).__name__ == "InterleavedForCausalLM" and built.config.interleaved_layers
+    monkeypatch.delitem(AutoModelForCausalLM._model_mapping._extra_content, type(config))
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        AutoModelForCausalLM.from_config(config)
+    assert type(AutoModelForCausalLM.from_config(pickle.loads(pickle.dumps(config)))) is type(built)
+
+
 # Other libraries
 
 

@@ -34,7 +34,7 @@ def prompt(client: int) -> str:
     return " ".join(WORDS[(client * 7 + place) % len(WORDS)] for place in range(40 - client % 40))
 
 
-@pytest.fixture(scope="module", params=["iha_compiled", "interleaved_with_its_own_code"])
+@pytest.fixture(scope="module", params=["iha_compiled", "interleaved", "with_its_own_code"])
 def model(request, tmp_path_factory) -> PreTrainedModel:
     """Save a model in the paper's schedule."""
     directory = tmp_path_factory.mktemp("served") / request.param
@@ -52,10 +52,12 @@ def model(request, tmp_path_factory) -> PreTrainedModel:
 def server(model, tmp_path_factory):
     """Yield the address of a server that asks for a key.
 
-    One compiles the model. The other does not find `modeling_iha`, and runs the code that the checkpoint ships."""
+    One compiles the model. The last does not find `modeling_iha`, and runs the code that the checkpoint ships."""
     options, environment = [], {key: value for key, value in os.environ.items() if not key.startswith("VLLM_")}
     if model.config.model_type == "olmo2":
-        options, hidden = ["--enforce-eager", "--trust-remote-code"], tmp_path_factory.mktemp("hidden")
+        options = ["--enforce-eager"]
+    if model.name_or_path.endswith("with_its_own_code"):
+        options, hidden = [*options, "--trust-remote-code"], tmp_path_factory.mktemp("hidden")
         (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['modeling_iha'] = None\n")
         environment["PYTHONPATH"] = f"{hidden}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with socket.socket() as free:
