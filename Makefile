@@ -98,8 +98,8 @@ gpu:
 checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.checkpoints.make_checkpoints
 
-# From the cheapest to the dearest. Studies that fine-tune SmolLM2 for hours run by name only.
-STUDIES := polynomial_filters language_models
+# From the cheapest to the dearest.
+STUDIES := polynomial_filters warm_start language_models
 experiments: .venv/installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.experiments.model_types
 	@set -e; for name in $(STUDIES); do \

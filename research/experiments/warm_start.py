@@ -11,9 +11,10 @@ of Python's manual), and on a task that combines two letters of a row ("lookup")
 - `iha_2_shared` starts with a collapse that is the mean of the pseudo-heads. This start is not exact.
 - `iha_2_rolled` starts exact, with query pseudo-heads that differ: all but the last begin as other heads' queries.
 
-Every arm learns at the best rate, and its mixing at the best multiple of the default rate, found on TUNING_SEEDS. The
-smallest effects worth having are EFFECTS. An interval within them says "does not matter", one on one side of zero
-"helps" or "hurts", and any other "undecided". All intervals are of differences from `mha` on the same seed.
+Every arm learns at the best rate, and its mixing at the best multiple of the default rate, found on TUNING_SEEDS; the
+arms of BORROWED take those of `iha_2`, because to tune them costs more than to run them. The smallest effects worth
+having are EFFECTS. An interval within them says "does not matter", one on one side of zero "helps" or "hurts", and any
+other "undecided". All intervals are of differences from `mha`, or from the arm that ARMS names, on the same seed.
 
 example: python -m research.experiments.warm_start --texts python prose lookup
 """
@@ -41,7 +42,7 @@ from modeling_iha.interleaving import HeadCollapse
 from modeling_iha.package import flop_matched_window
 from research.experiments.language_models import read_text, rows_of
 from research.experiments.options import study_parser
-from research.experiments.protocol import Rates, end, fit, loss_at, tune
+from research.experiments.protocol import RATE_FACTOR, Rates, end, fit, loss_at, tune, walk
 from research.experiments.study import begin, correct_by_holm, detectable, differences, interval, run_once, write
 
 
@@ -66,6 +67,8 @@ ARMS = {
     "iha_2_shared": "iha_2",
     "iha_2_rolled": "iha_2",
 }
+# Arms that take the rates of another.
+BORROWED = {"iha_4": "iha_2", "iha_2_shared": "iha_2", "iha_2_rolled": "iha_2"}
 Batch = tuple[torch.Tensor, torch.Tensor]  # rows and labels, int64 [rows, TOKENS]; -100 counts for nothing
 
 
@@ -252,17 +255,27 @@ def continuation(text: str, arm: str, steps: int, pretrained: Path, seed: int, r
 
 
 def tuned(text: str, arm: str, run: Callable[..., dict]) -> Rates:
-    """Return the best rate and multiple for the mixing by the mean loss over TUNING_SEEDS."""
+    """Return the best rate and multiple for the mixing by the mean loss over TUNING_SEEDS.
+
+    The best rate beside the default multiple is too low beside a smaller one, so the rate is sought again."""
+    tried = []
 
     def end_of(rate: float, mixing: float) -> float:
-        return fmean(end(run(arm, STEPS[text], seed, rate, mixing)) for seed in TUNING_SEEDS)
+        tried.append([rate, mixing, fmean(end(run(arm, STEPS[text], seed, rate, mixing)) for seed in TUNING_SEEDS)])
+        return tried[-1][-1]
 
-    return tune(end_of, arm.startswith("iha"), FIRST_RATES[text])
+    mixes = arm.startswith("iha")
+    rate, mixing, _ = tune(end_of, mixes, FIRST_RATES[text])
+    if mixes:
+        rate = walk(lambda rate: end_of(rate, mixing), rate, RATE_FACTOR)
+    return Rates(rate, mixing, tried)
 
 
 def dearest(seconds: dict[str, float], steps: int) -> int:
-    """Return the steps that `mha` takes while the dearest arm takes `steps`, by the seconds of a step of each."""
-    return math.ceil(max(seconds.values()) / seconds["mha"] * steps / EVERY) * EVERY
+    """Return more steps of `mha` than the dearest arm has time for in `steps` of its own, by the seconds of a step.
+
+    They are a whole multiple of `steps`, so that two timings give the same number."""
+    return math.ceil(max(seconds.values()) / seconds["mha"]) * steps
 
 
 def run_text(args: argparse.Namespace, text: str, pretrained: Path) -> dict:
@@ -275,7 +288,7 @@ def run_text(args: argparse.Namespace, text: str, pretrained: Path) -> dict:
         return run_once(path, partial(continuation, text, arm, length, pretrained, seed, rate, mixing), setting)
 
     with sole_writer(directory):
-        rates = {arm: tuned(text, arm, run) for arm in args.arms}
+        rates = {arm: tuned(text, BORROWED.get(arm, arm), run) for arm in args.arms}
         first = {arm: run(arm, steps, TUNING_SEEDS[0], *rates[arm][:2])["seconds"] for arm in args.arms}
         length = {arm: dearest(first, steps) if arm == "mha" else steps for arm in args.arms}
         runs: dict[str, list[dict]] = {arm: [] for arm in args.arms}
