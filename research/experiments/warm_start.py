@@ -43,7 +43,16 @@ from modeling_iha.package import flop_matched_window
 from research.experiments.language_models import read_text, rows_of
 from research.experiments.options import study_parser
 from research.experiments.protocol import RATE_FACTOR, Rates, end, fit, loss_at, tune, walk
-from research.experiments.study import begin, correct_by_holm, detectable, differences, interval, run_once, write
+from research.experiments.study import (
+    begin,
+    correct_by_holm,
+    detectable,
+    differences,
+    interval,
+    points,
+    run_once,
+    write,
+)
 
 
 TOKENS, LAYERS, HEADS = 512, 5, 4
@@ -339,7 +348,7 @@ def row_of(text: str, arm: str, of_text: dict) -> dict:
     runs, rates, steps = of_text["runs"], of_text["rates"][arm], STEPS[text]
     seconds = {name: median(run["seconds"] for run in of_arm) for name, of_arm in runs.items()}
     metric = "accuracy" if text == "lookup" else "loss"
-    row = {"text": text, "arm": arm, **rates._asdict(), "start": runs[arm][0]["curve"][0][1:]}
+    row = {"arm": arm, **rates._asdict(), "start": runs[arm][0]["curve"][0][1:]}
     row["cost"] = seconds[arm] / seconds["mha"]
     row |= {
         name: interval([loss_at([[p[0], p[i]] for p in run["curve"]], steps) for run in runs[arm]])
@@ -347,7 +356,8 @@ def row_of(text: str, arm: str, of_text: dict) -> dict:
     }
     for base in dict.fromkeys(("mha", ARMS[arm])):
         if base in runs and base != arm:
-            budgets = {"steps": steps} | ({"time": steps * row["cost"]} if base == "mha" else {})
+            longest = runs[base][0]["curve"][-1][0]  # which ends equal time where this run's timing was another
+            budgets = {"steps": steps} | ({"time": min(steps * row["cost"], longest)} if base == "mha" else {})
             row[f"minus_{base}"] = compared(runs[arm], runs[base], budgets, metric)
     if "kept" in runs[arm][0]:
         place = 1 if metric == "accuracy" else 0
@@ -358,69 +368,64 @@ def row_of(text: str, arm: str, of_text: dict) -> dict:
 
 
 def plot(table: dict) -> Figure:
-    """Plot the curves of the first text by steps and by time, and the differences from `mha` of all texts."""
-    rows, texts = table["rows"], list(dict.fromkeys(row["text"] for row in table["rows"]))
-    said = [f"{row['text']}: {row['minus_mha']['steps']['verdict']}" for row in rows if row["arm"] == "iha_2"]
-    message = f"Interleaving a pretrained model (P = 2), at equal steps. {'; '.join(said)}"
-    figure, (steps, time, *dots) = plots.panels(message, 2 + len(texts), 2, 3.4)
-    of_first = [row for row in rows if row["text"] == texts[0]]
-    for index, row in enumerate(of_first):
-        runs = table["runs"][texts[0]][row["arm"]]
-        place = [point[0] for point in runs[0]["curve"]]
-        bands = [interval([run["curve"][i][1] for run in runs]) for i in range(len(place))]
-        means = [band["mean"] for band in bands]
-        spread = [band["half_width"] or 0.0 for band in bands]
+    """Plot the loss of each arm by steps and by time, and the differences from `mha`."""
+    rows, text = table["rows"], table["text"]
+    is_task = text == "lookup"
+    (said,) = [row["minus_mha"]["steps"]["verdict"] for row in rows if row["arm"] == "iha_2"] or ["not run"]
+    message = f'Interleaving a pretrained model before it learns "{text}" (P = 2), at equal steps: {said}'
+    figure, (steps, time, dots) = plots.panels(message, 3, 2, 3.4)
+    for index, row in enumerate(rows):
+        runs = table["runs"][row["arm"]]
+        places = [point[0] for point in runs[0]["curve"]]
+        bands = [interval([run["curve"][i][1] for run in runs]) for i in range(len(places))]
         for axes, scale in ((steps, 1.0), (time, median(run["seconds"] for run in runs))):
-            x = [step * scale for step in place if axes is time or step <= STEPS[texts[0]]]
-            axes.plot(x, means[: len(x)], f"C{index}", marker=".", label=row["arm"])
-            low, high = ([m + sign * s for m, s in zip(means, spread)][: len(x)] for sign in (-1, 1))
+            x = [place * scale for place in places if axes is time or place <= table["steps"]]
+            low, mean, high = (
+                [band["mean"] + sign * (band["half_width"] or 0.0) for band in bands][: len(x)] for sign in (-1, 0, 1)
+            )
+            axes.plot(x, mean, f"C{index}", marker=".", label=row["arm"])
             axes.fill_between(x, low, high, color=f"C{index}", alpha=0.2)
-    steps.set(xlabel="step", ylabel=f"held-out loss on {texts[0]}, nats per byte")
+    of_what = "answer" if is_task else "byte"
+    steps.set(xlabel="step", ylabel=f"held-out loss, nats per {of_what}\n(lower is better)")
     time.set(xlabel="seconds of training on one core")
-    for axes, text in zip(dots, texts):
-        shown = [row for row in rows if row["text"] == text and "minus_mha" in row]
-        effect = EFFECTS["accuracy" if text == "lookup" else "loss"]
-        series = {
-            f"at equal {budget}": [
-                (row["minus_mha"][budget]["mean"], *[row["minus_mha"][budget]["half_width"] or 0.0] * 2)
-                for row in shown
-            ]
-            for budget in ("steps", "time")
-        }
-        plots.dots(axes, [row["arm"] for row in shown], series, mark=0)
-        axes.axvspan(-effect, effect, color="grey", alpha=0.2)
-        unit = (
-            "share of right answers (above 0 is better)" if text == "lookup" else "nats per byte (below 0 is better)"
-        )
-        axes.set(xlabel=f"{text}: minus mha, {unit}")
+    others = [row for row in rows if "minus_mha" in row]
+    series = {f"equal {budget}": points([row["minus_mha"][budget] for row in others]) for budget in ("steps", "time")}
+    plots.dots(dots, [row["arm"] for row in others], series, mark=0)
+    effect = table["effects"]["accuracy" if is_task else "loss"]
+    dots.axvspan(-effect, effect, color="grey", alpha=0.2)
+    unit = "share of right answers\n(above 0 is better)" if is_task else "nats per byte\n(below 0 is better)"
+    dots.set(xlabel=f"minus mha, 95% interval, {unit}")
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the study and write its results. Raise `UserError`."""
+    """Run the study and write a table for each text. Raise `UserError`."""
     parser = study_parser(__doc__, "warm_start", seeds=10)
-    parser.add_argument("--texts", nargs="+", choices=list(FIRST_RATES), default=list(FIRST_RATES))
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM", help="mha first")
+    parser.add_argument("--texts", nargs="+", choices=list(STEPS), default=list(STEPS), help="(all)")
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM", help="(all)")
     args = parser.parse_args(argv)
+    args.arms = list(dict.fromkeys(["mha", *args.arms]))
     begin(args)
     pretrained = args.output / "pretrained"
     with sole_writer(pretrained):
         curve = run_once(pretrained / "curve.json", partial(pretrain, pretrained), {**PRETRAINING, **SIZE})["curve"]
-    found = {text: run_text(args, text, pretrained / "model.safetensors") for text in args.texts}
-    rows = [row_of(text, arm, of_text) for text, of_text in found.items() for arm in of_text["runs"]]
-    correct_by_holm([row["minus_mha"]["steps"] for row in rows if "minus_mha" in row])
-    slope = (curve[-1][1] - curve[-7][1]) / (curve[-1][0] - curve[-7][0]) * 1000
+    (before, *_), (after, *_) = (curve[place][:2] for place in (-7, -1))
     setting = {
         **SIZE,
         "tokens": TOKENS,
         "window": WINDOW,
-        "pretraining": {**PRETRAINING, "curve": curve},
-        "slope_of_pretraining": slope,
-        "steps": STEPS,
         "rows_of_a_step": ROWS,
         "effects": EFFECTS,
+        "pretraining": {**PRETRAINING, "curve": curve},
+        # nats for 1,000 steps, over the last ones
+        "slope_of_pretraining": 1000 * (curve[-1][1] - curve[-7][1]) / (after - before),
     }
-    write(args, plot, **setting, rows=rows, runs={text: of_text["runs"] for text, of_text in found.items()})
+    for text in args.texts:
+        of_text = run_text(args, text, pretrained / "model.safetensors")
+        rows = [row_of(text, arm, of_text) for arm in of_text["runs"]]
+        correct_by_holm([row["minus_mha"]["steps"] for row in rows if "minus_mha" in row])
+        args.study = f"warm_start_{text}"
+        write(args, plot, text=text, steps=STEPS[text], **setting, rows=rows, runs=of_text["runs"])
 
 
 if __name__ == "__main__":

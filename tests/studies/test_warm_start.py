@@ -1,11 +1,13 @@
 """Test the study of the warm start: its task, its arms and its verdicts."""
 
 import copy
+import json
 
 import pytest
 import torch
 
 from research.experiments import warm_start
+from research.experiments.protocol import Rates
 from research.experiments.study import interval
 
 
@@ -67,3 +69,26 @@ def test_a_copy_with_one_query_leaves_out_the_others(weights):
 )
 def test_verdicts(values, expected):
     assert warm_start.verdict(interval(values), 0.005, better=-1) == expected
+
+
+def test_the_study_in_small(tmp_path, monkeypatch, capsys):
+    """Write a table and a plot, and repeat no run."""
+    small = {"TOKENS": 32, "WINDOW": 4, "STEPS": {"lookup": 2}, "EVERY": 1, "HELD_OUT_ROWS": 2}
+    for name, value in {**small, "PRETRAINING": {**warm_start.PRETRAINING, "steps": 30, "rows": 1}}.items():
+        monkeypatch.setattr(warm_start, name, value)
+    monkeypatch.setattr(warm_start, "tune", lambda *_: Rates(1e-3, 1.0, []))  # tested with the protocol
+    monkeypatch.setattr(warm_start, "walk", lambda loss_at, rate, factor: rate)
+    words = ["--texts", "lookup", "--arms", "iha_2", "iha_2_rolled", "--seeds", "0", "1"]
+    words += ["--output", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    warm_start.main(words)
+    assert " done\n" in capsys.readouterr().out
+    warm_start.main(words)
+    assert " done\n" not in capsys.readouterr().out
+    table = json.loads((tmp_path / "warm_start_lookup.json").read_text())
+    assert [row["arm"] for row in table["rows"]] == ["mha", "iha_2", "iha_2_rolled"]
+    _, usual, rolled = table["rows"]
+    assert len(usual["minus_mha"]["time"]["values"]) == 2 and "verdict" in rolled["minus_iha_2"]["steps"]
+    assert 0 < usual["kept_by_the_last"]["mean"] < 1
+    longest = max(point[0] for point in table["runs"]["mha"][0]["curve"])
+    assert usual["minus_mha"]["time"]["base_steps"] <= longest
+    assert (tmp_path / "warm_start_lookup.png").read_bytes().startswith(b"\x89PNG")
