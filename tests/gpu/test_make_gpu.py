@@ -1,7 +1,6 @@
 """Test that a visit to a GPU measures every form once, in the dry size, and is not lost to one that fails."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -66,15 +65,6 @@ def test_a_form_that_fails_is_left_out_until_it_is_retried(run, error):
     assert run({"base": sound, "fast": sound})[2] == rows
     *_, rows = run({"base": sound, "fast": sound}, "--retry")
     assert all(row["failed"] == {} and row["ratios"].keys() == {"base", "fast"} for row in rows)
-
-
-def test_a_form_that_ends_the_process_is_left_out_afterwards(run):
-    if os.fork() == 0:
-        run({"base": sound, "fast": lambda: os._exit(9)})
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.wait()[1]) == 9
-    *_, rows = run({"base": sound, "fast": sound})
-    assert [row["failed"] for row in rows] == [{"fast": gpu.ENDED}, {}]
 
 
 def test_a_cpu_is_refused_before_any_work(cli, tmp_path):
