@@ -1,4 +1,4 @@
-"""Run Transformers' common tests of models, training, FSDP2 and tensor parallelism on all ways to interleaved heads.
+"""Run Transformers' common tests of models and training on both ways to interleaved heads.
 
 They come from the source distribution of the installed version. A test that the model is expected to fail is
 overridden in `CommonTests`, with the reason. One that is skipped for a reason not in `EXPECTED_SKIPS` fails.
@@ -24,17 +24,12 @@ from modeling_iha.modeling_interleaved import interleaved_class
 
 pytest.importorskip("transformers_tests", reason="`python tests/fetch_transformers_tests.py` fetches them")
 
-from transformers_tests import test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin  # noqa: E402
+from transformers_tests import test_modeling_common  # noqa: E402
 from transformers_tests.generation.test_utils import GenerationTesterMixin  # noqa: E402
-from transformers_tests.test_fsdp_mixin import FSDPTesterMixin  # noqa: E402
 from transformers_tests.test_modeling_common import ModelTesterMixin, ids_tensor  # noqa: E402
-from transformers_tests.test_tensor_parallel_mixin import TensorParallelTesterMixin  # noqa: E402
 from transformers_tests.test_training_mixin import TrainingTesterMixin  # noqa: E402
 
 
-# The distributed tests run for listed model types only.
-test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
-test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
 # The tests know by these names which labels a class takes.
 for mapping, task in {
     "MODEL_MAPPING_NAMES": "Model",
@@ -48,7 +43,6 @@ for mapping, task in {
 # What the tests say when they skip (the start is enough), and why that is right for this model or this machine.
 EXPECTED_SKIPS = {
     "test requires": "an accelerator, several of them, MPS, DeepSpeed, or kernels that are not installed",
-    "Need at least": "HSDP tests start 4 processes on as many cores",
     "test is slow": "flash kernels, again",
     "Test requires torchao": "an optional package",
     "No conversion found": "saved and loaded parameter names are the same",
@@ -185,13 +179,6 @@ class InterleavedSuite(CommonTests, ModelTesterMixin, GenerationTesterMixin, Tra
 
 
 class IHASuite(CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase):
-    attention_kinds = ["iha", "mha"]
-
-
-@pytest.mark.slow
-class ShardedSuite(CommonTests, FSDPTesterMixin, TensorParallelTesterMixin, unittest.TestCase):
-    """Run two processes for each test; `make test` has its own in test_distributed.py."""
-
     attention_kinds = ["iha", "mha"]
 
 
