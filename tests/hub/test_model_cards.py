@@ -116,32 +116,6 @@ def test_no_link_in_a_checkpoint_leads_to_a_file_that_changes(checkpoint, tmp_pa
 
 # The checkpoints of model_cards/
 
-NAME = "tiny-iha"
-
-
-@pytest.fixture
-def index(tmp_path, monkeypatch):
-    """Return a copy of the folders of model_cards, which takes its place, as another folder does of the outputs'."""
-    monkeypatch.setattr(make_checkpoints, "OUTPUT", tmp_path / "made")
-    monkeypatch.setattr(make_checkpoints, "INDEX", tmp_path / "index")
-    return shutil.copytree(render.TEMPLATE.parent, tmp_path / "index", ignore=shutil.ignore_patterns("*.py", "__*"))
-
-
-@pytest.mark.slow  # it trains as many steps as the record says
-def test_a_checkpoint_is_made_again_as_recorded(index, tmp_path, capsys):
-    """Make it twice: the second time nothing is done again."""
-    before = {path: path.read_bytes() for path in index.rglob("*") if path.is_file()}
-    make_checkpoints.main([NAME])
-    first = capsys.readouterr().out
-    assert re.search(f"^{NAME}: (the recorded weights, bit for bit|other bits than recorded; .*, within)", first, re.M)
-    weights = tmp_path / "made" / NAME / "run" / "final" / "model.safetensors"
-    made, recorded = (read_json(path) for path in (weights.with_name("config.json"), index / NAME / "record.json"))
-    assert made | recorded["config"] | {"transformers_version": made["transformers_version"]} == made
-    stamp = weights.stat().st_mtime_ns
-    make_checkpoints.main([NAME])
-    assert capsys.readouterr().out.count("done before") == 3 and weights.stat().st_mtime_ns == stamp
-    assert {path: path.read_bytes() for path in index.rglob("*") if path.is_file()} == before
-
 
 FOLDERS = sorted(path.parent.name for path in make_checkpoints.INDEX.glob("*/record.json"))
 

@@ -1,6 +1,5 @@
 """Test what a run refuses, what it records, how it stops, and how it goes on."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -13,7 +12,6 @@ from safetensors.torch import load_file
 from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, sizes
 from trl import SFTConfig, SFTTrainer
 
-from conversion_scripts.checkpoint_checks import checkpoint_files
 from iha_io.command_io import ROOT, UserError, run_cli, sole_writer
 from sft import run as sft_run
 from sft import train
@@ -22,7 +20,6 @@ from sft.trainer import RECORD, MixingTrainer, newest_whole_checkpoint
 
 STEPS = 6
 NO_EVALUATION = {"eval_size": 0, "eval_strategy": "no", "eval_on_start": "false"}
-DRAW = sft_run.draw
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
 
@@ -249,30 +246,3 @@ def test_a_checkpoint_without_an_optimizer_of_this_launch_is_refused(whole, tiny
 
 
 # What a person sees
-
-
-def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(sft_run, "draw", DRAW)
-    output, base = tmp_path / "run", shutil.copytree(tiny, tmp_path / "base")
-    (base / "README.md").write_text("---\nlicense: mit\nbase_model: me/base\n---\n")
-    train.main(command(base, rows_file, output, max_steps=4, eval_on_start="false"))
-    losses = json.loads((output / "loss.json").read_text())
-    assert [step for step, _ in losses["train"]] == [1, 2, 3, 4] and [step for step, _ in losses["eval"]] == [2, 4]
-
-    card, record = (output / "final" / "README.md").read_text(), json.loads((output / RECORD).read_text())
-    for fact in (
-        "license: mit",
-        "base_model: me/base",
-        f"rows.jsonl, SHA-256 {record['data']['sha256']}",
-        f"SHA-256 {record['base_model']['sha256']}",
-        f"torch {record['versions']['torch']}",
-        "| `learning_rate` | 0.0001 |",
-        f"| Held-out loss, first and last logged | {losses['eval'][0][1]:.4f}, {losses['eval'][-1][1]:.4f} |",
-        "![Curves of the run](curves.png)",
-    ):
-        assert fact in card, fact
-    assert str(tmp_path) not in card and str(Path(rows_file).parent) not in card
-    names, others = checkpoint_files(output / "final")
-    assert set(names) == {path.name for path in (output / "final").iterdir()} and others == []
-    assert (output / "final" / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert not (output / "README.md").exists() and not (output / ".lock").exists()
