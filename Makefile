@@ -36,8 +36,6 @@ help:
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev]"
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/deepspeed \
 		deepspeed einops hjson msgpack ninja py-cpuinfo
-# Transformers imports hqq wherever it finds it, which takes a second.
-	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/hqq hqq termcolor
 	$(RUN) tests/fetch_transformers_tests.py
 	@touch $@
 

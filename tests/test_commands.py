@@ -3,11 +3,12 @@
 Launchers also start some by path. Imports between rooms go downwards. Tests share modules of helpers only.
 """
 
-import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 from helpers import DOCUMENTS
@@ -69,37 +70,18 @@ def test_imports_go_downwards():
     assert not upward
 
 
-# Starts each command of the request for its help, in one process.
-HELP = """
-import contextlib, io, json, os, runpy, sys
-
-helps = {}
-for name in json.load(sys.stdin):
-    sys.argv = [name, "--help"]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+@pytest.mark.parametrize("path", [*COMMANDS, ROOT / "demo.py"], ids=lambda path: path.stem)
+def test_a_command_answers_help_with_an_example(path, monkeypatch, capsys):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with suppress(SystemExit):
         runpy.run_module(name, run_name="__main__")
-    helps[name] = out.getvalue()
-print(json.dumps(helps))
-"""
-
-
-def test_a_command_answers_help_with_an_example():
-    names = sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in COMMANDS)
-    process = subprocess.run(
-        [sys.executable, "-c", HELP],
-        input=json.dumps([*names, "demo"]),
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
-    for name, out in json.loads(process.stdout.splitlines()[-1]).items():
-        out = " ".join(out.lower().split())
-        assert "usage:" in out, name
-        if name != "demo":
-            assert "example" in out and name.rpartition(".")[2] in out, name
-            assert documented_options(name) <= {*re.findall(r"--[\w-]+", out)}, name
+    out = " ".join(capsys.readouterr().out.lower().split())
+    assert "usage:" in out
+    if name != "demo":
+        assert "example" in out and path.stem in out
+        assert documented_options(name) <= {*re.findall(r"--[\w-]+", out)}
 
 
 def test_a_wheel_brings_its_commands(tmp_path):
@@ -124,25 +106,9 @@ run.main()
     assert process.returncode == 1 and process.stderr.endswith("Error: num_pseudo_heads=0: expected at least 1.\n")
 
 
-def test_a_package_that_is_missing_is_one_line():
-    program = (
-        "import importlib; from iha_io.command_io import run_cli; run_cli(lambda: importlib.import_module('absent'))"
-    )
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 1
-    assert re.fullmatch(r"Error: the package absent is not installed: pip install .*\n", process.stderr)
-
-
 def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     with pytest.raises(UserError, match="outputs/final is no directory, and outputs is one: expected"):
         locate_checkpoint("outputs/final")
     assert locate_checkpoint("gpt2") == ("gpt2", {}) and locate_checkpoint("me/outputs") == ("me/outputs", {})
-
-
-def test_a_hint_names_an_extra_that_exists():
-    extras = re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)
-    for path in (*(ROOT / document for document in DOCUMENTS), *ROOT.glob("*/*.py"), *ROOT.glob("research/*/*.py")):
-        named = re.findall(r'"(?:modeling-iha|\.)\[([\w,]+)\]', path.read_text(encoding="utf-8"))
-        assert {extra for each in named for extra in each.split(",")} <= {*extras}, path

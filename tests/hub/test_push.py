@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import IHA_CODE, last_line, random_model, small_config
 from huggingface_hub import constants
-from loopback_hub import LFS_SUFFIXES, Fault, File, HubError, LoopbackHub
+from loopback_hub import LFS_SUFFIXES, Fault, File, LoopbackHub
 from safetensors.torch import load_file, save_file
 from tiny_sources import tiny_tokenizer
 
@@ -135,8 +135,6 @@ def append(name, text):
 
 FAULTS = {
     "a pickle": (lambda directory: torch.save({}, directory / "state.PKL"), "pickles are refused"),
-    "no config": (remove("config.json"), "no config.json"),
-    "no generation config": (remove("generation_config.json"), "holds no generation_config.json"),
     "no tokenizer": (remove("tokenizer.json"), "no usable tokenizer"),
     "no weights": (remove("model.safetensors"), "no file named model.safetensors"),
     "NaN": (change_weights("lm_head.weight", torch.full((61, 32), torch.nan)), "holds NaN or infinity"),
@@ -145,10 +143,6 @@ FAULTS = {
     "no licence": (
         write("README.md", "---\nbase_model: me/base\n---\n"),
         "does not state its license: add it, or give --license",
-    ),
-    "no base model": (
-        write("README.md", "---\nlicense: mit\n---\n"),
-        "does not state its base_model: add it, or give --base-model (none",
     ),
 }
 
@@ -293,10 +287,7 @@ def test_somebody_else_at_work(directory, hub, push, passed):
 
 
 DROPPED = {
-    "card refused": Fault("POST", "/validate-yaml", HubError(400, "Invalid", errors=[{"message": "no such licence"}])),
-    "full quota": Fault("POST", "/objects/batch", HubError(403, "Private repository storage limit reached")),
     "upload dropped": Fault("PUT", "/lfs/", "drop"),
-    "commit dropped": Fault("POST", "/commit/", "drop"),
     "tag failed": Fault("POST", "/tag/", 409),
     "download dropped": Fault("GET", "/resolve/", "drop"),
 }

@@ -632,8 +632,7 @@ def test_layers_may_be_offloaded(name, tmp_path):
     assert_close(logits(loaded, input_ids=tokens), expected)
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_moe"])
-def test_compilation_makes_no_more_graphs_than_the_base(name):
+def test_compilation_makes_no_more_graphs_than_the_base():
     def compiled(model):
         graphs = []
         torch._dynamo.reset()
@@ -642,7 +641,7 @@ def test_compilation_makes_no_more_graphs_than_the_base(name):
             found = torch.compile(model, backend=backend)(input_ids=random_ids(2, 9), use_cache=False).logits
         return len(graphs), found
 
-    model = decoder(name)
+    model = decoder("gemma3_text")
     graphs, expected = compiled(model)
     found = compiled(interleave_heads(model, 2))
     assert found[0] <= graphs

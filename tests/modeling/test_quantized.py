@@ -8,19 +8,15 @@ import pytest
 import torch
 from helpers import (
     GEOMETRIES,
-    PROJECTIONS,
     greedy,
     random_ids,
     random_model,
     small_config,
-    take_a_step,
     uncached_logits,
 )
-from peft import LoraConfig, get_peft_model
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
 from modeling_iha import IHAForCausalLM
-from modeling_iha.attention_iha import InterleavedHeadAttention
 
 
 def torchao_int8():
@@ -90,13 +86,3 @@ def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path)
 
     again = IHAForCausalLM.from_pretrained(tmp_path / "quantised")
     assert torch.equal(uncached_logits(again, input_ids), quantised)
-
-
-def test_adapters_train_on_a_quantised_model(scheme, directory):
-    config, *_ = scheme
-    model = IHAForCausalLM.from_pretrained(directory, quantization_config=config)
-    targets = {"target_modules": PROJECTIONS, "modules_to_save": list(InterleavedHeadAttention.mixing_modules)}
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **targets))
-    assert take_a_step(model) == {
-        name for name, _ in model.named_parameters() if "lora_" in name or ".modules_to_save." in name
-    }

@@ -11,7 +11,7 @@ from research.experiments import language_models, protocol
 
 @pytest.fixture(autouse=True, scope="module")
 def unpainted():
-    """Leave figures unpainted, which takes longer than what they show: test_figures.py has all of them made."""
+    """Leave figures unpainted, which takes longer than what they show."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda figure, path, **options: path.write_bytes(b"\x89PNG"))
         yield

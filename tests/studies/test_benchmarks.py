@@ -1,7 +1,6 @@
 """Run every benchmark at tiny sizes, from its command line to its report, and test what its figures rest on."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -67,16 +66,6 @@ def test_results(results, script):
         assert row["predicted"] and all(value > 0 for value in row["predicted"].values()), row
         assert row["predicted"].keys() <= row["ratios"].keys()
     assert not list(results.glob(".*"))
-
-
-def test_report(results, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["report.py", "--out", str(results)])
-    report.main()
-    text = (results / "README.md").read_text()
-    assert set(re.findall(r"\]\((\w+\.\w+)\)", text)) == {path.name for path in results.glob("*.[jp][sn]*")}
-    (row,) = json.loads((results / "decode_model.json").read_text())["rows"]
-    ratio = f"{row['ratios']['iha / llama']:.3f}"
-    assert f"| / llama | {TOKENS} tokens, P = 2 |\n|---|---|\n| iha | {ratio} |\n" in text
 
 
 def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Compare every figure that a document takes from a study with the table of the study.
+"""Compare every figure of research/experiments/README.md with the table of its study.
 
 A figure of a section must be a number of its tables, rounded to the digits that it has, and an interval one of theirs.
 A line of a table in the document must be of the row that it names. What a section says beyond its tables is computed
@@ -9,16 +9,10 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
 
 import pytest
 
-from iha_io import plots
 from iha_io.command_io import ROOT, read_json
-from kind_facts.model_cost import model as cost_of_model
-from kind_facts.model_cost import with_mha
-from modeling_iha import IHAConfig
-from modeling_iha.package import flop_matched_window
 from research.experiments import warm_start
 from research.experiments.protocol import BUDGETS, COUNTS
 from research.experiments.study import detectable, differences
@@ -26,17 +20,10 @@ from research.experiments.study import detectable, differences
 
 RESULTS = ROOT / "research" / "experiments" / "results"
 PAPER, QUESTIONS = read_json(ROOT / "evaluation" / "paper.json"), {"GSM8K": 1319, "MATH-500": 500}
-# Of every study with a plot whose command git does not keep alone.
-TABLES = sorted({path.stem for path in RESULTS.glob("*.png")} - {"dcmha_tasks", "mixing_rate"})
 FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?)(?: ± (\d+(?:\.\d+)?))?(%?)")
 # What a table has of single seeds and steps, which no document shows.
 SINGLE = {"values", "runs", "curve", "tried", "by_part", "rates", "seconds"}
 Number = float | tuple[float, float]
-
-
-def study_of(name: str) -> str:
-    """Return the module of a table, whose name may end with a number."""
-    return "research.experiments." + re.sub(r"_\d+$", "", name)
 
 
 @cache
@@ -147,13 +134,9 @@ SECTIONS = {
 }
 
 
-def text(value: dict, digits: int = 3, sign: int = 1) -> str:
+def text(value: dict) -> str:
     """Return an interval as the documents write it."""
-    return f"{sign * value['mean']:.{digits}f} ± {value['half_width']:.{digits}f}"
-
-
-def span(values: list[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
+    return f"{value['mean']:.3f} ± {value['half_width']:.3f}"
 
 
 def section(document: str, heading: str) -> str:
@@ -184,79 +167,3 @@ def test_differences_of_language_models_and_what_is_undecided():
     lines = section("research/experiments/README.md", "Language models").splitlines()
     expected = [*difference_lines("language_models"), *difference_lines("language_models_512")]
     assert [line for line in lines if line.startswith("| `")] == expected
-
-
-# The other documents
-
-
-def flat(content: str) -> str:
-    """Return a text on one line, without targets of links."""
-    return " ".join(re.sub(r"\]\([^)]*\)", "]", content).split())
-
-
-def test_the_readme_says_what_was_learned():
-    (gsm8k, gsm8k_error), (math, math_error) = (paper_gain(*task, "global attention") for task in QUESTIONS.items())
-    filters = {(row["kind"], row["heads"]): row for row in table("polynomial_filters")["learned"]}
-    ours, theirs = filters["iha", 4], filters["mha", 5]
-    right = {kind: row["groups"]["all"]["seen"] for kind, row in rows("dcmha_tasks", "kind").items()}
-    content = flat(section("README.md", "Does it learn more?"))
-    for phrase in (
-        f"beats global attention by {gsm8k:.1f} points on GSM8K (54.2%, Maj@16) and {math:.1f} on MATH-500 (18.4%; "
-        f"standard errors {gsm8k_error:.1f} and {math_error:.1f})",
-        f"IHA's {ours['parameters']:,} parameters left {ours['error']['mean']:.4f} of the variance and MHA's "
-        f"{theirs['parameters']:,} left {theirs['error']['mean']:.3f}",
-        f'`"multi_token"` gave {right["multi_token"]["mean"]:.2f} of the answers right, `"dcmha"` '
-        f'{right["dcmha"]["mean"]:.2f}, `"iha"` {text(right["iha"], 2)} (undecided) and `"mha"` '
-        f"{right['mha']['mean']:.2f}",
-    ):
-        assert phrase in content
-
-
-def test_the_first_screen_has_quality_and_cost():
-    start = flat((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[0])
-    iha = rows("language_models", "variant")
-    ahead, beside = (iha["iha_4"][key]["steps"]["difference"] for key in ("minus_base", "minus_control"))
-    behind = [iha["iha_4"]["minus_control"][budget]["difference"] for budget in ("time", *COUNTS.values())]
-    assert all(each["mean"] > each["half_width"] for each in behind)
-    schedule = read_json(ROOT / "research" / "benchmarks" / "results" / "schedule.json")["rows"]
-    model = span([ratio for row in schedule if row["part"].startswith("model") for ratio in row["ratios"].values()])
-    two, four = (f"{iha[name]['minus_base']['time']['cost']:.2f}" for name in ("iha_2", "iha_4"))
-    for phrase in (
-        f"{text(ahead, 3, -1)} nats per byte ahead of ordinary attention, and {text(beside, 3, -1)} ahead of windows",
-        f"takes {model} times as long as ordinary attention in a [forward pass] on a CPU, and in a small model's "
-        f"training step {two} (P = 2) and {four} times (P = 4)",
-    ):
-        assert phrase in start
-
-
-def test_the_readme_says_what_its_call_costs():
-    fields = json.loads((ROOT / "model_cards" / "smollm2-135m-iha-p2" / "record.json").read_text())["config"]
-    config, tokens = IHAConfig(**fields), fields["max_position_embeddings"]
-    kinds, layers = ["iha"] * 4 + ["mha"], ["sliding_attention"] * 4 + ["full_attention"]
-    window = flop_matched_window(tokens, config.num_pseudo_heads)
-    schedule = IHAConfig(**{**fields, "attention_kinds": kinds, "layer_types": layers, "sliding_window": window})
-    source = cost_of_model(with_mha(config), tokens).prefill
-    ratios = [f"{cost_of_model(each, tokens).prefill / source:.2f} times" for each in (config, schedule)]
-    start = flat((ROOT / "README.md").read_text(encoding="utf-8").split("\n## ")[0])
-    assert f"SmolLM2's window is {window:,} tokens" in start
-    assert f"A forward of {tokens:,} tokens is predicted at {ratios[1]} the FLOPs" in start
-    assert f"computed as before, at {ratios[0]}" in start
-
-
-# The tables
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_a_plot_is_drawn_from_its_table(name):
-    """Draw it 800 pixels wide, with its message, numbers on logarithmic axes, and no two lines that look alike."""
-    figure = import_module(study_of(name)).plot(table(name))
-    assert figure.get_suptitle() and figure.get_size_inches()[0] * plots.DOTS_PER_INCH == 800
-    for axes in figure.axes:
-        named = [(line.get_color(), line.get_linestyle()) for line in axes.lines if line.get_label()[0] != "_"]
-        assert len(named) == len(set(named)), "two lines look alike"
-        plots.plain_numbers(axes)
-        for place, axis in enumerate((axes.xaxis, axes.yaxis)):
-            low, high = axis.get_view_interval()
-            labels = axis.get_ticklabels(which="both")
-            numbers = [each for each in labels if each.get_text() and low <= each.get_position()[place] <= high]
-            assert axis.get_scale() != "log" or len(numbers) > 1, "a logarithmic axis with fewer than two numbers"
