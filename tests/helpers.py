@@ -48,6 +48,9 @@ BF16_GRADIENT = 64 * 2**-9
 
 HALVES = [torch.bfloat16, torch.float16]
 
+# What a command says where `cpu_precision.SLOW_DTYPES` holds bfloat16.
+SLOW = "This CPU has no instructions for products of bfloat16: float32 is several times faster here.\n"
+
 
 # Configs and models
 

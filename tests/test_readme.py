@@ -1,5 +1,7 @@
 """Run what documents, cards and helps tell a new user to type, and find what they show, link to and name."""
 
+import argparse
+import ast
 import inspect
 import json
 import re
@@ -13,11 +15,13 @@ import pytest
 import torch
 from helpers import DOCUMENTS
 from tiny_sources import tiny_source
-from tiny_training import byte_tokenizer
+from tiny_training import byte_tokenizer, preset_config, saved
 
 import modeling_iha
 from iha_io.command_io import ROOT
+from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
+from sft.arguments import RecipeParser
 
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,6 +35,9 @@ TINY_ARGUMENTS = {
     "sft.make_reasoning_data": ["--rows", "20"],
     **{f"sft.train_{name}": ["--use_cpu", "true"] for name in ("dpo", "grpo")},
 }
+# Examples of helps that run here. Of the others the arguments are read: they take hours, a GPU or a network, or are
+# recipes, which tests/sft trains.
+RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan")
 
 
 def anchor(heading: str) -> str:
@@ -90,6 +97,12 @@ def test_the_arguments_are_those_of_docstrings_and_helps(tmp_path, monkeypatch):
     for name, arguments in declared.items():
         assert {*re.findall(r"^- `(\w+)`", section(page, name), re.MULTILINE)} == {*arguments}
     assert all(name in page for name in modeling_iha.__all__)
+
+
+def test_the_model_types_are_counted():
+    types = (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8")
+    exact = re.findall(r"^## AutoModelFor\w+: ([0-9]+) of [0-9]+ types are exact", types, re.MULTILINE)
+    assert "{} types of text, {} of images or sound".format(*exact) in README
 
 
 # What the README runs
@@ -172,6 +185,41 @@ def test_the_readme_prints_what_it_shows(tmp_path, monkeypatch, capsys):
     for card in cards:
         [(_, code, _)] = steps(card)
         exec(compile(code, "README.md", "exec"), {})
+
+
+def examples() -> list[str]:
+    """Return the commands that docstrings and helps show, on one line each, without those that leave a name open."""
+    return [
+        " ".join(example.split())
+        for path in sorted(ROOT.glob("*/*.py"))
+        if path.parent.name != "tests"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for example in re.findall(r"(?m)^(?:examples?: )?\s*(python -m \w[^\[\n]*)$", node.value.replace("\\\n", " "))
+    ]
+
+
+def test_the_examples_of_helps_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    (tmp_path / "sft").symlink_to(ROOT / "sft")
+    for name in ("smollm2-iha", "outputs/demo/sft/final"):
+        saved(IHAForCausalLM(preset_config()), tmp_path / name)
+    recipe, parse = RecipeParser.parse, argparse.ArgumentParser.parse_args
+
+    def and_stop(parse, *arguments):
+        parse(*arguments)
+        raise SystemExit("The arguments are read.")
+
+    # First the rows that others read. The server's arguments are read by typer: test_serving.py starts it.
+    for example in sorted(examples(), key=lambda example: "make_reasoning_data" not in example):
+        if any(name in example for name in RUN):
+            run(example, TINY_ARGUMENTS)
+        elif example.startswith("python") and "conversion_scripts.serve" not in example:
+            with monkeypatch.context() as patch, pytest.raises(SystemExit, match="The arguments are read."):
+                patch.setattr(argparse.ArgumentParser, "parse_args", lambda *given: and_stop(parse, *given))
+                patch.setattr(RecipeParser, "parse", lambda *given: and_stop(recipe, *given))
+                run(example, TINY_ARGUMENTS)
 
 
 def base_and_rows(directory: Path) -> list[str]:

@@ -316,6 +316,17 @@ def test_trained_output_bias_is_not_dropped():
     assert_equal_logits(logits(restored), logits(model))
 
 
+@pytest.mark.parametrize(("dtype", "moved"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
+def test_a_fold_that_rounds_weights_is_announced(dtype, moved, capsys):
+    model = convert_model(tiny_source(dtype=dtype), 1)
+    for layer in model.model.layers if moved else ():
+        torch.nn.init.normal_(layer.self_attn.v_mix.weight, std=0.01)
+    convert_back(model)
+    assert ("rounded in torch.bfloat16: convert with --dtype float32" in capsys.readouterr().err) == (
+        moved and dtype == torch.bfloat16
+    )
+
+
 # The commands
 
 
@@ -460,6 +471,27 @@ def test_verify_a_hybrid_within_its_window(tmp_path, cli):
     assert float(beyond) > 0.01 and json.loads((tmp_path / "figures.json").read_text())["tokens"] == 24
 
 
+@pytest.mark.parametrize(
+    "fields, edit, message",
+    [
+        (
+            {},
+            lambda w: [w[f"model.layers.0.self_attn.{name}_proj.weight"].mul_(1e25) for name in "qk"],
+            "itself gives NaN or infinity",
+        ),
+        ({}, lambda w: w["lm_head.weight"].mul_(1e5), None),  # large logits round by more than small ones
+    ],
+)
+def test_verify_says_where_the_source_is_at_fault(fields, edit, message, tmp_path, cli):
+    save_tiny_source(tmp_path / "source", "mistral", **fields)
+    code, _, err = cli(convert_llama_to_iha, tmp_path / "source", tmp_path / "iha", "--num-pseudo-heads", 2)
+    assert code == 0, err
+    for model in ("source", "iha") if edit else ():
+        edit_weights(tmp_path / model, edit)
+    code, _, err = cli(verify_conversion, tmp_path / "source", tmp_path / "iha", *VERIFY)
+    assert (code == 1 and message in last_line(err)) if message else code == 0, err
+
+
 @pytest.mark.parametrize("road", [LLAMA, DIFFLLAMA], ids=["llama", "diffllama"])
 def test_back_conversion_command(road, travel, tmp_path, cli):
     folder, source = travel(road), AutoModelForCausalLM.from_pretrained(travel(road) / "source", dtype="auto")
@@ -503,6 +535,20 @@ def test_a_gguf_file_of_which_transformers_reads_a_part(architecture, what, add,
     code, _, err = cli(convert_llama_to_iha, tmp_path / "tiny.gguf", tmp_path / "out", "--num-pseudo-heads", 2)
     said = f"holds {what}, which Transformers does not read" if what else "does not hold the weights"
     assert code == 1 and said in last_line(err), err
+
+
+def test_a_source_without_a_tokenizer_converts_there_and_back(tmp_path, cli):
+    """Convert a source from whose config alone Transformers builds a tokenizer, which knows no word."""
+    source = tiny_source("qwen2-tied")
+    source.save_pretrained(tmp_path / "source")
+    for module, *arguments in (
+        (convert_llama_to_iha, tmp_path / "source", tmp_path / "iha", "--num-pseudo-heads", 2),
+        (convert_iha_to_llama, tmp_path / "iha", tmp_path / "back"),
+    ):
+        code, _, err = cli(module, *arguments)
+        assert code == 0 and "holds no tokenizer" in err, err
+        assert not list(arguments[1].glob("tokenizer*"))
+    assert_equal_logits(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "back")), logits(source))
 
 
 # Real weights

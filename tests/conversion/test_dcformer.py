@@ -1,10 +1,13 @@
 """Convert released DCFormer checkpoints with equal logits.
 
-They are compared with the loops of `references/dcmha.py`, which follow the released format.
+They are compared with the loops of `references/dcmha.py`, which follow the released format, and, where
+DCFORMER_OFFICIAL_CODE names its folder, with the official code (pytorch/dcformer of Caiyun-AI/DCFormer).
 """
 
 import copy
+import importlib
 import json
+import os
 
 import pytest
 import torch
@@ -48,6 +51,35 @@ def test_converted_model_computes_what_the_released_one_does(source):
     expected = released_causal_lm(input_ids, weights, source, layer_windows(source))
     assert relative_error(uncached_logits(model, input_ids), expected) < FP64
     assert relative_error(logits_in_chunks(model, input_ids, [4, 1, 1, 2, 1]), expected) < FP64
+
+
+@pytest.mark.parametrize("window", [5, None])
+def test_official_code(window, monkeypatch):
+    """Prefill twice the window, the most that the official cache of a window layer takes, then one token at a time."""
+    if "DCFORMER_OFFICIAL_CODE" not in os.environ:
+        pytest.skip("DCFORMER_OFFICIAL_CODE does not name the folder pytorch/dcformer of Caiyun-AI/DCFormer")
+    monkeypatch.syspath_prepend(os.environ["DCFORMER_OFFICIAL_CODE"])
+    official_class = importlib.import_module("modeling_dcformer").DCFormer
+    official_class.all_tied_weights_keys = {}  # what newer Transformers asks for
+    source = DCFORMER | {"window_size": window}
+    weights = released_weights(source, torch.float32)
+    config = official_class.config_class(
+        **{k: v for k, v in source.items() if k not in ("torch_dtype", "model_type")}, dtype=torch.float32
+    )
+    official = official_class(config).eval()
+    official.load_state_dict(weights)
+    model = convert_model(source, weights)
+    input_ids = random_ids(2, 33)
+    positions = torch.arange(33).expand(2, -1)
+    with torch.no_grad():
+        official.setup_caches(2)
+        expected = [
+            official(input_ids[:, part], input_pos=positions[:, part], batch_indexes=torch.arange(2)).logits
+            for part in (slice(0, 10), *(slice(n, n + 1) for n in range(10, 33)))
+        ]
+    expected = torch.cat(expected, dim=1)
+    assert relative_error(uncached_logits(model, input_ids), expected) < 1e-4
+    assert relative_error(logits_in_chunks(model, input_ids, [10, *[1] * 23]), expected) < 1e-4
 
 
 @pytest.mark.parametrize(

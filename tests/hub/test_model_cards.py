@@ -7,6 +7,8 @@ import json
 import re
 import shutil
 import subprocess
+from copy import deepcopy
+from pathlib import Path
 
 import pytest
 from helpers import random_model, small_config
@@ -15,6 +17,7 @@ from tiny_training import byte_tokenizer
 
 from iha_io.checkpoint_io import fingerprint
 from iha_io.command_io import UserError, read_json
+from kind_facts.model_cost import model as cost_of_model
 from model_cards import render
 from model_cards.render import render_card, with_name, with_results
 from modeling_iha import IHAConfig
@@ -61,6 +64,17 @@ def checkpoint(tmp_path):
 # The card
 
 
+def test_a_card_says_what_the_model_costs_and_what_is_not_known():
+    config = IHAConfig.from_preset("paper-2.4b-iha")
+    card = render_card(config, "name", license="mit")
+    assert f"| Parameters | {cost_of_model(config, 8192).parameters:,} |" in card
+    assert "| FLOPs of one more token | 15.15 G | 6.927 G | 2.187 |" in card
+    assert "The weights are under mit." in card and "under Apache-2.0" in card
+    assert "Not evaluated." in card and "- Duvvuri" in card and "- Vaswani" in card
+    assert "No licence of the weights is known." in render_card(config, "name")
+    assert "FLOPs" in render_card(small_config(max_position_embeddings=10**9), "name")
+
+
 def test_no_name_breaks_a_card():
     cards = [
         ModelCard(render_card(small_config(), name, license=render.one_printable_line(name)))
@@ -85,6 +99,20 @@ def test_the_shell_reads_the_name_of_a_card(checkpoint):
 
 
 # Its evaluation and its name
+
+
+def test_results_stand_in_the_table_and_in_the_metadata():
+    card = with_results(render_card(small_config(), "name"), "name", RESULTS)
+    assert "Not evaluated." not in card and card.count("## Evaluation") == 1 and "## Cost" in card
+    assert "| gsm8k | pass@1 | 54.2 ± 1.4 | 1319 | 16 |  |" in card
+    assert "| niah@512 | loss | 1.500 ± 0.500 | 8 | 16 | not comparable; 3 replies unfinished |" in card
+    _, entry = ModelCard(card).data.eval_results  # not what is not comparable
+    assert (entry.dataset_name, entry.metric_type, entry.metric_value) == ("vt@512", "string_match", 0.25)
+    assert entry.metric_args == {"examples": 50}
+    again = with_results(card, "name", RESULTS)
+    assert again == card
+    smoke = with_results(card, "name", RESULTS | {"suite": "smoke"})
+    assert ModelCard(smoke).data.eval_results is None and "54.2 ± 1.4" in smoke
 
 
 def test_the_command_adds_results_and_renames(checkpoint, tmp_path, cli):
@@ -116,6 +144,62 @@ def test_no_link_in_a_checkpoint_leads_to_a_file_that_changes(checkpoint, tmp_pa
 
 # The checkpoints of model_cards/
 
+NAME = "tiny-iha"
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """Return a copy of the folders of model_cards, which takes its place, as another folder does of the outputs'."""
+    monkeypatch.setattr(make_checkpoints, "OUTPUT", tmp_path / "made")
+    monkeypatch.setattr(make_checkpoints, "INDEX", tmp_path / "index")
+    return shutil.copytree(render.TEMPLATE.parent, tmp_path / "index", ignore=shutil.ignore_patterns("*.py", "__*"))
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Return a checkpoint and its results, which take the place of the recipes."""
+    checkpoint = tmp_path / "made"
+    random_model(small_config()).save_pretrained(checkpoint)
+    (checkpoint / "README.md").write_text(render_card(small_config(), "made"), encoding="utf-8")
+    made = make_checkpoints.Made(checkpoint, RESULTS | {"checkpoint": fingerprint(checkpoint)})
+    monkeypatch.setattr(make_checkpoints, "RECIPES", {"a": lambda output: made})
+    return made
+
+
+@pytest.mark.slow  # it trains as many steps as the record says
+def test_a_checkpoint_is_made_again_as_recorded(index, tmp_path, capsys):
+    """Make it twice: the second time nothing is done again."""
+    before = {path: path.read_bytes() for path in index.rglob("*") if path.is_file()}
+    make_checkpoints.main([NAME])
+    first = capsys.readouterr().out
+    assert re.search(f"^{NAME}: (the recorded weights, bit for bit|other bits than recorded; .*, within)", first, re.M)
+    weights = tmp_path / "made" / NAME / "run" / "final" / "model.safetensors"
+    made, recorded = (read_json(path) for path in (weights.with_name("config.json"), index / NAME / "record.json"))
+    assert made | recorded["config"] | {"transformers_version": made["transformers_version"]} == made
+    stamp = weights.stat().st_mtime_ns
+    make_checkpoints.main([NAME])
+    assert capsys.readouterr().out.count("done before") == 3 and weights.stat().st_mtime_ns == stamp
+    assert {path: path.read_bytes() for path in index.rglob("*") if path.is_file()} == before
+
+
+def test_what_differs_from_its_record_is_named(made, index, capsys):
+    make_checkpoints.main([])
+    assert "a: recorded in" in capsys.readouterr().out
+    make_checkpoints.main([])
+    assert "a: the recorded weights, bit for bit" in capsys.readouterr().out
+    random_model(small_config(), seed=1).save_pretrained(made.checkpoint)
+    made.results = deepcopy(made.results) | {"checkpoint": fingerprint(made.checkpoint)}
+    loss = made.results["tasks"]["niah@512"]["metrics"]["loss"]
+    loss["value"] += make_checkpoints.TOLERANCE / 2
+    make_checkpoints.main([])
+    assert "a: other bits than recorded; the losses differ by up to 0.0250 nats" in capsys.readouterr().out
+    loss["value"] += make_checkpoints.TOLERANCE
+    with pytest.raises(UserError, match=r"a has other weights than recorded, and losses that differ by up to 0\.0750"):
+        make_checkpoints.main([])
+    loss["value"] = float("nan")
+    with pytest.raises(UserError, match="losses that differ by up to nan nats"):
+        make_checkpoints.compare("a", made, index / "a")
+
 
 FOLDERS = sorted(path.parent.name for path in make_checkpoints.INDEX.glob("*/record.json"))
 
@@ -135,3 +219,19 @@ def test_a_card_says_what_the_cost_model_and_the_template_say(folder):
     assert evaluation.sub("", card.text) == evaluation.sub("", expected.text)
     for row in evaluation.search(expected.text)[0].splitlines():
         assert " | ".join(row.split(" | ")[:3]) in card.text  # task, metric and figure
+
+
+def test_every_folder_of_the_index_is_whole():
+    folders = [path for path in make_checkpoints.INDEX.iterdir() if (path / "record.json").is_file()]
+    assert {path.name for path in folders} == make_checkpoints.RECIPES.keys() | {"smollm2-135m-iha-p2-sft"}
+    table = (make_checkpoints.INDEX / "README.md").read_text(encoding="utf-8")
+    assert table.count("/README.md) | ") == len(folders)
+    for folder in folders:
+        record = read_json(folder / "record.json", make_checkpoints.Record)
+        config, (weights,) = IHAConfig(**record["config"]), record["weights_sha256"].values()
+        kinds = ", ".join(dict.fromkeys(config.attention_kinds))
+        heads = config.num_pseudo_heads if kinds == "iha" else "–"
+        assert f"| [{folder.name}]({folder.name}/README.md) | {kinds} | {heads} | `{weights[:12]}` |" in table
+        assert "Not evaluated." not in (folder / "README.md").read_text(encoding="utf-8")
+        texts = [path.read_text(encoding="utf-8") for path in folder.iterdir()]
+        assert not any(str(Path.home()) in text or "site-packages" in text for text in texts)

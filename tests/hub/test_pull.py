@@ -3,11 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import last_line, plant
 from huggingface_hub import constants
-from loopback_hub import Fault, File, LoopbackHub
+from loopback_hub import Fault, File, HubError, LoopbackHub
 
 from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
@@ -64,19 +65,33 @@ def test_pull_does_not_believe_a_damaged_cache(pull, tmp_path):
     assert "Revision: " in pull()
 
 
+def damage(hub):
+    file = hub.head("me/iha")["model.safetensors"]
+    bad = SimpleNamespace(content=b"x" * len(file.content), lfs=True, etag=file.etag, oid=file.oid, sha256=file.sha256)
+    hub.head("me/iha")["model.safetensors"] = bad
+
+
 def resize(hub):
     config = json.loads(hub.head("me/iha")["config.json"].content)
     hub.head("me/iha")["config.json"] = File(json.dumps(config | {"vocab_size": 64}).encode(), False)
 
 
+def fault(*arguments):
+    return lambda hub: hub.faults.append(Fault(*arguments))
+
+
+def put(name, content, lfs=False):
+    return lambda hub: hub.head("me/iha").update({name: File(content, lfs)})
+
+
 REFUSED = {
-    "dropped": (lambda hub: hub.faults.append(Fault("GET", "/resolve/", "drop")), ""),
+    "private": (fault("GET", "/api/", 401), "401"),
+    "gated": (fault("GET", "", HubError(403, "This repository is gated")), "This repository is gated"),
+    "dropped": (fault("GET", "/resolve/", "drop"), ""),
     "no model": (lambda hub: hub.head("me/iha").pop("config.json"), "me/iha holds no config.json"),
-    "a pickle": (
-        lambda hub: hub.head("me/iha").update({"pytorch_model.bin": File(b"x", True)}),
-        "me/iha holds pytorch_model.bin: pickles are refused",
-    ),
+    "a pickle": (put("pytorch_model.bin", b"x", True), "me/iha holds pytorch_model.bin: pickles are refused"),
     "other sizes": (resize, "me/iha does not hold the weights its config asks for: mismatched keys "),
+    "other content": (damage, ""),
 }
 
 

@@ -1,4 +1,4 @@
-"""Run Transformers' common tests of models and training on both ways to interleaved heads.
+"""Run Transformers' common tests of models, training, FSDP2 and tensor parallelism on all ways to interleaved heads.
 
 They come from the source distribution of the installed version. A test that the model is expected to fail is
 overridden in `CommonTests`, with the reason. One that is skipped for a reason not in `EXPECTED_SKIPS` fails.
@@ -24,12 +24,17 @@ from modeling_iha.modeling_interleaved import interleaved_class
 
 pytest.importorskip("transformers_tests", reason="`python tests/fetch_transformers_tests.py` fetches them")
 
-from transformers_tests import test_modeling_common  # noqa: E402
+from transformers_tests import test_fsdp_mixin, test_modeling_common, test_tensor_parallel_mixin  # noqa: E402
 from transformers_tests.generation.test_utils import GenerationTesterMixin  # noqa: E402
+from transformers_tests.test_fsdp_mixin import FSDPTesterMixin  # noqa: E402
 from transformers_tests.test_modeling_common import ModelTesterMixin, ids_tensor  # noqa: E402
+from transformers_tests.test_tensor_parallel_mixin import TensorParallelTesterMixin  # noqa: E402
 from transformers_tests.test_training_mixin import TrainingTesterMixin  # noqa: E402
 
 
+# The distributed tests run for listed model types only.
+test_fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
+test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
 # The tests know by these names which labels a class takes.
 for mapping, task in {
     "MODEL_MAPPING_NAMES": "Model",
@@ -43,6 +48,7 @@ for mapping, task in {
 # What the tests say when they skip (the start is enough), and why that is right for this model or this machine.
 EXPECTED_SKIPS = {
     "test requires": "an accelerator, several of them, MPS, DeepSpeed, or kernels that are not installed",
+    "Need at least": "HSDP tests start 4 processes on as many cores",
     "test is slow": "flash kernels, again",
     "Test requires torchao": "an optional package",
     "No conversion found": "saved and loaded parameter names are the same",
@@ -136,15 +142,20 @@ class CommonTests:
         self.addCleanup(torch.set_printoptions, profile="default")
 
     def test_attention_outputs(self):
-        """Expect the attention weights of "iha" between virtual tokens."""
+        """Expect what the attention weights of three kinds are.
+
+        Those of "iha" are between virtual tokens, "diff_v2" has two softmaxes for each head, and those of "dcmha" do
+        not sum to 1."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         config._attn_implementation = "eager"
         for model_class in self.all_model_classes:
             attentions = model_class(config).eval()(**inputs, output_attentions=True).attentions
             for kind, weights in zip(self.attention_kinds, attentions, strict=True):
                 length = self.model_tester.seq_length * (config.num_pseudo_heads if kind == "iha" else 1)
-                self.assertEqual(weights.shape, (2, config.num_attention_heads, length, length))
-                torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+                heads = config.num_attention_heads * (2 if kind == "diff_v2" else 1)
+                self.assertEqual(weights.shape, (2, heads, length, length))
+                if kind != "dcmha":
+                    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
 
 
 class InterleavedSuite(CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase):
@@ -175,3 +186,47 @@ class InterleavedSuite(CommonTests, ModelTesterMixin, GenerationTesterMixin, Tra
 
 class IHASuite(CommonTests, ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixin, unittest.TestCase):
     attention_kinds = ["iha", "mha"]
+
+
+@pytest.mark.slow
+class ShardedSuite(CommonTests, FSDPTesterMixin, TensorParallelTesterMixin, unittest.TestCase):
+    """Run two processes for each test; `make test` has its own in test_distributed.py."""
+
+    attention_kinds = ["iha", "mha"]
+
+
+@pytest.mark.slow
+class TalkingHeadsAndDiffSuite(IHASuite):
+    """Run for other kinds what `make test` runs for "iha"; test_mechanisms.py has its own tests of every kind."""
+
+    attention_kinds = ["talking_heads", "diff"]
+
+
+@pytest.mark.slow
+class DifferentialV2AndGatedSuite(IHASuite):
+    attention_kinds = ["diff_v2", "gated"]
+
+
+@pytest.mark.slow
+class DynamicallyComposableAndHyperFeatureSuite(IHASuite):
+    attention_kinds = ["dcmha", "hyper_feature"]
+
+
+@pytest.mark.slow
+class MultiTokenAndKnockingHeadsSuite(IHASuite):
+    attention_kinds = ["multi_token", "knocking_heads"]
+
+
+@pytest.mark.slow
+class SimplicialAndHyperSuite(IHASuite):
+    attention_kinds = ["simplicial", "hyper"]
+
+    def test_retain_grad_hidden_states_attentions(self):
+        """Expect no gradient of the attentions: nothing is computed from these sums of weights of pairs."""
+        config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
+        config._attn_implementation = "eager"
+        outputs = IHAModel(config)(**inputs, output_hidden_states=True)
+        for hidden_states in outputs.hidden_states:
+            hidden_states.retain_grad()
+        outputs.last_hidden_state[0, 0, 0].backward()
+        self.assertTrue(all(hidden_states.grad is not None for hidden_states in outputs.hidden_states))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from iha_io.command_io import UserError
 from research.experiments import study
 
 
@@ -27,3 +28,10 @@ def test_p_values_are_corrected_for_their_number():
     assert [each.get("p_holm") for each in compared] == pytest.approx([0.5903, 0.0954, 0.5903, None, None], abs=1e-4)
     study.correct_by_holm(equal := [study.interval([-1.0, 1.0]) for _ in range(2)])
     assert [each["p_holm"] for each in equal] == [1.0, 1.0]
+
+
+def test_a_run_that_is_damaged_is_refused(tmp_path):
+    for content, expected in (("", "Remove the file: its run is then made again."), ("{}", "another setting")):
+        (tmp_path / "run.json").write_text(content)
+        with pytest.raises(UserError, match=expected):
+            study.run_once(tmp_path / "run.json", dict)
