@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configure a decoder of Transformers whose heads are interleaved: the configuration of its own, and a few fields."""
 
+import sys
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -91,8 +92,9 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
 def unpickled_config(base_model_type: str) -> PreTrainedConfig:
     """Return a configuration without fields; pickle fills it, and finds no class that is made at run time.
 
-    A process that did not read the checkpoint (a worker of vLLM) builds its model, too."""
-    from .modeling_interleaved import register_models
-
-    register_models(config_class(base_model_type))
+    With the package a process that did not read the checkpoint (a worker of vLLM) can then build its model. Code in a
+    checkpoint imports nothing here: a copy of a configuration would load the model's code a second time."""
+    models = sys.modules.get(f"{__package__}.modeling_interleaved")
+    if models is not None:
+        models.register_models(config_class(base_model_type))
     return object.__new__(config_class(base_model_type))
