@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import random_model, small_config
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import modeling_iha
 from configuration_iha import PRESETS
@@ -168,6 +174,12 @@ def test_what_others_store_passes(tmp_path):
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def test_the_ffn_is_llamas_unless_a_config_says_otherwise():
+    ours, llama = random_model(small_config()), LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32))
+    names = {name for name, _ in llama.model.layers[0].mlp.named_parameters()}
+    assert {name for name, _ in ours.model.layers[0].mlp.named_parameters()} == names
 
 
 @pytest.mark.parametrize("missing", [SIZES, *[[name] for name in SIZES]], ids=str)

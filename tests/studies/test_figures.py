@@ -15,7 +15,6 @@ import pytest
 from iha_io.command_io import ROOT, read_json
 from research.experiments import warm_start
 from research.experiments.protocol import BUDGETS, COUNTS
-from research.experiments.study import detectable, differences
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"
@@ -91,13 +90,6 @@ def unknown(content: str, studies: tuple[str, ...], more: list[Number], given: t
 # What sections of research/experiments/README.md say beyond their tables
 
 
-def warm_start_more() -> list[Number]:
-    less = differences(*(row["loss"]["values"] for row in table("warm_start")["rows"]))
-    before = table("warm_start")["correct_before"]
-    right_before = sum(before.values()) / (len(before) * warm_start.TEST_ROWS)
-    return [less["mean"] + less["half_width"], less["half_width"] - less["mean"], right_before, detectable(less)]
-
-
 def tasks_more() -> list[Number]:
     by_kind = rows("dcmha_tasks", "kind")
     seen = {kind: row["groups"]["all"].get("seen_more_than_mha", {"p_holm": 1}) for kind, row in by_kind.items()}
@@ -122,9 +114,10 @@ def paper_more() -> list[Number]:
     ]
 
 
+WARM_STARTS = tuple(f"warm_start_{text}" for text in warm_start.STEPS)
 # Heading -> tables, what is computed from them, and the figures of the set-up and of the papers.
 SECTIONS = {
-    "Warm start": (("warm_start",), warm_start_more, ("103,000", "5e-5", "2e-3", "80%")),
+    "Warm start": (WARM_STARTS, list, ("80%", "5e-5", "95%")),
     "Language models": (("language_models", "language_models_512"), list, ()),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ()),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
