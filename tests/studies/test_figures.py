@@ -13,7 +13,6 @@ from functools import cache
 import pytest
 
 from iha_io.command_io import ROOT, read_json
-from research.experiments import warm_start
 from research.experiments.protocol import BUDGETS, COUNTS
 
 
@@ -114,10 +113,10 @@ def paper_more() -> list[Number]:
     ]
 
 
-WARM_STARTS = tuple(f"warm_start_{text}" for text in warm_start.STEPS)
+WARM_STARTS = ("warm_start_prose", "warm_start_lookup")
 # Heading -> tables, what is computed from them, and the figures of the set-up and of the papers.
 SECTIONS = {
-    "Warm start": (WARM_STARTS, list, ("80%", "5e-5", "95%")),
+    "Warm start": (WARM_STARTS, list, ("3e-5", "5e-4", "5e-5", "2e-3", "1,000", "0.001")),
     "Language models": (("language_models", "language_models_512"), list, ()),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ()),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
