@@ -290,7 +290,9 @@ def dearest(seconds: dict[str, float], steps: int) -> int:
 def run_text(args: argparse.Namespace, text: str, pretrained: Path) -> dict:
     """Tune and run all arms on a text; return their rates and runs."""
     directory, steps = args.output / text, STEPS[text]
-    setting = {**SIZE, **PRETRAINING, "rows_of_a_step": ROWS}
+    task = {"letters": Lookup.letters, "back": Lookup.back} if text == "lookup" else {}
+    rows = {"tokens": TOKENS, "rows_of_a_step": ROWS, "held_out_rows": HELD_OUT_ROWS, "every": EVERY}
+    setting = {**SIZE, "pretraining": PRETRAINING, "window": WINDOW, **rows, **task}
 
     def run(arm: str, length: int, seed: int, rate: float, mixing: float) -> dict:
         path = directory / f"{arm}-{length}-{rate:g}-{mixing:g}-{seed}.json"
@@ -409,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pretrained = args.output / "pretrained"
     with sole_writer(pretrained):
         curve = run_once(pretrained / "curve.json", partial(pretrain, pretrained), {**PRETRAINING, **SIZE})["curve"]
-    (before, *_), (after, *_) = (curve[place][:2] for place in (-7, -1))
+    before, after = curve[-7], curve[-1]  # [step, loss, accuracy]
     setting = {
         **SIZE,
         "tokens": TOKENS,
@@ -418,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "effects": EFFECTS,
         "pretraining": {**PRETRAINING, "curve": curve},
         # nats for 1,000 steps, over the last ones
-        "slope_of_pretraining": 1000 * (curve[-1][1] - curve[-7][1]) / (after - before),
+        "slope_of_pretraining": 1000 * (after[1] - before[1]) / (after[0] - before[0]),
     }
     for text in args.texts:
         of_text = run_text(args, text, pretrained / "model.safetensors")

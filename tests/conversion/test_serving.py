@@ -1,4 +1,4 @@
-"""Serve OpenAI's client and `transformers chat`, and refuse what cannot serve."""
+"""Serve OpenAI's client and `transformers chat`, run pipelines, and refuse what cannot serve."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ import torch
 from helpers import HYBRID, plant, random_ids, random_model, small_config
 from servers import answering
 from tiny_sources import edit_config, edit_weights, tiny_tokenizer
-from transformers import AutoModel
+from transformers import AutoModel, pipeline
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conversion_scripts import serve
@@ -50,14 +50,19 @@ def answer(model, chat):
 
 
 @pytest.fixture(scope="module")
+def reply(model):
+    return answer(model, CHAT)
+
+
+@pytest.fixture(scope="module")
 def server(checkpoint):
     with answering(checkpoint) as url:
         yield url
 
 
-def test_openai_client(server, checkpoint, model):
+def test_openai_client(server, checkpoint, reply):
     """Ask for a whole and a streamed answer, decoded greedily."""
-    text, length = answer(model, CHAT)
+    text, length = reply
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60, max_retries=0)
     request = {"model": checkpoint, "messages": CHAT, "max_tokens": NEW_TOKENS, "temperature": 0}
     whole = client.chat.completions.create(**request)
@@ -103,6 +108,16 @@ def test_what_would_be_served_otherwise_than_it_says_is_refused(change, error, c
     monkeypatch.setattr("sys.argv", ["serve", str(tmp_path / "iha"), "--port", "0"])
     with pytest.raises(UserError, match=error):
         serve.main()
+
+
+def test_text_generation_pipeline(checkpoint, reply):
+    generate = pipeline("text-generation", checkpoint, device="cpu")
+    output = generate(CHAT, max_new_tokens=NEW_TOKENS, do_sample=False)[0]["generated_text"]
+    assert output == [*CHAT, {"role": "assistant", "content": reply[0]}]
+    # Prompts of different lengths in one batch, which the pipeline pads.
+    prompts = ["the people", "the people of the state of the union"]
+    together = generate(prompts, max_new_tokens=4, do_sample=False, batch_size=2)
+    assert together == [generate([prompt], max_new_tokens=4, do_sample=False)[0] for prompt in prompts]
 
 
 def build_as_a_server(config, core):

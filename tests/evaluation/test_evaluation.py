@@ -517,3 +517,15 @@ def test_means_of_ruler_are_over_the_lengths_that_were_run():
     assert means["by_length"]["1024"] == {"value": 0.25, "stderr": pytest.approx(0.02**0.5 / 2)}
     assert means["all"]["value"] == 0.5 and means["tasks"] == ["niah_single_1", "ruler_vt"]
     assert report.ruler_means({"gsm8k": {}}) == {}
+
+
+@pytest.mark.parametrize(
+    ("left_out", "suite", "beside"), [(0, "ruler", True), (1, "ruler", False), (0, "smoke", False)]
+)
+def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, suite, beside):
+    counts = {"examples": 50, "samples_each": 1, "unfinished_replies": 0, "prompt_tokens": {"min": 1, "max": 2}}
+    tasks = {f"{name}@512": ruler_entry(0.5) | counts for name in ruler.TASKS[left_out:]}
+    about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
+    about |= {"commit": "0", "first_commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu"}
+    text = report.markdown({**about, "versions": {}, "tasks": tasks, "ruler": report.ruler_means(tasks)})
+    assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside

@@ -59,6 +59,42 @@ def test_caches_and_prefills(core, geometry, options):
         assert torch.equal(generate(model, input_ids, **cached, **options), expected)
 
 
+class Stream:
+    """Stand in for a CUDA stream where there is none: everything runs in order anyway."""
+
+    def wait_stream(self, other):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
+@pytest.mark.parametrize("geometry", ["global", "hybrid"])
+def test_offloaded_cache(geometry, cache, monkeypatch):
+    """Offload on a GPU when there is one; else with stand-ins for its streams."""
+    model = geometry_model(geometry, dtype=torch.float64)
+    input_ids = random_ids(2, PROMPT)
+    if torch.cuda.is_available():
+        model, input_ids = model.cuda(), input_ids.cuda()
+    else:
+        monkeypatch.setattr(torch, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    offloaded = []
+    for layer_class in (DynamicCache, StaticCache):
+        offload = layer_class.offload
+        monkeypatch.setattr(
+            layer_class, "offload", lambda self, *a, offload=offload: (offloaded.append(a[0]), offload(self, *a))[1]
+        )
+    expected = generate(model, input_ids, use_cache=False)
+    actual = generate(model, input_ids, cache_implementation=cache, disable_compile=True)
+    assert torch.equal(actual, expected)
+    assert set(offloaded) == set(range(model.config.num_hidden_layers))
+
+
 @pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="Transformers has no fp8 cache here")
 @pytest.mark.parametrize("geometry", ["global", "no_gqa"])
 def test_quantized_cache(geometry):

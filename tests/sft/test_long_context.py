@@ -1,14 +1,17 @@
 """Test that recipes' positions, RoPE and windows are checked, and that long rows keep little in memory."""
 
 import gc
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_close, random_ids, random_model
-from tiny_training import recipe, sizes
+from tiny_training import byte_tokenizer, recipe, sizes
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
+from trl.trainer.utils import add_fused_lm_head
 
 from iha_io.command_io import UserError
 from modeling_iha import IHAConfig, interleave_heads
@@ -112,3 +115,38 @@ def test_checkpointing_keeps_no_p_fold_activation():
     assert max(checkpointed) < P_FOLD
     for gradient, other in zip(gradients, expected, strict=True):
         assert_close(gradient, other)
+
+
+def peak_memory():
+    """Return the most bytes that this process has held since the peak was set back."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+@pytest.mark.slow
+def test_a_forward_and_backward_at_64k_tokens_take_less_than_2_gb():
+    """Train the paper's schedule with P = 2 and W = N / (2 P^2), with checkpointing."""
+    tokens = 65536
+    config = IHAConfig.from_preset(
+        "paper-2.4b-iha",
+        **{"vocab_size": len(byte_tokenizer()), "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2},
+        **{"num_key_value_heads": 2, "num_hidden_layers": 5, "num_pseudo_heads": 2},
+        **{"max_position_embeddings": tokens, "bos_token_id": 0, "eos_token_id": 0},
+        rope_parameters={"rope_type": "default", "rope_theta": 8e6},
+    )
+    assert config.layer_types == ["sliding_attention"] * 4 + ["full_attention"] and config.sliding_window == 8192
+    assert config.attention_kinds == ["iha"] * 4 + ["mha"] and rope_reach(config) > 2 * tokens
+    model = random_model(config).train()
+    model.activation_checkpointing_enable()
+    add_fused_lm_head(model)
+    ids = torch.randint(0, config.vocab_size, (1, tokens))
+    Path("/proc/self/clear_refs").write_text("5")
+    start, cpu = time.perf_counter(), time.process_time()
+    loss = model(ids, labels=ids, fused_lm_head=True).loss
+    loss.backward()
+    print(
+        f"\n{tokens} tokens: {time.perf_counter() - start:.0f} s ({time.process_time() - cpu:.0f} s of CPU time), "
+        f"peak {peak_memory() / 1e9:.2f} GB in the process"
+    )
+    assert loss.isfinite() and all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert peak_memory() < 2e9

@@ -10,7 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from iha_io.command_io import UserError
 from modeling_iha import interleave_heads
-from sft import train
+from sft import memory_plan, train
 from sft.arguments import RecipeParser
 from sft.base_model import lora_config
 from sft.memory_plan import Counter, Plan, plan
@@ -79,3 +79,9 @@ def test_a_run_that_cannot_fit_is_refused(tiny, rows_file, tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"The run needs 0\.\d GB on each device and there are 0\.0 GB: set"):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run")])
     assert "A step takes 0." in capsys.readouterr().out
+
+
+def test_a_step_that_cannot_be_counted_is_said_and_not_refused(tiny, tmp_path, capsys):
+    arguments = sizes(tiny, "rows", tmp_path / "run", max_length="null")
+    memory_plan.main(["--config", recipe("demo"), *arguments])
+    assert "what this run takes in memory is not planned" in capsys.readouterr().out

@@ -1,5 +1,10 @@
 """Test adapters beside mixing and collapse weights that stay trainable."""
 
+import re
+import shlex
+from pathlib import Path
+
+import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -8,15 +13,21 @@ from mechanism_checks import Mechanism
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_sources import tiny_source
 from tiny_training import (
+    LONG_ROPE,
+    ROOT,
     byte_config,
     byte_tokenizer,
     recipe,
     saved,
     sizes,
+    training_rows,
+    write_jsonl,
 )
 from trl import SFTConfig
+from trl.scripts import sft as trl_sft
 
 from iha_io.command_io import UserError
+from model_cards.render import render_card
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.kind_options import OPTIONS_CLASSES
@@ -93,6 +104,65 @@ def test_each_mixing_module_counts_from_the_adapter(kind, module):
             if f"{module}.modules_to_save." in name:
                 parameter.add_(0.5 * torch.randn_like(parameter))
     assert (logits_of(model) - before).abs().max() > 1e-2
+
+
+def test_all_linear_leaves_the_mixing_frozen():
+    """Leave the mixing to `modules_to_save`: "all-linear" passes it over, and naming it is refused."""
+    model = get_peft_model(random_model(small_config()), lora(target_modules="all-linear", modules_to_save=None))
+    trained = {name.split(".lora_")[0].rpartition(".")[2] for name in take_a_step(model)}
+    assert trained == {*PROJECTIONS, "gate_proj", "up_proj", "down_proj"}
+    with pytest.raises(ValueError, match="HeadMixing.* is not supported"):
+        get_peft_model(random_model(small_config()), lora(target_modules=["q_mix"], modules_to_save=None))
+
+
+# Commands of cards and documents
+
+COMMAND = re.compile(r"^(?:trl|python -m) .*(?:--use_peft|recipes/lora/).*$", re.MULTILINE)
+CARDS = {
+    kind: small_config(vocab_size=300, attention_kinds=kind, rope_parameters=LONG_ROPE)
+    for kind in ("iha", "mha", "talking_heads", "gated", "knocking_heads", "dcmha")
+}
+DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/SUPPORT.md", "sft/recipes/README.md")}
+NAMED = [
+    pytest.param(command, config, id=f"{name}-{shlex.split(command)[0]}")
+    for name, text, config in (
+        *((kind, render_card(config, "smollm2-iha"), config) for kind, config in CARDS.items()),
+        *((name, text, CARDS["iha"]) for name, text in DOCUMENTS.items()),
+    )
+    for command in COMMAND.findall(text)
+    # The recipe asks the model for its adapters: the cards of other kinds have the same command.
+    if command.startswith("trl") or name in ("iha", *DOCUMENTS)
+]
+
+
+@pytest.mark.parametrize(("command", "config"), NAMED)
+def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, monkeypatch):
+    """Run the command at the size of a test; its adapters are those of `sft/train.py`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    model, tokenizer = random_model(config), byte_tokenizer()
+    model.save_pretrained("smollm2-iha")
+    tokenizer.save_pretrained("smollm2-iha")
+    (tmp_path / "sft").symlink_to(ROOT / "sft")
+    write_jsonl(Path("rows.jsonl"), training_rows(20))
+    Path("rows").mkdir()
+    messages = [{"role": role, "content": "1+1?"} for role in ("user", "assistant")]
+    write_jsonl(Path("rows/train.jsonl"), [{"messages": messages}] * 4)
+
+    size = (
+        "--max_steps 1 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --use_cpu true --report_to none"
+    )
+    program, _, *arguments = shlex.split(f"{command.replace('$name', 'smollm2-iha')} {size}")
+    if program == "trl":
+        parsed = trl_sft.make_parser().parse_args_and_config(arguments)
+        trl_sft.main(*parsed)
+    else:
+        train.main(arguments[arguments.index("--config") :])
+    [tuned] = Path("tuned").glob("checkpoint-*")
+    adapters, expected = LoraConfig.from_pretrained(tuned), lora_config(run(use_peft=True), model)
+    assert adapters.modules_to_save == expected.modules_to_save
+    targets = [get_peft_model(random_model(config), each).targeted_module_names for each in (adapters, expected)]
+    assert targets[0] == targets[1]
 
 
 # sft/train.py

@@ -138,6 +138,15 @@ def test_an_interrupted_run_resumes_to_the_same_weights(name, runs, tiny, rows_f
         shutil.rmtree(tmp_path / "final")  # as if killed after the last checkpoint, which lies inside an epoch
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_recipe_trains_in_bf16_where_the_device_has_it(name, tmp_path, monkeypatch):
+    config_class, path = {"dpo": DPOConfig, "grpo": GRPOConfig}[name], str(RECIPES / name / f"{name}.yaml")
+    monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: False)
+    for more, bf16 in (([], False), (["--use_cpu", "true"], True)):
+        _, args = RecipeParser(config_class, "").parse(["--config", path, "--output_dir", str(tmp_path), *more])
+        assert args.bf16 == bf16
+
+
 def test_replies_of_continuous_batching_are_those_of_generate(tiny, rows_file, tmp_path):
     replies = {}
     for batching in ("false", "true"):
@@ -260,6 +269,8 @@ PAIR = {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [{**ASSISTANT, "con
     [
         ({"prompt": [USER], "chosen": [ASSISTANT]}, "rejected is None"),
         ({**PAIR, "rejected": [ASSISTANT, USER]}, "'rejected', .*last turn .*, got user"),
+        ({**PAIR, "chosen": [USER, ASSISTANT]}, "column 'chosen': the first turn must be the assistant's"),
+        ({**PAIR, "prompt": [USER, ASSISTANT]}, "column 'prompt': the last turn must be the user's"),
         ({**PAIR, "rejected": [{**ASSISTANT, "content": " A\n"}]}, "the same but for white space"),
         ({**PAIR, "tools": [{"name": "f"}]}, "column 'tools' would be lost"),
     ],
@@ -268,6 +279,11 @@ def test_a_bad_pair_is_named_with_its_column_before_the_model_is_loaded(unread, 
     path = write_jsonl(tmp_path / "pairs.jsonl", [PAIR, bad])
     with pytest.raises(UserError, match=f"pairs.jsonl, row 2.*{named}"):
         train_dpo.main(command("dpo", unread, path, tmp_path / "run"))
+
+
+def test_the_system_column_of_a_pair_begins_its_prompt():
+    system = {"role": "system", "content": "Be brief"}
+    assert train_dpo.to_pair({**PAIR, "system": "Be brief"}, "row 1") == {**PAIR, "prompt": [system, USER]}
 
 
 def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file, tmp_path, capsys):
@@ -285,7 +301,11 @@ def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file
     ("name", "keys", "named"),
     [
         ("dpo", {"beta": 0}, "beta is 0, .*above 0"),
+        ("dpo", {"dataset_train_split": "test"}, "has no split"),
+        ("grpo", {"dataset_train_split": "test"}, "dataset_train_split is not used here"),
+        ("dpo", {"dataset_streaming": "true"}, "dataset_streaming is not used here"),
         ("dpo", {"precompute_ref_log_probs": "true"}, "precompute_ref_log_probs is not used here"),
+        *((name, {"sync_ref_model": "true"}, "sync_ref_model is not used here") for name in COMMANDS),
         ("grpo", {"use_vllm": "true"}, "use_vllm is not used here"),
         (
             "grpo",

@@ -1,11 +1,12 @@
 """Test that rows of every schema become TRL's rows, with right labels, and that bad rows are named."""
 
 import gzip
+import json
 from pathlib import Path
 
 import datasets
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from helpers import small_config
 from tiny_training import TEMPLATES, byte_tokenizer, training_rows, with_template, write_jsonl
 from trl import SFTConfig
@@ -86,12 +87,16 @@ def test_both_openthoughts_schemas_become_messages(row):
     "bad, named",
     [
         ({"prompt": "Q"}, "expected one column of 'conversations' and 'messages'.*the row has .*prompt"),
+        ({"conversations": [{"from": "robot", "value": "A"}]}, "0.from is 'robot'.*'human'"),
         ({"conversations": GOOD_TURNS[:1]}, "column 'conversations': the last turn must be the assistant's, got user"),
+        ({"messages": [{"role": "assistant", "content": " \n"}]}, "turn 1, 'content': the text is empty"),
         ({"messages": [{"role": "assistant", "content": "A", "tool_calls": [{"id": 1}]}]}, "turn 1: 'tool_calls'"),
+        ({"messages": [{"role": "assistant", "content": "A", "reasoning": "B"}]}, "turn 1: 'reasoning' would be"),
         ({"messages": [{"role": "assistant", "content": "A", "weight": 0}]}, "turn 1: 'weight' is 0, and the turn"),
         ({"messages": [{"role": "assistant", "content": "A", "train": False}]}, "turn 1: 'train' is False"),
         ({"system": "S", "messages": CONVERSATIONS[1]}, "column 'system' and a turn of 'messages' both hold"),
         ({"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}, "column 'tools' would be lost"),
+        ({"messages": CONVERSATIONS[0], "conversations": GOOD_TURNS}, "the row has .'conversations', 'messages'"),
     ],
 )
 def test_a_bad_row_is_named_with_its_column(tmp_path, bad, named):
@@ -178,6 +183,18 @@ def trained_on(rows: list[dict], tokenizer, **keys) -> list[dict]:
 # Sources
 
 
+def test_every_type_of_file_holds_the_same_rows(rows_file, tmp_path):
+    expected, path = list(load_rows(rows_file)), Path(rows_file)
+    raw = path.read_bytes()
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(raw))
+    Dataset.from_list([json.loads(line) for line in raw.splitlines()]).to_parquet(tmp_path / "rows.parquet")
+    for name in (path.name, "packed.jsonl.gz", "rows.parquet"):
+        for streaming in (False, True):
+            rows = load_rows(str(tmp_path / name), streaming=streaming)
+            assert isinstance(rows, IterableDataset) == streaming
+            assert list(rows) == expected, name
+
+
 def test_plain_text_is_learned_whole_and_ends(tmp_path):
     text, tokenizer = "Größe 🙂\n\nEnd", byte_tokenizer()
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
@@ -194,11 +211,16 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
     [
         ("cut.jsonl.gz", gzip.compress(b'{"text": "Q"}\n' * 99, mtime=0)[:-9], "cannot be read"),
         ("empty.txt", b"", "no rows|the text is empty|cannot be read"),
+        ("rows.csv", b"a,b", "expected a file .jsonl"),
+        ("empty.jsonl.gz", gzip.compress(b"\n", mtime=0), "no rows|cannot be read"),
+        ("rows.parquet", b"PAR1", "rows.parquet"),
         ("mixed.jsonl", b'{"text": "Q", "messages": null}\n{"text": null, "messages": []}', "row 2, column 'text'"),
+        ("absent.jsonl", None, "no such file"),
     ],
 )
 def test_a_damaged_file_is_refused(name, content, named, tmp_path):
-    (tmp_path / name).write_bytes(content)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=named) as refused:
         list(load_rows(str(tmp_path / name)))
     assert "\n" not in str(refused.value)

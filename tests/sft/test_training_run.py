@@ -1,5 +1,6 @@
 """Test what a run refuses, what it records, how it stops, and how it goes on."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, sizes
 from trl import SFTConfig, SFTTrainer
 
+from conversion_scripts.checkpoint_checks import checkpoint_files
 from iha_io.command_io import ROOT, UserError, run_cli, sole_writer
 from sft import run as sft_run
 from sft import train
@@ -20,6 +22,7 @@ from sft.trainer import RECORD, MixingTrainer, newest_whole_checkpoint
 
 STEPS = 6
 NO_EVALUATION = {"eval_size": 0, "eval_strategy": "no", "eval_on_start": "false"}
+DRAW = sft_run.draw
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
 
@@ -65,7 +68,11 @@ def assert_same_run(output: Path, whole: Path):
     "key, value, named",
     [
         ("push_to_hub", "true", "is not used here"),
+        ("load_in_4bit", "true", "is not used here"),
+        ("hub_token", "secret", "is not used here: remove the key"),
         ("dataset_kwargs", '{"skip_prepare_dataset": true}', "is not used here"),
+        ("chat_template_path", "absent", "absent is not a .jinja file"),
+        ("resume_from_checkpoint", "absent", "absent has no run.json"),
         ("learning_rat", "1", "learning_rat"),
     ],
 )
@@ -91,6 +98,15 @@ def test_a_run_does_not_continue_on_another_model_or_other_data(tiny, rows_file,
         with pytest.raises(UserError, match=f"checkpoint-2 belongs to a run with another {named}"):
             train.main(arguments)
         (tmp_path / changed).write_bytes(content)
+
+
+def test_a_run_says_which_keys_it_continues_with(whole, tiny, rows_file, tmp_path, capsys):
+    keys = {"max_steps": 8, "learning_rate": 0.5, "resume_from_checkpoint": whole / "checkpoint-6"}
+    train.main(command(tiny, rows_file, tmp_path / "run", **keys))
+    said = capsys.readouterr().out
+    assert "this run began with max_steps 6 and continues with 8" in said
+    assert "began with learning_rate 0.0001 and continues with 0.5" in said
+    assert "output_dir" not in said and (tmp_path / "run" / "checkpoint-8" / RECORD).exists()
 
 
 # One run in one directory
@@ -246,3 +262,30 @@ def test_a_checkpoint_without_an_optimizer_of_this_launch_is_refused(whole, tiny
 
 
 # What a person sees
+
+
+def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(sft_run, "draw", DRAW)
+    output, base = tmp_path / "run", shutil.copytree(tiny, tmp_path / "base")
+    (base / "README.md").write_text("---\nlicense: mit\nbase_model: me/base\n---\n")
+    train.main(command(base, rows_file, output, max_steps=4, eval_on_start="false"))
+    losses = json.loads((output / "loss.json").read_text())
+    assert [step for step, _ in losses["train"]] == [1, 2, 3, 4] and [step for step, _ in losses["eval"]] == [2, 4]
+
+    card, record = (output / "final" / "README.md").read_text(), json.loads((output / RECORD).read_text())
+    for fact in (
+        "license: mit",
+        "base_model: me/base",
+        f"rows.jsonl, SHA-256 {record['data']['sha256']}",
+        f"SHA-256 {record['base_model']['sha256']}",
+        f"torch {record['versions']['torch']}",
+        "| `learning_rate` | 0.0001 |",
+        f"| Held-out loss, first and last logged | {losses['eval'][0][1]:.4f}, {losses['eval'][-1][1]:.4f} |",
+        "![Curves of the run](curves.png)",
+    ):
+        assert fact in card, fact
+    assert str(tmp_path) not in card and str(Path(rows_file).parent) not in card
+    names, others = checkpoint_files(output / "final")
+    assert set(names) == {path.name for path in (output / "final").iterdir()} and others == []
+    assert (output / "final" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not (output / "README.md").exists() and not (output / ".lock").exists()

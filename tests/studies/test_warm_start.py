@@ -35,7 +35,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("arm", ["iha_1", "iha_2", "iha_4", "iha_2_rolled", "iha_2_shared"])
 def test_arms_start_from_the_pretrained_function(arm, weights):
-    """All starts are exact but that of "iha_2_shared"."""
+    """Expect the pretrained logits of all starts but that of "iha_2_shared"."""
     rows = torch.randint(256, (1, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = warm_start.build("mha", weights, 0)(rows).logits
