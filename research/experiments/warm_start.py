@@ -12,9 +12,11 @@ of Python's manual), and on a task that combines two letters of a row ("lookup")
 - `iha_2_rolled` starts exact, with query pseudo-heads that differ: all but the last begin as other heads' queries.
 
 Every arm learns at the best rate, and its mixing at the best multiple of the default rate, found on TUNING_SEEDS; the
-arms of BORROWED take those of `iha_2`, because to tune them costs more than to run them. The smallest effects worth
-having are EFFECTS. An interval within them says "does not matter", one on one side of zero "helps" or "hurts", and any
-other "undecided". All intervals are of differences from `mha`, or from the arm that ARMS names, on the same seed.
+arms of BORROWED take those of `iha_2`, because to tune them costs more than to run them. Texts are judged by the loss
+at the end. Lookup is judged by the share of right answers, averaged over the continuation: at the end it tells how
+far a run is in a sudden rise, and spreads over seeds by 8 points. The smallest effects worth having are EFFECTS. An
+interval within them says "does not matter", one on one side of zero "helps" or "hurts", and any other "undecided". All
+intervals are of differences from `mha`, or from the arm that ARMS names, on the same seed.
 
 example: python -m research.experiments.warm_start --texts python prose lookup
 """
@@ -28,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
@@ -42,7 +45,7 @@ from modeling_iha.interleaving import HeadCollapse
 from modeling_iha.package import flop_matched_window
 from research.experiments.language_models import read_text, rows_of
 from research.experiments.options import study_parser
-from research.experiments.protocol import RATE_FACTOR, Rates, end, fit, loss_at, tune, walk
+from research.experiments.protocol import RATE_FACTOR, Rates, end, fit, tune, walk
 from research.experiments.study import (
     begin,
     correct_by_holm,
@@ -64,7 +67,7 @@ ROWS, EVERY = 1, 40  # rows of a step, steps between two evaluations
 HELD_OUT_ROWS = 32
 TUNING_SEEDS = (1000, 1001)
 FIRST_RATES = {"python": 2.5e-4, "prose": 2e-3, "lookup": 4e-3}
-EFFECTS = {"loss": 0.005, "accuracy": 0.02}  # nats for each byte, share of the answers
+EFFECTS = {"python": 0.005, "prose": 0.005, "lookup": 0.02}  # nats for each byte, share of the answers
 # Arm -> the arm that it is compared with, besides `mha`.
 ARMS = {
     "mha": None,
@@ -324,23 +327,26 @@ def verdict(difference: dict, effect: float, better: int) -> str:
     return "undecided"
 
 
-def compared(arm: list[dict], base: list[dict], budgets: dict[str, float], metric: str) -> dict:
-    """Return the differences of an arm's ends from the base, after as many steps of the base as each budget gives."""
-    place = 1 if metric == "loss" else 2
-    better = -1 if metric == "loss" else 1
+def outcome(text: str, run: dict, step: float) -> float:
+    """Return what a run is judged by after `step` steps: the loss, or in lookup the mean share of right answers."""
+    steps, losses, shares = zip(*run["curve"])
+    if text != "lookup":
+        return float(np.interp(step, steps, losses))
+    places = [place for place in steps if place < step] + [step]
+    return float(np.trapezoid(np.interp(places, steps, shares), places) / step)
 
-    def at(run: dict, step: float) -> float:
-        return loss_at([[point[0], point[place]] for point in run["curve"]], step)
 
-    found = {}
+def compared(text: str, arm: list[dict], base: list[dict], budgets: dict[str, float]) -> dict:
+    """Return how much an arm is above the base, after as many steps of the base as each budget gives."""
+    better, found = 1 if text == "lookup" else -1, {}
     for budget, step in budgets.items():
-        difference = differences([at(run, budgets["steps"]) for run in arm], [at(run, step) for run in base])
-        least = detectable(difference) if len(arm) > 1 else None
+        ours = [outcome(text, run, STEPS[text]) for run in arm]
+        difference = differences(ours, [outcome(text, run, step) for run in base])
         found[budget] = {
             **difference,
             "base_steps": step,
-            "verdict": verdict(difference, EFFECTS[metric], better),
-            "found_in_80_percent": least,
+            "verdict": verdict(difference, EFFECTS[text], better),
+            "found_in_80_percent": detectable(difference) if len(arm) > 1 else None,
         }
     return found
 
@@ -349,24 +355,24 @@ def row_of(text: str, arm: str, of_text: dict) -> dict:
     """Return a row of the table."""
     runs, rates, steps = of_text["runs"], of_text["rates"][arm], STEPS[text]
     seconds = {name: median(run["seconds"] for run in of_arm) for name, of_arm in runs.items()}
-    metric = "accuracy" if text == "lookup" else "loss"
     row = {"arm": arm, **rates._asdict(), "start": runs[arm][0]["curve"][0][1:]}
     row["cost"] = seconds[arm] / seconds["mha"]
-    row |= {
-        name: interval([loss_at([[p[0], p[i]] for p in run["curve"]], steps) for run in runs[arm]])
-        for i, name in ((1, "loss"), (2, "accuracy"))
-    }
+    row["outcome"] = interval([outcome(text, run, steps) for run in runs[arm]])
     for base in dict.fromkeys(("mha", ARMS[arm])):
         if base in runs and base != arm:
             longest = runs[base][0]["curve"][-1][0]  # which ends equal time where this run's timing was another
             budgets = {"steps": steps} | ({"time": min(steps * row["cost"], longest)} if base == "mha" else {})
-            row[f"minus_{base}"] = compared(runs[arm], runs[base], budgets, metric)
+            row[f"minus_{base}"] = compared(text, runs[arm], runs[base], budgets)
     if "kept" in runs[arm][0]:
-        place = 1 if metric == "accuracy" else 0
         row["kept_by_the_last"] = interval([run["kept"] for run in runs[arm]])
-        ends = [run["curve"][-1][1 + place] for run in runs[arm]]
-        row["one_query_minus_all"] = differences([run["one_query"][place] for run in runs[arm]], ends)
+        ends = [score_of(text, run["curve"][-1][1:]) for run in runs[arm]]
+        row["one_query_minus_all"] = differences([score_of(text, run["one_query"]) for run in runs[arm]], ends)
     return row
+
+
+def score_of(text: str, scores: list[float]) -> float:
+    """Return of a loss and a share of right answers the one that counts on a text."""
+    return scores[1 if text == "lookup" else 0]
 
 
 def plot(table: dict) -> Figure:
@@ -393,9 +399,8 @@ def plot(table: dict) -> Figure:
     others = [row for row in rows if "minus_mha" in row]
     series = {f"equal {budget}": points([row["minus_mha"][budget] for row in others]) for budget in ("steps", "time")}
     plots.dots(dots, [row["arm"] for row in others], series, mark=0)
-    effect = table["effects"]["accuracy" if is_task else "loss"]
-    dots.axvspan(-effect, effect, color="grey", alpha=0.2)
-    unit = "share of right answers\n(above 0 is better)" if is_task else "nats per byte\n(below 0 is better)"
+    dots.axvspan(-table["effect"], table["effect"], color="grey", alpha=0.2)
+    unit = "mean share of right answers\n(above 0 is better)" if is_task else "nats per byte\n(below 0 is better)"
     dots.set(xlabel=f"minus mha, 95% interval, {unit}")
     return figure
 
@@ -417,7 +422,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "tokens": TOKENS,
         "window": WINDOW,
         "rows_of_a_step": ROWS,
-        "effects": EFFECTS,
         "pretraining": {**PRETRAINING, "curve": curve},
         # nats for 1,000 steps, over the last ones
         "slope_of_pretraining": 1000 * (after[1] - before[1]) / (after[0] - before[0]),
@@ -427,7 +431,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = [row_of(text, arm, of_text) for arm in of_text["runs"]]
         correct_by_holm([row["minus_mha"]["steps"] for row in rows if "minus_mha" in row])
         args.study = f"warm_start_{text}"
-        write(args, plot, text=text, steps=STEPS[text], **setting, rows=rows, runs=of_text["runs"])
+        write(
+            args, plot, text=text, steps=STEPS[text], effect=EFFECTS[text], **setting, rows=rows, runs=of_text["runs"]
+        )
 
 
 if __name__ == "__main__":

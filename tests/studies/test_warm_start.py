@@ -71,6 +71,14 @@ def test_verdicts(values, expected):
     assert warm_start.verdict(interval(values), 0.005, better=-1) == expected
 
 
+def test_outcomes():
+    """Judge a text by its loss at a step, and lookup by the area under the shares before it."""
+    run = {"curve": [[0, 2.0, 0.0], [40, 1.0, 0.4], [80, 0.5, 0.6]]}
+    assert warm_start.outcome("prose", run, 60) == pytest.approx(0.75)
+    assert warm_start.outcome("lookup", run, 40) == pytest.approx(0.2)
+    assert warm_start.outcome("lookup", run, 60) == pytest.approx((40 * 0.2 + 20 * 0.45) / 60)
+
+
 def test_the_study_in_small(tmp_path, monkeypatch, capsys):
     """Write a table and a plot, and repeat no run."""
     small = {"TOKENS": 32, "WINDOW": 4, "STEPS": {"lookup": 2}, "EVERY": 1, "HELD_OUT_ROWS": 2}
