@@ -5,8 +5,8 @@
 from importlib.util import find_spec
 
 
-ARCHITECTURES = ("InterleavedForCausalLM", "IHAForCausalLM")
-VISION = ("InterleavedForImageTextToText", "InterleavedForMultimodalLM")  # registered to be refused in a line
+ARCHITECTURES = ("InterleavedForCausalLM", "InterleavedForImageTextToText", "IHAForCausalLM")
+REFUSED = "InterleavedForMultimodalLM"  # registered to be refused in a line
 
 
 def register() -> None:
@@ -18,7 +18,7 @@ def register() -> None:
 
     if find_spec("modeling_iha"):  # It registers its classes. --trust-remote-code brings the checkpoint's own.
         import modeling_iha  # noqa: F401
-    for architecture in (*ARCHITECTURES, *VISION):
+    for architecture in (*ARCHITECTURES, REFUSED):
         name = architecture if architecture in ARCHITECTURES else ARCHITECTURES[0]
         ModelRegistry.register_model(architecture, f"vllm_iha.model:{name}")
         MODELS_CONFIG_MAP[architecture] = InterleavedModelConfig

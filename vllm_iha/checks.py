@@ -17,6 +17,7 @@ from . import ARCHITECTURES
 VLLM = ("0.31", "0.32")
 KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of so many keys; 16 would do on a GPU.
 DEFAULT_BLOCK = 128  # vLLM's own on a CPU
+WITH_IMAGES = ("llava",)  # model types of bases
 # Their frequencies are the same at every length, as the keys in a cache need.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -50,14 +51,18 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
 
 def refused_model(vllm_config: VllmConfig) -> str | None:
     """Return what in a model the plugin cannot serve, or `None`."""
-    model_config, config = vllm_config.model_config, vllm_config.model_config.hf_config
-    if config.architectures[0] not in ARCHITECTURES:
-        return f"{config.architectures[0]} was not tested in vLLM, which serves interleaved heads of text decoders"
+    model_config, config = vllm_config.model_config, vllm_config.model_config.hf_text_config
+    whole = model_config.hf_config
+    architecture = whole.architectures[0]
+    if architecture not in ARCHITECTURES:
+        return f"{architecture} was not tested in vLLM, which serves decoders of text, and of images and text"
+    if model_config.is_multimodal_model and whole.model_type not in WITH_IMAGES:
+        return f"Images were tested in vLLM with {', '.join(WITH_IMAGES)} alone, and this is {whole.model_type}"
     if other_kinds := sorted(set(getattr(config, "attention_kinds", ())) - {"iha", "mha"}):
         return f"attention_kinds holds {', '.join(map(repr, other_kinds))}, and vLLM serves 'iha' and 'mha'"
     if getattr(config, "mlp_gate_groups", None) is not None:
         return f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM"
-    if config.architectures[0] == "IHAForCausalLM" and 0 in (getattr(config, "no_rope_layers", None) or ()):
+    if architecture == "IHAForCausalLM" and 0 in (getattr(config, "no_rope_layers", None) or ()):
         return "no_rope_layers is not served by vLLM"
     if getattr(config, "kv_lora_rank", None):
         return "Multi-head latent attention caches no keys that interleaved heads could mix"
@@ -76,7 +81,7 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
 def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
     """Return a line on an option that cannot be served, or `None`. Blocks must hold a multiple of `step` tokens."""
     model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
-    parallel_config, config = vllm_config.parallel_config, model_config.hf_config
+    parallel_config, config = vllm_config.parallel_config, model_config.hf_text_config
     rope_theta = (parameters := getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     if not vllm.__version__.startswith(tuple(f"{version}." for version in VLLM)):
         known = " and ".join(VLLM)

@@ -10,11 +10,19 @@ from math import gcd
 
 import torch
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, rotate_half
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from vllm.config import VllmConfig
-from vllm.model_executor.models.transformers import TransformersForCausalLM, TransformersMoEForCausalLM
+from vllm.model_executor.models.transformers import (
+    TransformersForCausalLM,
+    TransformersMoEForCausalLM,
+    TransformersMultiModalForCausalLM,
+)
+from vllm.model_executor.models.transformers.base import Base
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.whisper_causal import WhisperCausalAttentionWithBlockPooling
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf, subclass_attention_backend_with_overrides
@@ -112,7 +120,7 @@ def expand(states: torch.Tensor, alpha: torch.Tensor, rotation: tuple | None = N
     return states.flatten(0, 1).flatten(1)
 
 
-class VirtualTransformers(TransformersForCausalLM):
+class VirtualTransformers(Base):
     """Run a model by its own modules, and attend over virtual tokens where a layer has mixing weights."""
 
     rotation = None  # of `VirtualAttention`
@@ -148,16 +156,21 @@ class VirtualTransformers(TransformersForCausalLM):
         return attention
 
 
-class InterleavedForCausalLM(VirtualTransformers):
+class Interleaved(VirtualTransformers):
     """Serve a model of `interleave_heads` by the modules of its base."""
 
-    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = ""):
-        return super().__new__(InterleavedMoEForCausalLM if vllm_config.model_config.is_moe else cls)
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        own = vllm_config.model_config.hf_config.architectures
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.config.architectures = own
 
-    def _patch_config(self):
-        super()._patch_config()
-        # Some of what vLLM does for experts asks for the name of the base model's class.
-        self.config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.config.model_type]]
+    def _create_hf_to_vllm_mapper(self):
+        # The classes of the base tell how its weights are named, and what its experts do.
+        self.config.architectures = [self.names_of_bases[self.config.model_type]]
+        own, bases = type(self.model), type(self.model).__mro__
+        self.model.__class__ = next(each for each in bases if each.__module__.startswith("transformers."))
+        super()._create_hf_to_vllm_mapper()
+        self.model.__class__ = own
 
     def recursive_replace(self):
         # Hooks of the package see to it that its own cores attend.
@@ -165,10 +178,21 @@ class InterleavedForCausalLM(VirtualTransformers):
         super().recursive_replace()
 
 
-class InterleavedMoEForCausalLM(TransformersMoEForCausalLM, InterleavedForCausalLM): ...
+class InterleavedForCausalLM(Interleaved, TransformersForCausalLM):
+    names_of_bases = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    def __new__(cls, *, vllm_config: VllmConfig, prefix: str = ""):
+        return super().__new__(InterleavedMoEForCausalLM if vllm_config.model_config.is_moe else cls)
 
 
-class IHAForCausalLM(VirtualTransformers):
+class InterleavedMoEForCausalLM(InterleavedForCausalLM, TransformersMoEForCausalLM): ...
+
+
+class InterleavedForImageTextToText(Interleaved, TransformersMultiModalForCausalLM):
+    names_of_bases = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
     """Serve layers of kinds "iha" and "mha" by the modules of Llama and Qwen3, which vLLM fuses."""
 
     def recursive_replace(self):

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -19,6 +20,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
 from modeling_iha.mixing import mixing_parameters
 
 
+WORDS = [f"w{number}" for number in range(254)]
 NEW_TOKENS = 8
 GREEDY = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False}
 LOGPROBS = {"logprobs": 0, "prompt_logprobs": 0}
@@ -26,6 +28,15 @@ LENGTHS = (1, 2, 7, 31, 40, 70, 129, 260)
 SIZES = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 5}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048}
 SIZES |= {"initializer_range": 0.1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+
+def word_tokenizer(*special: str) -> PreTrainedTokenizerFast:
+    """Build a tokenizer of 256 words and the special tokens."""
+    vocabulary = {word: index for index, word in enumerate(["<unk>", "<eos>", *WORDS])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens = {"unk_token": "<unk>", "eos_token": "<eos>", "additional_special_tokens": list(special)}
+    return PreTrainedTokenizerFast(tokenizer_object=words, **tokens)
 
 
 def random_tokens(*lengths: int, vocab_size: int = 256, seed: int = 1) -> list[list[int]]:
@@ -44,11 +55,11 @@ def save_iha(directory: Path, dtype: torch.dtype = torch.float32, **overrides) -
     return load(directory, dtype)
 
 
-def random_base(model_type: str, **fields) -> PreTrainedModel:
+def random_base(model_type: str, auto_class: type = AutoModelForCausalLM, **fields) -> PreTrainedModel:
     """Build a random model of Transformers, with noise in norms and biases too."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**SIZES, **fields})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = auto_class.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
@@ -62,12 +73,12 @@ def save_interleaved(
     for parameter in mixing_parameters(model):
         parameter.data += 0.2 / model.config.mixing_scale * torch.randn_like(parameter)
     model.to(dtype).save_pretrained(directory)
-    return load(directory, dtype)
+    return load(directory, dtype, type(model))
 
 
-def load(directory: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def load(directory: Path | str, dtype: torch.dtype = torch.float32, cls: type = AutoModelForCausalLM):
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}  # what float64 has everywhere
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options).eval()
+    return cls.from_pretrained(directory, dtype=dtype, **options).eval()
 
 
 @contextmanager
@@ -91,9 +102,9 @@ def serve(llm: LLM, prompts: list[list[int]], **options) -> list:
 
 
 @torch.no_grad()
-def token_logprobs(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
+def token_logprobs(model: PreTrainedModel, tokens: list[int], **images) -> torch.Tensor:
     """Return the log-probability of each token but the first, in float32 at least, as vLLM does."""
-    logits = model(torch.tensor([tokens])).logits[0, :-1]
+    logits = model(torch.tensor([tokens]), **images).logits[0, :-1]
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return logprobs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].double()
 
@@ -106,35 +117,35 @@ def served_logprobs(output) -> torch.Tensor:
     return torch.tensor([at[token].logprob for at, token in zip(logprobs, tokens)], dtype=torch.float64)
 
 
-def distances(model: PreTrainedModel, outputs: list) -> tuple[float, float]:
+def distances(model: PreTrainedModel, outputs: list, **images) -> tuple[float, float]:
     """Return how far from float64 the log-probabilities of vLLM and of the model are at most."""
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
-    ours = [token_logprobs(model, tokens) for tokens in texts]
-    exact_model = load(model.name_or_path, torch.float64)
-    exact = [token_logprobs(exact_model, tokens) for tokens in texts]
+    ours = [token_logprobs(model, tokens, **images) for tokens in texts]
+    exact_model = load(model.name_or_path, torch.float64, type(model))
+    exact = [token_logprobs(exact_model, tokens, **images) for tokens in texts]
     served = [served_logprobs(output) for output in outputs]
     return tuple(max(float((a - b[-len(a) :]).abs().max()) for a, b in zip(those, exact)) for those in (served, ours))
 
 
-def assert_tokens_equal(model: PreTrainedModel, outputs: list):
+def assert_tokens_equal(model: PreTrainedModel, outputs: list, **images):
     """Compare what was written with `generate`.
 
     Where float64 puts two tokens within 1e-5, the rounding of a CPU chooses, and what follows cannot be compared."""
     for output in outputs:
         prompt = torch.tensor([output.prompt_token_ids])
         options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **images, **options)
         written, expected = output.outputs[0].token_ids, expected[0, prompt.shape[1] :].tolist()
         assert len(written) == len(expected)
         for place in [place for place, pair in enumerate(zip(written, expected)) if len(set(pair)) > 1][:1]:
             text = torch.tensor([[*output.prompt_token_ids, *expected[:place]]])
             with torch.no_grad():
-                logits = load(model.name_or_path, torch.float64)(text).logits[0, -1]
+                logits = load(model.name_or_path, torch.float64, type(model))(text, **images).logits[0, -1]
             assert abs(logits[written[place]] - logits[expected[place]]) < 1e-5, (written, expected)
 
 
-def assert_equal(model: PreTrainedModel, outputs: list):
+def assert_equal(model: PreTrainedModel, outputs: list, **images):
     """Compare the tokens with `generate`, and the log-probabilities with float64."""
-    assert_tokens_equal(model, outputs)
-    served, ours = distances(model, outputs)
+    assert_tokens_equal(model, outputs, **images)
+    served, ours = distances(model, outputs, **images)
     assert served < 2 * ours

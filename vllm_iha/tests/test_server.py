@@ -11,22 +11,12 @@ import urllib.request
 
 import openai
 import pytest
-from serving import save_iha, save_interleaved
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from serving import WORDS, save_iha, save_interleaved, word_tokenizer
+from transformers import PreTrainedModel
 
 
 KEY = "a-key"
-WORDS = [f"w{number}" for number in range(254)]
 GREEDY = {"max_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer of 256 words."""
-    vocabulary = {word: index for index, word in enumerate(["<unk>", "<eos>", *WORDS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<eos>")
 
 
 def prompt(client: int) -> str:
@@ -44,7 +34,7 @@ def model(request, tmp_path_factory) -> PreTrainedModel:
         model = save_iha(directory, **schedule)
     else:
         model = save_interleaved(directory, "olmo2", {}, num_pseudo_heads=4, layers="paper", sliding_window=7)
-    tokenizer().save_pretrained(directory)
+    word_tokenizer().save_pretrained(directory)
     return model
 
 
@@ -87,11 +77,11 @@ def server(model, tmp_path_factory):
 
 def answer(model: PreTrainedModel, text: str) -> str:
     """Return what `generate` writes after the prompt."""
-    ids = tokenizer()(text, return_tensors="pt")["input_ids"]
+    ids = word_tokenizer()(text, return_tensors="pt")["input_ids"]
     tokens = model.generate(
         ids, max_new_tokens=GREEDY["max_tokens"], do_sample=False, eos_token_id=None, pad_token_id=1
     )
-    return tokenizer().decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)  # as the server does
+    return word_tokenizer().decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)  # as the server does
 
 
 def test_a_hundred_clients_get_what_generate_writes(server, model):

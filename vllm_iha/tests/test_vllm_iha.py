@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 # This comes before vLLM, whose settings it makes.
 from serving import (
+    GREEDY,
     LENGTHS,
+    LOGPROBS,
     SIZES,
+    WORDS,
     assert_equal,
     assert_tokens_equal,
     distances,
@@ -20,8 +24,16 @@ from serving import (
     save_iha,
     save_interleaved,
     serve,
+    word_tokenizer,
 )
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    LlavaProcessor,
+    PreTrainedModel,
+)
+from vllm import SamplingParams
 from vllm.model_executor.models.transformers.base import Base
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -120,8 +132,10 @@ def test_an_interleaved_decoder_equals_generate(case, tmp_path, undecorated):
 @pytest.mark.parametrize("case", CASES)
 def test_iha_equals_generate(case, tmp_path, undecorated):
     model = save_iha(tmp_path, **CASES[case])
+    # The reference's P = 20 make rows of 20 N virtual tokens.
+    lengths = LENGTHS[:5] if case == "paper" else LENGTHS
     with engine(tmp_path, num_gpu_blocks_override=100) as llm:
-        outputs = serve(llm, random_tokens(*LENGTHS))
+        outputs = serve(llm, random_tokens(*lengths))
     assert_equal(model, outputs)
 
 
@@ -145,6 +159,38 @@ def test_softcapped_scores(tmp_path, undecorated):
     assert_tokens_equal(model, outputs)
     served, ours = distances(model, outputs)
     assert served / ours < 2 * plain / plain_ours
+
+
+def save_processor(directory: Path) -> LlavaProcessor:
+    """Save what turns an image of 28 x 28 pixels into four tokens."""
+    size = {"height": 28, "width": 28}
+    images = CLIPImageProcessorPil(size=size, crop_size=size)
+    processor = LlavaProcessor(
+        images, word_tokenizer("<image>"), patch_size=14, vision_feature_select_strategy="default"
+    )
+    processor.num_additional_image_tokens = 1
+    processor.save_pretrained(directory)
+    return processor
+
+
+def test_images(tmp_path, undecorated):
+    """Read an image in one request, and none in others at the same time."""
+    processor = save_processor(tmp_path)
+    image_token = processor.tokenizer.convert_tokens_to_ids("<image>")
+    text = {**SIZES, "model_type": "llama", "vocab_size": len(processor.tokenizer)}
+    vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "num_hidden_layers": 2}
+    vision |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    fields = {"text_config": text, "vision_config": vision, "image_token_index": image_token}
+    model = save_interleaved(tmp_path, "llava", {**fields, "auto_class": AutoModelForImageTextToText}, **PAPER)
+    image = Image.effect_noise((28, 28), 100).convert("RGB")
+    prompts = [{"prompt": f"w1 <image> {' '.join(WORDS[:30])}", "multi_modal_data": {"image": image}}]
+    prompts += [{"prompt": "w7"}, {"prompt": "w7 w8 w9"}]
+    with engine(tmp_path, skip_tokenizer_init=False, limit_mm_per_prompt={"image": 1}) as llm:
+        outputs = llm.generate(prompts, SamplingParams(**GREEDY, **LOGPROBS), use_tqdm=False)
+    assert outputs[0].prompt_token_ids.count(image_token) == 4
+    pixels = processor(images=image, text="<image>", return_tensors="pt")["pixel_values"]
+    assert_equal(model, outputs[:1], pixel_values=pixels)
+    assert_equal(model, outputs[1:])
 
 
 @pytest.mark.parametrize("kind", ["interleaved", "iha"])
@@ -230,17 +276,23 @@ LATENT = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_r
 REFUSED_BASES = {
     "latent": ("deepseek_v3", LATENT, "ForCausalLM", "Multi-head latent attention"),
     "chunks": ("llama4_text", {"layer_types": ["chunked_attention"] * 5}, "ForCausalLM", "'chunked_attention', which"),
-    "vision": ("gemma3", {}, "ForImageTextToText", "InterleavedForImageTextToText was not tested"),
+    "vision": ("gemma3", {}, "ForImageTextToText", "with llava alone, and this is gemma3"),
+    "any_input": ("gemma3n", {}, "ForMultimodalLM", "InterleavedForMultimodalLM was not tested"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED_BASES)
 def test_which_bases_are_refused(case, tmp_path):
     model_type, fields, task, message = REFUSED_BASES[case]
-    config = config_class(model_type)(**(fields if case == "vision" else {**SIZES, **fields}))
+    config = config_class(model_type)(**(fields if task != "ForCausalLM" else {**SIZES, **fields}))
     config.num_pseudo_heads, config.architectures = 2, [f"Interleaved{task}"]
     config.save_pretrained(tmp_path)
-    with pytest.raises(NotImplementedError, match=message) as error, engine(tmp_path):
+    if task != "ForCausalLM":
+        save_processor(tmp_path)
+    with (
+        pytest.raises(NotImplementedError, match=message) as error,
+        engine(tmp_path, skip_tokenizer_init=task == "ForCausalLM"),
+    ):
         pass
     assert "\n" not in str(error.value)
 
