@@ -18,6 +18,7 @@ from research.benchmarks import (
     prefill,
     report,
     schedule,
+    serving,
     training_plan,
 )
 
@@ -48,8 +49,21 @@ def results(tmp_path_factory):
 
 
 def test_nothing_that_git_tracks_is_written_unless_told():
-    for script in (*COMMANDS, any_decoder, default_form, gpu):
-        assert script.PARSER.parse_args([]).out.is_relative_to(ROOT / "outputs")
+    for script in (*COMMANDS, any_decoder, default_form, gpu, serving):
+        assert script.PARSER.parse_args(["vllm"] if script is serving else []).out.is_relative_to(ROOT / "outputs")
+
+
+def test_continuous_batching_beside_padded_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "load", lambda: tiny_source("llama"))
+    monkeypatch.setattr(serving, "prompts", lambda count: [[1] * (index + 1) for index in range(count)])
+    monkeypatch.setattr(serving, "REQUESTS", (1, 2))
+    monkeypatch.setitem(serving.NEW_TOKENS, "batching", 2)
+    monkeypatch.setattr(sys, "argv", ["any", "batching", "--repeats", "1", "--out", str(tmp_path)])
+    serving.main()
+    rows = json.loads((tmp_path / "serving_batching.json").read_text())["rows"]
+    assert [row["requests"] for row in rows] == [1, 2]
+    managers = [f"a {which} manager / padded generate" for which in ("kept", "new")]
+    assert all(list(row["ratios"]) == managers for row in rows)
 
 
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.__name__)
