@@ -29,8 +29,7 @@ own; below 1 the first takes less. The JSON files hold seconds, bytes, threads a
 COLUMNS = {"any_decoder": ("pass", "window")}
 DEFAULT = """## default_form
 The default of an "iha" layer over SDPA on the virtual sequence under a dense mask: the lowest and the highest of all
-dtypes and numbers of threads. Idle it may take at most 1.05 of SDPA's time, and beside busy processes 1.2; the command
-fails where it takes more."""
+dtypes and numbers of threads."""
 
 
 def table(header: list[str], lines: dict[str, list[str]]) -> list[str]:
