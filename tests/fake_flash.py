@@ -20,7 +20,7 @@ def install(monkeypatch) -> list[str]:
     # Transformers passes only what it finds in these signatures.
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
         calls.append("flash_attn_func")
-        return torch.stack([_attend(*states, softmax_scale, causal, window_size) for states in zip(q, k, v)])
+        return torch.stack([attend(*states, softmax_scale, causal, window_size) for states in zip(q, k, v)])
 
     def flash_attn_varlen_func(
         q,
@@ -44,7 +44,7 @@ def install(monkeypatch) -> list[str]:
         for i in range(len(cu_seqlens_q) - 1):
             of_queries = slice(cu_seqlens_q[i], cu_seqlens_q[i + 1])
             of_keys = slice(cu_seqlens_k[i], cu_seqlens_k[i + 1])
-            outputs.append(_attend(q[of_queries], k[of_keys], v[of_keys], softmax_scale, causal, window_size))
+            outputs.append(attend(q[of_queries], k[of_keys], v[of_keys], softmax_scale, causal, window_size))
         return torch.cat(outputs)
 
     utils = modeling_flash_attention_utils
@@ -55,7 +55,7 @@ def install(monkeypatch) -> list[str]:
     return calls
 
 
-def _attend(q, k, v, softmax_scale, causal, window_size):
+def attend(q, k, v, softmax_scale, causal, window_size):
     """Attend within one sequence: q `[queries, H, d]`, k and v `[keys, G, d]`, output `[queries, H, d]`."""
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from references import reference_attention
 from references.iha import causal_lm
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.activations import ACT2FN
 
 from iha_io.command_io import ROOT, run_cli
@@ -20,6 +20,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM, virtual_core
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.interleaving import is_absorbed
 from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha.mixing import mixing_parameters
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
@@ -47,9 +48,6 @@ BF16_OUTPUT = 16 * 2**-9
 BF16_GRADIENT = 64 * 2**-9
 
 HALVES = [torch.bfloat16, torch.float16]
-
-# What a command says where `cpu_precision.SLOW_DTYPES` holds bfloat16.
-SLOW = "This CPU has no instructions for products of bfloat16: float32 is several times faster here.\n"
 
 
 # Configs and models
@@ -105,6 +103,31 @@ GEOMETRIES = {
 IHA_GEOMETRIES = ["one_pseudo_head", "no_gqa", "hybrid", "hybrid_window_of_2"]
 # Of the other kinds than "iha".
 OTHER_KINDS = [name for name, fields in GEOMETRIES.items() if isinstance(fields.get("attention_kinds"), str)]
+
+# Plain decoders, whose heads are interleaved, and fields of model types beside the sizes.
+DECODERS = ("llama", "gemma3_text", "olmo2", "qwen3_moe")
+DECODER_SIZES = {
+    **SIZES,
+    **{"num_hidden_layers": 3, "head_dim": 8, "max_position_embeddings": 256},
+    **{"pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1},
+}
+DECODER_FIELDS = {
+    "bert": {"is_decoder": True, "add_cross_attention": True},
+    "gemma2": {"sliding_window": 64, "attn_logit_softcapping": 2.0},  # as long as no window acts
+    "gemma3_text": {
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "gemma4_text": {
+        **{"sliding_window": 6, "hidden_size_per_layer_input": 8, "global_head_dim": 8, "num_kv_shared_layers": 1},
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "gpt2": {"is_decoder": True, "add_cross_attention": True},
+    "llama4_text": {"attention_chunk_size": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "mistral": {"sliding_window": 6},
+    "opt": {"layerdrop": 1.0, "ffn_dim": 48},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
 
 
 # What a checkpoint of "iha" and "mha" layers ships.
@@ -165,6 +188,23 @@ def geometry_model(geometry, core=None, dtype=torch.float32, seed=0, **overrides
     return model
 
 
+def decoder(name, core="sdpa", **fields):
+    """Return a plain decoder of Transformers of three layers, or of its first ones."""
+    torch.manual_seed(0)
+    fields = {**DECODER_SIZES, **DECODER_FIELDS.get(name, {}), **fields}
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][: fields["num_hidden_layers"]]
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**fields), attn_implementation=core).eval()
+
+
+def train_mixing(model, size=0.3):
+    """Move what mixes heads by about `size`, as training does."""
+    generator = torch.Generator().manual_seed(3)
+    for weight in mixing_parameters(model):
+        weight.data += size / model.config.mixing_scale * torch.randn(weight.shape, generator=generator).to(weight)
+    return model
+
+
 def random_ids(*shape, vocab_size=61, seed=1):
     """Return token ids above the special ones, `[*shape]`."""
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
@@ -195,17 +235,6 @@ def set_core(model, core):
     weakref.finalize(model.config, ABSORBS.pop, id(model.config), None)  # another config may get the id
 
 
-def learn_one_batch(model, optimizer):
-    """Train 60 steps on one batch of two rows of 9 tokens, and return the last loss."""
-    input_ids = random_ids(2, 9)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = model(input_ids, labels=input_ids).loss
-        loss.backward()
-        optimizer.step()
-    return loss
-
-
 def take_a_step(model) -> set[str]:
     """Train on one batch, and return the names of the trainable parameters that changed."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -215,14 +244,6 @@ def take_a_step(model) -> set[str]:
     model(input_ids, labels=input_ids).loss.backward()
     optimizer.step()
     return {name for name, parameter in trainable.items() if not torch.equal(parameter, before[name])}
-
-
-def reload(model, directory):
-    """Save the model to the directory, and return it loaded again with every weight in its place."""
-    model.save_pretrained(directory)
-    loaded, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    return loaded
 
 
 def plant(directory, mark):

@@ -46,13 +46,13 @@ class HubError(Exception):
 class Fault:
     """Say what happens to the next `times` requests of `method` whose path contains `path`.
 
-    `what` is an error or its HTTP status, "drop" (half of the request is read, then the connection closes), or a
+    `what` is an HTTP status, "drop" (half of the request is read, then the connection closes), or a
     function that is called before the answer.
     """
 
     method: str
     path: str
-    what: "int | str | HubError | Callable"
+    what: int | str | Callable
     times: float = float("inf")
 
     def takes(self, method: str, path: str) -> bool:
@@ -304,8 +304,6 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if isinstance(fault, int):
                 raise HubError(fault, f"Status {fault}, for a test")
-            if isinstance(fault, HubError):
-                raise fault
             with self.hub.lock:
                 self.hub.calls.append((self.command, url.path))
                 answer = self.route(parts, parse_qs(url.query), body)

@@ -119,8 +119,7 @@ def save_tiny_weights(directory: Path) -> None:
         model(tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    saved(model, directory)
 
 
 def steps(text: str) -> list[tuple[str, str, str]]:
@@ -225,8 +224,7 @@ def test_the_examples_of_helps_run(tmp_path, monkeypatch):
 def base_and_rows(directory: Path) -> list[str]:
     """Save a tiny base model and rows, and return their paths."""
     tokenizer = byte_tokenizer()
-    tiny_source(vocab_size=len(tokenizer), num_hidden_layers=2).save_pretrained(directory / "base")
-    tokenizer.save_pretrained(directory / "base")
+    saved(tiny_source(vocab_size=len(tokenizer), num_hidden_layers=2), directory / "base")
     (directory / "rows").mkdir()
     rows = [{"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}] * 16
     (directory / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -8,21 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import helpers
 import pytest
-import torch
 from helpers import small_config
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from iha_io.command_io import ROOT
 from modeling_iha import IHAConfig
@@ -39,28 +28,6 @@ SMOLLM2_STOCK_TEMPLATE = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-# Plain decoders, whose heads recipes interleave.
-DECODER_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "initializer_range": 0.2,
-}
-DECODER_LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-DECODER_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-DECODERS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, DECODER_LAYERS),
-    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, DECODER_EXPERTS),
-}
 
 
 def byte_tokenizer(special=untrained.SPECIAL) -> PreTrainedTokenizerFast:
@@ -84,12 +51,11 @@ def preset_config(name: str = "tiny", **fields) -> IHAConfig:
     return IHAConfig.from_preset(name, **ids, **fields)
 
 
-def decoder(name: str) -> PreTrainedModel:
-    """Return a plain decoder of Transformers for `byte_tokenizer`."""
-    torch.manual_seed(0)
-    (model_class, config_class, own), tokenizer = DECODERS[name], byte_tokenizer()
-    ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    return model_class(config_class(**{**DECODER_SIZES, **ids, **own}))
+def decoder(name: str, **fields) -> PreTrainedModel:
+    """Return a plain decoder of Transformers, of two layers, for `byte_tokenizer`."""
+    tokenizer = byte_tokenizer()
+    ids = {"vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
+    return helpers.decoder(name, **{**ids, "num_hidden_layers": 2, "initializer_range": 0.2, **fields})
 
 
 def saved(model: PreTrainedModel, directory: Path) -> str:
@@ -154,6 +120,12 @@ def hasten_runs(patch: pytest.MonkeyPatch) -> None:
     """Have a run draw no figure and collect no garbage, which take as long as its steps."""
     patch.setattr("sft.run.draw", lambda points, path: path.touch())
     patch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: None))
+
+
+def one_step(output: Path, **overrides) -> dict:
+    """Return arguments of a trainer of TRL that takes a step on a CPU and saves nothing."""
+    fields = {"output_dir": str(output), "max_steps": 1, "logging_steps": 1, "save_strategy": "no"}
+    return {**fields, "report_to": "none", "use_cpu": True, "bf16": False, **overrides}
 
 
 def sizes(model: str, rows: str, output: Path, **overrides) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from helpers import IHA_CODE, last_line, random_model, small_config
 from tiny_sources import (
     CHAT_TEMPLATE,
+    OTHER_SOURCES,
     SOURCES,
     VOCAB_SIZE,
     assert_equal_logits,
@@ -56,12 +57,17 @@ from modeling_iha.mixing import values
 # What is converted
 
 
+CONVERT = {
+    **dict.fromkeys(SOURCES, convert_model),
+    **dict.fromkeys(OTHER_SOURCES, convert_diffllama_to_iha.convert_model),
+}
 P3, TALKING_HEADS = {"num_pseudo_heads": 3}, {"kind": "talking_heads"}
 OTHER_KINDS = [{"kind": kind} for kind in KINDS if kind != "iha"]
 # "smollm3-sliding" has what a kind meets in a layer, whatever the architecture: a head_dim of its own, windows, biases
 # and layers without RoPE. "qwen3" adds QK-norm.
 CONVERSIONS = [
     *((name, P3) for name in SOURCES),
+    *((name, {}) for name in OTHER_SOURCES),
     *(("qwen2-sliding", {"num_pseudo_heads": p}) for p in (1, 4)),
     *(("smollm3-sliding", kind) for kind in OTHER_KINDS if kind["kind"] != "multi_token"),  # which has no windows
     *(("qwen3", kind) for kind in OTHER_KINDS),
@@ -81,9 +87,9 @@ CONVERSIONS = [
 def test_converted_model_computes_what_its_source_does(name, arguments):
     source = tiny_source(name)
     expected, padded, tokens = logits(source), padded_logits(source), continuation(source)
-    model = convert_model(source, **arguments)
+    model = CONVERT[name](source, **arguments)
     assert type(model) is IHAForCausalLM and not model.training
-    assert set(model.config.attention_kinds) == {arguments.get("kind", "iha")}
+    assert set(model.config.attention_kinds) == {"diff" if name in OTHER_SOURCES else arguments.get("kind", "iha")}
     assert exact_length(source.config, model.config) is None
     assert_equal_logits(logits(model), expected)
     assert_equal_logits(padded_logits(model), padded)
@@ -91,17 +97,17 @@ def test_converted_model_computes_what_its_source_does(name, arguments):
 
     # In bfloat16 the conversion adds no rounding: mixing, offsets included, is exact.
     source = tiny_source(name, torch.bfloat16)
-    model = convert_model(source, **arguments)
+    model = CONVERT[name](source, **arguments)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert_equal_logits(logits(model.float()), logits(source.float()))
 
 
-@pytest.mark.parametrize(("name", "arguments"), [(name, P3) for name in SOURCES], ids=str)
+@pytest.mark.parametrize(("name", "arguments"), CONVERSIONS[: len(CONVERT)], ids=str)
 def test_round_trip_returns_the_same_model(name, arguments):
     source = tiny_source(name, torch.bfloat16)
-    restored = convert_back(convert_model(source, **arguments))
+    restored = convert_back(CONVERT[name](source, **arguments))
     # A Mistral without a window is a Llama.
-    expected_class = SOURCES["llama" if name == "mistral" else name][0]
+    expected_class = LlamaForCausalLM if name == "mistral" else type(source)
     assert type(restored) is expected_class and not restored.training
     expected, actual = source.state_dict(), restored.state_dict()
     assert actual.keys() == expected.keys() and all(torch.equal(actual[key], expected[key]) for key in expected)
@@ -331,17 +337,16 @@ def test_a_fold_that_rounds_weights_is_announced(dtype, moved, capsys):
 
 
 class Road(NamedTuple):
-    """Hold a source's name, the commands there and back, and a parameter of the conversion."""
+    """Hold a source's name, the command that converts it, and a parameter of the conversion."""
 
     source: str
     there: ModuleType
     options: tuple
-    back: ModuleType
     parameter: str
 
 
-LLAMA = Road("qwen2-sliding", convert_llama_to_iha, ("--num-pseudo-heads", "2"), convert_iha_to_llama, "k_mix.weight")
-DIFFLLAMA = Road("diffllama", convert_diffllama_to_iha, (), convert_iha_to_llama, "lambda_k2")
+LLAMA = Road("qwen2-sliding", convert_llama_to_iha, ("--num-pseudo-heads", "2"), "k_mix.weight")
+DIFFLLAMA = Road("diffllama", convert_diffllama_to_iha, (), "lambda_k2")
 
 
 @pytest.fixture(scope="module")
@@ -472,21 +477,20 @@ def test_verify_a_hybrid_within_its_window(tmp_path, cli):
 
 
 @pytest.mark.parametrize(
-    "fields, edit, message",
+    "edit, message",
     [
         (
-            {},
             lambda w: [w[f"model.layers.0.self_attn.{name}_proj.weight"].mul_(1e25) for name in "qk"],
             "itself gives NaN or infinity",
         ),
-        ({}, lambda w: w["lm_head.weight"].mul_(1e5), None),  # large logits round by more than small ones
+        (lambda w: w["lm_head.weight"].mul_(1e5), None),  # large logits round by more than small ones
     ],
 )
-def test_verify_says_where_the_source_is_at_fault(fields, edit, message, tmp_path, cli):
-    save_tiny_source(tmp_path / "source", "mistral", **fields)
+def test_verify_says_where_the_source_is_at_fault(edit, message, tmp_path, cli):
+    save_tiny_source(tmp_path / "source", "mistral")
     code, _, err = cli(convert_llama_to_iha, tmp_path / "source", tmp_path / "iha", "--num-pseudo-heads", 2)
     assert code == 0, err
-    for model in ("source", "iha") if edit else ():
+    for model in ("source", "iha"):
         edit_weights(tmp_path / model, edit)
     code, _, err = cli(verify_conversion, tmp_path / "source", tmp_path / "iha", *VERIFY)
     assert (code == 1 and message in last_line(err)) if message else code == 0, err
@@ -495,16 +499,16 @@ def test_verify_says_where_the_source_is_at_fault(fields, edit, message, tmp_pat
 @pytest.mark.parametrize("road", [LLAMA, DIFFLLAMA], ids=["llama", "diffllama"])
 def test_back_conversion_command(road, travel, tmp_path, cli):
     folder, source = travel(road), AutoModelForCausalLM.from_pretrained(travel(road) / "source", dtype="auto")
-    code, out, _ = cli(road.back, folder / "iha", tmp_path / "back")
+    code, out, _ = cli(convert_iha_to_llama, folder / "iha", tmp_path / "back")
     assert code == 0 and type(source).__name__ in out
     restored = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     assert type(restored) is type(source) and restored.dtype == torch.bfloat16
     assert torch.equal(logits(restored), logits(source))
     assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == CHAT_TEMPLATE
-    code, _, err = cli(road.back, tmp_path / "back", tmp_path / "again")
+    code, _, err = cli(convert_iha_to_llama, tmp_path / "back", tmp_path / "again")
     assert code == 1 and "expected 'iha'" in last_line(err) and not (tmp_path / "again").exists()
     edit_config(quantized := shutil.copytree(folder / "iha", tmp_path / "quantized"), quantization_config={"bits": 8})
-    code, _, err = cli(road.back, quantized, tmp_path / "again")
+    code, _, err = cli(convert_iha_to_llama, quantized, tmp_path / "again")
     assert code == 1 and "quantized are quantized: take the checkpoint" in last_line(err)
 
 

@@ -2,19 +2,15 @@
 
 import pytest
 import torch
-from helpers import random_ids, random_model, small_config
+from helpers import random_ids, random_model, small_config, train_mixing
 from tiny_sources import tiny_source
 from transformers import DynamicCache, exporters
 
 from modeling_iha import interleave_heads
-from modeling_iha.mixing import mixing_parameters
 
 
 def interleaved():
-    model = interleave_heads(tiny_source(num_hidden_layers=1), 2)
-    for weight in mixing_parameters(model):
-        torch.nn.init.normal_(weight, std=0.01)
-    return model.eval()
+    return train_mixing(interleave_heads(tiny_source(num_hidden_layers=1), 2))
 
 
 def iha():

@@ -4,12 +4,9 @@ import re
 
 import openai
 import pytest
-import torch
-from helpers import small_config
 from loopback_hub import LoopbackHub
 from servers import answering
-from tiny_training import byte_tokenizer, saved
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+from tiny_training import byte_tokenizer, decoder, saved
 
 from conversion_scripts import (
     convert_iha_to_llama,
@@ -26,28 +23,18 @@ from modeling_iha.package import INTERLEAVED_FILES
 from sft.score_reasoning import generate_replies
 
 
-FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """Save a Llama and a Gemma 3, plain and with two of three layers interleaved."""
-    place, small = tmp_path_factory.mktemp("interleaved"), small_config()
-    sizes = {name: getattr(small, name) for name in FIELDS}
-    sizes |= {"vocab_size": len(byte_tokenizer()), "eos_token_id": byte_tokenizer().eos_token_id, "pad_token_id": 0}
-    sizes |= {"num_hidden_layers": 3, "max_position_embeddings": 2048, "initializer_range": 0.3, "bos_token_id": 0}
-    types = ["sliding_attention", "full_attention", "sliding_attention"]
-    torch.manual_seed(0)
-    for name, model in {
-        "llama": LlamaForCausalLM(LlamaConfig(**sizes)),
-        "gemma3": Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window=6, layer_types=types)),
-    }.items():
+    place = tmp_path_factory.mktemp("interleaved")
+    for name in ("llama", "gemma3_text"):
+        model = decoder(name, num_hidden_layers=3, max_position_embeddings=2048, initializer_range=0.3)
         saved(model, place / name)
         saved(interleave_heads(model, 2, layers=[0, 1]), place / f"{name}-iha")
     return place
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_commands_take_it(name, place, tmp_path, capsys):
     plain, directory = str(place / name), str(place / f"{name}-iha")
     results = verify_conversion.verify(plain, directory, tokens=40, max_new_tokens=9)
@@ -55,9 +42,8 @@ def test_commands_take_it(name, place, tmp_path, capsys):
     assert "exact up to rounding" in printed
     assert results["converted"].passed and not results["control"].passed
     assert generate_replies(load_model(directory), byte_tokenizer(), [[{"role": "user", "content": "1"}]] * 2, 2, 3)
-    kind = {"llama": "llama", "gemma3": "gemma3_text"}[name]
     card = render_card(load_config(directory), "me/model")
-    assert f'- "{kind}": the base model\'s own layer.' in card
+    assert f'- "{name}": the base model\'s own layer.' in card
     assert "vLLM, SGLang and llama.cpp do not run it" in card and card.count("vLLM") == 1
     assert "(https://arxiv.org/abs/2602.21371)" in card
     assert "--lora_modules_to_save collapse k_mix q_mix v_mix" in card
@@ -65,7 +51,7 @@ def test_commands_take_it(name, place, tmp_path, capsys):
 
 def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
     """Publish the code of this package alone, and serve what was pulled."""
-    push = (place / "gemma3-iha", "me/model", "--license", "apache-2.0", "--base-model", "none")
+    push = (place / "gemma3_text-iha", "me/model", "--license", "apache-2.0", "--base-model", "none")
     code = push[0] / "interleaving.py"
     before = code.read_bytes()
     code.write_bytes(before + b"# changed\n")

@@ -1,4 +1,4 @@
-"""Serve OpenAI's client and `transformers chat`, run pipelines, and refuse what cannot serve."""
+"""Serve OpenAI's client, and refuse what cannot serve."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ import torch
 from helpers import HYBRID, plant, random_ids, random_model, small_config
 from servers import answering
 from tiny_sources import edit_config, edit_weights, tiny_tokenizer
-from transformers import AutoModel, pipeline
+from transformers import AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conversion_scripts import serve
@@ -17,8 +17,10 @@ from iha_io.command_io import UserError
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
 
-CHAT = [{"role": "user", "content": "the people of the state"}]
 NEW_TOKENS = 8
+# By default the pages take most of the memory there is.
+PAGES = ["--cb-block-size", "4", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "16"]
+CONTINUOUS = ["--continuous-batching", *PAGES]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def checkpoint(model, tmp_path_factory):
-    """Save the model with code of a stranger, which no server or pipeline here may run."""
+    """Save the model with code of a stranger, which no server here may run."""
     path = tmp_path_factory.mktemp("serving") / "iha"
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
@@ -40,47 +42,20 @@ def checkpoint(model, tmp_path_factory):
 
 
 def answer(model, chat):
-    """Return the model's own answer to a chat, and the number of tokens of the prompt."""
+    """Return the model's own answer to a chat."""
     inputs = tiny_tokenizer().apply_chat_template(
         chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     length = inputs["input_ids"].shape[1]
     tokens = model.generate(inputs["input_ids"], max_new_tokens=NEW_TOKENS, do_sample=False)[0, length:]
-    return tiny_tokenizer().decode(tokens, skip_special_tokens=True), length
+    return tiny_tokenizer().decode(tokens, skip_special_tokens=True)
 
 
-@pytest.fixture(scope="module")
-def reply(model):
-    return answer(model, CHAT)
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint):
-    with answering(checkpoint) as url:
-        yield url
-
-
-def test_openai_client(server, checkpoint, reply):
-    """Ask for a whole and a streamed answer, decoded greedily."""
-    text, length = reply
-    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60, max_retries=0)
-    request = {"model": checkpoint, "messages": CHAT, "max_tokens": NEW_TOKENS, "temperature": 0}
-    whole = client.chat.completions.create(**request)
-    assert whole.choices[0].message.content == text and whole.choices[0].finish_reason == "length"
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (length, NEW_TOKENS)
-
-    pieces = [chunk.choices[0].delta.content for chunk in client.chat.completions.create(**request, stream=True)]
-    pieces = [piece for piece in pieces if piece]
-    assert "".join(pieces) == text and len(pieces) > NEW_TOKENS // 2
-
-
-def test_continuous_batching_answers_clients_together(checkpoint, model):
+@pytest.mark.parametrize("options", [[], CONTINUOUS], ids=["one by one", "continuous batching"])
+def test_clients_of_openai_are_answered_at_once(options, checkpoint, model):
     """Ask three questions of different lengths at once, one of them as a stream."""
     chats = [[{"role": "user", "content": text}] for text in ("the", "the people of the state", "of the union " * 5)]
-    # By default the pages take most of the memory there is.
-    pages = ["--cb-block-size", "4", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "16"]
-
-    with answering(checkpoint, "--continuous-batching", *pages) as url:
+    with answering(checkpoint, *options) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
 
         def ask(chat):
@@ -92,7 +67,7 @@ def test_continuous_batching_answers_clients_together(checkpoint, model):
 
         with ThreadPoolExecutor() as clients:
             answers = list(clients.map(ask, chats))
-    assert answers == [answer(model, chat)[0] for chat in chats]
+    assert answers == [answer(model, chat) for chat in chats]
 
 
 @pytest.mark.parametrize(
@@ -108,16 +83,6 @@ def test_what_would_be_served_otherwise_than_it_says_is_refused(change, error, c
     monkeypatch.setattr("sys.argv", ["serve", str(tmp_path / "iha"), "--port", "0"])
     with pytest.raises(UserError, match=error):
         serve.main()
-
-
-def test_text_generation_pipeline(checkpoint, reply):
-    generate = pipeline("text-generation", checkpoint, device="cpu")
-    output = generate(CHAT, max_new_tokens=NEW_TOKENS, do_sample=False)[0]["generated_text"]
-    assert output == [*CHAT, {"role": "assistant", "content": reply[0]}]
-    # Prompts of different lengths in one batch, which the pipeline pads.
-    prompts = ["the people", "the people of the state of the union"]
-    together = generate(prompts, max_new_tokens=4, do_sample=False, batch_size=2)
-    assert together == [generate([prompt], max_new_tokens=4, do_sample=False)[0] for prompt in prompts]
 
 
 def build_as_a_server(config, core):

@@ -266,13 +266,6 @@ def tiny(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("short")
-    save_tiny_source(directory, max_position_embeddings=16)
-    return directory
-
-
 def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside(tiny, tmp_path):
     network, prompts = load_model(tiny), [" ".join(WORDS[i : i + 8 + i]) for i in range(3)]
     expected = []
@@ -295,9 +288,10 @@ def test_a_reply_keeps_the_blanks_that_it_begins_with(tiny):
     assert model.tok_decode([2, 3]) == "    return"
 
 
-def test_what_does_not_fit_is_refused_before_lm_eval_cuts_it(short):
+def test_what_does_not_fit_is_refused_before_lm_eval_cuts_it(tmp_path):
     """Take 16 tokens and the one that they predict."""
-    model, texts = Model(short, tiny_tokenizer()), [" ".join(WORDS[:n]) for n in (10, 11, 16, 17, 18)]
+    save_tiny_source(tmp_path, max_position_embeddings=16)
+    model, texts = Model(tmp_path, tiny_tokenizer()), [" ".join(WORDS[:n]) for n in (10, 11, 16, 17, 18)]
     replies = [request("generate_until", text, {"max_gen_toks": 6}) for text in texts[:2]]
     words = [request("loglikelihood", text, f" {WORDS[0]}") for text in texts[2:4]]
     whole = [request("loglikelihood_rolling", text) for text in texts[3:]]
@@ -310,11 +304,13 @@ def test_what_does_not_fit_is_refused_before_lm_eval_cuts_it(short):
 # The command
 
 
-@pytest.fixture
-def offline(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def offline():
     refuse = fails(AssertionError("something wants a network"))
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        yield
 
 
 SMOKE = ("--suite", "smoke", "--confirm-run-unsafe-code")
@@ -322,15 +318,12 @@ SMOKE = ("--suite", "smoke", "--confirm-run-unsafe-code")
 
 @pytest.fixture(scope="module")
 def smoke(tiny, tmp_path_factory):
-    """Run the smoke suite offline, and return its results and its output directory."""
+    """Run the smoke suite, and return its results and its output directory."""
     output = tmp_path_factory.mktemp("smoke") / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in ((socket.socket, "connect"), (socket, "getaddrinfo")):
-            patch.setattr(owner, name, fails(AssertionError("something wants a network")))
-        return run.main([str(tiny), *SMOKE, "--output", str(output)]), output
+    return run.main([str(tiny), *SMOKE, "--output", str(output)]), output
 
 
-def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, offline, monkeypatch):
+def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch):
     results, output = smoke[0], shutil.copytree(smoke[1], tmp_path / "out")
     assert set(results["tasks"]) == {
         *(name for name in suites.SUITES["smoke"] if name not in suites.BY_LENGTH),
@@ -364,7 +357,7 @@ def replies_of(output, task="gsm8k"):
     return [row["replies"] for row in read_jsonl(output / f"samples_{task}.jsonl")]
 
 
-def test_a_killed_run_goes_on_and_more_samples_are_others(tiny, tmp_path, offline, monkeypatch):
+def test_a_killed_run_goes_on_and_more_samples_are_others(tiny, tmp_path, monkeypatch):
     """Give each sample random numbers of its own: a run that goes on would else repeat those of its beginning."""
     arguments = [str(tiny), "--suite", "smoke", "--tasks", "gsm8k", "--max-new-tokens", "12", "--samples"]
     run.main([*arguments, "4", "--output", str(tmp_path / "whole")])
@@ -390,7 +383,7 @@ def test_a_killed_run_goes_on_and_more_samples_are_others(tiny, tmp_path, offlin
     assert replies_of(tmp_path / "other") != whole
 
 
-def test_a_thought_that_the_prompt_opens_is_a_part_of_the_reply(tmp_path, offline, monkeypatch):
+def test_a_thought_that_the_prompt_opens_is_a_part_of_the_reply(tmp_path, monkeypatch):
     """Score a reply whose thoughts do not end as one without an answer, whatever it says."""
     save_tiny_source(tmp_path / "thinker", max_position_embeddings=2048)
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}<think>\n"
@@ -457,7 +450,7 @@ def test_tasks_are_told_by_the_files_that_they_include(tmp_path, monkeypatch):
     assert run.task_hash() != before
 
 
-def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, offline, monkeypatch):
+def test_chat_tasks_see_a_chat_and_others_do_not(tiny, tmp_path, monkeypatch):
     prompts = {}
 
     def watch(self, requests):

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import IHA_CODE, LLAMA, random_model, small_config
+from helpers import IHA_CODE, random_model, small_config
 from loopback_hub import LoopbackHub
-from tiny_training import byte_tokenizer, recipe, sizes, training_rows, write_jsonl
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_training import byte_tokenizer, decoder, recipe, saved, sizes, training_rows, write_jsonl
 
 from conversion_scripts import convert_llama_to_iha, push_to_hub
 from iha_io.checkpoint_io import load_in_clean_process, run_in_clean_process
@@ -105,11 +104,7 @@ def hub(tmp_path_factory):
 def trained(hub, tmp_path_factory):
     """Return the output directory of a fine-tuning of an IHA model that was converted from a Llama on the hub."""
     path = tmp_path_factory.mktemp("hub")
-    tokenizer = byte_tokenizer()
-    fields = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
-    ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": tokenizer.eos_token_id}
-    random_model(LlamaConfig(**{**LLAMA, **fields, **ids}), LlamaForCausalLM).save_pretrained(path / "llama")
-    tokenizer.save_pretrained(path / "llama")
+    saved(decoder("llama"), path / "llama")
     (path / "llama" / "README.md").write_text("---\nlicense: apache-2.0\n---\nA Llama.\n")
     hub.add("me/llama", path / "llama")
 

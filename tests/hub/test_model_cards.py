@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import random_model, small_config
 from huggingface_hub import ModelCard
-from tiny_training import byte_tokenizer
+from tiny_training import byte_config, saved
 
 from iha_io.checkpoint_io import fingerprint
 from iha_io.command_io import UserError, read_json
@@ -54,9 +54,7 @@ RESULTS = {
 def checkpoint(tmp_path):
     """Return a saved model with its card, in a directory whose name is no plain word."""
     directory = tmp_path / "it's a model"
-    tokenizer = byte_tokenizer()
-    random_model(small_config(vocab_size=len(tokenizer))).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    saved(random_model(byte_config()), directory)
     (directory / "README.md").write_text(render_card(small_config(), directory.name), encoding="utf-8")
     return directory
 

@@ -3,12 +3,12 @@
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from helpers import last_line, plant
 from huggingface_hub import constants
-from loopback_hub import Fault, File, HubError, LoopbackHub
+from loopback_hub import Fault, File, LoopbackHub
+from tiny_sources import edit_config
 
 from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
@@ -65,12 +65,6 @@ def test_pull_does_not_believe_a_damaged_cache(pull, tmp_path):
     assert "Revision: " in pull()
 
 
-def damage(hub):
-    file = hub.head("me/iha")["model.safetensors"]
-    bad = SimpleNamespace(content=b"x" * len(file.content), lfs=True, etag=file.etag, oid=file.oid, sha256=file.sha256)
-    hub.head("me/iha")["model.safetensors"] = bad
-
-
 def resize(hub):
     config = json.loads(hub.head("me/iha")["config.json"].content)
     hub.head("me/iha")["config.json"] = File(json.dumps(config | {"vocab_size": 64}).encode(), False)
@@ -86,12 +80,10 @@ def put(name, content, lfs=False):
 
 REFUSED = {
     "private": (fault("GET", "/api/", 401), "401"),
-    "gated": (fault("GET", "", HubError(403, "This repository is gated")), "This repository is gated"),
     "dropped": (fault("GET", "/resolve/", "drop"), ""),
     "no model": (lambda hub: hub.head("me/iha").pop("config.json"), "me/iha holds no config.json"),
     "a pickle": (put("pytorch_model.bin", b"x", True), "me/iha holds pytorch_model.bin: pickles are refused"),
     "other sizes": (resize, "me/iha does not hold the weights its config asks for: mismatched keys "),
-    "other content": (damage, ""),
 }
 
 
@@ -106,13 +98,6 @@ def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull):
         assert "Revision: " in pull()
     if name in ("a pickle", "no model"):
         assert not any("resolve" in path for _, path in hub.calls)
-
-
-def test_pull_runs_known_code_only(hub, pull):
-    code = hub.head("me/iha")["modeling_iha.py"].content + b"\nIHAForCausalLM.revision = 2\n"
-    hub.head("me/iha")["modeling_iha.py"] = File(code, False)
-    assert "modeling_iha.py of" in (error := pull()) and "--trust-code" in error
-    assert "Revision: " in pull("--trust-code")
 
 
 def test_pull_runs_nothing_before_it_may(hub, pull, saved, tmp_path, monkeypatch):
@@ -159,8 +144,7 @@ def test_foreign_code_is_named(name, saved, tmp_path):
 )
 def test_a_config_that_leads_elsewhere_is_foreign(key, value, named, saved, tmp_path):
     directory = shutil.copytree(saved, tmp_path / "iha")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**config, key: value}))
+    edit_config(directory, **{key: value})
     assert foreign_code.foreign_code(directory) == [f"{named} in config.json"]
     with pytest.raises(UserError) as error:
         load_config(directory)

@@ -14,8 +14,7 @@ import torch
 from helpers import IHA_CODE, last_line, random_model, small_config
 from huggingface_hub import constants
 from loopback_hub import LFS_SUFFIXES, Fault, File, LoopbackHub
-from safetensors.torch import load_file, save_file
-from tiny_sources import tiny_tokenizer
+from tiny_sources import edit_weights, tiny_tokenizer
 
 from conversion_scripts import push_to_hub
 from conversion_scripts.checkpoint_checks import checkpoint_files
@@ -109,20 +108,12 @@ def test_dry_run_prints_the_upload_and_stays_off_the_network(hub, push):
 # What is refused before anything is uploaded
 
 
-def change_weights(name, value):
-    def change(directory):
-        tensors = load_file(directory / "model.safetensors") | {name: value}
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-    return change
+def fill_head(value):
+    return lambda directory: edit_weights(directory, lambda weights: weights["lm_head.weight"].fill_(value))
 
 
 def remove(name):
     return lambda directory: (directory / name).unlink()
-
-
-def write(name, text):
-    return lambda directory: (directory / name).write_text(text)
 
 
 def append(name, text):
@@ -137,11 +128,11 @@ FAULTS = {
     "a pickle": (lambda directory: torch.save({}, directory / "state.PKL"), "pickles are refused"),
     "no tokenizer": (remove("tokenizer.json"), "no usable tokenizer"),
     "no weights": (remove("model.safetensors"), "no file named model.safetensors"),
-    "NaN": (change_weights("lm_head.weight", torch.full((61, 32), torch.nan)), "holds NaN or infinity"),
+    "NaN": (fill_head(torch.nan), "holds NaN or infinity"),
     "other code": (append("modeling_iha.py", "\nprint('hello')\n"), "differs from this package's code"),
     "code that is not whole": (remove("masks.py"), "code of"),
     "no licence": (
-        write("README.md", "---\nbase_model: me/base\n---\n"),
+        lambda directory: (directory / "README.md").write_text("---\nbase_model: me/base\n---\n"),
         "does not state its license: add it, or give --license",
     ),
 }
@@ -298,7 +289,7 @@ def test_what_stops_a_push_is_one_line_and_the_next_finishes(name, directory, hu
     """Leave the old checkpoint or the new one, and transfer nothing twice."""
     push()
     old = hub.head("me/iha")
-    change_weights("lm_head.weight", torch.ones(61, 32))(directory)
+    fill_head(1.0)(directory)
     append("README.md", "More.\n")(directory)
     hub.faults.append(DROPPED[name])
     assert push("--tag", "v1").startswith("Error: ")

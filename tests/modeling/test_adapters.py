@@ -8,9 +8,9 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers import assert_close, random_ids
+from helpers import assert_close, decoder, random_ids
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from iha_io.checkpoint_io import run_in_clean_process
 from modeling_iha import interleave_heads, load_adapter, save_mixing
@@ -18,10 +18,6 @@ from modeling_iha.mixing import mixing_parameters
 from modeling_iha.modeling_interleaved import MIXING_MODULES
 
 
-SIZES = {
-    **{"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64},
-}
 OPTIONS = {"layers": [0, 2], "sliding_window": 5, "mixing_scale": 20.0}
 MIXING = {"modules_to_save": list(MIXING_MODULES)}
 TARGETS = {"target_modules": ["q_proj", "v_proj"], **MIXING}
@@ -41,9 +37,8 @@ TOKENS = random_ids(2, 9)
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
-    torch.manual_seed(0)
     place = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(place)
+    decoder("llama").save_pretrained(place)
     return str(place)
 
 
@@ -233,7 +228,7 @@ def test_the_mixing_alone_is_saved_and_loaded(base, tmp_path):
     with pytest.raises(ValueError, match="interleaved otherwise .num_pseudo_heads"):
         load_adapter(interleave_heads(plain(base), 3, **OPTIONS), tmp_path)
     for fields, message in (({"num_hidden_layers": 2}, "another base"), ({"num_key_value_heads": 4}, "otherwise")):
-        other = LlamaForCausalLM(LlamaConfig(**SIZES | fields))
+        other = decoder("llama", **fields)
         with pytest.raises(ValueError, match=message):
             load_adapter(other, tmp_path)
         assert type(other) is LlamaForCausalLM and not hasattr(other.config, "interleaved_layers")

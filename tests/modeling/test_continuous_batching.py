@@ -6,13 +6,12 @@ from dataclasses import fields
 
 import pytest
 import torch
-from helpers import BF16_OUTPUT, FP32, GEOMETRIES, random_ids, random_model, set_core, small_config
+from helpers import BF16_OUTPUT, FP32, GEOMETRIES, random_ids, random_model, set_core, small_config, train_mixing
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from iha_io.checkpoint_io import run_in_clean_process
 from modeling_iha import interleave_heads, paged_requests
-from modeling_iha.mixing import mixing_parameters
 from research.experiments.model_types import tiny_model
 
 
@@ -48,6 +47,16 @@ MORE = {
 def quiet(caplog):
     """Keep the log of requests that fail on purpose out of the output."""
     caplog.set_level(logging.CRITICAL, logger="ContinuousBatchingLogger")
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """Record how many tokens of each request are found in pages."""
+    found, search = [], PagedAttentionCache.search_prefix_match
+    monkeypatch.setattr(
+        PagedAttentionCache, "search_prefix_match", lambda *args: found.append(search(*args)) or found[-1]
+    )
+    return found
 
 
 def options(**overrides):
@@ -116,16 +125,12 @@ def test_a_kept_manager_takes_a_second_call():
 
 
 @pytest.mark.parametrize("name", ["global", "hybrid", "talking_heads"])
-def test_shared_prefixes_and_forks(name, monkeypatch):
+def test_shared_prefixes_and_forks(name, found):
     """Decode two sequences for each prompt.
 
     The second prompt finds pages of the first. Of a prompt of one token, and of the last one, which finds all its
     tokens but one in pages, no token is new when the request is forked.
     """
-    found, search = [], PagedAttentionCache.search_prefix_match
-    monkeypatch.setattr(
-        PagedAttentionCache, "search_prefix_match", lambda *args: found.append(search(*args)) or found[-1]
-    )
     model, again = built(name), random_ids(1, 9, seed=9)[0].tolist()
     prompts = [PROMPTS[3], PROMPTS[3][:21] + PROMPTS[4], PROMPTS[0], again, PROMPTS[4], PROMPTS[1], again]
     sampled = options(do_sample=True, top_k=1, num_return_sequences=2)
@@ -142,14 +147,6 @@ def test_requests_that_do_not_fit_wait_their_turn():
     model = built("hybrid")
     outputs = model.generate_batch(PROMPTS, options(), batching(num_blocks=14), warmup=False)
     check(model, PROMPTS, outputs.values())
-
-
-@pytest.mark.parametrize("name", ["window", "window_mha", "hybrid"])
-def test_pages_that_keep_one_token_less_are_noticed(name, monkeypatch):
-    """Leave the pages of windows as Transformers lays them out: each request longer than the window fails."""
-    monkeypatch.setattr(paged_requests, "WINDOW_EDGE", 0)
-    outputs = built(name).generate_batch(PROMPTS[3:4], options(), batching(), warmup=False)
-    assert "version of Transformers lays pages out in another way. Use generate" in next(iter(outputs.values())).error
 
 
 @pytest.mark.parametrize("name", ["hyper", "hyper_linear", "simplicial", "dcmha", "multi_token"])
@@ -184,16 +181,14 @@ INTERLEAVED = {
 
 def interleaved(name):
     """Return a tiny model with interleaved heads whose mixing has moved. A window of the base has 4 tokens."""
-    model, generator = tiny_model(name), torch.Generator().manual_seed(0)
+    model = tiny_model(name)
     if getattr(model.config, "sliding_window", None):
         model.config.sliding_window = 4
         for module in model.modules():
             if getattr(module, "sliding_window", None):
                 module.sliding_window = 4
     interleave_heads(model, **INTERLEAVED[name])
-    for weight in mixing_parameters(model):
-        weight.data += 0.3 / model.config.mixing_scale * torch.randn(weight.shape, generator=generator)
-    return model
+    return train_mixing(model)
 
 
 @pytest.mark.parametrize("name", INTERLEAVED)
@@ -208,11 +203,7 @@ def test_interleaved_decoders_answer_as_if_each_request_were_alone(name):
     check(model, PROMPTS[3:4], one.values())
 
 
-def test_an_interleaved_decoder_keeps_its_manager_and_shares_prefixes(monkeypatch):
-    found, search = [], PagedAttentionCache.search_prefix_match
-    monkeypatch.setattr(
-        PagedAttentionCache, "search_prefix_match", lambda *args: found.append(search(*args)) or found[-1]
-    )
+def test_an_interleaved_decoder_keeps_its_manager_and_shares_prefixes(found):
     model = interleaved("llama")
     for prompts in (PROMPTS, [PROMPTS[3][:21] + PROMPTS[4], PROMPTS[3]], PROMPTS[:1]):
         outputs = model.generate_batch(prompts, options(), batching(), warmup=False, persistent_manager=True)
@@ -237,10 +228,12 @@ def test_layers_with_a_window_keep_its_pages_only(name, windows, monkeypatch):
     assert most == {layer: 18 if layer in windows else 36 for layer in (0, 1)}
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "arcee"])
-def test_interleaved_decoders_notice_pages_that_keep_one_token_less(name, monkeypatch):
+@pytest.mark.parametrize("name", ["window", "window_mha", "hybrid", "gemma3_text", "arcee"])
+def test_pages_that_keep_one_token_less_are_noticed(name, monkeypatch):
+    """Leave the pages of windows as Transformers lays them out: each request longer than the window fails."""
     monkeypatch.setattr(paged_requests, "WINDOW_EDGE", 0)
-    outputs = interleaved(name).generate_batch(PROMPTS[3:4], options(), batching(), warmup=False)
+    model = interleaved(name) if name in INTERLEAVED else built(name)
+    outputs = model.generate_batch(PROMPTS[3:4], options(), batching(), warmup=False)
     assert "version of Transformers lays pages out in another way. Use generate" in next(iter(outputs.values())).error
 
 

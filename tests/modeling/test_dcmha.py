@@ -129,9 +129,6 @@ def test_exact_start_from_llama(options):
         assert module.gate.weight.grad.abs().max() > 0
 
 
-# What the paper says of its size
-
-
 # Refusals
 
 
@@ -145,9 +142,6 @@ def test_exact_start_from_llama(options):
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(Exception, match=message):
         dcmha_config(options=options)
-
-
-# Adapters
 
 
 # The FFN of the released models

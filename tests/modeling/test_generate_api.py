@@ -160,39 +160,3 @@ def test_drafts_on_a_continued_cache(padding):
         assert torch.equal(actual, chat_and_reply[:, past:])
         chat = torch.cat([chat_and_reply, random_ids(1, 3)], dim=1)
         mask = torch.nn.functional.pad(mask, (0, NEW + 3), value=1)
-
-
-@pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING)
-def test_crop_of_a_recording_cache(geometry):
-    """Go back behind the window in a cache that records its past, with the window's edge in place."""
-    model = geometry_model(geometry)
-    cache = DynamicCache(config=model.config)
-    cache.activate_past_recording()
-    first, second = random_ids(1, PROMPT), random_ids(1, 5, seed=2)
-    logits_in_chunks(model, first, [PROMPT], cache)
-    cache.crop(-3)
-    continued = logits_in_chunks(model, second, [5], cache)
-    cache.crop(-4)
-    again = logits_in_chunks(model, second[:, 1:], [4], cache)
-    expected = uncached_logits(model, torch.cat([first[:, :-3], second], dim=1))[:, -5:]
-    assert_close(continued, expected)
-    assert_close(again, expected[:, 1:])
-
-
-# Chats, embeddings, streams, batches
-
-
-@pytest.mark.parametrize("make_cache", [DynamicCache, StaticCache])
-@pytest.mark.parametrize("geometry", KEEPING_AND_DROPPING)
-def test_chat_turns_continue_the_cache(geometry, make_cache):
-    """Take three turns, each with the tokens so far as its prompt and the cache of the turns before."""
-    model = geometry_model(geometry, dtype=torch.float64)
-    length = {"max_cache_len": 64} if make_cache is StaticCache else {}
-    cache = make_cache(config=model.config, **length)
-    chat = random_ids(2, 5)
-    for turn in range(3):
-        expected = generate(model, chat, use_cache=False, max_new_tokens=4)
-        actual = generate(model, chat, max_new_tokens=4, disable_compile=True, inputs={"past_key_values": cache})
-        assert torch.equal(actual, expected)
-        assert int(cache.get_seq_length()) == chat.shape[1] + 3
-        chat = torch.cat([actual, random_ids(2, 3, seed=turn)], dim=1)

@@ -1,4 +1,4 @@
-"""Generate with a cache and with padding, decode from base states, and train heads of tasks: nothing changes.
+"""Generate with a cache and with padding, and decode from base states: nothing changes.
 
 What every kind must hold of this is in test_mechanisms.py, caches and modes of `generate` in test_generate_api.py.
 """
@@ -7,28 +7,19 @@ import pytest
 import torch
 from helpers import (
     DECODING_CORES,
-    HYBRID,
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
-    causal_4d,
     geometry_model,
     logits_in_chunks,
     on_cores,
     random_ids,
     random_model,
-    set_core,
     small_config,
 )
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from modeling_iha import (
-    IHAForQuestionAnswering,
-    IHAForSequenceClassification,
-    IHAForTokenClassification,
-    virtual_core,
-)
 from modeling_iha.interleaving import is_absorbed
 
 
@@ -56,23 +47,6 @@ def test_cache_bytes_are_llamas(num_pseudo_heads, positions, dtype):
     for length in (1, 7):
         input_ids = random_ids(2, length)
         assert cache_bytes(model, input_ids) == cache_bytes(llama, input_ids)
-
-
-@pytest.mark.parametrize("core", ["sdpa", "base"])
-@pytest.mark.parametrize("chunks", [[LENGTH], [1] * LENGTH], ids=["prefill", "decode"])
-@pytest.mark.parametrize("window", [2, 4])
-def test_window_layers_keep_the_window(core, window, chunks):
-    """Keep W tokens of the past, which the next query of an "iha" layer sees; one mask serves all window layers.
-
-    The W * P virtual keys reach from (n, p) back to (n - W, p + 1), so all but the last pseudo-head see part of W
-    tokens.
-    """
-    model = random_model(small_config(num_pseudo_heads=3, **HYBRID, sliding_window=window))
-    set_core(model, core)
-    cache = DynamicCache(config=model.config)
-    logits_in_chunks(model, random_ids(2, LENGTH), chunks, cache)
-    assert [layer.keys.shape[-2] for layer in cache.layers] == [window, window, LENGTH, LENGTH]
-    assert [layer.values.shape for layer in cache.layers] == [layer.keys.shape for layer in cache.layers]
 
 
 def test_a_cache_cut_too_short_is_refused():
@@ -130,70 +104,3 @@ def test_one_token():
     assert takes(128) and takes(64, batch=2) and not takes(127) and not takes(63, batch=64)
     assert not takes(4096, core="eager") and not takes(4096, dropout=0.1)
     assert not takes(4096, pseudo_collapse="all_heads") and not takes(4096, num_pseudo_heads=1)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """Record (queries, keys) of each layer that attends to one token from its base states."""
-    calls, absorbed = [], virtual_core.absorbed_attention
-
-    def spied(query, key, *args, **kwargs):
-        calls.append((query.shape[2], key.shape[2]))
-        return absorbed(query, key, *args, **kwargs)
-
-    monkeypatch.setattr(virtual_core, "absorbed_attention", spied)
-    return calls
-
-
-def test_one_token_under_a_custom_mask(calls):
-    model = random_model(small_config(num_hidden_layers=1), dtype=torch.float64)
-    input_ids, hidden = random_ids(1, 6), causal_4d(torch.tensor([[1, 1, 0, 1, 1, 1]]), "additive").double()
-    logits = {}
-    for form in ("sdpa", "base"):
-        set_core(model, form)
-        cache = model(input_ids[:, :5], use_cache=True).past_key_values
-        logits[form] = model(input_ids[:, 5:], attention_mask=hidden[..., 5:, :], past_key_values=cache).logits
-    assert calls == [(1, 6)]
-    assert_close(logits["base"], logits["sdpa"], 1e-10)
-
-
-# Task heads
-
-
-@pytest.mark.parametrize(
-    ("model_class", "labels", "shapes"),
-    [
-        (IHAForSequenceClassification, {"labels": torch.tensor([2, 0])}, {"logits": (2, 3)}),
-        (IHAForTokenClassification, {"labels": torch.ones(2, 6, dtype=torch.long)}, {"logits": (2, 6, 3)}),
-        (
-            IHAForQuestionAnswering,
-            {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
-            {"start_logits": (2, 6), "end_logits": (2, 6)},
-        ),
-    ],
-)
-def test_task_heads(model_class, labels, shapes, tmp_path):
-    """Train a step and save: the checkpoint gives the same answer, also behind padding on the left."""
-    model = random_model(small_config(num_labels=3, **HYBRID, sliding_window=3), model_class)
-    input_ids = random_ids(2, 6)
-    output = model(input_ids, attention_mask=torch.ones_like(input_ids), **labels)
-    for name, shape in shapes.items():
-        assert getattr(output, name).shape == shape
-    output.loss.backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-    model.save_pretrained(tmp_path)
-    loaded, info = model_class.from_pretrained(tmp_path, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    padded = torch.nn.functional.pad(input_ids, (2, 0))
-    with torch.no_grad():
-        again = loaded(input_ids, attention_mask=torch.ones_like(input_ids))
-        behind_padding = loaded(
-            padded, attention_mask=(padded != 0).long(), position_ids=((padded != 0).cumsum(-1) - 1).clamp_min(0)
-        )
-    for name in shapes:
-        assert_close(getattr(again, name), getattr(output, name).detach())
-        # A per-token head answers for the padding, too.
-        per_token = getattr(output, name).shape[1] == 6
-        actual = getattr(behind_padding, name)[:, 2:] if per_token else getattr(behind_padding, name)
-        assert_close(actual, getattr(output, name).detach())

@@ -23,7 +23,6 @@ from helpers import (
 )
 
 from modeling_iha import tuple_attention
-from modeling_iha.attention_hyper import linear_step
 from modeling_iha.tuple_attention import PAIR_BLOCK
 
 
@@ -98,29 +97,6 @@ def test_linear_form_under_a_mask_equals_running_sums(small_blocks, case, max_sc
     leaves = dict(model.named_parameters())
     expected, actual = (gradients(output, leaves) for output in outputs)
     assert_gradients_match(actual, {name: gradient.double() for name, gradient in expected.items()}, 1e-5)
-
-
-@pytest.mark.parametrize("case", ["linear", "linear_order_4"])
-@torch.no_grad()
-def test_linear_form_decodes_from_a_state_of_constant_size(case):
-    """Give tokens to `linear_step` one at a time and in chunks: the outputs are the layer's for the whole input."""
-    attention = random_model(hyper_config(**LINEAR[case]), dtype=torch.float64).model.layers[0].self_attn
-    generator = torch.Generator().manual_seed(0)
-    stack = attention.tuple_size
-    query = torch.randn(2, 4, 9, 8, generator=generator, dtype=torch.float64)
-    shape = (2, 2 * (1 if attention.sharing else stack), 9, 8)
-    key_states, value_states = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in "kv")
-    expected = attention.attend(query, key_states, value_states, None)[0].transpose(1, 2)
-    keys, values = attention.split_keys(key_states), attention.split_keys(value_states)
-    for chunks in ([1] * 9, [4, 1, 3, 1]):
-        state, outputs = torch.zeros(2, 4, stack, 8, 8, dtype=torch.float64), []
-        for n in torch.arange(9).split(chunks):
-            output, state = linear_step(
-                state, query[:, :, n] * attention.scaling, keys[:, :, :, n], values[:, :, :, n]
-            )
-            outputs.append(output)
-        assert state.shape == (2, 4, stack, 8, 8)
-        assert_close(torch.cat(outputs, dim=2), expected, 1e-12)
 
 
 # Cost

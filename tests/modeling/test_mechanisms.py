@@ -17,13 +17,11 @@ from helpers import (
     FP32,
     FP64,
     HALVES,
-    PROJECTIONS,
     assert_attention_matches,
     assert_close,
     assert_gradients_match,
     cumulative_lengths,
     gradients,
-    learn_one_batch,
     logits_in_chunks,
     packing,
     padding,
@@ -31,13 +29,11 @@ from helpers import (
     random_model,
     reference_logits,
     relative_error,
-    reload,
     set_core,
     small_config,
     uncached_logits,
 )
 from mechanism_checks import all_mechanisms
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import DynamicCache, StaticCache
 
 from iha_io.checkpoint_io import run_in_clean_process
@@ -225,21 +221,17 @@ def test_half_precision(mechanism, dtype, how):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@mechanisms
-def test_round_trip(mechanism, tmp_path):
-    model = random_model(mechanism.hybrid_config(), dtype=torch.bfloat16)
-    loaded, input_ids = reload(model, tmp_path), random_ids(2, LENGTH)
-    assert loaded.config.attention_kinds == [mechanism.kind] * 2
-    assert loaded.config.options_of(mechanism.kind) == model.config.options_of(mechanism.kind)
-    assert {p.dtype for p in loaded.parameters()} == {torch.bfloat16}
-    assert torch.equal(uncached_logits(loaded, input_ids), uncached_logits(model, input_ids))
-
-
 @pytest.mark.parametrize("mechanism", OF_EACH_KIND.values(), ids=str)
 def test_learning(mechanism):
-    torch.manual_seed(0)
-    model = random_model(mechanism.hybrid_config()).train()
-    assert learn_one_batch(model, torch.optim.Adam(model.parameters(), lr=0.01)) < 0.05
+    """Train 60 steps on one batch of two rows of 9 tokens."""
+    model, input_ids = random_model(mechanism.hybrid_config()).train(), random_ids(2, 9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model(input_ids, labels=input_ids).loss
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
 
 
 @mechanisms
@@ -269,23 +261,6 @@ def test_a_layer_of_another_model_starts_from_weights(mechanism):
     finally:
         torch.use_deterministic_algorithms(False)
     assert [name for name, weight in layer.named_parameters() if not weight.isfinite().all()] == []
-
-
-@mechanisms
-def test_adapters(mechanism, tmp_path):
-    """Train LoRA on the projections, load it again, and merge it."""
-    config, input_ids = mechanism.hybrid_config(), random_ids(2, LENGTH)
-    base = random_model(config)
-    expected = uncached_logits(base, input_ids)
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=PROJECTIONS, init_lora_weights=False)
-    model = get_peft_model(random_model(config), adapters)
-    model(input_ids, labels=input_ids).loss.backward()
-    assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
-    adapted = uncached_logits(model.eval(), input_ids)
-    assert (adapted - expected).abs().max() > 0.1
-    model.save_pretrained(tmp_path)
-    assert torch.equal(uncached_logits(PeftModel.from_pretrained(base, tmp_path), input_ids), adapted)
-    assert_close(uncached_logits(model.merge_and_unload(), input_ids), adapted)
 
 
 # Options
@@ -328,18 +303,6 @@ def test_layers_without_rope_have_no_position(positions, form):
     rotated.model.rotary_emb.inv_freq.zero_()
     torch.testing.assert_close(uncached_logits(model, input_ids), uncached_logits(rotated, input_ids))
     assert torch.equal(model.generate(prompt, **options), rotated.generate(prompt, **options))
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_only_the_layers_named_go_without_rope(layer):
-    """Change the positions of the model's only layer with RoPE, and of its only layer without."""
-    model = random_model(small_config(no_rope_layers=[1, 0]))
-    attention, states = model.model.layers[layer].self_attn, torch.randn(1, 5, 32)
-    outputs = [
-        attention(states, model.model.rotary_emb.tables(states, torch.arange(0, 5 * step, step)[None]))[0]
-        for step in (1, 3)
-    ]
-    assert torch.equal(*outputs) == (layer == 1)
 
 
 PROGRAM = """

@@ -16,7 +16,7 @@ from helpers import (
     random_model,
     small_config,
 )
-from tiny_training import byte_tokenizer
+from tiny_training import byte_tokenizer, one_step
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig
 
@@ -40,20 +40,11 @@ def document_rows() -> Dataset:
     )
 
 
-def packed_trainer(model, tmp_path, **keys) -> MixingTrainer:
-    fields = {
-        "output_dir": str(tmp_path),
-        "packing": True,
-        "max_length": 16,
-        "per_device_train_batch_size": 2,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-    }
+def packed_trainer(model, tmp_path) -> MixingTrainer:
+    sizes = {"max_length": 16, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
     return MixingTrainer(
         model=model,
-        args=SFTConfig(**{**fields, **keys}),
+        args=SFTConfig(**one_step(tmp_path, packing=True, **sizes)),
         train_dataset=document_rows(),
         processing_class=byte_tokenizer(),
     )

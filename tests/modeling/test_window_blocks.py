@@ -3,18 +3,17 @@
 import inspect
 from types import SimpleNamespace
 
+import fake_flash
 import pytest
 import torch
-from helpers import HYBRID, assert_close, logits_and_gradients, random_ids, random_model, set_core, small_config
+from helpers import HYBRID, assert_close, logits_and_gradients, random_ids, random_model, small_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_iha import interleaving
-from modeling_iha.interleaving import MIN_BLOCK, first_key_attention, window_attention
+from modeling_iha.interleaving import first_key_attention, window_attention
 
 
-# Several blocks, the last one short.
-LENGTH = MIN_BLOCK + 22
 CONFIGS = {
     "iha": {"layer_types": "sliding_attention", "sliding_window": 5, "num_pseudo_heads": 3},
     "iha_window_of_2": {"layer_types": "sliding_attention", "sliding_window": 2},
@@ -104,37 +103,13 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
         torch.testing.assert_close(actual, target)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["iha_window_of_2", "diff", "hybrid"])
-def test_generation_after_a_long_prompt(name, cache, blocks):
-    model = random_model(small_config(**CONFIGS[name])).eval()
-    inputs = {"input_ids": random_ids(2, LENGTH), "attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.set_attn_implementation("eager")
-    expected = model.generate(**inputs, **settings)
-    set_core(model, "sdpa")
-    assert torch.equal(model.generate(**inputs, **settings, cache_implementation=cache), expected)
-    # The prompt went through in blocks, once for each window layer (a "diff" layer calls its core twice); single
-    # tokens do not.
-    assert set(blocks) <= {LENGTH, LENGTH * model.config.num_pseudo_heads}
-    calls = 2 if name == "diff" else 1
-    assert len(blocks) == model.config.layer_types.count("sliding_attention") * calls
-
-
 def varlen_stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
     """Compute what `varlen_attn` of torch 2.11 does; tests/gpu/test_gpu.py compares the real one."""
     assert query.dtype == key.dtype == value.dtype and query.shape[1:] == key.shape[1:] == value.shape[1:]
     assert cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k and max_q == max_k == cu_seq_q.diff().max()
-    left, right = window_size
-    assert right == 0 and cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query)
-    outputs = []
-    for first, last in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist()):
-        q, k, v = (states[first:last].transpose(0, 1) for states in (query, key, value))
-        distance = torch.arange(last - first)[:, None] - torch.arange(last - first)
-        hidden = (distance < 0) | ((distance > left) & (left >= 0))
-        scores = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
-        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(outputs)
+    assert window_size[1] == 0 and cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query)
+    documents = zip(*(states.tensor_split(cu_seq_q[1:-1].tolist()) for states in (query, key, value)))
+    return torch.cat([fake_flash.attend(*states, scale, True, window_size) for states in documents])
 
 
 @pytest.fixture(params=[None, "varlen", "varlen_of_newer_torch"])

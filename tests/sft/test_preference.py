@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import GEOMETRIES, random_model
+from helpers import GEOMETRIES, random_model, train_mixing
 from tiny_training import byte_config, decoder, interrupted_at, preset_config, saved, sizes, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
@@ -24,6 +24,13 @@ RECIPES = Path(__file__).resolve().parents[2] / "sft" / "recipes"
 REAL_CORRECTNESS = train_grpo.correctness
 COMMANDS = {"dpo": train_dpo, "grpo": train_grpo}
 TRAINERS = {"dpo": train_dpo.MixingDPOTrainer, "grpo": train_grpo.MixingGRPOTrainer}
+
+
+UNDISTURBED = {"eval_size": 0, "eval_strategy": "no", "save_strategy": "no"}
+PAGED = {
+    "use_transformers_continuous_batching": "true",
+    "transformers_continuous_batching_config": '{"num_blocks": 16, "max_batch_tokens": 64}',
+}
 
 
 @pytest.fixture(scope="module")
@@ -150,30 +157,21 @@ def test_a_recipe_trains_in_bf16_where_the_device_has_it(name, tmp_path, monkeyp
 def test_replies_of_continuous_batching_are_those_of_generate(tiny, rows_file, tmp_path):
     replies = {}
     for batching in ("false", "true"):
-        trainer = build(
-            "grpo", tiny, rows_file, tmp_path / batching, top_k=1, eval_size=0, eval_strategy="no",
-            max_steps=2, save_strategy="no", learning_rate=1e-3, mixing_scale=40, per_device_train_batch_size=2,
-            max_completion_length=12, use_transformers_continuous_batching=batching,
-            transformers_continuous_batching_config='{"num_blocks": 16, "max_batch_tokens": 64}',
-        )  # fmt: skip
+        keys = {"top_k": 1, "max_steps": 2, "learning_rate": 1e-3, "mixing_scale": 40, "max_completion_length": 12}
+        keys |= {"per_device_train_batch_size": 2, "use_transformers_continuous_batching": batching}
+        trainer = build("grpo", tiny, rows_file, tmp_path / batching, **{**PAGED, **UNDISTURBED, **keys})
         prompts = [trainer.processing_class.encode(text) for text in ("1", "12 + 34 =", "a longer prompt")]
         before = trainer._generate_single_turn(prompts, None, {}, 1)[0]
         trainer.train()  # equal replies earn equal rewards, which teach nothing but rounding errors
-        generator = torch.Generator().manual_seed(0)
-        for weight in mixing_parameters(trainer.model):
-            weight.data += 0.02 * torch.randn(weight.shape, generator=generator)
+        train_mixing(trainer.model, 0.8)
         replies[batching] = before, trainer._generate_single_turn(prompts, None, {}, 1)[0]
     assert replies["true"] == replies["false"] and replies["true"][0] != replies["true"][1]
 
 
 def test_an_interleaved_model_learns_from_replies_of_continuous_batching(rows_file, tmp_path):
     plain = saved(decoder("llama"), tmp_path / "plain")
-    trainer = build(
-        "grpo", plain, rows_file, tmp_path / "run", num_pseudo_heads=2, eval_size=0,
-        eval_strategy="no", max_steps=1, save_strategy="no",
-        max_completion_length=8, use_transformers_continuous_batching="true",
-        transformers_continuous_batching_config='{"num_blocks": 16, "max_batch_tokens": 64}',
-    )  # fmt: skip
+    keys = {"num_pseudo_heads": 2, "max_steps": 1, "max_completion_length": 8}
+    trainer = build("grpo", plain, rows_file, tmp_path / "run", **PAGED, **UNDISTURBED, **keys)
     trainer.train()
     assert trainer.state.global_step == 1 and list(mixing_parameters(trainer.model))
 
@@ -181,10 +179,7 @@ def test_an_interleaved_model_learns_from_replies_of_continuous_batching(rows_fi
 def test_a_saved_decoder_with_interleaved_heads_is_loaded_again_as_reference(rows_file, tmp_path):
     """TRL loads it by the first class in `auto_map`."""
     model = saved(interleave_heads(decoder("llama"), 2), tmp_path / "model")
-    lengths = {"num_blocks": 16, "max_batch_tokens": 64}
-    keys = {"use_transformers_continuous_batching": "true", "max_steps": 1, "eval_size": 0, "eval_strategy": "no"}
-    keys |= {"transformers_continuous_batching_config": json.dumps(lengths), "save_strategy": "no"}
-    trainer = build("grpo", model, rows_file, tmp_path / "run", **keys)
+    trainer = build("grpo", model, rows_file, tmp_path / "run", max_steps=1, **PAGED, **UNDISTURBED)
     trainer.train()
     assert type(trainer.ref_model).__name__ == "InterleavedForCausalLM"
 
@@ -198,10 +193,8 @@ def test_replies_that_the_model_cannot_give_are_refused_before_training(tiny, ro
 
 
 def test_the_reference_of_adapters_has_the_mixing_of_the_start(tiny, pairs_file, tmp_path):
-    trainer = build(
-        "dpo", tiny, pairs_file, tmp_path, use_peft="true", learning_rate=1e-3, mixing_scale=10, eval_size=0,
-        eval_strategy="no", save_strategy="no",
-    )  # fmt: skip
+    keys = {"use_peft": "true", "learning_rate": 1e-3, "mixing_scale": 10}
+    trainer = build("dpo", tiny, pairs_file, tmp_path, **keys, **UNDISTURBED)
     trainer.train()
     moved = [name for name, value in trainer.model.named_parameters() if "q_mix" in name and value.requires_grad]
     assert moved and trainer.ref_model is None
@@ -219,14 +212,13 @@ def test_the_reference_of_adapters_has_the_mixing_of_the_start(tiny, pairs_file,
 
 def test_the_reference_has_what_the_recipe_changes_in_the_config(tiny, pairs_file, rows_file, tmp_path):
     changes = {"rope_theta": 5e5, "sliding_window": 4}
-    others = {"max_steps": 1, "eval_size": 0, "eval_strategy": "no", "save_strategy": "no"}
-    trainer = build("dpo", tiny, pairs_file, tmp_path, **changes, **others)
+    trainer = build("dpo", tiny, pairs_file, tmp_path, max_steps=1, **changes, **UNDISTURBED)
     trainer.train()
     step = trainer.state.log_history[0]
     assert abs(step["rewards/chosen"]) < 1e-5 and abs(step["rewards/rejected"]) < 1e-5
     with pytest.raises(UserError, match="^rope_theta, sliding_window with beta=0.04: TRL loads the reference"):
         build("grpo", tiny, rows_file, tmp_path, **changes)
-    assert build("grpo", tiny, rows_file, tmp_path, **changes, **others, beta=0).ref_model is None
+    assert build("grpo", tiny, rows_file, tmp_path, **changes, **UNDISTURBED, beta=0).ref_model is None
 
 
 # Rewards

@@ -161,16 +161,6 @@ def test_scoring_counts_what_the_verifier_accepts(tiny, tmp_path, monkeypatch, c
     assert capsys.readouterr().out.splitlines()[-1] == "3 of 4: 75.0%"
 
 
-def test_a_model_is_asked_for_an_answer(tmp_path, monkeypatch):
-    tokenizer, model, asked = with_template("smollm2.jinja"), random_model(byte_config()), []
-    make_reasoning_data.main([str(tmp_path / "rows.jsonl"), "--rows", "2"])
-    generate = model.generate
-    monkeypatch.setattr(model, "generate", lambda **inputs: asked.extend(inputs["input_ids"]) or generate(**inputs))
-    score_reasoning.score(model, tokenizer, score_reasoning.read_rows(tmp_path / "rows.jsonl"), max_new_tokens=1)
-    prompts = tokenizer.batch_decode(asked)
-    assert len(prompts) == 2 and all(prompt.endswith("<|im_start|>assistant\n") for prompt in prompts)
-
-
 def test_prompts_that_leave_no_room_for_a_reply_are_refused(tiny):
     model, tokenizer = random_model(IHAConfig.from_pretrained(tiny)), with_template("smollm2.jinja")
     model.config.max_position_embeddings = positions = 150

@@ -15,6 +15,7 @@ from helpers import (
 )
 from peft import LoraConfig, get_peft_model
 from tiny_sources import tiny_tokenizer
+from tiny_training import one_step
 
 from iha_io.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAForCausalLM
@@ -28,20 +29,6 @@ PREFERENCES = [
 ]
 
 MIXING = sorted(InterleavedHeadAttention.mixing_modules)
-
-
-def arguments(tmp_path) -> dict:
-    return {
-        "output_dir": str(tmp_path / "output"),
-        "max_steps": 1,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-    }
 
 
 def test_trainers_and_adapters_load_remote_code_by_path(tmp_path):
@@ -82,7 +69,8 @@ for trainer_class, config_class in ((DPOTrainer, DPOConfig), (RewardTrainer, Rew
         "modules": [type(model).__module__ for model in models],
     }
 """
-    request = {"model": str(directory), "rows": PREFERENCES, "arguments": arguments(tmp_path)}
+    request = {"model": str(directory), "rows": PREFERENCES}
+    request["arguments"] = one_step(tmp_path / "output", per_device_train_batch_size=4, learning_rate=1e-3)
     request |= {"adapter": str(tmp_path / "adapter"), "input_ids": random_ids(2, 9).tolist()}
     answer = run_in_clean_process(program, request)
     for logits in answer["adapters"]["logits"]:
