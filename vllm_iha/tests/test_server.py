@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def server(model, tmp_path_factory):
     command += ["--max-model-len", "512", "--max-num-seqs", "6", "--served-model-name", "iha"]
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
     try:
         deadline = time.monotonic() + 600  # to compile takes minutes on a busy machine
         while True:
@@ -71,7 +72,7 @@ def server(model, tmp_path_factory):
                 time.sleep(0.5)
         yield url
     finally:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # its engine and worker would outlive it
         process.wait()
 
 
