@@ -113,10 +113,10 @@ def paper_more() -> list[Number]:
     ]
 
 
-WARM_STARTS = ("warm_start_prose", "warm_start_lookup")
+WARM_STARTS = ("warm_start_python", "warm_start_prose", "warm_start_lookup")
 # Heading -> tables, what is computed from them, and the figures of the set-up and of the papers.
 SECTIONS = {
-    "Warm start": (WARM_STARTS, list, ("3e-5", "5e-4", "5e-5", "2e-3", "1,000", "0.001")),
+    "Warm start": (WARM_STARTS, list, ("3e-5", "2e-3", "4e-3", "1,000")),
     "Language models": (("language_models", "language_models_512"), list, ()),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ()),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
