@@ -35,7 +35,7 @@ Print what a step of a recipe takes in memory. The model is loaded, and no rows 
 example:
   python -m sft.memory_plan --config sft/recipes/demo/sft.yaml --model_name_or_path smollm2-iha --use_cpu true
 """
-# What the allocator of a CPU takes at most beyond the tensors, by peaks of sft/train.py (docs/LOG.md).
+# What the allocator of a CPU takes at most beyond the tensors, by peaks of sft/train.py (docs/LOG.md at 443b1c9).
 ALLOCATOR = 1.25
 LOSS_OUTPUTS = ("log_probs", "entropy", "is_top1")  # of TRL's loss
 

@@ -45,7 +45,7 @@ from modeling_iha.interleaving import HeadCollapse
 from modeling_iha.package import flop_matched_window
 from research.experiments.language_models import read_text, rows_of
 from research.experiments.options import study_parser
-from research.experiments.protocol import RATE_FACTOR, Rates, end, fit, tune, walk
+from research.experiments.protocol import RATE_FACTOR, Rates, end, fit, loss_at, tune, walk
 from research.experiments.study import (
     begin,
     correct_by_holm,
@@ -329,9 +329,9 @@ def verdict(difference: dict, effect: float, better: int) -> str:
 
 def outcome(text: str, run: dict, step: float) -> float:
     """Return what a run is judged by after `step` steps: the loss, or in lookup the mean share of right answers."""
-    steps, losses, shares = zip(*run["curve"])
     if text != "lookup":
-        return float(np.interp(step, steps, losses))
+        return loss_at(run["curve"], step)
+    steps, _, shares = zip(*run["curve"])
     places = [place for place in steps if place < step] + [step]
     return float(np.trapezoid(np.interp(places, steps, shares), places) / step)
 
