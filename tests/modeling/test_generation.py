@@ -1,4 +1,4 @@
-"""Generate with a cache and with padding, and decode from base states: nothing changes.
+"""Generate with a cache and with padding, decode from base states, and train heads of tasks: nothing changes.
 
 What every kind must hold of this is in test_mechanisms.py, caches and modes of `generate` in test_generate_api.py.
 """
@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import (
     DECODING_CORES,
+    HYBRID,
     IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
@@ -20,6 +21,7 @@ from helpers import (
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from modeling_iha import IHAForQuestionAnswering, IHAForSequenceClassification, IHAForTokenClassification
 from modeling_iha.interleaving import is_absorbed
 
 
@@ -104,3 +106,45 @@ def test_one_token():
     assert takes(128) and takes(64, batch=2) and not takes(127) and not takes(63, batch=64)
     assert not takes(4096, core="eager") and not takes(4096, dropout=0.1)
     assert not takes(4096, pseudo_collapse="all_heads") and not takes(4096, num_pseudo_heads=1)
+
+
+# Task heads
+
+
+@pytest.mark.parametrize(
+    ("model_class", "labels", "shapes"),
+    [
+        (IHAForSequenceClassification, {"labels": torch.tensor([2, 0])}, {"logits": (2, 3)}),
+        (IHAForTokenClassification, {"labels": torch.ones(2, 6, dtype=torch.long)}, {"logits": (2, 6, 3)}),
+        (
+            IHAForQuestionAnswering,
+            {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
+            {"start_logits": (2, 6), "end_logits": (2, 6)},
+        ),
+    ],
+)
+def test_task_heads(model_class, labels, shapes, tmp_path):
+    """Train a step and save: the checkpoint gives the same answer, also behind padding on the left."""
+    model = random_model(small_config(num_labels=3, **HYBRID, sliding_window=3), model_class)
+    input_ids = random_ids(2, 6)
+    output = model(input_ids, attention_mask=torch.ones_like(input_ids), **labels)
+    for name, shape in shapes.items():
+        assert getattr(output, name).shape == shape
+    output.loss.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+    model.save_pretrained(tmp_path)
+    loaded, info = model_class.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    padded = torch.nn.functional.pad(input_ids, (2, 0))
+    with torch.no_grad():
+        again = loaded(input_ids, attention_mask=torch.ones_like(input_ids))
+        behind_padding = loaded(
+            padded, attention_mask=(padded != 0).long(), position_ids=((padded != 0).cumsum(-1) - 1).clamp_min(0)
+        )
+    for name in shapes:
+        assert_close(getattr(again, name), getattr(output, name).detach())
+        # A per-token head answers for the padding, too.
+        per_token = getattr(output, name).shape[1] == 6
+        actual = getattr(behind_padding, name)[:, 2:] if per_token else getattr(behind_padding, name)
+        assert_close(actual, getattr(output, name).detach())
