@@ -10,6 +10,8 @@ of Python's manual), and on a task that combines two letters of a row ("lookup")
 - `mha_window` has the windows of the paper's schedule for P = 2, and `iha_2_paper` the schedule (IHA, Appendix C).
 - `iha_2_shared` starts with a collapse that is the mean of the pseudo-heads. This start is not exact.
 - `iha_2_rolled` starts exact, with query pseudo-heads that differ: all but the last begin as other heads' queries.
+- `iha_2_scratch` was interleaved before it was pretrained, on the same rows from the same weights. Its mixing has the
+  best of the multiples of SCRATCH. What it has over `iha_2` a warm start leaves on the table.
 
 Every arm learns at the best rate, and its mixing at the best multiple of the default rate, found on TUNING_SEEDS; the
 arms of BORROWED take those of `iha_2`, because to tune them costs more than to run them. Texts are judged by the loss
@@ -62,6 +64,7 @@ TOKENS, LAYERS, HEADS = 512, 5, 4
 SIZE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": LAYERS}
 WINDOW = flop_matched_window(TOKENS, 2)
 PRETRAINING = {"steps": 3000, "rows": 4, "rate": 2e-3, "seed": 2000}
+SCRATCH = (0.25, 0.0625)
 STEPS = {"python": 120, "prose": 160, "lookup": 240}  # of a continuation
 ROWS, EVERY = 1, 40  # rows of a step, steps between two evaluations
 HELD_OUT_ROWS = 32
@@ -78,9 +81,10 @@ ARMS = {
     "iha_2_paper": "mha_window",
     "iha_2_shared": "iha_2",
     "iha_2_rolled": "iha_2",
+    "iha_2_scratch": "iha_2",
 }
 # Arms that take the rates of another.
-BORROWED = {"iha_4": "iha_2", "iha_2_shared": "iha_2", "iha_2_rolled": "iha_2"}
+BORROWED = dict.fromkeys(("iha_4", "iha_2_shared", "iha_2_rolled", "iha_2_scratch"), "iha_2")
 Batch = tuple[torch.Tensor, torch.Tensor]  # rows and labels, int64 [rows, TOKENS]; -100 counts for nothing
 
 
@@ -194,9 +198,11 @@ def roll(model: PreTrainedModel) -> PreTrainedModel:
 def build(arm: str, weights: dict[str, torch.Tensor], seed: int) -> PreTrainedModel:
     """Return the model of an arm, from the pretrained weights."""
     model = new_model(windows=arm == "mha_window")
+    if arm == "iha_2_scratch":
+        model = interleave_heads(model, 2, seed=PRETRAINING["seed"])
     model.load_state_dict(weights, strict=False)  # the embedding is the head, too
     model.tie_weights()
-    if arm.startswith("mha"):
+    if arm.startswith("mha") or arm == "iha_2_scratch":
         return model
     if arm == "iha_1":
         return convert_model(model, 1)
@@ -225,10 +231,14 @@ def alone(model: PreTrainedModel) -> tuple[PreTrainedModel, float]:
 # Runs
 
 
-def pretrain(directory: Path) -> dict:
-    """Train the model that all arms start from; write its weights and return its curve."""
+def pretrain(directory: Path, mixing: float | None = None) -> dict:
+    """Train a model that arms start from; write its weights and return its curve.
+
+    With a multiple of the rate for its mixing, the model is interleaved first."""
     torch.manual_seed(PRETRAINING["seed"])
     model, data = new_model(), data_of("python")
+    if mixing:
+        model = interleave_heads(model, 2, seed=PRETRAINING["seed"])
     held_out, generator = data.held_out(), torch.Generator().manual_seed(PRETRAINING["seed"])
 
     def loss() -> torch.Tensor:
@@ -239,11 +249,18 @@ def pretrain(directory: Path) -> dict:
             with whole_file(directory / "model.safetensors") as path:
                 save_file({name: value.clone() for name, value in averaged.named_parameters()}, path)
         scores = score(averaged, held_out)
-        print(f"pretraining: step {step}, held-out loss {scores[0]:.4f}", flush=True)
+        print(f"{directory.name}: step {step}, held-out loss {scores[0]:.4f}", flush=True)
         return scores
 
-    curve, seconds = fit(model, loss, evaluate, PRETRAINING["steps"], PRETRAINING["rate"], 1.0, 30)
+    curve, seconds = fit(model, loss, evaluate, PRETRAINING["steps"], PRETRAINING["rate"], mixing or 1.0, 30)
     return {"curve": curve, "seconds": seconds}
+
+
+def pretrained(directory: Path, mixing: float | None = None) -> tuple[Path, list]:
+    """Return the file of the weights, and the curve, of a model that is pretrained once."""
+    with sole_writer(directory):
+        run = run_once(directory / "curve.json", partial(pretrain, directory, mixing), {**PRETRAINING, **SIZE})
+    return directory / "model.safetensors", run["curve"]
 
 
 def continuation(text: str, arm: str, steps: int, pretrained: Path, seed: int, rate: float, mixing: float) -> dict:
@@ -290,8 +307,8 @@ def dearest(seconds: dict[str, float], steps: int) -> int:
     return math.ceil(max(seconds.values()) / seconds["mha"]) * steps
 
 
-def run_text(args: argparse.Namespace, text: str, pretrained: Path) -> dict:
-    """Tune and run all arms on a text; return their rates and runs."""
+def run_text(args: argparse.Namespace, text: str, weights: dict[str, Path]) -> dict:
+    """Tune and run all arms on a text, from the weights of each; return their rates and runs."""
     directory, steps = args.output / text, STEPS[text]
     task = {"letters": Lookup.letters, "back": Lookup.back} if text == "lookup" else {}
     rows = {"tokens": TOKENS, "rows_of_a_step": ROWS, "held_out_rows": HELD_OUT_ROWS, "every": EVERY}
@@ -299,7 +316,7 @@ def run_text(args: argparse.Namespace, text: str, pretrained: Path) -> dict:
 
     def run(arm: str, length: int, seed: int, rate: float, mixing: float) -> dict:
         path = directory / f"{arm}-{length}-{rate:g}-{mixing:g}-{seed}.json"
-        return run_once(path, partial(continuation, text, arm, length, pretrained, seed, rate, mixing), setting)
+        return run_once(path, partial(continuation, text, arm, length, weights[arm], seed, rate, mixing), setting)
 
     with sole_writer(directory):
         rates = {arm: tuned(text, BORROWED.get(arm, arm), run) for arm in args.arms}
@@ -413,21 +430,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.arms = list(dict.fromkeys(["mha", *args.arms]))
     begin(args)
-    pretrained = args.output / "pretrained"
-    with sole_writer(pretrained):
-        curve = run_once(pretrained / "curve.json", partial(pretrain, pretrained), {**PRETRAINING, **SIZE})["curve"]
+    path, curve = pretrained(args.output / "pretrained")
+    weights, interleaved = dict.fromkeys(args.arms, path), {}
+    if "iha_2_scratch" in args.arms:
+        tried = {mixing: pretrained(args.output / f"pretrained_{mixing:g}", mixing) for mixing in SCRATCH}
+        interleaved = {mixing: curve for mixing, (_, curve) in tried.items()}
+        weights["iha_2_scratch"], _ = min(tried.values(), key=lambda each: end({"curve": each[1]}))
     before, after = curve[-7], curve[-1]  # [step, loss, accuracy]
     setting = {
         **SIZE,
         "tokens": TOKENS,
         "window": WINDOW,
         "rows_of_a_step": ROWS,
-        "pretraining": {**PRETRAINING, "curve": curve},
+        "pretraining": {**PRETRAINING, "curve": curve, "interleaved": interleaved},
         # nats for 1,000 steps, over the last ones
         "slope_of_pretraining": 1000 * (after[1] - before[1]) / (after[0] - before[0]),
     }
     for text in args.texts:
-        of_text = run_text(args, text, pretrained / "model.safetensors")
+        of_text = run_text(args, text, weights)
         rows = [row_of(text, arm, of_text) for arm in of_text["runs"]]
         correct_by_holm([row["minus_mha"]["steps"] for row in rows if "minus_mha" in row])
         args.study = f"warm_start_{text}"

@@ -86,16 +86,19 @@ def test_the_study_in_small(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(warm_start, name, value)
     monkeypatch.setattr(warm_start, "tune", lambda *_: Rates(1e-3, 1.0, []))  # tested with the protocol
     monkeypatch.setattr(warm_start, "walk", lambda loss_at, rate, factor: rate)
-    words = ["--texts", "lookup", "--arms", "iha_2", "iha_2_rolled", "--seeds", "0", "1"]
+    words = ["--texts", "lookup", "--arms", "iha_2", "iha_2_rolled", "iha_2_scratch", "--seeds", "0", "1"]
     words += ["--output", str(tmp_path / "runs"), "--results", str(tmp_path)]
     warm_start.main(words)
     assert " done\n" in capsys.readouterr().out
     warm_start.main(words)
     assert " done\n" not in capsys.readouterr().out
     table = json.loads((tmp_path / "warm_start_lookup.json").read_text())
-    assert [row["arm"] for row in table["rows"]] == ["mha", "iha_2", "iha_2_rolled"]
-    _, usual, rolled = table["rows"]
+    assert [row["arm"] for row in table["rows"]] == ["mha", "iha_2", "iha_2_rolled", "iha_2_scratch"]
+    _, usual, rolled, scratch = table["rows"]
     assert len(usual["minus_mha"]["time"]["values"]) == 2 and "verdict" in rolled["minus_iha_2"]["steps"]
+    ends = [curve[-1] for curve in table["pretraining"]["interleaved"].values()]
+    assert len(ends) == 2 and min(ends)[1] != table["pretraining"]["curve"][-1][1]
+    assert scratch["start"] != usual["start"] == rolled["start"]
     assert 0 < usual["kept_by_the_last"]["mean"] < 1
     longest = max(point[0] for point in table["runs"]["mha"][0]["curve"])
     assert usual["minus_mha"]["time"]["base_steps"] <= longest
