@@ -83,15 +83,18 @@ def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
 
 @pytest.mark.parametrize("core", ["sdpa", "base"])
 @pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
-def test_padding_that_goes_in_by_itself_stays_finite(geometry, core):
-    """Fill a static cache with one token at a time: a token of padding sees nothing, and its softmax has no score."""
+def test_padding_before_a_static_cache(geometry, core):
+    """Fill a static cache with all tokens, longer than they are, and with one at a time.
+
+    A token of padding that goes in by itself sees nothing, and its softmax has no score."""
     model = geometry_model(geometry, core)
     input_ids, mask = random_ids(2, 8), torch.tensor([[0] * 5 + [1] * 3, [1] * 8])
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(input_ids, attention_mask=mask, generation_config=GenerationConfig(**options))
-    options |= {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 1}
-    actual = model.generate(input_ids, attention_mask=mask, generation_config=GenerationConfig(**options))
-    assert torch.equal(actual, expected)
+    options |= {"cache_implementation": "static", "disable_compile": True}
+    for chunk in (None, 1):
+        config = GenerationConfig(**options, prefill_chunk_size=chunk)
+        assert torch.equal(model.generate(input_ids, attention_mask=mask, generation_config=config), expected)
 
 
 # Decoding from base states
