@@ -3,18 +3,25 @@
 `python -m research.experiments.model_types` tries all types; `try_type` of this command compares one with itself.
 """
 
+import base64
 import copy
+import io
 import json
+import shutil
 
 import numpy
+import openai
 import pytest
 import torch
 import transformers
-from tiny_sources import tiny_tokenizer
+from PIL import Image
+from servers import answering
+from tiny_sources import edit_weights, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
 
+from conversion_scripts import serve
 from iha_io.checkpoint_io import run_in_clean_process
-from iha_io.command_io import ROOT
+from iha_io.command_io import ROOT, UserError
 from modeling_iha import interleave_heads, remove_interleaving
 from modeling_iha.mixing import mixing_parameters
 from research.experiments import model_types
@@ -130,31 +137,69 @@ result = {"ids": inputs["input_ids"].tolist(), "logits": model(**inputs).logits.
 """
 
 
-def test_a_processor_is_saved_beside_the_model(tmp_path):
-    """Load both in a clean process, by the Auto classes, and read an image of raw pixels."""
+# A turn of an image and a text.
+CHAT_TEMPLATE = (
+    "{% for turn in messages %}{% for part in turn['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    """Save a model that reads images, beside its processor, and return the directory and both."""
     tokenizer = copy.deepcopy(tiny_tokenizer())  # which all tests share
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    image_token_id = tokenizer.convert_tokens_to_ids("<image>")
     config = tiny_config("llava")
-    config.image_token_index = image_token_id
+    config.image_token_index = tokenizer.convert_tokens_to_ids("<image>")
     config.vision_config.image_size, config.vision_config.patch_size = 28, 14
     torch.manual_seed(0)
     model = interleave_heads(AutoModelForImageTextToText.from_config(config).eval(), 2)
     size = {"height": 28, "width": 28}
-    processor = LlavaProcessor(
-        CLIPImageProcessorPil(size=size, crop_size=size),
-        tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-    )
+    options = {"patch_size": 14, "vision_feature_select_strategy": "default", "chat_template": CHAT_TEMPLATE}
+    processor = LlavaProcessor(CLIPImageProcessorPil(size=size, crop_size=size), tokenizer, **options)
     processor.num_additional_image_tokens = 1
-    model.save_pretrained(tmp_path)
-    processor.save_pretrained(tmp_path)
-    answer = run_in_clean_process(WITH_PROCESSOR, {"place": str(tmp_path)})
-    image = numpy.arange(28 * 28 * 3, dtype=numpy.uint8).reshape(28, 28, 3)
-    inputs = processor(images=image, text="<image> the", return_tensors="pt")
-    assert answer["ids"] == inputs["input_ids"].tolist() and answer["ids"][0].count(image_token_id) == 4
+    place = tmp_path_factory.mktemp("llava")
+    model.save_pretrained(place)
+    processor.save_pretrained(place)
+    return str(place), model, processor
+
+
+IMAGE = numpy.arange(28 * 28 * 3, dtype=numpy.uint8).reshape(28, 28, 3)
+
+
+def test_a_processor_is_saved_beside_the_model(llava):
+    """Load both in a clean process, by the Auto classes, and read an image of raw pixels."""
+    place, model, processor = llava
+    answer = run_in_clean_process(WITH_PROCESSOR, {"place": place})
+    inputs = processor(images=IMAGE, text="<image> the", return_tensors="pt")
+    image_tokens = answer["ids"][0].count(model.config.image_token_index)
+    assert answer["ids"] == inputs["input_ids"].tolist() and image_tokens == 4
     assert difference(model(**inputs).logits, torch.tensor(answer["logits"])) < model_types.EXACT
+
+
+def test_a_client_sends_an_image(llava):
+    """Compare the answer of Transformers' server with that of `generate`."""
+    place, model, processor = llava
+    file = io.BytesIO()
+    Image.fromarray(IMAGE).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "the"}]
+    with answering(place) as server:
+        client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60, max_retries=0)
+        chat = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
+        answer = client.chat.completions.create(model=place, **chat).choices[0].message.content
+    inputs = processor(images=IMAGE, text="<image>the", return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert answer == processor.decode(tokens, skip_special_tokens=True)
+
+
+def test_weights_that_leave_a_part_random_are_not_served(llava, tmp_path, monkeypatch):
+    place = shutil.copytree(llava[0], tmp_path / "llava")
+    edit_weights(place, lambda weights: weights.pop(next(name for name in weights if "q_mix" in name)))
+    monkeypatch.setattr("uvicorn.Server", None)  # a server would run for ever
+    monkeypatch.setattr("sys.argv", ["serve", str(place), "--port", "0"])
+    with pytest.raises(UserError, match="missing keys .*q_mix"):
+        serve.main()
 
 
 def test_part_of_a_model_is_refused():
