@@ -9,6 +9,7 @@ record are in `auto_mapping`, and an interleaved model puts them back.
 
 import copy
 import sys
+import warnings
 from functools import cache, partial, wraps
 from itertools import accumulate
 from typing import Any
@@ -98,7 +99,13 @@ def _meet(tuner: Any, model: Any, config: Any) -> None:
             "An adapter trains and saves all of the mixing or nothing of it: name q_mix, k_mix, v_mix and collapse in "
             "modules_to_save, or none of them, and no parameter of theirs in target_parameters."
         )
-    if kept or record["interleaved_window"] is not None or any(map(_moved, mixing.values())):
+    has_moved = any(map(_moved, mixing.values()))
+    if not (kept or has_moved or config.inference_mode):
+        warnings.warn(
+            "The adapter leaves the mixing frozen at its start, where pseudo-heads add nothing: to train it, name "
+            "q_mix, k_mix, v_mix and collapse in modules_to_save."
+        )
+    if kept or has_moved or record["interleaved_window"] is not None:
         base = next(each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
         found_by = {"base_model_class": base.__name__, "parent_library": base.__module__, RECORD: record}
         config.save_pretrained = partial(_save_config, config, found_by, bool(kept))

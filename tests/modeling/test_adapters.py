@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import warnings
 
 import peft
 import pytest
@@ -184,10 +185,14 @@ def test_every_adapter_of_a_model_records_it(base, tmp_path):
 def test_an_adapter_without_the_mixing(base, tmp_path):
     """It is right on the plain base while the mixing is at its start, and needs its own model otherwise."""
     config = LoraConfig(target_modules=["q_proj"])
-    model = trained(get_peft_model(interleave_heads(plain(base), 2), copy.deepcopy(config)))
+    with pytest.warns(UserWarning, match="leaves the mixing frozen at its start"):
+        model = trained(get_peft_model(interleave_heads(plain(base), 2), copy.deepcopy(config)))
     model.save_pretrained(tmp_path / "one")
     assert_close(logits(PeftModel.from_pretrained(plain(base), tmp_path / "one")), logits(model))
     moved = trained(interleave_heads(plain(base), 2))
+    with warnings.catch_warnings(action="error", category=UserWarning):
+        PeftModel.from_pretrained(interleave_heads(plain(base), 2), tmp_path / "one")
+        get_peft_model(copy.deepcopy(moved), copy.deepcopy(config))
     for model in (moved, interleave_heads(plain(base), 2, sliding_window=5)):
         get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).save_pretrained(tmp_path / "two")
         PeftModel.from_pretrained(model, tmp_path / "two")
