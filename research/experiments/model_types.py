@@ -52,14 +52,15 @@ GREEDY = {
     **{"return_dict_in_generate": True, "output_logits": True},
 }
 EXACT = 2e-5
-# The types that an Auto class knows. A type of several media may have a class for text alone besides.
+# The types that an Auto class knows, but for this package's. One of several media may have a class for text besides.
 CAUSAL, MULTIMODAL = "AutoModelForCausalLM", "AutoModelForMultimodalLM"
+OURS = ("iha", "interleaved")
 TYPES = {
-    CAUSAL: list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    CAUSAL: [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in OURS],
     MULTIMODAL: [
         name
         for name, model_class in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
-        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != model_class
+        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != model_class and name not in OURS
     ],
 }
 # The sizes of tiny models, by the names that configurations use. Windows and budgets are shorter than the input.
