@@ -67,6 +67,8 @@ def test_a_layer_has_the_modules_of_its_options_only(options, modules):
     """Count the modules here, because the reference composes with those that it finds."""
     layer = random_model(dcmha_config(options)).model.layers[0].self_attn
     assert {name for name, _ in layer.named_children() if name.startswith(("pre_", "post_"))} == modules
+    if not options:  # what the paper takes
+        assert layer.pre_query.rank == 2 and layer.pre_query.gate is not None
 
 
 @pytest.mark.parametrize("options", OPTIONS)

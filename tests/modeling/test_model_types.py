@@ -213,6 +213,8 @@ def test_part_of_a_model_is_refused():
     assert all(hasattr(layer.self_attn, "q_mix") for layer in decoder.layers)
     plain = tiny_model("gemma3", MULTIMODAL).model.language_model  # the whole is gone
     interleave_heads(plain, 2)
+    held = [{"model": tiny_model("llama")} for _ in range(2)]  # no model holds them
+    interleave_heads(held[0]["model"], 2)
 
 
 @pytest.mark.parametrize("model_type", ["afmoe", "jetmoe", "llama"])
