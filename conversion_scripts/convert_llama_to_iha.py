@@ -26,7 +26,7 @@ from conversion_scripts.conversion import (
     read_source,
     write_checkpoint,
 )
-from iha_io.command_io import UserError, refusing, run_cli, typed
+from iha_io.command_io import UserError, checked, refusing, run_cli, typed
 from kind_facts import all_companions, companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
@@ -149,6 +149,7 @@ def convert_model(
     return model
 
 
+@checked
 def convert(
     source: str | os.PathLike,
     destination: str | os.PathLike,

@@ -13,9 +13,10 @@ from transformers.utils import CONFIG_NAME
 
 from conversion_scripts.checkpoint_checks import check_checkpoint, checkpoint_files, loading_code, refuse_pickles
 from iha_io.checkpoint_io import load_in_clean_process
-from iha_io.command_io import UserError, new_directory, run_cli
+from iha_io.command_io import UserError, checked, new_directory, run_cli
 
 
+@checked
 def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", trust_code: bool = False) -> str:
     """Fetch the repository `repo_id` at a commit, tag or branch into the new `directory`, and return the commit.
 

@@ -24,7 +24,7 @@ from conversion_scripts.checkpoint_checks import (
     loading_code,
 )
 from iha_io.checkpoint_io import load_config, load_in_clean_process
-from iha_io.command_io import UserError, read_text, run_cli
+from iha_io.command_io import UserError, checked, read_text, run_cli
 from iha_io.foreign_code import CUSTOM_GENERATE
 from kind_facts import is_ours
 from model_cards.render import MAX_CARD, parse_card, render_card, with_name
@@ -42,6 +42,7 @@ SUPERSEDED = [
 ]
 
 
+@checked
 def push(
     directory: str | os.PathLike,
     repo_id: str,

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from conversion_scripts.architectures import exact_length
 from conversion_scripts.conversion import check_iha
 from iha_io.checkpoint_io import load_config, load_model, load_tokenizer
-from iha_io.command_io import MAX_TEXT, UserError, check_output_file, read_text, run_cli, write_json
+from iha_io.command_io import MAX_TEXT, UserError, check_output_file, checked, read_text, run_cli, write_json
 from iha_io.foreign_code import note_foreign_code
 from kind_facts import companion_of, is_interleaved
 from modeling_iha.modeling_interleaved import backbone_of
@@ -164,6 +164,7 @@ def read_both(
     return config, converted_config, tokens
 
 
+@checked
 def verify(
     source: str | os.PathLike,
     converted: str | os.PathLike,

@@ -6,6 +6,7 @@ output is written whole or not at all. One command runs another.
 
 import hashlib
 import importlib
+import inspect
 import json
 import os
 import reprlib
@@ -24,11 +25,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from filelock import FileLock, Timeout
@@ -392,6 +393,19 @@ def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
         expected = first["msg"].replace("Input should be", "expected")
         raise UserError(f"{source}: {key} is {wrong}: {expected}.") from None
     return content
+
+
+def checked(function: Callable) -> Callable:
+    """Have a function refuse arguments of other types than its annotations name, with a `UserError`."""
+    signature, hints = inspect.signature(function), get_type_hints(function)
+
+    @wraps(function)
+    def call(*args, **kwargs):
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            typed(value, hints[name], name)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def read_json(path: str | os.PathLike, shape: Any = dict) -> Any:

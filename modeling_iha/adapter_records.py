@@ -34,16 +34,17 @@ NO_TARGETS = (
 
 
 def record_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return how a model is interleaved."""
-    return {name: getattr(config, name, None) for name in (*FIELDS, "interleaved_layers")}
+    """Return how a model is interleaved, and how deep it is."""
+    depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
+    return {**{name: getattr(config, name, None) for name in (*FIELDS, "interleaved_layers")}, "num_layers": depth}
 
 
 def check_record(record: dict[str, Any], config: PreTrainedConfig, what: str) -> None:
     """Raise a ValueError for a model that is not interleaved as the record of an adapter says."""
     if different := [name for name, value in record_of(config).items() if record.get(name) != value]:
         raise ValueError(
-            f"{what} was trained on a model that is interleaved otherwise ({', '.join(different)}): load it on the "
-            "plain base with load_adapter of modeling_iha, or interleave the base in the same way."
+            f"{what} was trained on another model, or one that is interleaved otherwise ({', '.join(different)}): "
+            "load it on its plain base with load_adapter of modeling_iha, or interleave that base in the same way."
         )
 
 

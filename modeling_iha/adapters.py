@@ -32,7 +32,8 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
         source: the directory or Hub id of an adapter that PEFT or Trainer saved, or of what `save_mixing` saved.
         kwargs: those of `PeftModel.from_pretrained`, such as `is_trainable=True` or `adapter_name`.
 
-    Return PEFT's model, or for mixing alone the model itself. Raise a ValueError for another base."""
+    Return PEFT's model, or for mixing alone the model itself. Raise a ValueError for a base with other layers or
+    heads. As in PEFT no weights are compared: another base of the same shape is taken."""
     source, hub = str(source), {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
     if find_adapter_config_file(source, **hub) is None:
         return _load_mixing(model, source, hub)

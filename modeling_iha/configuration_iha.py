@@ -138,7 +138,7 @@ class IHAConfig(LlamaConfig):
     sliding_window: int | None = None
     pseudo_positions: str = "interleaved"
     pseudo_collapse: str = "per_head"
-    mixing_scale: float = 1.0
+    mixing_scale: float | int = 1.0
     gated_mlp: bool = True
     mlp_gate_groups: int | None = None
     use_qk_norm: bool = False

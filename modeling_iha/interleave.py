@@ -10,7 +10,8 @@ that sum to zero over the pseudo-heads make them differ without changing the res
 
 import copy
 import gc
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from threading import Lock
 
 import torch
@@ -100,7 +101,7 @@ def exact_start(
 def interleave_heads(
     model: PreTrainedModel,
     num_pseudo_heads: int,
-    layers: Sequence[int] | str | None = None,
+    layers: Iterable[int] | str | None = None,
     sliding_window: int | str | None = None,
     collapse: str = "per_head",
     seed: int | None = 0,
@@ -126,7 +127,7 @@ def interleave_heads(
             backbone's rate they hardly move. The weights hold changes from the exact start (see `Mixing`).
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
-    _check(model, num_pseudo_heads, collapse, seed)
+    _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
     _copy_config(model)  # `_probe` changes it
     config = model.config
     if sliding_window == "paper":
@@ -191,7 +192,9 @@ def deviations(
     return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}
 
 
-def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: int | None) -> None:
+def _check(
+    model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: int | None, mixing_scale: float
+) -> None:
     if isinstance(model, transformers.Pipeline):
         raise ValueError(f"{type(model).__name__} is no model: pass its `model`.")
     # FSDP2 turns a model into one of a class that PyTorch makes.
@@ -211,12 +214,14 @@ def _check(model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: i
         )
     if not isinstance(num_pseudo_heads, int) or num_pseudo_heads < 2:
         raise ValueError(
-            f"num_pseudo_heads is {num_pseudo_heads!r}: expected at least 2; with 1 there is nothing to do."
+            f"num_pseudo_heads is {num_pseudo_heads!r}: expected an integer from 2 on; with 1 there is nothing to do."
         )
     if collapse not in ("per_head", "all_heads"):
         raise ValueError(f'collapse is {collapse!r}: expected "per_head" or "all_heads".')
     if seed is not None and not isinstance(seed, int):
         raise ValueError(f"seed is {seed!r}: expected an integer or None.")
+    if not isinstance(mixing_scale, int | float) or not 0 < mixing_scale < math.inf:
+        raise ValueError(f"mixing_scale is {mixing_scale!r}: expected a number above 0.")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{config.model_type} has an encoder, and interleaving is defined for causal self-attention alone: pass a "
@@ -297,13 +302,13 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _choose(modules: dict, layers: Sequence[int] | str | None, model: PreTrainedModel) -> dict:
+def _choose(modules: dict, layers: Iterable[int] | str | None, model: PreTrainedModel) -> dict:
     """Return the recorded modules of the chosen layers."""
     indices = sorted({module.layer_idx for module in modules})
     if layers == "paper":
         layers = [index for place, index in enumerate(indices) if place % 5 != 4]
-    chosen = indices if layers is None else layers
-    if isinstance(chosen, str) or not chosen or not set(chosen) <= set(indices):
+    chosen = indices if layers is None else list(layers) if isinstance(layers, Iterable) else []
+    if not chosen or any(isinstance(index, bool) or index not in indices for index in chosen):
         raise ValueError(
             f'layers is {layers!r}: expected "paper", None, or some of the attention layers {indices} of '
             f"{model.config.model_type}."

@@ -90,7 +90,7 @@ def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Datas
             raise UserError("eval_strategy and eval_on_start need rows to evaluate on: set eval_size.")
         return rows, None
     size = run.eval_size if run.eval_size < 1 else int(run.eval_size)
-    with refusing(f"eval_size={run.eval_size:g} does not fit {len(rows)} rows", ValueError):
+    with refusing(f"eval_size={run.eval_size:g} is too large for {len(rows)} rows: lower it", ValueError):
         parts = rows.train_test_split(test_size=size, seed=args.seed)
     seen = {_asked(row) for row in parts["test"]}
     with args.main_process_first():

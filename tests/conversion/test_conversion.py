@@ -47,7 +47,7 @@ from conversion_scripts.architectures import exact_length
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import KINDS, convert_model, iha_config
 from iha_io import checkpoint_io
-from iha_io.checkpoint_io import load_in_clean_process, run_in_clean_process, smollm2_gguf
+from iha_io.checkpoint_io import load_in_clean_process, load_model, run_in_clean_process, smollm2_gguf
 from iha_io.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.interleave import last_pseudo_head
@@ -237,6 +237,26 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
 def test_arguments_that_cannot_work_are_refused(arguments, message):
     with pytest.raises(UserError, match=message):
         convert_model(tiny_source(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"schedule": "paper"}, "schedule: it is 'paper': expected 'global' or 'hybrid'"),
+        ({"value_offsets": None}, "value_offsets: it is None: expected 'balanced' or 'none'"),
+        ({"num_pseudo_heads": "2"}, "num_pseudo_heads: it is '2': expected a valid integer"),
+        ({"seed": None}, "seed: it is None"),
+    ],
+)
+def test_a_program_may_give_no_other_types_than_the_command(arguments, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        convert_llama_to_iha.convert("source", tmp_path / "iha", **{"num_pseudo_heads": 2, **arguments})
+
+
+def test_a_whole_number_scales_the_mixing(tmp_path):
+    save_tiny_source(tmp_path / "source")
+    convert_llama_to_iha.convert(str(tmp_path / "source"), tmp_path / "iha", 2, mixing_scale=8)
+    assert load_model(str(tmp_path / "iha")).config.mixing_scale == 8
 
 
 # And back

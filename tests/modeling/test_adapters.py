@@ -232,7 +232,11 @@ def test_the_mixing_alone_is_saved_and_loaded(base, tmp_path):
     assert logits(load_adapter(interleave_heads(plain(base), 2, **OPTIONS, seed=9), tmp_path)).equal(logits(model))
     with pytest.raises(ValueError, match="interleaved otherwise .num_pseudo_heads"):
         load_adapter(interleave_heads(plain(base), 3, **OPTIONS), tmp_path)
-    for fields, message in (({"num_hidden_layers": 2}, "another base"), ({"num_key_value_heads": 4}, "otherwise")):
+    for fields, message in (
+        ({"num_hidden_layers": 2}, "another base"),
+        ({"num_hidden_layers": 6}, "another model.*num_layers"),
+        ({"num_key_value_heads": 4}, "otherwise"),
+    ):
         other = decoder("llama", **fields)
         with pytest.raises(ValueError, match=message):
             load_adapter(other, tmp_path)

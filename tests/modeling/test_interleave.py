@@ -266,7 +266,13 @@ def test_layers_and_windows_of_the_paper():
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected at least 2"),
+        (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected an integer from 2 on"),
+        (lambda: decoder("llama"), {"num_pseudo_heads": "2"}, "is '2': expected an integer from 2 on"),
+        (lambda: decoder("llama"), {"mixing_scale": 0}, "mixing_scale is 0: expected a number above 0"),
+        (lambda: decoder("llama"), {"mixing_scale": float("nan")}, "mixing_scale is nan: expected"),
+        (lambda: decoder("llama"), {"layers": 1}, "layers is 1: expected"),
+        (lambda: decoder("llama"), {"layers": [True, False]}, "some of the attention layers"),
+        (lambda: decoder("llama"), {"layers": iter([3])}, "some of the attention layers"),
         (lambda: decoder("llama"), {"collapse": "sum"}, 'expected "per_head" or "all_heads"'),
         (lambda: decoder("llama"), {"seed": "0"}, "seed is '0': expected an integer or None"),
         (lambda: decoder("llama"), {"layers": [3]}, r"some of the attention layers \[0, 1, 2\] of llama"),
