@@ -47,7 +47,7 @@ from modeling_iha.interleaving import HeadCollapse
 from modeling_iha.package import flop_matched_window
 from research.experiments.language_models import read_text, rows_of
 from research.experiments.options import study_parser
-from research.experiments.protocol import RATE_FACTOR, Rates, end, fit, loss_at, tune, walk
+from research.experiments.protocol import MIXING_FACTOR, RATE_FACTOR, Rates, end, fit, loss_at, tune, walk
 from research.experiments.study import (
     begin,
     correct_by_holm,
@@ -64,7 +64,7 @@ TOKENS, LAYERS, HEADS = 512, 5, 4
 SIZE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": LAYERS}
 WINDOW = flop_matched_window(TOKENS, 2)
 PRETRAINING = {"steps": 3000, "rows": 4, "rate": 2e-3, "seed": 2000}
-SCRATCH = (0.25, 0.0625)
+SCRATCH = (0.25, 0.0625, 0.015625)
 STEPS = {"python": 120, "prose": 160, "lookup": 240}  # of a continuation
 ROWS, EVERY = 1, 40  # rows of a step, steps between two evaluations
 HELD_OUT_ROWS = 32
@@ -286,7 +286,8 @@ def continuation(text: str, arm: str, steps: int, pretrained: Path, seed: int, r
 def tuned(text: str, arm: str, run: Callable[..., dict]) -> Rates:
     """Return the best rate and multiple for the mixing by the mean loss over TUNING_SEEDS.
 
-    The best rate beside the default multiple is too low beside a smaller one, so the rate is sought again."""
+    The best rate beside the default multiple is too low beside a smaller one. So the rate is sought again, with the
+    mixing's own rate as it was, and the multiple after it, until neither changes."""
     tried = []
 
     def end_of(rate: float, mixing: float) -> float:
@@ -295,8 +296,11 @@ def tuned(text: str, arm: str, run: Callable[..., dict]) -> Rates:
 
     mixes = arm.startswith("iha")
     rate, mixing, _ = tune(end_of, mixes, FIRST_RATES[text])
-    if mixes:
-        rate = walk(lambda rate: end_of(rate, mixing), rate, RATE_FACTOR)
+    before = None
+    while mixes and before != (rate, mixing):
+        before, of_mixing = (rate, mixing), rate * mixing
+        rate = walk(lambda rate: end_of(rate, of_mixing / rate), rate, RATE_FACTOR)
+        mixing = walk(partial(end_of, rate), of_mixing / rate, MIXING_FACTOR)
     return Rates(rate, mixing, tried)
 
 

@@ -97,7 +97,7 @@ def test_the_study_in_small(tmp_path, monkeypatch, capsys):
     _, usual, rolled, scratch = table["rows"]
     assert len(usual["minus_mha"]["time"]["values"]) == 2 and "verdict" in rolled["minus_iha_2"]["steps"]
     ends = [curve[-1] for curve in table["pretraining"]["interleaved"].values()]
-    assert len(ends) == 2 and min(ends)[1] != table["pretraining"]["curve"][-1][1]
+    assert len(ends) == 3 and min(ends)[1] != table["pretraining"]["curve"][-1][1]
     assert scratch["start"] != usual["start"] == rolled["start"]
     assert 0 < usual["kept_by_the_last"]["mean"] < 1
     longest = max(point[0] for point in table["runs"]["mha"][0]["curve"])
