@@ -101,6 +101,11 @@ def _meet(tuner: Any, model: Any, config: Any) -> None:
             "modules_to_save, or none of them, and no parameter of theirs in target_parameters."
         )
     has_moved = any(map(_moved, mixing.values()))
+    if found is not None and found.get("moved") and not (kept or has_moved):
+        raise ValueError(
+            "The adapter was trained beside a trained mixing, which it does not hold, and this model's is at its "
+            "start: load it on the model that it was trained on."
+        )
     if not (kept or has_moved or config.inference_mode):
         warnings.warn(
             "The adapter leaves the mixing frozen at its start, where pseudo-heads add nothing: to train it, name "
@@ -108,6 +113,7 @@ def _meet(tuner: Any, model: Any, config: Any) -> None:
         )
     if kept or has_moved or record["interleaved_window"] is not None:
         base = next(each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
+        record["moved"] = has_moved
         found_by = {"base_model_class": base.__name__, "parent_library": base.__module__, RECORD: record}
         config.save_pretrained = partial(_save_config, config, found_by, bool(kept))
 

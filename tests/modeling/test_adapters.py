@@ -196,6 +196,9 @@ def test_an_adapter_without_the_mixing(base, tmp_path):
     for model in (moved, interleave_heads(plain(base), 2, sliding_window=5)):
         get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).save_pretrained(tmp_path / "two")
         PeftModel.from_pretrained(model, tmp_path / "two")
+        if model is moved:
+            with pytest.raises(ValueError, match="beside a trained mixing"):
+                PeftModel.from_pretrained(interleave_heads(plain(base), 2), tmp_path / "two")
         with pytest.raises(ValueError, match=INSTRUCTION):
             PeftModel.from_pretrained(plain(base), tmp_path / "two")
         with pytest.raises(ValueError, match="holds no mixing"):
