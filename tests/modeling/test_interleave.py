@@ -519,6 +519,8 @@ def test_the_auto_classes_build_what_a_configuration_names(monkeypatch):
     """Build it also where the configuration came by pickle to a process that read no checkpoint, as vLLM's worker."""
     config = interleave_heads(decoder("llama"), 2).config
     built = AutoModelForCausalLM.from_config(config)
+    q_mix = built.model.layers[0].self_attn.q_mix.value()
+    assert not torch.equal(q_mix[..., 0], q_mix[..., 1])  # noise makes the pseudo-heads differ
     assert type(built).__name__ == "InterleavedForCausalLM" and built.config.interleaved_layers
     monkeypatch.delitem(AutoModelForCausalLM._model_mapping._extra_content, type(config))
     with pytest.raises(ValueError, match="Unrecognized configuration class"):
