@@ -8,7 +8,7 @@ VLLM := .venv-vllm/bin/python
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (2 to 3 minutes on 2 quiet cores)"
-	@echo "make test   lint and the tests (7 minutes on 2 quiet cores)"
+	@echo "make test   lint and the tests (4 to 7 minutes on 2 quiet cores)"
 	@echo "make test-full  the same with the slow tests"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers (4 minutes)"
 	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
