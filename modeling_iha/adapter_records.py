@@ -36,7 +36,7 @@ NO_TARGETS = (
 def record_of(config: PreTrainedConfig) -> dict[str, Any]:
     """Return how a model is interleaved, and how deep it is."""
     depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
-    return {**{name: getattr(config, name, None) for name in (*FIELDS, "interleaved_layers")}, "num_layers": depth}
+    return {name: getattr(config, name, None) for name in (*FIELDS, "interleaved_layers")} | {"num_layers": depth}
 
 
 def check_record(record: dict[str, Any], config: PreTrainedConfig, what: str) -> None:

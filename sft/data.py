@@ -151,10 +151,11 @@ def load_rows(name: str, split: str = "train", streaming: bool = False, schema: 
         source = {"path": reader, "data_files": name, "split": "train", **whole}
     # Readers fail in as many ways as there are types of files.
     with refusing(f"{name}, split {split!r}, cannot be read", Exception):
-        if Path(name).is_file() and Path(name).stat().st_size == 0:
-            raise UserError("it holds no rows.")
-        rows = load_dataset(**source, streaming=streaming)
-        first = next(iter(rows), None)
+        try:
+            rows = load_dataset(**source, streaming=streaming)
+            first = next(iter(rows), None)
+        except StopIteration:  # of the reader, for a file without a byte
+            first = None
     if first is None:
         raise UserError(f"{name}: it holds no rows.")
     convert, features = schema(first)

@@ -211,6 +211,8 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
     [
         ("cut.jsonl.gz", gzip.compress(b'{"text": "Q"}\n' * 99, mtime=0)[:-9], "cannot be read"),
         ("empty.txt", b"", "no rows|the text is empty|cannot be read"),
+        ("empty.jsonl", b"", "empty.jsonl: it holds no rows"),
+        ("nothing.jsonl.gz", gzip.compress(b"", mtime=0), "gz: it holds no rows"),
         ("rows.csv", b"a,b", "expected a file .jsonl"),
         ("empty.jsonl.gz", gzip.compress(b"\n", mtime=0), "no rows|cannot be read"),
         ("rows.parquet", b"PAR1", "rows.parquet"),

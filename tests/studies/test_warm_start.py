@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -69,6 +70,17 @@ def test_a_copy_with_one_query_leaves_out_the_others(weights):
 )
 def test_verdicts(values, expected):
     assert warm_start.verdict(interval(values), 0.005, better=-1) == expected
+
+
+def test_rates_are_sought_until_neither_changes():
+    """Find the best rate where a lower one is better as long as the mixing learns too fast beside it."""
+
+    def run(arm, steps, seed, rate, mixing):
+        return {"curve": [[steps, math.log2(rate / 2e-3) ** 2 + math.log2(32 * rate * mixing / 2e-3) ** 2]]}
+
+    rate, mixing, tried = warm_start.tuned("prose", "iha_2", run)
+    assert (rate, mixing) == (2e-3, 1 / 16) and min(loss for *_, loss in tried) == 1
+    assert warm_start.tuned("prose", "mha", run).mixing == 1
 
 
 def test_outcomes():
