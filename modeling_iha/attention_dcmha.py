@@ -132,15 +132,15 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        past_key_values: Cache | None,
+        cache: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project as Llama does, with the composition weights beside the queries, keys and values."""
         query_states, key_states, value_states = super().project(hidden_states, position_embeddings, None)
         query_states = self.attach(query_states, hidden_states, self.pre_query, self.post_query)
         key_states = self.attach(key_states, hidden_states, self.pre_key)
         value_states = self.attach(value_states, hidden_states, self.post_key)
-        if past_key_values is not None:
-            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
         return query_states, key_states, value_states
 
     def attend_block(

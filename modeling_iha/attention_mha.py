@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, apply_rotary_pos_emb
 
+from .cache_names import takes_cache
 from .configuration_iha import IHAConfig
 from .cpu_precision import in_product_dtype, product_dtype
-from .paged_requests import PagedRequests
+from .paged_requests import PagedRequests, fill_pages
 from .virtual_core import virtual_attention
 
 
@@ -74,7 +76,7 @@ class MultiHeadAttention(LlamaAttention):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        past_key_values: Cache | None,
+        cache: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries [batch, H, N, head_dim] of the new tokens, and keys and values of all tokens.
 
@@ -92,8 +94,8 @@ class MultiHeadAttention(LlamaAttention):
         if self.use_rope:
             query_states, key_states = self.rotate(query_states, key_states, *position_embeddings[self.rope_table])
 
-        if past_key_values is not None:
-            key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
         return query_states, key_states, value_states
 
     def attend(
@@ -132,21 +134,30 @@ class MultiHeadAttention(LlamaAttention):
         """Return the heads [batch, N, H, head_dim] of the layer, made from those of `attend` and the layer's input."""
         return attn_output
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | PagedAttentionCache | None = None,
+        paged_requests: PagedRequests | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `create_masks`."""
+        """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `create_masks`.
+
+        `paged_requests` holds the requests of continuous batching, and `cache` their pages where the whole model is
+        Llama's."""
         self.check_core()
-        states = self.project(hidden_states, position_embeddings, past_key_values)
+        pages = cache if isinstance(cache, PagedAttentionCache) else None
+        query_states, *states = self.project(hidden_states, position_embeddings, cache if pages is None else None)
+        if pages is not None:
+            states = fill_pages(pages, *states, self.layer_idx, kwargs)
         attend: Callable = self.attend_in_product_dtype
-        if isinstance(requests := kwargs.get("cache"), PagedRequests):
-            attend = partial(requests.attend, attend, self.layer_idx)
+        if paged_requests is not None:
+            attend = partial(paged_requests.attend, attend, self.layer_idx)
         attn_output, attn_weights = attend(
+            query_states,
             *states,
             attention_mask,
             sliding_window=self.sliding_window,

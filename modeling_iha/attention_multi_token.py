@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.utils.import_utils import is_tracing
 
+from .cache_names import takes_cache
 from .configuration_iha import IHAConfig
 from .interleaving import Mixing
 from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
@@ -104,33 +105,32 @@ class MultiTokenAttention(ScoreMatrixAttention):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        past_key_values: Cache | None,
+        cache: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project as Llama does, with the queries beside the cached keys."""
-        if past_key_values is None or self.past_queries == 0:
-            return super().project(hidden_states, position_embeddings, past_key_values)
+        if cache is None or self.past_queries == 0:
+            return super().project(hidden_states, position_embeddings, cache)
         query_states, key_states, value_states = super().project(hidden_states, position_embeddings, None)
         of_group = query_states.unflatten(1, (key_states.shape[1], -1)).transpose(2, 3).flatten(3)
         key_states = torch.cat((key_states, of_group), dim=-1)
-        key_states, value_states = past_key_values.update(key_states, value_states, self.layer_idx)
+        key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
         return query_states, key_states, value_states
 
+    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as [`MultiHeadAttention.forward`] does, with the place of the first new token among the keys."""
         place = 0
-        if past_key_values is not None and self.past_queries > 0:  # before the cache takes the new tokens
-            _, first = past_key_values.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
-            place = past_key_values.get_query_offset(self.layer_idx) - first
-        return super().forward(
-            hidden_states, position_embeddings, attention_mask, past_key_values, place=place, **kwargs
-        )
+        if cache is not None and self.past_queries > 0:  # before the cache takes the new tokens
+            _, first = cache.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
+            place = cache.get_query_offset(self.layer_idx) - first
+        return super().forward(hidden_states, position_embeddings, attention_mask, cache, place=place, **kwargs)
 
     def attend(
         self,

@@ -19,6 +19,7 @@ import transformers
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .cache_names import CACHE
 from .configuration_interleaved import AUTO_MAP, FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class
 from .mixing import values
 from .modeling_interleaved import (
@@ -333,10 +334,10 @@ def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
         with torch.no_grad():
             padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False)[0][mask.bool()]
             prompt = backbone(input_ids=tokens[1:, :6], use_cache=True)
-            if (cache := prompt.get("past_key_values")) is None:  # some base models do not return the cache they make
+            if (cache := prompt.get(CACHE)) is None:  # some base models do not return the cache they make
                 cache = DynamicCache(config=config)
-                prompt = backbone(input_ids=tokens[1:, :6], past_key_values=cache, use_cache=True)
-            last = backbone(input_ids=tokens[1:, 6:], past_key_values=cache, use_cache=True)
+                prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **{CACHE: cache})
+            last = backbone(input_ids=tokens[1:, 6:], use_cache=True, **{CACHE: cache})
     finally:
         for module, training in modes.items():
             module.training = training

@@ -492,12 +492,12 @@ def varlen_attention(
     return output.unflatten(0, (batch, length)), None
 
 
-def keep_window_edge(past_key_values: Cache, more: list[int], sliding_window: int | None) -> None:
+def keep_window_edge(cache: Cache, more: list[int], sliding_window: int | None) -> None:
     """Make each sliding layer of a fresh stock cache keep as many more tokens as `more` says, one where P > 1.
 
     A window of W * P virtual tokens reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last still
     see token n - W, which a cache for a window of W tokens has dropped."""
-    for layer, tokens in zip(past_key_values.layers, more):
+    for layer, tokens in zip(cache.layers, more):
         if tokens == 0 or not getattr(layer, "is_sliding", False):  # a recurrent layer does not say
             continue
         # A dynamic layer names its window, a static one its length. A layer that was made shorter keeps its length.

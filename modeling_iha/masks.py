@@ -11,6 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
+from .cache_names import CACHE
 from .configuration_iha import IHAConfig
 from .interleaving import Overlay, keep_window_edge
 from .virtual_core import CREATE_MASK, LOWEST, expand_mask, in_window, register_masks, virtual_tokens
@@ -20,7 +21,7 @@ def create_masks(
     config: IHAConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     position_ids: torch.Tensor | None,
 ) -> dict[str, Any]:
     """Return the mask of each layer type, over virtual tokens where the model has "iha" layers (see `virtual_mask`).
@@ -29,10 +30,10 @@ def create_masks(
         inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.
         attention_mask: [batch, cached + N], nonzero for real tokens, or a custom boolean or additive one
             [batch, heads or 1, N, cached + N]. Sliding layers keep their window under a custom mask.
-        past_key_values: the cache before it takes the N tokens. Its sliding layers are made to keep the window's edge.
+        cache: the cache before it takes the N tokens. Its sliding layers are made to keep the window's edge.
         position_ids: [batch or 1, N]; a restart begins a packed document.
     """
-    num_pseudo_heads, core, cache = virtual_tokens(config), config._attn_implementation, past_key_values
+    num_pseudo_heads, core = virtual_tokens(config), config._attn_implementation
     if cache is not None and num_pseudo_heads > 1:
         keep_window_edge(cache, [1] * config.num_hidden_layers, config.sliding_window)
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -49,9 +50,9 @@ def create_masks(
             config=view,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
-            past_key_values=cache,
             position_ids=position_ids,
             layer_idx=index,
+            **{CACHE: cache},
         )
         if attention_mask is not None and attention_mask.ndim == 4:
             if cache is not None:
@@ -69,7 +70,7 @@ def check_inputs(
     config: IHAConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    past_key_values: Cache | None,
+    cache: Cache | None,
     position_ids: torch.Tensor | None,
     **kwargs,
 ) -> None:
@@ -77,7 +78,7 @@ def check_inputs(
 
     `position_ids` [batch, N] that restart declare documents, or `cu_seq_lens_q` among `kwargs`. Masks and flash cores
     look for these in some cases only. The other arguments are those of `create_masks`."""
-    embeds, mask, cache, cu_seq_lens = inputs_embeds, attention_mask, past_key_values, kwargs.get("cu_seq_lens_q")
+    embeds, mask, cu_seq_lens = inputs_embeds, attention_mask, kwargs.get("cu_seq_lens_q")
     core, flash = config._attn_implementation, is_flash_attention_requested(config)
     if core == "flex_attention" and embeds.device.type == "cpu" and not torch.compiler.is_compiling():
         warnings.warn("FlexAttention compiled for a CPU may fail, crash or err in silence: use 'sdpa' or 'eager'.")
@@ -103,7 +104,7 @@ def check_inputs(
     if is_cached or is_short:
         raise ValueError(
             f"{length} tokens come after {past} cached ones, but position_ids begin at 0 or attention_mask has fewer "
-            f"than {past + length} columns: pass new tokens alone and a mask over all tokens, or no past_key_values."
+            f"than {past + length} columns: pass new tokens alone and a mask over all tokens, or no cache."
         )
     if not restarts and (cu_seq_lens is None or len(cu_seq_lens) <= 2):
         return

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -29,6 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
+from .cache_names import CACHE, takes_cache
 from .configuration_iha import IHAConfig
 from .interleaving import keep_start
 from .masks import check_inputs, create_masks
@@ -170,15 +172,16 @@ class IHAModel(IHAPreTrainedModel):
         return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
 
     def create_masks(
-        self, inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs
+        self, inputs_embeds, attention_mask, cache, position_ids, **kwargs
     ) -> dict[str, torch.Tensor | None]:
         """Check the inputs, and return the mask of each layer type. `kwargs` of the forward may declare documents."""
-        inputs = (self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
+        inputs = (self.config, inputs_embeds, attention_mask, cache, position_ids)
         check_inputs(*inputs, **kwargs)
         for layer in [layer for layer in self.layers if layer.self_attn.convolves][:1]:
             layer.self_attn.check_holes(attention_mask)
         return create_masks(*inputs)
 
+    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -186,7 +189,7 @@ class IHAModel(IHAPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | PagedAttentionCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
@@ -201,21 +204,24 @@ class IHAModel(IHAPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
 
         if position_ids is None:
-            past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        if "cache" in kwargs and not self.is_llama:  # continuous batching
-            kwargs["cache"] = PagedRequests(self, position_ids=position_ids, **kwargs)
-            masks = dict.fromkeys(self.config.layer_types, kwargs["cache"].attention_mask)
+        pages = cache if isinstance(cache, PagedAttentionCache) else None  # of continuous batching
+        if pages is not None and not self.is_llama:
+            requests = PagedRequests(self, pages, position_ids=position_ids, **kwargs)
+            masks = dict.fromkeys(self.config.layer_types, requests.attention_mask)
+            cache, kwargs = None, kwargs | {"paged_requests": requests}
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = attention_mask
         else:
-            masks = self.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids, **kwargs)
+            cached = cache if pages is None else None
+            masks = self.create_masks(inputs_embeds, attention_mask, cached, position_ids, **kwargs)
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb.tables(hidden_states, position_ids)
@@ -226,12 +232,12 @@ class IHAModel(IHAPreTrainedModel):
                 attention_mask=masks[decoder_layer.self_attn.layer_type],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
+                **{CACHE: cache},
                 **kwargs,
             )
 
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
 
 
 class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
@@ -275,15 +281,14 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
             return None
         return super()._get_static_cache_init_shape()
 
-    def create_masks_for_generate(
-        self, config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs
-    ):
+    @takes_cache
+    def create_masks_for_generate(self, config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
         """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
 
         One token goes through a compiled forward, which takes tensors. For a prompt the forward makes masks."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
-        return self.model.create_masks(inputs_embeds, attention_mask, past_key_values, position_ids)
+        return self.model.create_masks(inputs_embeds, attention_mask, cache, position_ids)
 
 
 class IHATaskHead:

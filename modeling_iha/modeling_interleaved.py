@@ -22,6 +22,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -29,6 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .adapter_records import watch_adapters
+from .cache_names import CACHE, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class
 from .interleaving import HeadCollapse, HeadMixing, keep_start, keep_window_edge
 from .paged_requests import PagedRequests, init_requests
@@ -77,7 +79,7 @@ def noted_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call `virtual_attention`, and note that interleaved attention went through it."""
     attend = partial(virtual_attention, core, module)
-    if isinstance(requests := kwargs.get("cache"), PagedRequests):
+    if (requests := kwargs.pop("paged_requests", None)) is not None:
         _check_pages(requests, module, key, value, attention_mask)
         attend = partial(requests.attend, attend, module.layer_idx)
     if torch.compiler.is_compiling():
@@ -150,9 +152,9 @@ class InterleavedPreTrainedModel:
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        keep_windows(decoder_of(self), model_kwargs.get("past_key_values"))
+        keep_windows(decoder_of(self), model_kwargs.get(CACHE))
         if generation_config.is_assistant:
-            model_kwargs["past_key_values"].activate_past_recording()  # the new layers too
+            model_kwargs[CACHE].activate_past_recording()  # the new layers too
         return prepared
 
     def init_continuous_batching(self, *args, **kwargs):
@@ -293,16 +295,18 @@ def _prepare_decoder(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs:
     if not torch.compiler.is_compiling():
         ATTENDED.any = False
     kwargs |= fixed
-    if kwargs.get("cache") is not None:  # continuous batching
-        requests = PagedRequests(decoder, **kwargs)
-        return args, kwargs | {"cache": requests, "attention_mask": requests.attention_mask}
+    cache, mask = pop_cache(kwargs), kwargs.get("attention_mask")
+    if isinstance(cache, PagedAttentionCache):  # continuous batching
+        requests = PagedRequests(decoder, cache, **kwargs)
+        return args, kwargs | {"paged_requests": requests, "attention_mask": requests.attention_mask}
     use_cache = kwargs.get("use_cache")
     use_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache
     # RecurrentGemma resets its states where it makes a cache.
-    if use_cache and not decoder._is_stateful and kwargs.get("past_key_values") is None and _window(decoder):
-        kwargs["past_key_values"] = DynamicCache(config=decoder.config)
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    if use_cache and not decoder._is_stateful and cache is None and _window(decoder):
+        cache = DynamicCache(config=decoder.config)
     keep_windows(decoder, cache)
+    if cache is not None:
+        kwargs[CACHE] = cache
     inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
     length = next((each.shape[1] for each in inputs if each is not None), None)
     # A model around the decoder, and `generate` with a static cache, give masks over virtual tokens.
@@ -316,12 +320,12 @@ def _window(decoder: PreTrainedModel) -> int | None:
     return getattr(decoder.config.get_text_config(decoder=True), "sliding_window", None)
 
 
-def keep_windows(decoder: PreTrainedModel, past_key_values: Cache | None) -> None:
+def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
     """Make the layers of a cache keep what windows of virtual tokens reach: one token more than the windows have."""
-    config, layers = decoder.config, getattr(past_key_values, "layers", ())  # caches of encoders have none
+    config, layers = decoder.config, getattr(cache, "layers", ())  # caches of encoders have none
     if layers and (window := _window(decoder)):
         # One mask serves all sliding layers, also those that are not interleaved.
-        keep_window_edge(past_key_values, [1] * len(layers), window)
+        keep_window_edge(cache, [1] * len(layers), window)
     elif layers and config.interleaved_window:
         fresh = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
         for module in decoder.modules() if fresh else ():

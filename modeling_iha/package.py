@@ -38,6 +38,7 @@ PACKAGE_ONLY = {
 # What the checkpoint of a decoder ships whose heads `interleave_heads` has interleaved.
 INTERLEAVED_FILES = (
     "adapter_records.py",
+    "cache_names.py",
     "configuration_interleaved.py",
     "interleaving.py",
     "virtual_core.py",

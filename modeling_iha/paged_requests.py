@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import PagedAttentionCache
 
+from .cache_names import CACHE
 from .interleaving import Overlay
 from .virtual_core import CREATE_MASK, core_of, register_masks
 
@@ -55,12 +57,14 @@ class PagedRequests:
 
     Args:
         decoder: the model that holds the layers.
-        row: what Transformers gives to the forward: `position_ids` [1, T] of the T new tokens, one request after
-            another, `cu_seq_lens_q` [requests + 1], where they begin, and T, `cache`, which holds the pages, and more.
+        cache: the pages.
+        row: what else Transformers gives to the forward: `position_ids` [1, T] of the T new tokens, one request after
+            another, `cu_seq_lens_q` [requests + 1], where they begin, and T, and more.
     """
 
-    def __init__(self, decoder: PreTrainedModel, **row):
-        config, self.row, self.attended = paged_config(decoder), row, set[int]()
+    def __init__(self, decoder: PreTrainedModel, cache: PagedAttentionCache, **row):
+        self.cache, self.row, self.attended = cache, row, set[int]()
+        config = paged_config(decoder)
         self.layer_types = types = config.layer_types
         # Transformers makes no mask beside one of four dimensions. Each batch of requests has its own.
         self.attention_mask = torch.zeros(1, 1, 1, 1, dtype=decoder.dtype, device=decoder.device)
@@ -106,7 +110,7 @@ class PagedRequests:
         """Return the output [1, T, ...] of `attend` for the row's queries, keys and values [1, heads, T, head_dim].
 
         Raise a RuntimeError if the pages keep too few tokens or too many."""
-        cache, row = self.row["cache"], self.row
+        cache, row = self.cache, self.row
         if "kwargs" in inspect.signature(cache.update).parameters:
             states = cache.update(key_states, value_states, layer_idx, dict(row))
         else:  # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim]
@@ -124,6 +128,19 @@ class PagedRequests:
             output, _ = attend(_pick(query_states, batch.tokens), keys, values, batch.masks[layer_type], **kwargs)
             outputs.append(output.flatten(0, 1))
         return torch.cat(outputs)[self.order].unsqueeze(0), None
+
+
+def fill_pages(
+    cache: PagedAttentionCache, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Have new keys and values [1, G, T, head_dim] put into the pages of a model that Transformers' cores compute.
+
+    Return what the core takes. `kwargs` of the core are changed in place. Up to Transformers 5.23 the core fills the
+    pages, which it knows as `cache`, and reads them."""
+    if CACHE != "cache":
+        kwargs["cache"] = cache
+        return key_states, value_states
+    return cache.update(key_states, value_states, layer_idx, kwargs=kwargs)
 
 
 def _places(ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
