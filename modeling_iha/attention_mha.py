@@ -150,15 +150,17 @@ class MultiHeadAttention(LlamaAttention):
         Llama's."""
         self.check_core()
         pages = cache if isinstance(cache, PagedAttentionCache) else None
-        query_states, *states = self.project(hidden_states, position_embeddings, cache if pages is None else None)
+        cached = cache if pages is None else None
+        query_states, key_states, value_states = self.project(hidden_states, position_embeddings, cached)
         if pages is not None:
-            states = fill_pages(pages, *states, self.layer_idx, kwargs)
+            key_states, value_states = fill_pages(pages, key_states, value_states, self.layer_idx, kwargs)
         attend: Callable = self.attend_in_product_dtype
         if paged_requests is not None:
             attend = partial(paged_requests.attend, attend, self.layer_idx)
         attn_output, attn_weights = attend(
             query_states,
-            *states,
+            key_states,
+            value_states,
             attention_mask,
             sliding_window=self.sliding_window,
             rotation=position_embeddings.get("pseudo_head") if self.use_rope else None,

@@ -23,10 +23,10 @@ def pop_cache(kwargs: dict) -> Any:
     """Remove the cache, of either name, from the keywords of a call, and return it or `None`.
 
     Raise a ValueError if both names hold one."""
-    given = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
-    if None not in given:
+    cache, former = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
+    if cache is not None and former is not None:
         raise ValueError("cache and past_key_values are two names of one argument: pass one of them.")
-    return given[0] if given[0] is not None else given[1]
+    return former if cache is None else cache
 
 
 def takes_cache(function: Callable) -> Callable:
