@@ -5,12 +5,21 @@ from setuptools import setup
 
 
 HERE = Path(__file__).resolve().parent
+
+
+def constant(file: str, name: str) -> str:
+    """Return a string that a file of the package assigns to a name. Importing it would need what is not installed."""
+    text = (HERE / "modeling_iha" / file).read_text(encoding="utf-8")
+    return re.search(rf'^{name} = "(.+?)"', text, re.MULTILINE)[1]
+
+
+OLDEST, FIRST_UNTESTED = (constant("tested_versions.py", name) for name in ("OLDEST", "FIRST_UNTESTED"))
 # The commands that `iha` runs come along inside iha_commands: their names are too common for anybody's site-packages.
 ROOMS = ["iha_io", "kind_facts", "model_cards", "conversion_scripts"]
 
 setup(
     name="modeling-iha",
-    version=re.search(r'^__version__ = "(.+?)"', (HERE / "modeling_iha" / "__init__.py").read_text(), re.MULTILINE)[1],
+    version=constant("__init__.py", "__version__"),
     description="Interleaved Head Attention for Hugging Face Transformers",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -41,7 +50,11 @@ setup(
     entry_points={"console_scripts": ["iha = iha_commands.run:main"]},
     python_requires=">=3.11",
     license_expression="Apache-2.0",
-    install_requires=["torch>=2.11", "transformers>=5.17,<6", "accelerate", "safetensors", "pydantic"],
+    install_requires=[
+        # `make test-newest` tells when the bound may move.
+        *("torch>=2.11", f"transformers>={OLDEST},<{FIRST_UNTESTED}", "packaging"),
+        *("accelerate", "safetensors", "pydantic"),
+    ],
     extras_require={
         # What GGUF files, fine-tuning, the studies and the other commands of a checkout need.
         "scripts": [

@@ -7,11 +7,11 @@ from difflib import get_close_matches
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from transformers.utils.versions import require_version
+from .tested_versions import check_transformers
 
 
 # This comes first: another Transformers is then named, not an import that it lacks.
-require_version("transformers>=5.17,<6")
+check_transformers()
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassFieldValidationError

@@ -6,11 +6,11 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING
 
-from transformers.utils.versions import require_version
+from .tested_versions import check_transformers
 
 
 # This comes first: another Transformers is then named, not an import that it lacks.
-require_version("transformers>=5.17,<6")
+check_transformers()
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig

@@ -43,6 +43,7 @@ INTERLEAVED_FILES = (
     "interleaving.py",
     "virtual_core.py",
     "paged_requests.py",
+    "tested_versions.py",
     "modeling_interleaved.py",
 )
 PACKAGE = Path(__file__).resolve().parent

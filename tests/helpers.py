@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 from iha_io.command_io import ROOT, run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, virtual_core
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.cache_names import CACHE
 from modeling_iha.interleaving import is_absorbed
 from modeling_iha.kind_options import OPTIONS_CLASSES
 from modeling_iha.mixing import mixing_parameters
@@ -134,7 +135,7 @@ DECODER_FIELDS = {
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "masks.py", "virtual_core.py"),
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
-    *("interleaving.py", "cpu_precision.py", "paged_requests.py", "cache_names.py"),
+    *("interleaving.py", "cpu_precision.py", "paged_requests.py", "cache_names.py", "tested_versions.py"),
 }
 
 
@@ -327,8 +328,8 @@ def logits_in_chunks(model, input_ids, chunks, cache=None):
     logits = []
     with torch.no_grad():
         for chunk in input_ids.split(chunks, dim=1):
-            output = model(chunk, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+            output = model(chunk, **{CACHE: cache}, use_cache=True)
+            cache = output[CACHE]
             logits.append(output.logits)
     return torch.cat(logits, dim=1)
 
@@ -359,7 +360,7 @@ def assert_custom_masks_mean_padding(model):
     mask, cache, logits = causal_4d(padding_mask, "additive"), DynamicCache(config=model.config), []
     for start, end in ((0, 5), (5, 8), (8, 9)):
         inputs = {"attention_mask": mask[:, :, start:end, :end], "position_ids": position_ids[:, start:end]}
-        logits.append(model(input_ids[:, start:end], **inputs, past_key_values=cache, use_cache=True).logits)
+        logits.append(model(input_ids[:, start:end], **inputs, **{CACHE: cache}, use_cache=True).logits)
     assert_close(torch.cat(logits, dim=1)[real], expected)
 
 

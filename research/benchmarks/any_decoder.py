@@ -18,6 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 
 from iha_io.command_io import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
+from modeling_iha.cache_names import CACHE
 from research.benchmarks.harness import medians, reported, training, wall_seconds, write
 from research.benchmarks.options import arguments
 
@@ -73,7 +74,7 @@ def prepare(model: torch.nn.Module, name: str, tokens: int) -> Callable[[], torc
     @torch.no_grad()
     def decode() -> torch.Tensor:
         for _ in range(NEW_TOKENS):
-            logits = model(input_ids=input_ids[:, :1], past_key_values=cache).logits
+            logits = model(input_ids=input_ids[:, :1], **{CACHE: cache}).logits
         return logits
 
     @torch.no_grad()
@@ -83,7 +84,7 @@ def prepare(model: torch.nn.Module, name: str, tokens: int) -> Callable[[], torc
     if name == "forward":
         return forward
     with torch.no_grad():
-        model(input_ids=input_ids, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=input_ids, **{CACHE: cache}, logits_to_keep=1)
     return decode
 
 

@@ -16,6 +16,7 @@ from conversion_scripts.convert_llama_to_iha import convert_model
 from iha_io.checkpoint_io import load_model, smollm2_gguf
 from iha_io.command_io import run_cli
 from kind_facts.model_cost import attention
+from modeling_iha.cache_names import CACHE
 from research.benchmarks.harness import medians, ratios, reported, write
 from research.benchmarks.options import arguments
 
@@ -31,13 +32,13 @@ def greedy(model: torch.nn.Module, prompt: torch.Tensor) -> Callable[[], torch.T
     """Decode greedily after the prompt, whose cache is filled here."""
     cache = DynamicCache()
     with torch.no_grad():
-        first = model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+        first = model(input_ids=prompt, **{CACHE: cache}, logits_to_keep=1).logits.argmax(-1)
 
     @torch.no_grad()
     def run() -> torch.Tensor:
         tokens = [first]
         for _ in range(NEW_TOKENS):
-            tokens.append(model(input_ids=tokens[-1], past_key_values=cache).logits.argmax(-1))
+            tokens.append(model(input_ids=tokens[-1], **{CACHE: cache}).logits.argmax(-1))
         cache.crop(-NEW_TOKENS)
         return torch.cat(tokens, dim=1)
 

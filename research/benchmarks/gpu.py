@@ -29,6 +29,7 @@ from transformers.utils import is_flash_attn_4_available
 from iha_io.command_io import UserError, one_line, read_json, run_cli, sole_writer, write_json
 from kind_facts import model_cost as cost
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
+from modeling_iha.cache_names import CACHE
 from modeling_iha.masks import create_masks
 from modeling_iha.package import flop_matched_window
 from modeling_iha.virtual_core import virtual_tokens
@@ -243,12 +244,12 @@ def decode_step(case: dict, preset: str) -> Work:
     """Build one new token after `tokens` cached ones."""
     model, batch = paper_model(case, preset).eval(), case["batch"]
     layers = [InPlaceLayer(model.model, index, batch, case["tokens"]) for index in range(len(model.model.layers))]
-    past_key_values = Cache(layers=layers)
+    cache = Cache(layers=layers)
     read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
     position_ids = torch.full((1, 1), case["tokens"], device=DEVICE)
     # Transformers takes the capture of a graph for tracing, under which masks are dense.
-    masks = create_masks(model.config, draw(batch, 1, 1), None, past_key_values, position_ids)
-    step = partial(model, attention_mask=masks, position_ids=position_ids, past_key_values=past_key_values)
+    masks = create_masks(model.config, draw(batch, 1, 1), None, cache, position_ids)
+    step = partial(model, attention_mask=masks, position_ids=position_ids, **{CACHE: cache})
     run = inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE))
     return Work(replayed(run), {"tokens": batch, "GB": sum(tensor.nbytes for tensor in read) / 1e9})
 

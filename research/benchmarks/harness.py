@@ -41,20 +41,18 @@ class Attention(torch.nn.Module):
     def leaves(self) -> list[torch.nn.Parameter]:
         return [parameter for layer in self.model.layers for parameter in layer.self_attn.parameters()]
 
-    def attend(
-        self, states: torch.Tensor, past_key_values: Cache | None = None
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def attend(self, states: torch.Tensor, cache: Cache | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that applies the attention of every layer in turn to hidden states [batch, N, 512].
 
         Masks and rotary tables are made beforehand, for the shape of `states`."""
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         positions = torch.arange(past, past + states.shape[1], device=states.device)[None]
-        masks = create_masks(self.model.config, states, None, past_key_values, positions)
+        masks = create_masks(self.model.config, states, None, cache, positions)
         tables = self.model.rotary_emb.tables(states, positions)
 
         def run(hidden_states: torch.Tensor) -> torch.Tensor:
             for layer in self.model.layers:
-                arguments = {"past_key_values": past_key_values, "position_ids": positions}
+                arguments = {"cache": cache, "position_ids": positions}
                 attend = partial(checkpoint, layer.self_attn, use_reentrant=False)
                 attend = attend if self.checkpointing else layer.self_attn
                 hidden_states, _ = attend(hidden_states, tables, masks[layer.self_attn.layer_type], **arguments)

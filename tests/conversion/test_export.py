@@ -7,6 +7,7 @@ from tiny_sources import tiny_source
 from transformers import DynamicCache, exporters
 
 from modeling_iha import interleave_heads
+from modeling_iha.cache_names import CACHE
 
 
 def interleaved():
@@ -35,7 +36,7 @@ def test_an_export_computes_what_the_model_does(make):
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
     with torch.no_grad():
         expected = model(**inputs)
-    prompt = graphs["prefill"](**inputs, past_key_values=DynamicCache(config=model.config))
+    prompt = graphs["prefill"](**inputs, **{CACHE: DynamicCache(config=model.config)})
     torch.testing.assert_close(prompt["logits"][:, -1], expected.logits[:, -1])
 
     following = {
@@ -43,7 +44,7 @@ def test_an_export_computes_what_the_model_does(make):
         "attention_mask": torch.cat((inputs["attention_mask"], torch.ones(3, 1, dtype=torch.long)), dim=1),
         "position_ids": inputs["position_ids"][:, -1:] + 1,
     }
-    decoded = graphs["decode"](**following, past_key_values=prompt["past_key_values"])
+    decoded = graphs["decode"](**following, **{CACHE: prompt[CACHE]})
     with torch.no_grad():
-        expected = model(**following, past_key_values=expected.past_key_values)
+        expected = model(**following, **{CACHE: expected[CACHE]})
     torch.testing.assert_close(decoded["logits"], expected.logits)

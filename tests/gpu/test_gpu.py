@@ -9,6 +9,7 @@ from helpers import set_core
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
 
 from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.cache_names import CACHE
 
 
 CORES = [
@@ -107,10 +108,10 @@ def test_left_padding_and_cache(core, geometry):
                 input_ids[:, start:end],
                 attention_mask=attention_mask[:, :end],
                 position_ids=position_ids[:, start:end],
-                past_key_values=past,
+                **{CACHE: past},
                 use_cache=True,
             )
-            past = out.past_key_values
+            past = out[CACHE]
             logits.append(out.logits)
         logits = torch.cat(logits, dim=1)
         for i, row in enumerate(rows):

@@ -13,6 +13,7 @@ import kind_facts.iha
 from iha_io.command_io import UserError
 from kind_facts import model_cost as cost
 from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.cache_names import CACHE
 from modeling_iha.package import flop_matched_window
 from research.benchmarks import cost as cost_command
 
@@ -79,7 +80,7 @@ def test_parameters(variant):
 def test_cache_of_other_kinds(variant):
     config, tokens = small_config(**OTHER_KINDS[variant]), 11
     with torch.no_grad():
-        cache = random_model(config)(random_ids(1, tokens), use_cache=True).past_key_values
+        cache = random_model(config)(random_ids(1, tokens), use_cache=True)[CACHE]
     assert sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) == cost.model(config, tokens).cache
 
 
@@ -135,9 +136,9 @@ def test_decode_and_cache(variant, windows, form):
     set_core(model, form)
     expected, cache = cost.model(config, tokens, "sdpa" if form == "base" else form), DynamicCache(config=config)
     with torch.no_grad():
-        model(random_ids(1, tokens), past_key_values=cache)
+        model(random_ids(1, tokens), **{CACHE: cache})
         assert sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) == expected.cache
-        counted = multiply_adds(lambda: model(random_ids(1, 1), past_key_values=cache))
+        counted = multiply_adds(lambda: model(random_ids(1, 1), **{CACHE: cache}))
     assert counted == expected.decode
 
 

@@ -6,6 +6,8 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from helpers import EVERY_KIND, HYBRID, assert_close, packing, padding, random_ids, random_model, small_config
 from stand_in_gpu import GpuTensor, gpus, move
 
+from modeling_iha.cache_names import CACHE
+
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
@@ -45,8 +47,8 @@ def run(model, input_ids, how, inputs):
         if how == "generate":
             mask = torch.ones_like(input_ids)
             return [model.generate(input_ids, attention_mask=mask, max_new_tokens=3, do_sample=False)]
-        cache = model(input_ids[:, :-1], use_cache=True).past_key_values
-        return [model(input_ids[:, -1:], past_key_values=cache).logits]
+        cache = model(input_ids[:, :-1], use_cache=True)[CACHE]
+        return [model(input_ids[:, -1:], **{CACHE: cache}).logits]
 
 
 PADDED = torch.ones(2, LENGTH, dtype=torch.bool)
@@ -101,7 +103,7 @@ def test_waits(core, inputs, count):
     with gpus() as waits, torch.no_grad():
         model(input_ids, use_cache=False, **on_gpu(INPUTS[inputs]))
         assert len(waits) == count
-        cache = model(input_ids).past_key_values
+        cache = model(input_ids)[CACHE]
         waits.clear()
-        model(input_ids[:, :1], past_key_values=cache)
+        model(input_ids[:, :1], **{CACHE: cache})
         assert not waits

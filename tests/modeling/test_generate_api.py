@@ -25,6 +25,8 @@ from transformers import (
     cache_utils,
 )
 
+from modeling_iha.cache_names import CACHE
+
 
 PROMPT, NEW = 9, 8
 # A global layer keeps everything and a window layer drops tokens; a prompt of 9 fills every window here.
@@ -146,7 +148,7 @@ def test_drafts_on_a_continued_cache(padding):
     cache, mask = DynamicCache(config=model.config), (torch.arange(5 + padding) >= padding).long()[None]
     chat, drafts = random_ids(1, 5 + padding), {"prompt_lookup_num_tokens": 3}
     for turn in range(2):
-        inputs = {"past_key_values": cache, "attention_mask": mask}
+        inputs = {CACHE: cache, "attention_mask": mask}
         past = int(cache.get_seq_length())
         if past > 0:
             with pytest.raises(ValueError, match="begin at 0"):

@@ -22,6 +22,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_iha import IHAForQuestionAnswering, IHAForSequenceClassification, IHAForTokenClassification
+from modeling_iha.cache_names import CACHE
 from modeling_iha.interleaving import is_absorbed
 
 
@@ -33,7 +34,7 @@ LENGTH = 11
 
 def cache_bytes(model, input_ids):
     with torch.no_grad():
-        cache = model(input_ids, use_cache=True).past_key_values
+        cache = model(input_ids, use_cache=True)[CACHE]
     assert type(cache) is DynamicCache
     assert {type(layer) for layer in cache.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
     return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
@@ -58,7 +59,7 @@ def test_a_cache_cut_too_short_is_refused():
     cache = DynamicCache(config=mha.config)
     logits_in_chunks(mha, random_ids(1, 5), [5], cache)
     with pytest.raises(ValueError, match="sliding_window=3.*needs 1 more"):
-        random_model(small_config(**window))(random_ids(1, 1), past_key_values=cache)
+        random_model(small_config(**window))(random_ids(1, 1), **{CACHE: cache})
 
 
 # generate()

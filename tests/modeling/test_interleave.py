@@ -52,6 +52,7 @@ from transformers.utils import logging
 
 from iha_io.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, modeling_interleaved, remove_interleaving
+from modeling_iha.cache_names import CACHE
 from modeling_iha.configuration_interleaved import TASKS
 from modeling_iha.interleaving import MIN_BLOCK
 from modeling_iha.mixing import mixing_parameters, values
@@ -465,10 +466,12 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
         assert {path.name for path in (tmp_path / name).glob("*.py")} == {
             *(
                 "adapter_records.py",
+                "cache_names.py",
                 "configuration_interleaved.py",
                 "modeling_interleaved.py",
                 "interleaving.py",
                 "paged_requests.py",
+                "tested_versions.py",
                 "virtual_core.py",
             )
         }
@@ -720,7 +723,7 @@ def test_what_first_keys_cannot_say_keeps_a_dense_mask(window, sdpa_masks):
     images = torch.full((1, 60), -1)
     images[0, 10:17] = images[0, 30:34] = 0  # parts of one block, which see each other
     real = (torch.arange(60) >= 4)[None]
-    tokens, kwargs = random_ids(1, 60), {"past_key_values": None, "block_sequence_ids": images}
+    tokens, kwargs = random_ids(1, 60), {CACHE: None, "block_sequence_ids": images}
     found = []
     for each in (model, eager):
         states = each.get_input_embeddings()(tokens)
@@ -786,7 +789,7 @@ def test_a_given_window_shortens_the_cache(layers, lengths, core):
             assert generated.sequences.equal(expected)
             assert_close(torch.stack(generated.logits), torch.stack(uncached.logits))
             if "cache_implementation" not in options:
-                assert [layer.keys.shape[2] for layer in generated.past_key_values.layers] == lengths
+                assert [layer.keys.shape[2] for layer in generated[CACHE].layers] == lengths
     drafts = [{"prompt_lookup_num_tokens": 3}]
     if core != "eager" or Version(transformers.__version__) >= Version("5.18"):  # 5.17 hands over more keys than masks
         drafts += [{"assistant_model": interleave_heads(decoder("llama"), 2, layers=layers, sliding_window=5)}]

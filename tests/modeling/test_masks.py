@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from modeling_iha.cache_names import CACHE
 from modeling_iha.interleaving import documents_of, has_first_keys
 from modeling_iha.masks import create_masks
 
@@ -224,7 +225,7 @@ def test_a_mask_may_cover_tokens_to_come(core):
     expected = model(**inputs, attention_mask=padding).logits[padding.bool()]
     cache = StaticCache(config=model.config, max_cache_len=16)
     longer = torch.cat((padding, to_come), dim=1)
-    assert_close(model(**inputs, attention_mask=longer, past_key_values=cache).logits[padding.bool()], expected)
+    assert_close(model(**inputs, attention_mask=longer, **{CACHE: cache}).logits[padding.bool()], expected)
     inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     with pytest.raises(ValueError, match="Packed documents"):
         model(**inputs, attention_mask=torch.cat((torch.ones_like(padding), to_come), dim=1))
@@ -246,9 +247,9 @@ def test_documents_that_begin_at_different_positions(core):
 @torch.no_grad()
 def test_packing_on_top_of_a_cache_is_refused(core):
     model = geometry_model("global", core)
-    cache = model(random_ids(1, 3), use_cache=True).past_key_values
+    cache = model(random_ids(1, 3), use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="Packed documents.*cache"):
-        model(random_ids(1, 10), position_ids=POSITIONS, past_key_values=cache)
+        model(random_ids(1, 10), position_ids=POSITIONS, **{CACHE: cache})
 
 
 def masks_for(core, geometry, length, attention_mask=None, cache=None, device="meta", positions=None):

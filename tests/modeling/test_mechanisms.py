@@ -39,6 +39,7 @@ from transformers import DynamicCache, StaticCache
 from iha_io.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.cache_names import CACHE
 from modeling_iha.kind_options import OPTIONS_CLASSES
 
 
@@ -166,10 +167,10 @@ def assert_cache(mechanism, window, chunks, form=None):
         set_core(model, form)
     input_ids, leaves = random_ids(2, sum(chunks)), dict(model.named_parameters())
     expected = model(input_ids, use_cache=False).logits
-    logits, past_key_values = [], None
+    logits, cache = [], None
     for chunk in input_ids.split(chunks, dim=1):
-        output = model(chunk, past_key_values=past_key_values, use_cache=True)
-        past_key_values = output.past_key_values
+        output = model(chunk, **{CACHE: cache}, use_cache=True)
+        cache = output[CACHE]
         logits.append(output.logits)
     actual = torch.cat(logits, dim=1)
     assert relative_error(actual, expected) < FP64

@@ -20,6 +20,8 @@ from helpers import (
 )
 from transformers import StaticCache
 
+from modeling_iha.cache_names import CACHE
+
 
 KERNELS = {"query_kernel": 3, "key_kernel": 5}
 OPTIONS = {
@@ -86,7 +88,7 @@ def test_convolution_in_every_nth_layer(every, layers):
     """Convolve in the authors' layers, and cache queries there only."""
     model = random_model(multi_token({**KERNELS, "every": every}, num_hidden_layers=8))
     assert [i for i, layer in enumerate(model.model.layers) if layer.self_attn.score_conv] == list(layers)
-    cache = model(random_ids(1, 5)).past_key_values
+    cache = model(random_ids(1, 5))[CACHE]
     assert [layer.keys.shape[-1] for layer in cache.layers] == [8 + 2 * 8 * (i in layers) for i in range(8)]
     assert all(layer.values.shape[-1] == 8 for layer in cache.layers)
 
@@ -103,8 +105,8 @@ def test_a_mask_with_holes_is_refused(options, cached):
     input_ids, mask = random_ids(1, 6), torch.tensor([[0, 1, 1, 0, 1, 1]])
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     model = random_model(multi_token(options))
-    cache = model(input_ids[:, :cached]).past_key_values if cached else None
-    inputs = {"attention_mask": mask, "position_ids": positions[:, cached:], "past_key_values": cache}
+    cache = model(input_ids[:, :cached])[CACHE] if cached else None
+    inputs = {"attention_mask": mask, "position_ids": positions[:, cached:], CACHE: cache}
     with pytest.raises(ValueError, match="hides tokens between others, and kind 'multi_token' convolves"):
         model(input_ids[:, cached:], **inputs)
     model = random_model(multi_token(OPTIONS["mixing"]))

@@ -19,6 +19,7 @@ from helpers import (
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from modeling_iha import IHAForCausalLM, cpu_precision, interleaving
+from modeling_iha.cache_names import CACHE
 
 
 def hybrid_config(**overrides):
@@ -59,8 +60,8 @@ def test_half_precision_on_a_cpu_without_products_of_it(kind, core, how, monkeyp
             logits = model(input_ids, attention_mask=mask, use_cache=False).logits
             gradients = torch.autograd.grad(logits[mask.bool()].float().square().mean(), list(model.parameters()))
             with torch.no_grad():
-                cache = model(input_ids[:, :11], use_cache=True).past_key_values
-                token = model(input_ids[:, 11:], past_key_values=cache).logits
+                cache = model(input_ids[:, :11], use_cache=True)[CACHE]
+                token = model(input_ids[:, 11:], **{CACHE: cache}).logits
         outputs[name] = [logits[mask.bool()], torch.cat([g.flatten() for g in gradients]), token]
         assert not half or how != "loaded" or logits.dtype == token.dtype == torch.bfloat16
     for exact, native, widened in zip(*outputs.values()):

@@ -1,9 +1,24 @@
-"""Refuse an unsupported Transformers by name, before the package imports anything that it might lack."""
+"""Run on every supported Transformers, whatever it calls a cache, and refuse the others by name.
+
+The refusal comes before the package imports anything that another version might lack.
+"""
 
 import importlib.metadata
+import json
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
+from helpers import assert_close, greedy, random_ids, random_model, small_config, train_mixing, uncached_logits
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from iha_io.checkpoint_io import run_in_clean_process
+from iha_io.command_io import ROOT
+from modeling_iha import interleave_heads, tested_versions
+from modeling_iha.cache_names import CACHE
 
 
 @pytest.fixture
@@ -28,5 +43,144 @@ def test_an_unsupported_version_is_refused(version, module, import_with):
         import_with(version, module)
 
 
-def test_a_supported_version_is_taken(import_with):
-    assert import_with("5.99.0")["IHAConfig"].model_type == "iha"
+@pytest.mark.parametrize("version", [tested_versions.OLDEST, "5.24.3", f"{tested_versions.FIRST_UNTESTED}.0.dev0"])
+def test_a_supported_version_is_taken(version, import_with, recwarn):
+    assert import_with(version)["IHAConfig"].model_type == "iha"
+    assert not [each for each in recwarn if "was tested with Transformers" in str(each.message)]
+
+
+@pytest.mark.parametrize("module", ["configuration_iha", "configuration_interleaved"])
+def test_a_version_newer_than_the_tests_is_taken_with_a_warning(module, import_with):
+    """Let a checkpoint run on later minor versions; pip installs none of them beside the package."""
+    with pytest.warns(UserWarning, match=r"before 5\.25, and 5\.99\.0 is installed: .* \"transformers<5\.25\""):
+        import_with("5.99.0", module)
+
+
+# Two names of a cache
+
+
+def iha():
+    return random_model(small_config())
+
+
+def interleaved():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=2, eos_token_id=None, **sizes))
+    return train_mixing(interleave_heads(base, 2)).eval()
+
+
+MODELS = {"iha": iha, "interleaved": interleaved}
+
+
+@pytest.mark.parametrize("part", ["model", "decoder"])
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("way", MODELS)
+def test_a_cache_is_taken_by_either_name_and_given_back(way, name, part):
+    """Scripts that were written for one version run on the others."""
+    model, input_ids = MODELS[way](), random_ids(2, 9)
+    called = model if part == "model" else model.model
+    with torch.no_grad():
+        expected = called(input_ids, use_cache=False)[0][:, 6:]
+        cache = DynamicCache(config=model.config)
+        prompt = called(input_ids[:, :6], **{name: cache})
+        assert prompt[CACHE] is cache and cache.get_seq_length() == 6
+        assert_close(called(input_ids[:, 6:], **{name: cache})[0], expected)
+        assert cache.get_seq_length() == 9
+
+
+@pytest.mark.parametrize("way", MODELS)
+def test_two_caches_are_refused(way):
+    model = MODELS[way]()
+    both = {"cache": DynamicCache(config=model.config), "past_key_values": DynamicCache(config=model.config)}
+    with pytest.raises(ValueError, match="two names of one argument"):
+        model.model.forward(random_ids(1, 3), **both) if way == "iha" else model.model(random_ids(1, 3), **both)
+
+
+# Other versions
+
+
+# Builds a model of each way where the package is at hand, and saves it with the tokens that it generates.
+SAVE = """
+import json, sys
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/tests", sys.argv[1] + "/tests/modeling"]
+import torch
+from pathlib import Path
+from test_versions import save_models
+save_models(Path(sys.argv[2]))
+"""
+# Where it is not, generates from a dynamic cache, a static one and none.
+LOAD = """
+import torch, transformers
+from transformers import AutoModelForCausalLM
+result = {"version": transformers.__version__, "tokens": {}}
+for way, tokens in request["prompts"].items():
+    place = request["directory"] + "/" + way
+    model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    tokens = torch.tensor(tokens)
+    caches = {"dynamic": {}, "static": {"cache_implementation": "static"}, "none": {"use_cache": False}}
+    result["tokens"][way] = {
+        name: model.generate(tokens, **options, **chosen).tolist() for name, chosen in caches.items()
+    }
+"""
+PROMPT = random_ids(2, 9)
+
+
+def save_models(directory):
+    """Save a model of each way, and what each continues the prompt by, computed without a cache."""
+    continued = {}
+    for way, make in MODELS.items():
+        model = make()
+        model.save_pretrained(directory / way)
+        continued[way] = greedy(model, PROMPT, 8).tolist()
+    (directory / "continued.json").write_text(json.dumps(continued))
+
+
+def versions_beside():
+    """Return the Python of each environment that the Makefile has set up, beside the one that runs the tests."""
+    found = [path.with_name("bin") / "python" for path in sorted(ROOT.glob(".venv*/installed"))]
+    return [python for python in found if python.parent.parent.resolve() != Path(sys.prefix).resolve()]
+
+
+@pytest.mark.slow  # `make test-oldest` runs it
+@pytest.mark.parametrize("saved_here", [True, False], ids=["saved_here", "loaded_here"])
+def test_a_checkpoint_runs_on_the_other_versions(saved_here, tmp_path, monkeypatch):
+    """Save with one version of Transformers, and load in a process of another that cannot import the package."""
+    if not (others := versions_beside()):
+        pytest.skip("no environment with another version of Transformers is set up: make test-oldest")
+    for other in others:
+        directory = tmp_path / other.parent.parent.name
+        directory.mkdir()
+        if saved_here:
+            save_models(directory)
+            monkeypatch.setattr(sys, "executable", str(other))
+        else:
+            subprocess.run([other, "-c", SAVE, ROOT, directory], check=True, capture_output=True)
+        continued = json.loads((directory / "continued.json").read_text())
+        prompts = dict.fromkeys(continued, PROMPT.tolist())
+        answer = run_in_clean_process(LOAD, {"directory": str(directory), "prompts": prompts})
+        monkeypatch.undo()
+        for way, tokens in continued.items():
+            assert answer["tokens"][way] == dict.fromkeys(("dynamic", "static", "none"), tokens), (other, answer)
+
+
+# The line of docs/CHECKPOINTS.md that gives a saved directory the code of the installed package.
+def test_a_directory_with_old_code_gets_that_of_the_package(tmp_path):
+    save_models(tmp_path)
+    [line] = [
+        line for line in (ROOT / "docs/CHECKPOINTS.md").read_text().splitlines() if line.startswith("python -c ")
+    ]
+    for way, expected in json.loads((tmp_path / "continued.json").read_text()).items():
+        shipped = {path.name: path.read_bytes() for path in (tmp_path / way).glob("*.py")}
+        weights = (tmp_path / way / "model.safetensors").read_bytes()
+        for name in shipped:
+            (tmp_path / way / name).write_text("raise RuntimeError('old code')\n")
+        (tmp_path / way / "cache_names.py").unlink()
+        python, rest = line.split(" ", 1)
+        command = f"{sys.executable} {rest.replace('DIR', str(tmp_path / way))}"
+        subprocess.run(command, shell=True, check=True, cwd=ROOT, capture_output=True)
+        assert {path.name: path.read_bytes() for path in (tmp_path / way).glob("*.py")} == shipped
+        assert (tmp_path / way / "model.safetensors").read_bytes() == weights
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / way)
+        assert uncached_logits(model, PROMPT).isfinite().all()
