@@ -34,7 +34,7 @@ KIND_TABLES = ("attention_kinds.py", "kind_options.py")
 PACKAGE_ONLY = {
     *("__init__.py", "package.py", "mixing.py"),
     *("adapters.py", "adapter_records.py"),
-    *("interleave.py", "configuration_interleaved.py", "modeling_interleaved.py"),
+    *("interleave.py", "paired_decoders.py", "configuration_interleaved.py", "modeling_interleaved.py"),
 }
 # What the checkpoint of a decoder ships whose heads `interleave_heads` has interleaved.
 INTERLEAVED_FILES = (
@@ -43,6 +43,7 @@ INTERLEAVED_FILES = (
     "interleaving.py",
     "virtual_core.py",
     "paged_requests.py",
+    "pairing.py",
     "modeling_interleaved.py",
 )
 PACKAGE = Path(__file__).resolve().parent
