@@ -134,14 +134,18 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
-    @staticmethod
-    def token_attentions(attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
+    def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, [batch, H, N, keys], for a call with `num_tokens` tokens N.
 
         "iha" layers return maps [batch, H, N * P, keys * P]. The result is the sum over the pseudo-heads of a key and
-        the mean over those of a query. The maps of other layers stay as they are."""
-        splits = [(-1, weights.shape[-2] // num_tokens) for weights in attentions]
-        return tuple(w.unflatten(-1, s).sum(-1).unflatten(-2, s).mean(-2) for w, s in zip(attentions, splits))
+        the mean over those of a query. In maps [batch, H / P, N * P, keys * P] of paired heads each virtual query is
+        a head's own. The maps of other layers stay as they are."""
+        maps = []
+        for kind, weights in zip(self.config.attention_kinds, attentions):
+            split = (-1, weights.shape[-2] // num_tokens)
+            of_keys = weights.unflatten(-1, split).sum(-1).unflatten(-2, split)  # [batch, heads, N, P, keys]
+            maps.append(of_keys.movedim(3, 1).flatten(1, 2) if kind == "paired_heads" else of_keys.mean(-2))
+        return tuple(maps)
 
     @classmethod
     def is_backend_compatible(cls) -> bool:

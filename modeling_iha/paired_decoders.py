@@ -88,7 +88,9 @@ def _check_heads(module: torch.nn.Module, heads: list[int], num_pseudo_heads: in
             f"key/value heads of {type(module).__name__}."
         )
     if getattr(module, "sinks", None) is not None:
-        raise ValueError(f"{type(module).__name__} has a sink for each head, and paired heads share one softmax core.")
+        raise ValueError(
+            f"{type(module).__name__} has an attention sink for each head, which paired heads cannot use."
+        )
 
 
 def _pair(model: PreTrainedModel, modules: Iterable[torch.nn.Module]) -> None:
