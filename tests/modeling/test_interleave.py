@@ -469,6 +469,7 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
                 "modeling_interleaved.py",
                 "interleaving.py",
                 "paged_requests.py",
+                "pairing.py",
                 "virtual_core.py",
             )
         }
