@@ -123,7 +123,8 @@ ENGINES = {
 
 # Model type of the base, fields of its config, and options of `pair_heads`.
 PAIRED_BASES = {
-    "llama": ("llama", {}, {}),
+    "llama": ("llama", {"num_key_value_heads": 4}, {}),
+    "llama_one_layer": ("llama", {}, {"layers": [0]}),
     "llama_windows": ("llama", {"num_key_value_heads": 4}, {"num_pseudo_heads": 4, **PAPER}),
     "gemma3": ("gemma3_text", {**LOCAL, "query_pre_attn_scalar": 64}, {"layers": [0, 1]}),
 }
