@@ -20,7 +20,7 @@ from conversion_scripts.conversion import check_iha
 from iha_io.checkpoint_io import load_config, load_model, load_tokenizer
 from iha_io.command_io import MAX_TEXT, UserError, check_output_file, checked, read_text, run_cli, write_json
 from iha_io.foreign_code import note_foreign_code
-from kind_facts import companion_of, is_interleaved
+from kind_facts import companion_of, interleaved_kind, is_interleaved
 from modeling_iha.modeling_interleaved import backbone_of
 
 
@@ -122,7 +122,7 @@ def run_source(name: str, source: PreTrainedModel, tokens: torch.Tensor, prompt:
 def break_one_parameter(model: PreTrainedModel) -> None:
     """Reverse the sign of a parameter, in place, in the first layer whose mechanism has a `control`."""
     if is_interleaved(model.config):
-        kinds = dict.fromkeys(model.config.interleaved_layers, "iha")
+        kinds = dict.fromkeys(model.config.interleaved_layers, interleaved_kind(model.config))
     else:
         kinds = {f"layers.{i}.self_attn": kind for i, kind in enumerate(model.config.attention_kinds)}
     for name, kind in kinds.items():

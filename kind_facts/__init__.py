@@ -62,8 +62,13 @@ def all_companions() -> dict[str, Companion]:
 
 
 def is_interleaved(config: PreTrainedConfig) -> bool:
-    """Return if a configuration is that of a decoder of Transformers with interleaved heads (`interleave_heads`)."""
+    """Return if a configuration is that of a decoder of Transformers with interleaved or paired heads."""
     return hasattr(config, "interleaved_layers")
+
+
+def interleaved_kind(config: PreTrainedConfig) -> str:
+    """Return the kind of the layers that `interleave_heads` or `pair_heads` changed."""
+    return "paired_heads" if getattr(config, "virtual_heads", None) == "paired" else "iha"
 
 
 def is_ours(config: PreTrainedConfig) -> bool:
@@ -74,17 +79,18 @@ def is_ours(config: PreTrainedConfig) -> bool:
 def described(config: PreTrainedConfig) -> Any:
     """Return a configuration with the kind, the type and P of each layer in the fields of an IHAConfig.
 
-    Of a decoder of Transformers a kind is "iha" where the heads are interleaved, and elsewhere its model type.
+    In a decoder of Transformers a kind is that of `interleaved_kind` where the heads are interleaved, and elsewhere
+    the model type.
     """
     if isinstance(config, IHAConfig):
         return config
     text = config.get_text_config(decoder=True)
     interleaved = [_layer_number(name) for name in getattr(config, "interleaved_layers", ())]
     layers, window = range(text.num_hidden_layers), getattr(text, "sliding_window", None)
-    kinds = dict.fromkeys(layers, config.model_type) | dict.fromkeys(interleaved, "iha")
+    kinds = dict.fromkeys(layers, config.model_type) | dict.fromkeys(interleaved, interleaved_kind(config))
     types = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(layers)
     if own := getattr(config, "interleaved_window", None):
-        types = [f"window of {own}" if kinds[i] == "iha" else types[i] for i in layers]
+        types = [f"window of {own}" if i in interleaved else types[i] for i in layers]
     return Overlay(
         text,
         attention_kinds=[kinds[i] for i in layers],

@@ -39,6 +39,7 @@ from kind_facts.model_cost import model as cost_of_model
 from kind_facts.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.virtual_core import virtual_tokens
 
 
 TEMPLATE = Path(__file__).with_name("template.md")
@@ -148,8 +149,12 @@ def render_card(
     config = described(config)
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
     length, pseudo_heads = min(16384, config.max_position_embeddings), config.num_pseudo_heads
+    pairs_of_kinds = {"iha": pseudo_heads**2, "paired_heads": pseudo_heads}  # times those of "mha"
     kinds = {kind: _mechanism(kind) for kind in dict.fromkeys(config.attention_kinds)}
-    global_iha = ("iha", "full_attention") in zip(config.attention_kinds, config.layer_types)
+    of_all_tokens = {
+        kind for kind, each in zip(config.attention_kinds, config.layer_types) if each == "full_attention"
+    }
+    times_pairs = {kind: pairs for kind, pairs in pairs_of_kinds.items() if kind in of_all_tokens}
     return str(
         ModelCard.from_template(
             metadata,
@@ -158,7 +163,7 @@ def render_card(
             python_name=json.dumps(name, ensure_ascii=False),
             shell_name=shlex.quote(name),
             # What the recipe states and a checkpoint may not have.
-            recipe_sizes=f"--max_length {length} --num_pseudo_heads {pseudo_heads if 'iha' in kinds else 1}",
+            recipe_sizes=f"--max_length {length} --num_pseudo_heads {virtual_tokens(config)}",
             adapters=" ".join(adapters),
             mechanisms="\n".join(f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()),
             schedule=schedule(config),
@@ -167,7 +172,8 @@ def render_card(
             costs=_costs(config),
             context=f"{config.max_position_embeddings:,}",
             is_iha=isinstance(config, IHAConfig),
-            times_pairs=pseudo_heads**2 if global_iha else None,
+            kinds=list(kinds),
+            times_pairs=times_pairs,
             weights_licence=license and markdown(license),
             papers="\n".join(dict.fromkeys(f"- {known.paper}" for known in kinds.values() if known.paper)),
         )

@@ -23,6 +23,7 @@ from .modeling_iha import (
     IHAPreTrainedModel,
 )
 from .package import from_preset, save_pretrained
+from .paired_decoders import pair_heads
 
 
 __version__ = "0.1.0"  # setup.py reads it
@@ -51,6 +52,7 @@ __all__ = [
     "IHAPreTrainedModel",
     "interleave_heads",
     "load_adapter",
+    "pair_heads",
     "remove_interleaving",
     "save_mixing",
 ]

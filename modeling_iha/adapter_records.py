@@ -100,7 +100,8 @@ def _meet(tuner: Any, model: Any, config: Any) -> None:
             "An adapter trains and saves all of the mixing or nothing of it: name q_mix, k_mix, v_mix and collapse in "
             "modules_to_save, or none of them, and no parameter of theirs in target_parameters."
         )
-    has_moved = any(map(_moved, mixing.values()))
+    # Paired heads have no mixing, and the plain model computes something else.
+    has_moved = record["virtual_heads"] == "paired" or any(map(_moved, mixing.values()))
     if found is not None and found.get("moved") and not (kept or has_moved):
         raise ValueError(
             "The adapter was trained beside a trained mixing, which it does not hold, and this model's is at its "

@@ -18,6 +18,7 @@ from transformers.utils import cached_file, find_adapter_config_file
 from .adapter_records import RECORD, check_record, found_record, record_of, restore_targets
 from .interleave import _detach, interleave_heads
 from .modeling_interleaved import backbone_of, is_mixing
+from .paired_decoders import pair_heads
 
 
 MIXING_FILE = "interleaving.safetensors"  # the record is in its metadata, so that no writer leaves half of it
@@ -45,7 +46,8 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
     config = PeftConfig.from_pretrained(source, **hub)
     if (record := found_record(config)) is None:
         raise ValueError(f"{source} needs no interleaved heads: load it with PeftModel.from_pretrained.")
-    if not hasattr(model.config, "interleaved_layers") and not config.modules_to_save:
+    is_paired = record.get("virtual_heads") == "paired"
+    if not hasattr(model.config, "interleaved_layers") and not config.modules_to_save and not is_paired:
         raise ValueError(
             f"{source} holds no mixing: load it with PeftModel.from_pretrained on the interleaved model that it was "
             "trained on."
@@ -59,6 +61,8 @@ def save_mixing(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     """Save the mixing of an interleaved model alone, in a file of kilobytes that `load_adapter` loads on the base."""
     if not isinstance(model, PreTrainedModel) or not hasattr(model.config, "interleaved_layers"):
         raise ValueError(f"{type(model).__name__} has no interleaved heads of its own. An adapter saves its mixing.")
+    if model.config.virtual_heads == "paired":
+        raise ValueError("Paired heads have no mixing: save the model, or an adapter.")
     tensors = {name: tensor.cpu().clone() for name, tensor in _mixing(model).items()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -104,9 +108,12 @@ def _interleaved(model: PreTrainedModel, record: dict, source: str) -> Iterator[
             layers = {backbone_of(model).get_submodule(name).layer_idx for name in record["interleaved_layers"]}
         except AttributeError as error:
             raise ValueError(f"{source} was trained on another base than this model: {error}.") from None
-        options = {"layers": sorted(layers), "collapse": record["pseudo_collapse"]}
-        options |= {"sliding_window": record["interleaved_window"], "mixing_scale": record["mixing_scale"]}
-        interleave_heads(model, record["num_pseudo_heads"], **options)
+        options = {"layers": sorted(layers), "sliding_window": record["interleaved_window"]}
+        if record.get("virtual_heads") == "paired":
+            pair_heads(model, record["num_pseudo_heads"], **options)
+        else:
+            options |= {"collapse": record["pseudo_collapse"], "mixing_scale": record["mixing_scale"]}
+            interleave_heads(model, record["num_pseudo_heads"], **options)
     try:
         check_record(record, model.config, source)
         yield

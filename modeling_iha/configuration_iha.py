@@ -90,10 +90,11 @@ class IHAConfig(LlamaConfig):
             Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`, given and stored as
             `attention_kinds` is.
         sliding_window (`int`, *optional*):
-            Window W of the sliding layers in tokens, the current one included. In an `"iha"` layer virtual query v
-            sees the virtual keys u with `v - W * P < u <= v`.
+            Window W of the sliding layers in tokens, the current one included. In layers of kind `"iha"` and
+            `"paired_heads"` virtual query v sees the virtual keys u with `v - W * P < u <= v`.
         num_pseudo_heads (`int`, *optional*, defaults to `num_attention_heads`):
-            P, the pseudo-heads of each head and the virtual tokens of each token.
+            P, the pseudo-heads of each head in `"iha"` layers, the heads of each group in `"paired_heads"` layers, and
+            the virtual tokens of each token in both.
         pseudo_positions (`str`, *optional*, defaults to `"interleaved"`):
             RoPE position of pseudo-head p (from 0) of token n. `"interleaved"` is n * P + p, as in the paper, for
             training from scratch. `"shared"` is n, which keeps a pretrained model's positions when it is converted.

@@ -27,7 +27,7 @@ TASKS = (
 )
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 # What attention modules and masks read, from the configurations of their own models.
-FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window")
+FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window", "virtual_heads")
 AUTO_MAP = {
     "AutoConfig": "configuration_interleaved.InterleavedConfig",
     "AutoModel": "modeling_interleaved.InterleavedModel",
@@ -44,7 +44,8 @@ class InterleavedConfig(PreTrainedConfig):
         pseudo_collapse (`str`): "per_head" (Algorithm 1) or "all_heads" (Definition 3).
         interleaved_layers (`dict`): query heads, key heads and value heads of each interleaved attention module, by
             its name in the base model.
-        interleaved_window (`int`, *optional*): window of these modules in tokens, where it is not the base's."""
+        interleaved_window (`int`, *optional*): window of these modules in tokens, where it is not the base's.
+        virtual_heads (`str`, *optional*): "paired" where the heads are paired (`pair_heads`), and not mixed."""
 
     # On disk. No program then takes the checkpoint for the plain base model. See `config_class`.
     model_type = "interleaved"

@@ -163,6 +163,8 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     names = getattr(model.config, "interleaved_layers", None)
     if names is None:
         raise ValueError("This model has no interleaved heads.")
+    if model.config.virtual_heads == "paired":
+        raise ValueError("The heads are paired: with these weights the plain model computes something else.")
     if model.config.interleaved_window is not None:
         raise ValueError("The interleaved layers have a window of their own, which the plain model has not.")
     config, change = model.config, 0.0
@@ -393,6 +395,13 @@ def _copy_config(model: PreTrainedModel) -> None:
                 setattr(module, name, copies[id(value)])
 
 
+def remove_mixing(module: torch.nn.Module) -> None:
+    """Remove from an attention module what `attach_mixing` gave it."""
+    for name in (*MIXING_MODULES, "virtual_heads"):
+        if hasattr(module, name):  # paired heads have no mixing
+            delattr(module, name)
+
+
 def _detach(model: PreTrainedModel) -> None:
     """Undo `_attach`."""
     config, decoder = model.config, decoder_of(model)
@@ -403,8 +412,7 @@ def _detach(model: PreTrainedModel) -> None:
             vars(each).pop(field, None)
     remove_hooks(decoder, *modules)
     for module in modules:
-        for name in MIXING_MODULES:
-            delattr(module, name)
+        remove_mixing(module)
     tied = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
     # A loaded checkpoint has the first two. The class of the base has its own `model_type`.

@@ -47,7 +47,9 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     def __init__(self, config: IHAConfig):
         super().__init__(config)
         self.num_pseudo_heads = config.num_pseudo_heads
-        self.interleaved = "iha" in config.attention_kinds and config.pseudo_positions == "interleaved"
+        interleaved = config.pseudo_positions == "interleaved"
+        self.mixed = interleaved and "iha" in config.attention_kinds
+        self.paired = interleaved and "paired_heads" in config.attention_kinds
 
     def _apply(self, fn, recurse=True):
         """Move the frequencies and keep them in float32.
@@ -64,22 +66,30 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         """Return (cos, sin) tables in the dtype of x for token positions n [batch, N].
 
         `"token"` is at n, [batch, N, head_dim]. Interleaved positions n * P + p add `"interleaved"` at n * P,
-        [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. A layer rotates by both, so only
-        `"interleaved"` is scaled by `attention_scaling`. RoPE types that depend on the length take it in tokens."""
+        [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim], for "iha" layers, which rotate by both: only
+        `"interleaved"` is scaled by `attention_scaling`. For layers of paired heads they add `"paired"` at n * P + p,
+        [batch, P, N, head_dim]. RoPE types that depend on the length take it in tokens."""
         tables = {"token": self(x, position_ids)}
-        if self.interleaved:
-            cos, sin = self._table(position_ids * self.num_pseudo_heads, x)
-            tables["interleaved"] = (cos * self.attention_scaling, sin * self.attention_scaling)
-            tables["pseudo_head"] = self._table(torch.arange(self.num_pseudo_heads, device=x.device), x)
+        first, pseudo_heads = (
+            position_ids * self.num_pseudo_heads,
+            torch.arange(self.num_pseudo_heads, device=x.device),
+        )
+        if self.mixed:
+            tables["interleaved"] = self._table(first, x, self.attention_scaling)
+            tables["pseudo_head"] = self._table(pseudo_heads, x)
+        if self.paired:
+            tables["paired"] = self._table(first[:, None] + pseudo_heads[:, None], x, self.attention_scaling)
         return tables
 
     @torch.no_grad()
-    def _table(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(
+        self, positions: torch.Tensor, x: torch.Tensor, scaling: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # At n * P near a million a float32 angle is off by 0.03 rad. (MPS has no float64.)
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
         angles = positions[..., None].to(dtype) * self.inv_freq.to(x.device, dtype)
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        return angles.cos().to(x.dtype) * scaling, angles.sin().to(x.dtype) * scaling
 
 
 class IHAMLP(LlamaMLP):
@@ -126,14 +136,18 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
-    @staticmethod
-    def token_attentions(attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
+    def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, [batch, H, N, keys], for a call with `num_tokens` tokens N.
 
         "iha" layers return maps [batch, H, N * P, keys * P]. The result is the sum over the pseudo-heads of a key and
-        the mean over those of a query. The maps of other layers stay as they are."""
-        splits = [(-1, weights.shape[-2] // num_tokens) for weights in attentions]
-        return tuple(w.unflatten(-1, s).sum(-1).unflatten(-2, s).mean(-2) for w, s in zip(attentions, splits))
+        the mean over those of a query. In maps [batch, H / P, N * P, keys * P] of paired heads each virtual query is
+        a head's own. The maps of other layers stay as they are."""
+        maps = []
+        for kind, weights in zip(self.config.attention_kinds, attentions):
+            split = (-1, weights.shape[-2] // num_tokens)
+            of_keys = weights.unflatten(-1, split).sum(-1).unflatten(-2, split)  # [batch, heads, N, P, keys]
+            maps.append(of_keys.movedim(3, 1).flatten(1, 2) if kind == "paired_heads" else of_keys.mean(-2))
+        return tuple(maps)
 
     @classmethod
     def is_backend_compatible(cls) -> bool:

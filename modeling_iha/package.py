@@ -18,6 +18,7 @@ PAIRS = ("options_pairs.py", "tuple_attention.py", *SCORES)
 KIND_FILES = {
     "mha": (),
     "iha": ("attention_iha.py",),
+    "paired_heads": ("attention_paired_heads.py", "options_paired_heads.py", "pairing.py"),
     "talking_heads": ("attention_talking_heads.py", "score_matrix.py"),
     "diff": ("attention_diff.py", "options_diff.py", "option_fields.py"),
     "diff_v2": ("attention_diff_v2.py",),
@@ -33,7 +34,7 @@ KIND_TABLES = ("attention_kinds.py", "kind_options.py")
 PACKAGE_ONLY = {
     *("__init__.py", "package.py", "mixing.py"),
     *("adapters.py", "adapter_records.py"),
-    *("interleave.py", "configuration_interleaved.py", "modeling_interleaved.py"),
+    *("interleave.py", "paired_decoders.py", "configuration_interleaved.py", "modeling_interleaved.py"),
 }
 # What the checkpoint of a decoder ships whose heads `interleave_heads` has interleaved.
 INTERLEAVED_FILES = (
@@ -44,6 +45,7 @@ INTERLEAVED_FILES = (
     "virtual_core.py",
     "paged_requests.py",
     "tested_versions.py",
+    "pairing.py",
     "modeling_interleaved.py",
 )
 PACKAGE = Path(__file__).resolve().parent

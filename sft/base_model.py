@@ -15,6 +15,7 @@ from modeling_iha.interleaving import keep_start
 from modeling_iha.mixing import mixing_parameters
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import configs
+from modeling_iha.virtual_core import virtual_tokens
 from sft.arguments import RunArguments, chat_template
 from sft.data import rendering
 
@@ -61,10 +62,6 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
     return config
 
 
-def _has_iha_layers(config: PreTrainedConfig) -> bool:
-    return isinstance(config, IHAConfig) and "iha" in config.attention_kinds
-
-
 def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
     """Return whether the run interleaves the heads of its base model, which is a plain one of Transformers."""
     is_plain = not isinstance(config, IHAConfig) and not is_interleaved(config)
@@ -75,7 +72,7 @@ def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
     if interleaves(config, run):
         return
     source = run.model_name_or_path
-    found = config.num_pseudo_heads if is_interleaved(config) or _has_iha_layers(config) else 1
+    found = virtual_tokens(config)
     if run.num_pseudo_heads not in (None, found):
         raise UserError(
             f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {source} has {found}: give the plain base "
@@ -99,8 +96,7 @@ def rope_reach(config: IHAConfig) -> float:
 
 
 def _check_reach(config: IHAConfig, length: int) -> None:
-    interleaved = _has_iha_layers(config) and config.pseudo_positions == "interleaved"
-    virtual = config.num_pseudo_heads if interleaved else 1
+    virtual = virtual_tokens(config) if config.pseudo_positions == "interleaved" else 1
     reach, theta, dim = rope_reach(config), config.rope_parameters["rope_theta"], config.head_dim
     if length * virtual > reach and dim > 2:
         # The slowest of the dim / 2 rotations has the frequency theta^(2 / dim - 1).

@@ -91,6 +91,7 @@ GEOMETRIES = {
             "attention_kinds": kind,
             "attention_options": {kind: options.example},
             **(_WINDOW_AND_GLOBAL if kind != "multi_token" else {}),
+            **({"num_pseudo_heads": 2} if kind == "paired_heads" else {}),  # a divisor of the key/value heads
         }
         for kind, options in OPTIONS_CLASSES.items()
         if kind not in ("mha", "iha")

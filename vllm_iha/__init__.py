@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Let vLLM serve models of `interleave_heads`, and checkpoints whose attention kinds are "iha" and "mha"."""
+"""Let vLLM serve models of `interleave_heads` and `pair_heads`, and `IHAForCausalLM` of the kinds in checks.py."""
 
 from importlib.util import find_spec
 

@@ -17,6 +17,7 @@ from . import ARCHITECTURES
 VLLM = ("0.31", "0.32")
 KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of so many keys; 16 would do on a GPU.
 DEFAULT_BLOCK = 128  # vLLM's own on a CPU
+KINDS = ("iha", "paired_heads", "mha")
 WITH_IMAGES = ("llava",)  # model types of bases
 # Their frequencies are the same at every length, as the keys in a cache need.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -58,8 +59,9 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
         return f"{architecture} was not tested in vLLM, which serves decoders of text, and of images and text"
     if model_config.is_multimodal_model and whole.model_type not in WITH_IMAGES:
         return f"Images were tested in vLLM with {', '.join(WITH_IMAGES)} alone, and this is {whole.model_type}"
-    if other_kinds := sorted(set(getattr(config, "attention_kinds", ())) - {"iha", "mha"}):
-        return f"attention_kinds holds {', '.join(map(repr, other_kinds))}, and vLLM serves 'iha' and 'mha'"
+    if other_kinds := sorted(set(getattr(config, "attention_kinds", ())) - set(KINDS)):
+        served = ", ".join(map(repr, KINDS))
+        return f"attention_kinds holds {', '.join(map(repr, other_kinds))}, and vLLM serves {served}"
     if getattr(config, "mlp_gate_groups", None) is not None:
         return f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM"
     if architecture == "IHAForCausalLM" and 0 in (getattr(config, "no_rope_layers", None) or ()):

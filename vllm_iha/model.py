@@ -57,9 +57,11 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
     tokens and keeps W + 1 of them for a window of W.
 
     Args:
-        module: the attention module with the mixing weights.
-        rotation: (cos, sin) of R_p, each [P, head_dim], or `None` for shared positions (`IHAWeights` of modeling_iha).
+        module: the attention module with `virtual_heads`.
+        rotation: (cos, sin) of R_p, each [P, head_dim], or `None` for shared positions (`MixedHeads` of modeling_iha).
     """
+
+    copies = 1  # how many times as many values as the plain layer's the cache holds
 
     def __init__(self, module: nn.Module, rotation, cache_config, per_layer_sliding_window=None, **kwargs):
         config = module.config
@@ -72,18 +74,33 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
             block_pool_size=config.num_pseudo_heads,
             **kwargs,
         )
-        heads = [mixing.weight.shape[0] for mixing in (module.q_mix, module.k_mix, module.v_mix)]
-        if heads != [self.num_heads, self.num_kv_heads, self.num_kv_heads]:  # the kernel would write out of bounds
-            raise ValueError(f"The layer has {heads} heads, and vLLM reads another number from the configuration.")
         self.attn_backend = virtual_backend(self.attn_backend, self.block_pool_size)
-        # In a tuple: as submodules they would be the layer's twice.
-        self.mixing = (module.q_mix, module.k_mix, module.v_mix, module.collapse)
         self.rotation = rotation
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        """Give a block as many virtual tokens as a block of another layer has tokens: all pages have one size."""
+        """Give a block as many bytes as a block of another layer has: all pages have one size."""
         spec = super().get_kv_cache_spec(vllm_config)
-        return replace(spec, block_size=spec.block_size // self.block_pool_size)
+        return replace(spec, block_size=spec.block_size // self.copies)
+
+    def rotate(self, states: torch.Tensor) -> torch.Tensor:
+        """Rotate queries or keys [N, P, heads, head_dim] within their token, unless its virtual tokens share it."""
+        if self.rotation is None:
+            return states
+        cos, sin = (table.unsqueeze(1) for table in self.rotation)
+        return states * cos + rotate_half(states) * sin
+
+
+class MixedAttention(VirtualAttention):
+    """Attend with heads that are mixed into P pseudo-heads each (IHA, Algorithm 1)."""
+
+    def __init__(self, module: nn.Module, *args, **kwargs):
+        super().__init__(module, *args, **kwargs)
+        heads = [mixing.weight.shape[0] for mixing in (module.q_mix, module.k_mix, module.v_mix)]
+        if heads != [self.num_heads, self.num_kv_heads, self.num_kv_heads]:  # the kernel would write out of bounds
+            raise ValueError(f"The layer has {heads} heads, and vLLM reads another number from the configuration.")
+        self.copies = self.block_pool_size
+        # In a tuple: as submodules they would be the layer's twice.
+        self.mixing = (module.q_mix, module.k_mix, module.v_mix, module.collapse)
 
     @torch.no_grad()
     def process_weights_after_loading(self, act_dtype: torch.dtype):
@@ -101,8 +118,9 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Attend over the virtual tokens of queries, keys and values [N, heads * head_dim]."""
         q_mix, k_mix, v_mix = self.alpha
-        query, key = expand(query, q_mix, self.rotation), expand(key, k_mix, self.rotation)
-        output = super().forward(query, key, expand(value, v_mix), *args, **kwargs)
+        query, key = (self.rotate(expand(*each)) for each in ((query, q_mix), (key, k_mix)))
+        query, key, value = (states.flatten(0, 1).flatten(1) for states in (query, key, expand(value, v_mix)))
+        output = super().forward(query, key, value, *args, **kwargs)
         output = output.view(-1, self.block_pool_size, self.num_heads, self.head_size_v)
         if self.shares.shape[1] == 1:  # per head
             parts = [states * share for states, share in zip(output.unbind(1), self.shares.unbind(2))]
@@ -110,18 +128,31 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
         return torch.einsum("hgp,npgd->nhd", self.shares, output).flatten(1)
 
 
-def expand(states: torch.Tensor, alpha: torch.Tensor, rotation: tuple | None = None) -> torch.Tensor:
-    """Return virtual tokens [N * P, M * head_dim] of heads [N, M * head_dim] by alpha [P * M, M]."""
+def expand(states: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """Return virtual tokens [N, P, M, head_dim] of heads [N, M * head_dim] by alpha [P * M, M]."""
     heads = alpha.shape[1]
-    states = torch.matmul(alpha, states.unflatten(-1, (heads, -1))).unflatten(1, (-1, heads))
-    if rotation is not None:
-        cos, sin = (table.unsqueeze(1) for table in rotation)
-        states = states * cos + rotate_half(states) * sin
-    return states.flatten(0, 1).flatten(1)
+    return torch.matmul(alpha, states.unflatten(-1, (heads, -1))).unflatten(1, (-1, heads))
+
+
+class PairedAttention(VirtualAttention):
+    """Attend with groups of P heads that share their virtual sequence; its cache is as large as the plain model's."""
+
+    def __init__(self, module: nn.Module, *args, num_heads: int, num_kv_heads: int, **kwargs):
+        size = module.config.num_pseudo_heads
+        super().__init__(module, *args, num_heads=num_heads // size, num_kv_heads=num_kv_heads // size, **kwargs)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Attend over the virtual tokens of queries, keys and values [N, heads * head_dim]: they are views of them."""
+        num_tokens, size = len(query), self.block_pool_size
+        query = self.rotate(query.view(num_tokens, size, self.num_heads, self.head_size))
+        key = self.rotate(key.view(num_tokens, size, self.num_kv_heads, self.head_size))
+        value = value.view(num_tokens, size, self.num_kv_heads, self.head_size_v)
+        query, key, value = (states.flatten(0, 1).flatten(1) for states in (query, key, value))
+        return super().forward(query, key, value, *args, **kwargs).view(num_tokens, -1)
 
 
 class VirtualTransformers(Base):
-    """Run a model by its own modules, and attend over virtual tokens where a layer has mixing weights."""
+    """Run a model by its own modules, and attend over virtual tokens where a layer makes them."""
 
     rotation = None  # of `VirtualAttention`
 
@@ -149,9 +180,10 @@ class VirtualTransformers(Base):
 
         def attention(**kwargs) -> nn.Module:
             module = self.get_submodule(self.attention_fusers[extract_layer_index(kwargs["prefix"])][0])
-            if hasattr(module, "q_mix"):
-                return VirtualAttention(module, self.rotation, **kwargs)
-            return stock(**kwargs)
+            if getattr(module, "virtual_heads", None) is None:
+                return stock(**kwargs)
+            virtual = MixedAttention if hasattr(module, "q_mix") else PairedAttention
+            return virtual(module, self.rotation, **kwargs)
 
         return attention
 
@@ -193,19 +225,22 @@ class InterleavedForImageTextToText(Interleaved, TransformersMultiModalForCausal
 
 
 class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
-    """Serve layers of kinds "iha" and "mha" by the modules of Llama and Qwen3, which vLLM fuses."""
+    """Serve layers of kinds "iha", "paired_heads" and "mha" by the modules of Llama and Qwen3, which vLLM fuses."""
 
     def recursive_replace(self):
         config, model = self.config, self.model
         for layer in model.layers:
-            module, interleaved = layer.self_attn, hasattr(layer.self_attn, "q_mix")
+            module, virtual = layer.self_attn, getattr(layer.self_attn, "virtual_heads", None)
             # Their equations are those of these classes, but for the choice among RoPE tables.
-            table = "interleaved" if interleaved and config.pseudo_positions == "interleaved" else "token"
+            table = "interleaved" if virtual and config.pseudo_positions == "interleaved" else "token"
             module.register_forward_pre_hook(partial(choose_table, table), with_kwargs=True)
+            module.virtual_heads = virtual  # an attribute of the class that it loses
             module.__class__ = Qwen3Attention if config.use_qk_norm else LlamaAttention
             if config.gated_mlp:
                 layer.mlp.__class__ = LlamaMLP
         model.create_masks = lambda *args, **kwargs: dict.fromkeys(config.layer_types)  # vLLM's attention needs none
+        # Here paired heads too are rotated to n * P by the module, and by R_p in `VirtualAttention`.
+        model.rotary_emb.mixed = model.rotary_emb.mixed or model.rotary_emb.paired
         tables = model.rotary_emb.tables(torch.empty(0), torch.zeros(1, 1, dtype=torch.long))
         self.rotation = tables.get("pseudo_head")
         super().recursive_replace()

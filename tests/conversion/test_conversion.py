@@ -229,6 +229,7 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
         ({"num_pseudo_heads": 2, **TALKING_HEADS}, "'talking_heads' with num_pseudo_heads=2"),
         ({"schedule": "hybrid", **TALKING_HEADS}, "only 'iha' has that schedule"),
         ({"kind": "diff"}, "kind='diff' has no exact start"),
+        ({"kind": "paired_heads"}, "kind='paired_heads' has no exact start"),
         ({"kind": "gated", "options": {"every": 4}}, "has the option 'every'"),
         ({"kind": "multi_token", "options": {"head_gate": True}}, "leave no exact start: .*head_gate"),
     ],

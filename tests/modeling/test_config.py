@@ -318,6 +318,9 @@ PRESET_SIZES = {
     "paper-2.4b-iha": PAPER + 21 * (3 * 20**2 * 20 + 20 * 20),
     "paper-2.4b-talking-heads": PAPER + 26 * 2 * 20**2,
     "paper-2.4b-diff": PAPER + 26 * 4 * 128,
+    "paper-2.4b-paired-heads": PAPER,
+    # "About 18 million" of the table in configuration_iha/README.md
+    "paired-small": 10 * (4 * 384**2 + 3 * 384 * 1024) + 2 * 256 * 384 + (2 * 10 + 1) * 384,
     **dict.fromkeys(
         [f"gpt3-small{name}" for name in ("", "-hyper-feature", "-hyper-feature-v2", "-hyper")], GPT3_SMALL
     ),
@@ -337,3 +340,14 @@ def test_presets_have_the_size_of_their_papers(preset):
         assert set(config.attention_kinds) == {"dcmha"} and config.sliding_window == 256
         assert config.layer_types[:4] == ["sliding_attention", "full_attention"] * 2
         assert not config.tie_word_embeddings
+
+
+def test_the_windows_of_paired_presets_hold_as_many_pairs_as_plain_ones():
+    plain, paired = (IHAConfig.from_preset(f"paper-2.4b-{name}") for name in ("global-local", "paired-heads"))
+    assert paired.num_pseudo_heads * paired.sliding_window == plain.sliding_window
+    assert paired.layer_types == plain.layer_types
+    small = IHAConfig.from_preset("paired-small")
+    for config in (paired, small):
+        kinds = dict(zip(config.layer_types, config.attention_kinds))
+        assert kinds == {"sliding_attention": "paired_heads", "full_attention": "mha"}
+        assert config.num_pseudo_heads * config.sliding_window == config.max_position_embeddings // 16

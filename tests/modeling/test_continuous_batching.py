@@ -11,7 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 from iha_io.checkpoint_io import run_in_clean_process
-from modeling_iha import interleave_heads, paged_requests
+from modeling_iha import interleave_heads, paged_requests, pair_heads
 from research.experiments.model_types import tiny_model
 
 
@@ -177,6 +177,7 @@ INTERLEAVED = {
     "granite": {"num_pseudo_heads": 4, "layers": "paper", "sliding_window": 4},
     "arcee": {"num_pseudo_heads": 2, "layers": [1], "sliding_window": 4},
 }
+PAIRED = {"llama": {}, "gemma3_text": {}, "granite": {"layers": [0], "sliding_window": 4}}
 
 
 def interleaved(name):
@@ -201,6 +202,14 @@ def test_interleaved_decoders_answer_as_if_each_request_were_alone(name):
     assert model.config._attn_implementation == core
     one = model.generate_batch(PROMPTS[3:4], options(), batching(max_batch_tokens=64), warmup=False)
     check(model, PROMPTS[3:4], one.values())
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_paired_decoders_answer_as_if_each_request_were_alone(name):
+    model = pair_heads(tiny_model(name), 2, **PAIRED[name])
+    outputs = model.generate_batch(PROMPTS, options(), batching(), warmup=False)
+    assert {len(output.generated_tokens) for output in outputs.values()} == {NEW_TOKENS}
+    check(model, PROMPTS, outputs.values())
 
 
 def test_an_interleaved_decoder_keeps_its_manager_and_shares_prefixes(found):

@@ -28,6 +28,7 @@ VARIANTS = {
     },
     "hybrid": {"attention_kinds": ["iha", "mha"], "head_dim": 12},
     "mha": {"attention_kinds": "mha"},
+    "paired heads": {"attention_kinds": "paired_heads"},
     "diff_v2": {"attention_kinds": "diff_v2", "attention_bias": True},
     "gated": {"attention_kinds": "gated"},
     "knocking_heads": {"attention_kinds": "knocking_heads"},
@@ -127,7 +128,11 @@ def test_eager_products(variant, windows):
 
 # The products of SDPA are not counted, so what is counted does without.
 @pytest.mark.parametrize(
-    "variant, form", [*((variant, "eager") for variant in VARIANTS), *((name, "base") for name in list(VARIANTS)[:2])]
+    "variant, form",
+    [
+        *((variant, "eager") for variant in VARIANTS),
+        *((name, "base") for name in (*list(VARIANTS)[:2], "paired heads")),
+    ],
 )
 @pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["full", "window"])
 def test_decode_and_cache(variant, windows, form):

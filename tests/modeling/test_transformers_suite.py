@@ -144,15 +144,17 @@ class CommonTests:
     def test_attention_outputs(self):
         """Expect what the attention weights of three kinds are.
 
-        Those of "iha" are between virtual tokens, "diff_v2" has two softmaxes for each head, and those of "dcmha" do
-        not sum to 1."""
+        Those of "iha" and "paired_heads" are between virtual tokens, the latter for H / P virtual heads, "diff_v2" has
+        two softmaxes for each head, and those of "dcmha" do not sum to 1."""
         config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
         config._attn_implementation = "eager"
         for model_class in self.all_model_classes:
             attentions = model_class(config).eval()(**inputs, output_attentions=True).attentions
             for kind, weights in zip(self.attention_kinds, attentions, strict=True):
-                length = self.model_tester.seq_length * (config.num_pseudo_heads if kind == "iha" else 1)
+                virtual = config.num_pseudo_heads if kind in ("iha", "paired_heads") else 1
+                length = self.model_tester.seq_length * virtual
                 heads = config.num_attention_heads * (2 if kind == "diff_v2" else 1)
+                heads //= config.num_pseudo_heads if kind == "paired_heads" else 1
                 self.assertEqual(weights.shape, (2, heads, length, length))
                 if kind != "dcmha":
                     torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
@@ -200,6 +202,11 @@ class TalkingHeadsAndDiffSuite(IHASuite):
     """Run for other kinds what `make test` runs for "iha"; test_mechanisms.py has its own tests of every kind."""
 
     attention_kinds = ["talking_heads", "diff"]
+
+
+@pytest.mark.slow
+class PairedHeadsAndIHASuite(IHASuite):
+    attention_kinds = ["paired_heads", "iha"]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from tiny_training import decoder, preset_config, recipe, saved, sizes, training_rows, write_jsonl
 
 from iha_io.command_io import ROOT, UserError
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, pair_heads
 from sft import train
 from sft.arguments import RunArguments
 from sft.distributed import check_launch
@@ -63,11 +63,15 @@ def workplace(tmp_path_factory) -> Path:
         saved(IHAForCausalLM(preset_config(**geometry)), place / name)
     for name in INTERLEAVED:
         saved(decoder(name), place / name)
+    saved(IHAForCausalLM(preset_config(attention_kinds="paired_heads", **window)), place / "paired")
+    with pytest.warns(UserWarning, match="are paired"):
+        saved(pair_heads(decoder("llama"), 2), place / "paired_llama")
     write_jsonl(place / "rows.jsonl", training_rows(20))
     return place
 
 
 INTERLEAVED = ("llama", "qwen3_moe")
+PAIRED = ("paired", "paired_llama")
 # Each process brings a batch of its own to its group, and gloo wants them of one length.
 SHARED = {"attn_implementation": "flash_attention_2", "pad_to_multiple_of": 128}
 # Run -> its model, and the keys of its recipe in one process and in two, which train on four rows a step together. Of
@@ -77,7 +81,7 @@ RUNS = {
     "absent": ("absent", {}),
     "shards": ("tied", {"max_steps": 4}),
     "lora": ("plain", {"use_peft": "true", "lora_dropout": 0}),
-    **{name: (name, {"num_pseudo_heads": 2}) for name in INTERLEAVED},
+    **{name: (name, {"num_pseudo_heads": 2}) for name in (*INTERLEAVED, *PAIRED)},
     "ulysses": ("window", {**SHARED, "packing": "true"}),
 }
 
@@ -136,7 +140,7 @@ def launched(workplace) -> Path:
     runs = {
         "shards": {"environment": {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}},
         "lora": {},
-        **dict.fromkeys(INTERLEAVED, {}),
+        **dict.fromkeys((*INTERLEAVED, *PAIRED), {}),
     }
     if DEEPSPEED.exists():
         runs["ulysses"] = {"environment": launcher_environment("fsdp2_ulysses.yaml"), "packages": str(DEEPSPEED)}
@@ -169,6 +173,13 @@ def test_fsdp2_trains_like_one_process(name, launched):
     assert record["sharded"] == set(record["gradients"]) >= set(MIXING)
     (_, *of_others), (spared, *of_spared) = record["groups"]
     assert set(MIXING) <= set(spared) and of_others == of_spared == [pytest.approx(1e-4), 0.0]
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_fsdp2_trains_paired_heads_like_one_process(name, launched):
+    record = assert_same_run(launched, name)
+    assert record["class"] == f"FSDP{'IHA' if name == 'paired' else 'Interleaved'}ForCausalLM"
+    assert record["sharded"] == set(record["gradients"]) and not set(MIXING) & set(record["gradients"])
 
 
 def test_an_interrupted_run_with_sharded_state_dicts_resumes(launched):
@@ -289,6 +300,7 @@ FLASH = "flash_attention_2"
         ("iha", None, "drops windows .*sdpa.*flash_attention_2"),
         ("iha", "flash_attention_3", "sp_attn_implementation: expected .*flash_attention_3"),
         (["iha", "diff"], FLASH, "not with diff"),
+        ("paired_heads", FLASH, "not with paired_heads"),
     ],
 )
 def test_sharing_rows_is_refused_where_it_would_lose_something(monkeypatch, tmp_path, kinds, core, named):

@@ -171,6 +171,7 @@ LINEAR = (0.1, False)  # they take adapters, as the projections do
 OWN_PARAMETERS = {
     "mha": {},
     "iha": dict.fromkeys(("q_mix.weight", "k_mix.weight", "v_mix.weight", "collapse.weight"), MIXES),
+    "paired_heads": {},
     "talking_heads": dict.fromkeys(("score_mix.weight", "weight_mix.weight"), MIXES),
     "diff": dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), VECTOR),
     "diff_v2": {"lambda_proj.weight": LINEAR},

@@ -39,7 +39,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from iha_io.checkpoint_io import smollm2_gguf
 from iha_io.command_io import ROOT, run_command
-from modeling_iha import IHAConfig
+from modeling_iha import IHAConfig, pair_heads
 from modeling_iha.configuration_interleaved import config_class
 from vllm_iha.model import VirtualAttention
 
@@ -104,6 +104,13 @@ CASES = {
     "yarn_rope": {"rope_parameters": YARN},
     "both_kinds_with_windows": {**WINDOWS, "attention_kinds": ["iha", "mha"], "use_qk_norm": True},
     "mha": {"attention_kinds": "mha"},
+    "paired": {"attention_kinds": "paired_heads", "num_attention_heads": 8, "num_key_value_heads": 4},
+    "paired_shared": {"attention_kinds": "paired_heads", "pseudo_positions": "shared", "use_qk_norm": True},
+    "paired_schedule": {
+        **{**SCHEDULE, "attention_kinds": ["paired_heads"] * 4 + ["mha"]},
+        **{"num_attention_heads": 8, "num_key_value_heads": 8, "num_pseudo_heads": 4},
+    },
+    "paired_beside_iha": {**SCHEDULE, "attention_kinds": ["iha", "paired_heads", "paired_heads", "iha", "mha"]},
 }
 # Options of the engine.
 ENGINES = {
@@ -111,6 +118,15 @@ ENGINES = {
     "few_blocks": {"num_gpu_blocks_override": 24},
     "full_allocation": {"disable_hybrid_kv_cache_manager": True},
     "compiled": {"enforce_eager": False},
+}
+
+
+# Model type of the base, fields of its config, and options of `pair_heads`.
+PAIRED_BASES = {
+    "llama": ("llama", {"num_key_value_heads": 4}, {}),
+    "llama_one_layer": ("llama", {}, {"layers": [0]}),
+    "llama_windows": ("llama", {"num_key_value_heads": 4}, {"num_pseudo_heads": 4, **PAPER}),
+    "gemma3": ("gemma3_text", {**LOCAL, "query_pre_attn_scalar": 64}, {"layers": [0, 1]}),
 }
 
 
@@ -124,6 +140,17 @@ def undecorated(monkeypatch):
 def test_an_interleaved_decoder_equals_generate(case, tmp_path, undecorated):
     model_type, fields, options = BASES[case]
     model = save_interleaved(tmp_path, model_type, fields, **options)
+    with engine(tmp_path) as llm:
+        outputs = serve(llm, random_tokens(*LENGTHS))
+    assert_equal(model, outputs)
+
+
+@pytest.mark.parametrize("case", PAIRED_BASES)
+def test_a_paired_decoder_equals_generate(case, tmp_path, undecorated):
+    model_type, fields, options = PAIRED_BASES[case]
+    model = pair_heads(random_base(model_type, **fields), **{"num_pseudo_heads": 2, **options})
+    model.save_pretrained(tmp_path)
+    model = load(tmp_path, cls=type(model))
     with engine(tmp_path) as llm:
         outputs = serve(llm, random_tokens(*LENGTHS))
     assert_equal(model, outputs)
@@ -300,7 +327,7 @@ def test_which_bases_are_refused(case, tmp_path):
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 # Fields of the config, options of the engine, and the message.
 REFUSED_MODELS = {
-    "kind": ({"attention_kinds": ["iha", "diff"]}, {}, "'diff', and vLLM serves 'iha' and 'mha'"),
+    "kind": ({"attention_kinds": ["iha", "diff"]}, {}, "'diff', and vLLM serves 'iha', 'paired_heads', 'mha'"),
     "mlp_gate_groups": ({"mlp_gate_groups": 4}, {}, "mlp_gate_groups=4"),
     "no_rope_layers": ({"no_rope_layers": [1, 0]}, {}, "no_rope_layers is not served"),
     "rope": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "'dynamic'"),

@@ -1,0 +1,103 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pair the heads of a decoder of Transformers in place, for a model that is trained from random weights or trained on.
+
+Paired heads compute what interleaved heads with fixed mixing compute (attention_paired_heads.py), at 1 / P of the
+work. So the heads are interleaved first, which shows that the model can be, and then paired and compared with that.
+"""
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from .interleave import TOLERANCE, _detach, _difference, _probe, interleave_heads, remove_mixing
+from .modeling_interleaved import attach_mixing, backbone_of, is_mixing, virtual_configs
+
+
+def pair_heads(
+    model: PreTrainedModel,
+    num_pseudo_heads: int,
+    layers: Iterable[int] | str | None = None,
+    sliding_window: int | None = None,
+) -> PreTrainedModel:
+    """Let groups of P heads of a decoder share one sequence of virtual tokens, in place.
+
+    This changes what the model computes, and a warning says so: it is for models that are trained from random weights
+    or trained on. The model gets no parameter more and its cache stays as large. `save_pretrained` writes a checkpoint
+    that loads as that of `interleave_heads`, and nothing undoes the pairing.
+
+    Args:
+        model: any decoder that `interleave_heads` takes.
+        num_pseudo_heads: P, at least 2, a divisor of the numbers of query heads and of key/value heads. Attention
+            costs P times as much in a layer without a window.
+        layers: those of `interleave_heads`.
+        sliding_window: a window for these layers in tokens, or `None` for the base model's own. With W / P tokens a
+            layer attends to as many pairs as a plain one with W.
+
+    The virtual tokens of a token share its RoPE position, as the base model rotates its heads. Return the model. Raise
+    a ValueError, and leave the model as it was, where its heads cannot be paired."""
+    if isinstance(sliding_window, str):
+        raise ValueError(f"sliding_window is {sliding_window!r}: expected at least 2 tokens, or None.")
+    interleave_heads(model, num_pseudo_heads, layers, seed=None, mixing_scale=1.0)
+    modules = {
+        backbone_of(model).get_submodule(name): heads for name, heads in model.config.interleaved_layers.items()
+    }
+    try:
+        for module, heads in modules.items():
+            _check_heads(module, heads, num_pseudo_heads)
+            for name, value in fixed_mixing(heads, num_pseudo_heads).items():
+                module.get_parameter(name).data.copy_(value)
+        expected = _probe(model)
+        _pair(model, modules)
+        if (difference := _difference(expected, _probe(model))) > TOLERANCE[expected[0].dtype]:
+            raise ValueError(f"Its hidden states with paired heads differ by {difference:.1e} from those expected.")
+        if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
+            raise ValueError(f"sliding_window is {sliding_window!r}: expected at least 2 tokens, or None.")
+    except Exception:
+        _detach(model)
+        raise
+    for each in virtual_configs(model):
+        each.interleaved_window = sliding_window
+    warnings.warn(f"The heads of this {model.config.model_type} are paired: it computes something else now. Train it.")
+    return model
+
+
+def fixed_mixing(heads: list[int], num_pseudo_heads: int) -> dict[str, torch.Tensor]:
+    """Return the mixing and collapse, float32, with which interleaved heads compute what paired heads do.
+
+    `heads` are the numbers of query, key and value heads. Pseudo-head p of head h is head p * S + h mod S, with
+    S = heads / P, and head h is the output of its pseudo-head h // S."""
+
+    def alpha(num_heads: int) -> torch.Tensor:
+        size = num_heads // num_pseudo_heads
+        head, pseudo_head = torch.arange(num_heads)[:, None], torch.arange(num_pseudo_heads)
+        sources = pseudo_head * size + head % size  # [heads, P]
+        return torch.nn.functional.one_hot(sources, num_heads).permute(2, 0, 1).float()
+
+    own = torch.arange(heads[0]) // (heads[0] // num_pseudo_heads)
+    mixing = {f"{name}_mix.weight": alpha(count) for name, count in zip("qkv", heads)}
+    return {**mixing, "collapse.weight": torch.nn.functional.one_hot(own, num_pseudo_heads).float()}
+
+
+def _check_heads(module: torch.nn.Module, heads: list[int], num_pseudo_heads: int) -> None:
+    if any(count % num_pseudo_heads for count in heads):
+        raise ValueError(
+            f"num_pseudo_heads is {num_pseudo_heads}: expected a divisor of the {heads[0]} query heads and {heads[1]} "
+            f"key/value heads of {type(module).__name__}."
+        )
+    if getattr(module, "sinks", None) is not None:
+        raise ValueError(
+            f"{type(module).__name__} has an attention sink for each head, which paired heads cannot use."
+        )
+
+
+def _pair(model: PreTrainedModel, modules: Iterable[torch.nn.Module]) -> None:
+    """Turn the heads that are interleaved into paired ones."""
+    for module in modules:
+        remove_mixing(module)
+    tied = model.all_tied_weights_keys.items()
+    model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
+    model.config.virtual_heads = "paired"
+    attach_mixing(model)

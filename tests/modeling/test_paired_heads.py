@@ -1,0 +1,322 @@
+"""Test paired heads beyond what every kind is asked: Algorithm 1, layouts, masks for each head, and any decoder."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from helpers import (
+    FP64_EXACT,
+    assert_close,
+    decoder,
+    geometry_model,
+    greedy,
+    logits_in_chunks,
+    random_ids,
+    random_model,
+    relative_error,
+    set_core,
+    small_config,
+    uncached_logits,
+)
+from peft import LoraConfig, PeftModel, get_peft_model
+from references import reference_attention
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from iha_io.checkpoint_io import run_in_clean_process
+from modeling_iha import (
+    IHAConfig,
+    IHAForCausalLM,
+    interleave_heads,
+    load_adapter,
+    pair_heads,
+    remove_interleaving,
+    save_mixing,
+)
+from modeling_iha.pairing import PairedHeads
+
+
+# Groups of 2 of 8 heads in 4 groups, all heads, groups of 3 of 6.
+HEADS = [(8, 4, 2), (4, 4, 4), (6, 3, 3), (4, 2, 2)]
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+
+
+def config_of(heads, groups, num_pseudo_heads, **fields):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 8 * heads}
+    return small_config(**{"attention_kinds": "paired_heads", "num_pseudo_heads": num_pseudo_heads, **sizes, **fields})
+
+
+@torch.no_grad()
+def as_algorithm_1(model):
+    """Return the "iha" model with the mixing by which Algorithm 1 computes paired heads.
+
+    With S = H / P, alpha[m, h, p] = 1[m = p S + h mod S] and R[h, p] = 1[p = h // S]."""
+    config = IHAConfig.from_dict({**model.config.to_dict(), "attention_kinds": "iha"})
+    iha = IHAForCausalLM._from_config(config, dtype=torch.float64).eval()
+    iha.load_state_dict(model.state_dict(), strict=False)
+    for layer in iha.model.layers:
+        module = layer.self_attn
+        for alpha in (module.q_mix.weight, module.k_mix.weight, module.v_mix.weight):
+            size = alpha.shape[0] // config.num_pseudo_heads
+            for m, h, p in indices(alpha):
+                alpha[m, h, p] = float(m == p * size + h % size)
+        size = config.num_attention_heads // config.num_pseudo_heads
+        for h, p in indices(module.collapse.weight):
+            module.collapse.weight[h, p] = float(p == h // size)
+    return iha
+
+
+def indices(weight):
+    return torch.cartesian_prod(*map(torch.arange, weight.shape)).tolist()
+
+
+# Algorithm 1
+
+
+@pytest.mark.parametrize("core", ["eager", "sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("positions", ["interleaved", "shared"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_it_is_algorithm_1_with_fixed_mixing(cpu_cores, heads, positions, core):
+    model = random_model(config_of(*heads, pseudo_positions=positions, **WINDOW), dtype=torch.float64)
+    iha = as_algorithm_1(model)
+    set_core(model, core)
+    set_core(iha, core)
+    input_ids = random_ids(2, 9)
+    assert relative_error(uncached_logits(model, input_ids), uncached_logits(iha, input_ids)) < FP64_EXACT
+    chunks = [1, 4, 1, 1, 2]
+    expected = logits_in_chunks(iha, input_ids, chunks)
+    assert relative_error(logits_in_chunks(model, input_ids, chunks), expected) < FP64_EXACT
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_so_says_the_reference(heads):
+    model = random_model(config_of(*heads, num_hidden_layers=1), dtype=torch.float64)
+    iha = as_algorithm_1(model)
+    hidden_states = torch.randn(1, 4, 8 * heads[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    outputs = [
+        reference_attention(each.config, 0)(hidden_states, each.model.layers[0].self_attn.state_dict())
+        for each in (model, iha)
+    ]
+    assert relative_error(*outputs) < FP64_EXACT
+
+
+@pytest.mark.parametrize("core", ["eager", "sdpa", "base"])
+def test_a_mask_for_each_head(core):
+    """Hide other keys from each head, in a whole input and for tokens on a cache."""
+    model = random_model(config_of(8, 4, 2), dtype=torch.float64)
+    iha = as_algorithm_1(model)
+    mask = torch.rand(2, 8, 9, 9, generator=torch.Generator().manual_seed(0)) < 0.7
+    mask = (mask | torch.eye(9, dtype=torch.bool)) & torch.ones(9, 9, dtype=torch.bool).tril()
+    logits = []
+    for each in (model, iha):
+        set_core(each, core)
+        cache = DynamicCache(config=each.config)
+        with torch.no_grad():
+            for first, last in ((0, 5), (5, 6), (6, 9)):
+                inputs = {"attention_mask": mask[:, :, first:last, :last], "past_key_values": cache}
+                logits.append(each(random_ids(2, 9)[:, first:last], use_cache=True, **inputs).logits)
+    assert relative_error(torch.cat(logits[:3], dim=1), torch.cat(logits[3:], dim=1)) < FP64_EXACT
+
+
+def test_a_mask_that_hides_nothing_of_a_static_cache():
+    """Decode on a static cache, whose masks reach beyond the tokens, and with left padding."""
+    model = random_model(config_of(8, 4, 2, **WINDOW))
+    set_core(model, "base")
+    input_ids, real = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    real[0, :3] = 0
+    positions = (real.cumsum(-1) - 1).clamp_min(0)
+    expected = uncached_logits(model, input_ids, attention_mask=real, position_ids=positions)
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=12)):
+        logits = []
+        with torch.no_grad():
+            for first, last in ((0, 6), (6, 7), (7, 8), (8, 9)):
+                inputs = {"attention_mask": real[:, :last], "position_ids": positions[:, first:last]}
+                logits.append(model(input_ids[:, first:last], past_key_values=cache, **inputs).logits)
+        assert_close(torch.cat(logits, dim=1)[real.bool()], expected[real.bool()])
+
+
+# Layouts, models of several kinds
+
+
+def test_training_copies_no_heads(monkeypatch):
+    """See queries, keys and values of the whole input viewed as the virtual sequence."""
+    copied, pair = [], PairedHeads.pair
+
+    def record(heads, states):
+        paired = pair(heads, states)
+        copied.append(paired.data_ptr() != states.data_ptr())
+        return paired
+
+    monkeypatch.setattr(PairedHeads, "pair", record)
+    model = random_model(config_of(8, 4, 2, num_hidden_layers=1))
+    model(random_ids(2, 9), use_cache=False)
+    assert copied == [False] * 3
+
+
+def test_the_cache_has_llamas_bytes():
+    for kind in ("paired_heads", "mha"):
+        model = random_model(config_of(8, 4, 2, attention_kinds=kind))
+        cache = model(random_ids(2, 9), use_cache=True).past_key_values
+        assert {layer.keys.shape for layer in cache.layers} == {(2, 4, 9, 8)}
+        assert {layer.values.shape for layer in cache.layers} == {(2, 4, 9, 8)}
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_kinds_with_virtual_tokens_stand_in_one_model(cache):
+    kinds = {"attention_kinds": ["iha", "paired_heads", "mha", "talking_heads"], "num_hidden_layers": 4}
+    for types in ("sliding_attention", ["sliding_attention", "full_attention"]):
+        model = random_model(config_of(4, 2, 2, **kinds, layer_types=types, sliding_window=3))
+        prompt = random_ids(2, 5)
+        options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
+        assert torch.equal(model.generate(prompt, **options), greedy(model, prompt, 9))
+
+
+def test_attentions_over_tokens():
+    """Compare the maps of `token_attentions` with the probabilities by which a head sees the tokens."""
+    model = geometry_model("paired_heads", core="eager")
+    attentions = model(random_ids(1, 5), output_attentions=True).attentions
+    assert attentions[1].shape == (1, 2, 10, 10)  # virtual heads, virtual tokens
+    maps = model.token_attentions(attentions, 5)
+    assert maps[1].shape == (1, 4, 5, 5)
+    for head in range(4):
+        i, p = head % 2, head // 2
+        for n in range(5):
+            seen = [attentions[1][0, i, 2 * n + p, 2 * m : 2 * m + 2].sum() for m in range(5)]
+            torch.testing.assert_close(maps[1][0, head, n], torch.stack(seen))
+
+
+@pytest.mark.parametrize(("heads", "groups", "num_pseudo_heads"), [(4, 2, 4), (6, 6, 4), (4, 2, None)])
+def test_groups_that_do_not_divide_the_heads_are_refused(heads, groups, num_pseudo_heads):
+    with pytest.raises(Exception) as error:
+        config_of(heads, groups, num_pseudo_heads)
+    message = str(error.value).splitlines()[-1]
+    assert f"num_pseudo_heads={num_pseudo_heads or heads} does not divide num_key_value_heads={groups}: " in message
+    assert message.endswith("so choose a divisor.")
+
+
+# Any decoder
+
+
+PAIRED = {
+    "llama": {},
+    "gemma3_text": {},  # windows of the base
+    "olmo2": {"layers": [0, 2]},
+    "qwen3_moe": {"sliding_window": 3},
+    "gpt2": {"layers": "paper"},
+}
+
+
+def paired(name, **options):
+    model = decoder(name)
+    with pytest.warns(UserWarning, match=f"The heads of this {name} are paired: it computes something else now"):
+        assert pair_heads(model, 2, **{**PAIRED[name], **options}) is model
+    return model
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_any_decoder_is_paired_in_place(name):
+    """Compare with Algorithm 1, which the function does too, and chunks on a cache with the whole input."""
+    plain, model, input_ids = decoder(name), paired(name), random_ids(2, 9)
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
+    logits = uncached_logits(model, input_ids)
+    assert (logits - uncached_logits(plain, input_ids)).abs().max() > 0.01
+    for core in ("sdpa", "base"):
+        set_core(model, core)
+        assert_close(logits_in_chunks(model, input_ids, [4, 1, 1, 3]), logits)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    generated = model.generate(input_ids[:, :4], **options)
+    assert torch.equal(generated, greedy(model, input_ids[:, :4], 8))
+
+
+LOADED = """
+import torch
+from transformers import AutoModelForCausalLM
+result = {}
+for place in request["places"]:
+    model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
+    with torch.no_grad():
+        result[place] = model(torch.tensor(request["tokens"]), use_cache=False).logits.tolist()
+    model.save_pretrained(place + "-again")
+    again = AutoModelForCausalLM.from_pretrained(place + "-again", trust_remote_code=True)
+    output = again(torch.tensor(request["tokens"]), labels=torch.tensor(request["tokens"]))
+    output.loss.backward()
+    assert output.logits.tolist() == result[place]
+"""
+
+
+def test_a_saved_decoder_loads_where_the_package_is_not_installed(tmp_path):
+    input_ids, expected = random_ids(2, 9), {}
+    for name in ("llama", "gemma3_text", "qwen3_moe"):
+        place, model = str(tmp_path / name), paired(name)
+        model.save_pretrained(place)
+        assert json.loads((tmp_path / name / "config.json").read_text())["virtual_heads"] == "paired"
+        expected[place] = uncached_logits(model, input_ids)
+        loaded = AutoModelForCausalLM.from_pretrained(place)
+        assert torch.equal(uncached_logits(loaded, input_ids), expected[place])
+        with pytest.raises(ValueError, match="paired: with these weights the plain model computes something else"):
+            remove_interleaving(loaded)
+    result = run_in_clean_process(LOADED, {"places": list(expected), "tokens": input_ids.tolist()})
+    assert {place: torch.tensor(logits).equal(expected[place]) for place, logits in result.items()} == dict.fromkeys(
+        expected, True
+    )
+
+
+REFUSED = {
+    "groups": ("llama", {"num_pseudo_heads": 4}, "4: expected a divisor of the 4 query heads and 2 key/value heads"),
+    "one": ("llama", {"num_pseudo_heads": 1}, "expected an integer from 2 on"),
+    "window": ("llama", {"num_pseudo_heads": 2, "sliding_window": 1}, "sliding_window is 1: expected at least 2"),
+    "word": ("llama", {"num_pseudo_heads": 2, "sliding_window": "paper"}, "'paper': expected at least 2 tokens, or"),
+    "layers": ("llama", {"num_pseudo_heads": 2, "layers": [7]}, r"layers is \[7\]: expected"),
+    "sinks": ("gpt_oss", {"num_pseudo_heads": 2}, "GptOssAttention has an attention sink for each head"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_paired_is_left_as_it_was(case):
+    name, options, message = REFUSED[case]
+    model, input_ids = decoder(name, core="eager" if name == "gpt_oss" else "sdpa"), random_ids(2, 9)
+    expected, model_class, fields = uncached_logits(model, input_ids), type(model), model.config.to_dict()
+    with pytest.raises(ValueError, match=message) as error:
+        pair_heads(model, **options)
+    assert "\n" not in str(error.value)
+    assert type(model) is model_class and model.config.to_dict() == fields
+    assert torch.equal(uncached_logits(model, input_ids), expected)
+
+
+def test_heads_that_are_interleaved_are_not_paired():
+    model = interleave_heads(decoder("llama"), 2)
+    with pytest.raises(ValueError, match="interleaved already"):
+        pair_heads(model, 2)
+    with pytest.raises(ValueError, match="interleaved already"):
+        interleave_heads(paired("llama"), 2)
+
+
+def test_a_probe_that_differs_is_noticed(monkeypatch):
+    """Pair neighbours, and not heads that are H / P apart."""
+    monkeypatch.setattr(PairedHeads, "pair", lambda heads, states: states.flatten(1, 2).unflatten(1, (-1, 18)))
+    model = decoder("llama")
+    with pytest.raises(Exception):
+        pair_heads(model, 2)
+    assert not hasattr(model.config, "interleaved_layers")
+
+
+# Adapters
+
+
+def test_an_adapter_loads_on_the_plain_base_in_one_call(tmp_path):
+    """An adapter of a paired model names no target, so that PEFT alone fails on the plain base."""
+    model = paired("llama", layers=[0, 2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # there is no mixing that could be left frozen
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    expected = uncached_logits(adapted, random_ids(2, 9))
+    adapted.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="not found in the base model"):
+        PeftModel.from_pretrained(decoder("llama"), tmp_path)
+    with pytest.raises(ValueError, match="interleaved otherwise"):
+        load_adapter(interleave_heads(decoder("llama"), 2, layers=[0, 2]), tmp_path)
+    with pytest.warns(UserWarning, match="are paired"):
+        loaded = load_adapter(decoder("llama"), tmp_path)
+    assert torch.equal(uncached_logits(loaded, random_ids(2, 9)), expected)
+    with pytest.raises(ValueError, match="Paired heads have no mixing"):
+        save_mixing(paired("llama"), tmp_path / "mixing")
