@@ -118,8 +118,8 @@ def test_a_mask_for_each_head(core):
     assert relative_error(torch.cat(logits[:3], dim=1), torch.cat(logits[3:], dim=1)) < FP64_EXACT
 
 
-def test_a_mask_that_hides_nothing_of_a_static_cache():
-    """Decode on a static cache, whose masks reach beyond the tokens, and with left padding."""
+def test_padding_on_dynamic_and_static_caches():
+    """Decode from left-padded prompts. The masks of a static cache reach beyond the tokens."""
     model = random_model(config_of(8, 4, 2, **WINDOW))
     set_core(model, "base")
     input_ids, real = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
