@@ -54,6 +54,8 @@ EXPECTED_SKIPS = {
     "No conversion found": "saved and loaded parameter names are the same",
     "has no _keep_in_fp32_modules": "no module is kept in float32",
     "class has no _keep_in_fp32_modules": "the same",
+    "No `_keep_in_fp32_modules_strict` defined": "the same",
+    "Not returning cache": "heads of tokens and of spans return none",
     "not composite": "one model, no sub-models",
     "Model is not a composite": "the same",
     "No subconfigs": "the same",
@@ -140,6 +142,11 @@ class CommonTests:
         # Messages for comparisons that hold print the tensors too.
         torch.set_printoptions(threshold=0, edgeitems=1)
         self.addCleanup(torch.set_printoptions, profile="default")
+
+    def test_bc_cache_name_forward(self):
+        """Leave out the model without a head: it takes both names of a cache without a warning (test_versions.py)."""
+        self.all_model_classes = self.all_model_classes[1:]
+        super().test_bc_cache_name_forward()
 
     def test_attention_outputs(self):
         """Expect what the attention weights of three kinds are.
