@@ -30,6 +30,7 @@ from .modeling_interleaved import (
     is_mixing,
     register_models,
     remove_hooks,
+    use_virtual_cores,
     virtual_configs,
 )
 from .package import flop_matched_window
@@ -152,6 +153,7 @@ def interleave_heads(
         )
     for each in virtual_configs(model):
         each.interleaved_window = sliding_window
+    use_virtual_cores(model)
     return model
 
 

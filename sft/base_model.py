@@ -118,9 +118,9 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
     Raise `UserError`.
     """
     is_plain = interleaves(config, run)
-    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
     if run.attn_implementation is not None:
-        model.set_attn_implementation(run.attn_implementation)
+        config._attn_implementation = run.attn_implementation  # one that is not there is refused before weights are read
+    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
     if is_plain:
         layers, window = run.interleaved_layers, run.interleaved_window
         arguments = {"collapse": run.collapse, "mixing_scale": run.mixing_scale}
