@@ -187,6 +187,14 @@ def attend_interleaved(
     return collapse(output, weights.collapse, weights.q_mix.shape[-1]), attn_weights
 
 
+def token_attentions(attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
+    """Return attention maps over tokens, [batch, H, N, keys], of a call with `num_tokens` tokens N.
+
+    Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. Others stay."""
+    splits = [(-1, weights.shape[-2] // num_tokens) for weights in attentions]
+    return tuple(w.unflatten(-1, s).sum(-1).unflatten(-2, s).mean(-2) for w, s in zip(attentions, splits))
+
+
 def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
     """Return positions n * P + p of virtual tokens, [batch, N * P], from positions n of tokens, [batch, N]."""
     offsets = torch.arange(num_pseudo_heads, device=position_ids.device)

@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .interleaving import keep_start
+from .interleaving import keep_start, token_attentions
 from .masks import check_inputs, create_masks
 from .paged_requests import PagedRequests, init_requests
 
@@ -123,15 +123,7 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     config: IHAConfig
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
-
-    @staticmethod
-    def token_attentions(attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return attention maps over tokens, [batch, H, N, keys], for a call with `num_tokens` tokens N.
-
-        "iha" layers return maps [batch, H, N * P, keys * P]. The result is the sum over the pseudo-heads of a key and
-        the mean over those of a query. The maps of other layers stay as they are."""
-        splits = [(-1, weights.shape[-2] // num_tokens) for weights in attentions]
-        return tuple(w.unflatten(-1, s).sum(-1).unflatten(-2, s).mean(-2) for w, s in zip(attentions, splits))
+    token_attentions = staticmethod(token_attentions)
 
     @classmethod
     def is_backend_compatible(cls) -> bool:

@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import (
 
 from .adapter_records import watch_adapters
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class
-from .interleaving import HeadCollapse, HeadMixing, keep_start, keep_window_edge
+from .interleaving import HeadCollapse, HeadMixing, keep_start, keep_window_edge, token_attentions
 from .paged_requests import PagedRequests, init_requests
 from .virtual_core import core_of, expand_mask, register_masks, virtual_attention
 
@@ -123,6 +123,8 @@ def _check_pages(
 
 class InterleavedPreTrainedModel:
     """Add mixing weights to a model of Transformers, whose class stands behind this one."""
+
+    token_attentions = staticmethod(token_attentions)
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         check_all_heads(config)
