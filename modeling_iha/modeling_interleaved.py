@@ -67,7 +67,7 @@ def register_core(core: str, window: int | None = None) -> str:
     name, attention = register_masks(core), noted_attention
     if window is not None:
         masks = ALL_MASK_ATTENTION_FUNCTIONS[name]
-        name, attention = name.replace("iha_", "iha_windowed_", 1), windowed_attention
+        name, attention = f"windowed_{name}", windowed_attention
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, masks)
     ALL_ATTENTION_FUNCTIONS.register(name, partial(attention, core))
     return name

@@ -52,9 +52,9 @@ def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
 
     Four sliding IHA layers and a global one then attend to about as many pairs as five causal MHA layers."""
     window = sequence_length // (2 * num_pseudo_heads**2)
-    if window < 1:
+    if window < 2:
         raise ValueError(
-            f"num_pseudo_heads={num_pseudo_heads} leaves no window at {sequence_length} tokens: W = N / (2 P^2) < 1. "
+            f"num_pseudo_heads={num_pseudo_heads} leaves no window at {sequence_length} tokens: W = N / (2 P^2) < 2. "
             "Use fewer pseudo-heads, a longer context, or set sliding_window yourself."
         )
     return window

@@ -119,7 +119,8 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
     """
     is_plain = interleaves(config, run)
     if run.attn_implementation is not None:
-        config._attn_implementation = run.attn_implementation  # one that is not there is refused before weights are read
+        # Before the weights are read, a model refuses a core that is not there.
+        config._attn_implementation = run.attn_implementation
     model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
     if is_plain:
         layers, window = run.interleaved_layers, run.interleaved_window

@@ -903,3 +903,13 @@ def test_attention_maps_are_reduced_to_tokens(way):
             torch.testing.assert_close(mapped[0, 1, 0, 0], pair.sum() / pseudo_heads)
             torch.testing.assert_close(mapped.sum(-1), torch.ones(mapped.shape[:-1]))
     assert prompt.attentions[0].shape[-1] > 5
+
+
+def test_the_fields_of_a_configuration_do_not_name_the_plain_base(tmp_path):
+    """Look the class up as torchtitan 0.3.0 does: by the fields of a configuration, copied into one of its own."""
+    model = interleave_heads(decoder("llama"), 2)
+    model.save_pretrained(tmp_path)
+    for config in (model.config, AutoConfig.from_pretrained(tmp_path)):
+        assert config.model_type == "llama" and type(config).model_type == "interleaved"
+        assert "model_type" not in vars(config)
+    assert remove_interleaving(model).config.model_type == "llama"
