@@ -4,7 +4,7 @@
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils.versions import require_version
 
@@ -60,7 +60,7 @@ class ModelType:
     It is no field of an object: a framework that copies those (torchtitan) would find the base by it and build the
     plain model."""
 
-    def __get__(self, config: PreTrainedConfig | None, owner: type) -> str:
+    def __get__(self, config: PreTrainedConfig | None, owner: Any) -> str:
         return InterleavedConfig.model_type if config is None else owner.__base__.model_type
 
 
