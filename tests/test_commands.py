@@ -123,21 +123,19 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
         (["verify", "nosuch", "out", "--tokens", "1"], "Error: max_new_tokens=64: expected"),
         (["push", "nosuch", "me/iha"], "Error: nosuch is no directory: expected"),
         (["push", ".", "/me/iha", "--dry-run"], "Error: '/me/iha' is no name of a repository"),
-        (["pull", "me/iha", "/proc/iha"], "Error: "),
+        (["pull", "me/iha", "."], "is the current directory"),
         (["cost", "--preset", "nosuch", "--tokens", "2"], "Error: --preset nosuch: expected one of"),
     ],
-    ids=" ".join,
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )
 def test_wrong_arguments_are_refused_before_pytorch_is_imported(words, said, tmp_path):
     program = f"""
-import sys
+import atexit, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 from iha_commands import run
 sys.argv[1:] = {words!r}
-try:
-    run.main()
-finally:
-    assert "torch" not in sys.modules and "transformers" not in sys.modules
+atexit.register(lambda: os._exit(3) if "torch" in sys.modules or "transformers" in sys.modules else None)
+run.main()
 """
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", program]
