@@ -42,6 +42,8 @@ LOADED_NAMES = {
 READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png"}
 EVAL_RESULTS = ".eval_results"  # the Hub's folder of results, one YAML file for each source
 FOLDERS = {EVAL_RESULTS: "*.yaml", CHAT_TEMPLATE_DIR: "*.jinja"}
+# Pickles that a Trainer writes beside a model. No load reads them.
+TRAINER_STATE = {"optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin"}
 PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 
 
@@ -50,12 +52,12 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
 
     The checkpoint consists of the weights that a load reads, the Python files that the config's `auto_map` leads to,
     what Transformers and people read beside them, and the files of `FOLDERS`. Raise `UserError` if `directory` is not
-    a saved model, or holds a pickle, which could run any code when it is loaded.
+    a saved model, or holds a pickle other than a Trainer's, which could run any code when it is loaded.
     """
     if not (directory / CONFIG_NAME).is_file():
         raise UserError(f"{directory} holds no {CONFIG_NAME}: expected a saved model directory.")
     entries = sorted(directory.iterdir())
-    refuse_pickles(directory, [path.name for path in entries])
+    refuse_pickles(directory, [path.name for path in entries if path.name not in TRAINER_STATE])
     belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | _weight_names(directory)
     names = [path.name for path in entries if path.is_file() and path.name in belongs]
     inner = [path for folder, pattern in FOLDERS.items() for path in sorted((directory / folder).glob(pattern))]

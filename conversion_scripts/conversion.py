@@ -1,6 +1,5 @@
 """Hold what the converters share: the checks of a source, how a model is built, and how a checkpoint is written."""
 
-import argparse
 import copy
 import os
 import sys
@@ -45,24 +44,6 @@ HARMLESS_FIELDS = {
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Config = TypeVar("Config", bound=PreTrainedConfig)
 Model = TypeVar("Model", bound=PreTrainedModel)
-
-
-def converter_parser(description: str, example: str, source: str, destination: str) -> argparse.ArgumentParser:
-    """Return a parser of the positional arguments of a converter; the description is the docstring of the command."""
-    parser = argparse.ArgumentParser(description=description, epilog=f"example: %(prog)s {example}")
-    parser.add_argument("source", help=source)
-    parser.add_argument("destination", help=f"new directory for {destination}")
-    return parser
-
-
-def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """Add the option of the dtype in which the source is read."""
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="auto",
-        help="dtype of the weights (default: the source's)",
-    )
 
 
 def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:

@@ -20,13 +20,13 @@ from conversion_scripts.conversion import (
     Size,
     build,
     check_known,
-    converter_parser,
     describe,
     new_config,
     read_tokenizer,
     write_checkpoint,
 )
 from iha_io.checkpoint_io import check_finite, load_config_dict, load_generation_config, load_weights
+from iha_io.command_arguments import converter_parser
 from iha_io.command_io import UserError, run_cli, typed
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.configuration_iha import MAX_LAYERS

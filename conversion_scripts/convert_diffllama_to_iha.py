@@ -12,15 +12,14 @@ from transformers import DiffLlamaForCausalLM, PreTrainedConfig
 
 from conversion_scripts.conversion import (
     SHARED_FIELDS,
-    add_dtype,
     build,
     check_fields,
-    converter_parser,
     describe,
     new_config,
     read_source,
     write_checkpoint,
 )
+from iha_io.command_arguments import add_dtype, converter_parser
 from iha_io.command_io import UserError, run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM
 

@@ -15,14 +15,13 @@ from transformers import CONFIG_MAPPING, DiffLlamaConfig, DiffLlamaForCausalLM, 
 from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
 from conversion_scripts.conversion import (
     SHARED_FIELDS,
-    add_dtype,
     build,
     check_iha,
-    converter_parser,
     new_config,
     read_source,
     write_checkpoint,
 )
+from iha_io.command_arguments import add_dtype, converter_parser
 from iha_io.command_io import UserError, run_cli
 from kind_facts import iha
 from modeling_iha import IHAConfig, IHAForCausalLM

@@ -1,12 +1,10 @@
 """Convert a pretrained Llama-like checkpoint to "iha" or another attention kind without changing what it computes.
 
-The source is a qwen2, llama, mistral, ministral, qwen3 or smollm3. The file of a kind in kinds/ gives the values at
-which its parameters start.
+The file of a kind in kind_facts/ gives the values at which its parameters start.
 """
 
 import copy
 import json
-import math
 import os
 from collections.abc import Sequence
 from typing import Literal
@@ -18,38 +16,19 @@ from conversion_scripts.architectures import ARCHITECTURES, check_source, exact_
 from conversion_scripts.conversion import (
     SHARED_FIELDS,
     Size,
-    add_dtype,
     build,
-    converter_parser,
     describe,
     new_config,
     read_source,
     write_checkpoint,
 )
-from iha_io.command_io import UserError, checked, refusing, run_cli, typed
-from kind_facts import all_companions, companion_of
+from iha_io.command_arguments import check_attention, check_conversion, convert_arguments
+from iha_io.command_io import UserError, checked, run_cli, typed
+from kind_facts import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.interleaving import keep_start
 from modeling_iha.package import flop_matched_window
-
-
-KINDS = sorted(kind for kind, companion in all_companions().items() if companion.start is not None)
-
-
-def check_arguments(num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str) -> None:
-    """Raise `UserError` for arguments of `convert` that cannot work, whatever the source."""
-    if kind not in KINDS:
-        raise UserError(f"kind={kind!r} has no exact start from Llama; expected one of {', '.join(KINDS)}.")
-    if (kind == "iha") != (num_pseudo_heads is not None):
-        needed = "'iha' needs a number of pseudo-heads, such as --num-pseudo-heads 2, and no other kind has any"
-        raise UserError(f"kind {kind!r} with num_pseudo_heads={num_pseudo_heads}: {needed}.")
-    if num_pseudo_heads is not None and num_pseudo_heads < 1:
-        raise UserError(f"num_pseudo_heads={num_pseudo_heads}: expected at least 1.")
-    if kind != "iha" and schedule != "global":
-        raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
-    if window is not None and (schedule == "global" or window < 2):
-        raise UserError(f"window={window} with schedule={schedule!r}: only hybrid has a window, of at least 2 tokens.")
 
 
 def iha_config(
@@ -64,7 +43,7 @@ def iha_config(
 
     Raise `UserError` if the source or an argument does not allow one.
     """
-    check_arguments(num_pseudo_heads, schedule, window, kind)
+    check_attention(num_pseudo_heads, schedule, window, kind)
     architecture = check_source(source)
     context = source.max_position_embeddings
     if num_pseudo_heads is not None:
@@ -73,8 +52,12 @@ def iha_config(
     if num_pseudo_heads is not None and schedule == "hybrid":
         # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
         kinds = ["iha", "iha", "iha", "iha", "mha"]
-        with refusing("The hybrid schedule does not fit the source", ValueError):
+        try:
             window = window or flop_matched_window(context, num_pseudo_heads)
+        except ValueError:
+            none = f"num_pseudo_heads={num_pseudo_heads} leaves no window of 2 tokens or more in {context}"
+            advice = "give --window, or fewer pseudo-heads"
+            raise UserError(f"{none}, by the paper's N / (2 P^2) of the hybrid schedule: {advice}.") from None
         if window > context:
             raise UserError(f"window={window}: expected at most the source's context, {context} tokens.")
         windows = [None if i % 5 == 4 else window for i in range(source.num_hidden_layers)]
@@ -168,11 +151,7 @@ def convert(
     `source` is a directory, a Hub id or a GGUF file, and `destination` a new directory. The other arguments are the
     options of the command. Raise `UserError`, and leave nothing behind, if the source cannot be converted.
     """
-    check_arguments(num_pseudo_heads, schedule, window, kind)
-    if not 0 < mixing_scale < math.inf:
-        raise UserError(f"mixing_scale={mixing_scale}: expected a number above 0.")
-    if not 0 <= seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
-        raise UserError(f"seed={seed}: expected a whole number from 0 to {2**64 - 1}.")
+    check_conversion(source, destination, num_pseudo_heads, kind, schedule, window, mixing_scale, seed)
 
     def make():
         arguments = (num_pseudo_heads, schedule, window, kind, options)
@@ -194,41 +173,7 @@ def convert(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = converter_parser(
-        __doc__,
-        "HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
-        "source checkpoint: a directory, a Hub id or a GGUF file",
-        "the converted checkpoint",
-    )
-    add = parser.add_argument
-    add("--kind", metavar="KIND", default="iha", help=f"of the converted layers: {', '.join(KINDS)} (default: iha)")
-    add("--options", type=json.loads, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
-    add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
-    add(
-        "--schedule",
-        choices=("global", "hybrid"),
-        default="global",
-        help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a "
-        "plain global layer, exact for sequences of at most WINDOW tokens (default: global)",
-    )
-    add("--window", type=int, help="window of hybrid, in tokens (default: the paper's, context length / (2 P^2))")
-    add(
-        "--value-offsets",
-        choices=("balanced", "none"),
-        default="balanced",
-        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the "
-        "pseudo-heads start equal (default: balanced)",
-    )
-    add_dtype(parser)
-    add(
-        "--mixing-scale",
-        type=float,
-        default=40.0,
-        metavar="S",
-        help="how many times the optimizer's rate the weights that mix heads learn at (default: 40)",
-    )
-    add("--seed", type=int, default=0, help="seed of the random values (default: 0)")
-    convert(**vars(parser.parse_args(argv)))
+    convert(**convert_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Every file is compared with the Hub's checksum, and the model is loaded in a process without this package.
 """
 
-import argparse
 import os
 import shutil
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from transformers.utils import CONFIG_NAME
 
 from conversion_scripts.checkpoint_checks import check_checkpoint, checkpoint_files, loading_code, refuse_pickles
 from iha_io.checkpoint_io import load_in_clean_process
+from iha_io.command_arguments import check_pull, pull_arguments
 from iha_io.command_io import UserError, checked, new_directory, run_cli
 
 
@@ -24,6 +24,7 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
     that was stopped goes on from there. Raise `UserError` if a file differs from the Hub's checksum or the checkpoint
     does not pass `check_checkpoint`, and the client's errors where the Hub refuses.
     """
+    check_pull(repo_id, directory)
     api = HfApi()
     with new_directory(directory) as temporary:
         info = api.model_info(repo_id, revision=revision)
@@ -53,13 +54,7 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    example = "example: %(prog)s me/smollm2-iha smollm2-iha --revision v1"
-    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
-    parser.add_argument("repo_id", help="repository on the Hub, such as me/smollm2-iha")
-    parser.add_argument("directory", metavar="dir", help="new directory")
-    parser.add_argument("--revision", default="main", help="commit, tag or branch, main by default")
-    parser.add_argument("--trust-code", action="store_true", help="run code that is not this package's")
-    pull(**vars(parser.parse_args(argv)))
+    pull(**pull_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Weights, code and card are checked before, and the model is loaded in a process 
 auth login.
 """
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -24,6 +23,7 @@ from conversion_scripts.checkpoint_checks import (
     loading_code,
 )
 from iha_io.checkpoint_io import load_config, load_in_clean_process
+from iha_io.command_arguments import check_push, push_arguments
 from iha_io.command_io import UserError, checked, read_text, run_cli
 from iha_io.foreign_code import CUSTOM_GENERATE
 from kind_facts import is_ours
@@ -60,11 +60,8 @@ def push(
     before anything is uploaded where that is possible, and the client's errors where the Hub refuses. Whatever stops
     it, the repository holds the old checkpoint or the new one, and the same call goes on from there.
     """
+    check_push(directory, repo_id, tag, create_pr)
     directory = Path(directory)
-    if not directory.is_dir():
-        raise UserError(f"{directory} is no directory: expected a saved model.")
-    if tag is not None and create_pr:
-        raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")
     names, others = checkpoint_files(directory)
     card = completed_card(directory, repo_id, license, base_model)
     with _staged(directory, names, card) as stage:
@@ -161,19 +158,7 @@ def _staged(directory: Path, names: list[str], card: str) -> Iterator[Path]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    example = "example: %(prog)s smollm2-iha me/smollm2-iha --private --dry-run"
-    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
-    add = parser.add_argument
-    add("directory", metavar="dir", help="saved model directory")
-    add("repo_id", help="repository on the Hub, such as me/smollm2-iha")
-    add("--private", action="store_true", help="make a new repository private")
-    add("--tag", help="name the uploaded revision, such as v1")
-    add("--create-pr", action="store_true", help="open a pull request instead of committing")
-    add("--license", help="of the weights, if the model card does not state it, such as apache-2.0")
-    add("--base-model", help="Hub id of the model it was made from, if the card does not state it; none: from scratch")
-    add("--trust-code", action="store_true", help="run and publish code that is not this package's")
-    add("--dry-run", action="store_true", help="only print what would be uploaded, without network")
-    push(**vars(parser.parse_args(argv)))
+    push(**push_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -8,46 +8,30 @@ example: python -m conversion_scripts.serve smollm2-iha --port 8000
 """
 
 import sys
+from functools import wraps
 from typing import Any
 
-import transformers
 import typer
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from transformers.cli.serve import Serve
 
-from iha_io.checkpoint_io import check_filled, load_config_dict
 from iha_io.command_io import run_cli
-from modeling_iha import IHAForCausalLM
-from modeling_iha.modeling_interleaved import InterleavedPreTrainedModel
 
 
-class WholeModel:
-    """Refuse weights that do not fill a model of ours, where Transformers gives random ones in their place."""
+@wraps(Serve)
+def start(**options: Any) -> None:
+    """Start the server on models of this package too. Raise `UserError` for a model that it cannot serve."""
+    from conversion_scripts import served_models  # when the options are known to be right
 
-    @classmethod
-    def from_pretrained(cls, source: str, *arguments: Any, **options: Any) -> Any:
-        """Return the model in `source`. Raise `UserError` if its config leads to code from elsewhere, too."""
-        load_config_dict(source)
-        loaded: Any = super().from_pretrained(source, *arguments, output_loading_info=True, **options)  # type: ignore[misc]
-        model, info = loaded
-        if isinstance(model, (IHAForCausalLM, InterleavedPreTrainedModel)):
-            check_filled(info, source)
-        return model
-
-
-class WholeCausalLM(WholeModel, AutoModelForCausalLM): ...
-
-
-class WholeMultimodalLM(WholeModel, AutoModelForMultimodalLM): ...
+    served_models.find_models()
+    if options["force_model"] is not None:
+        served_models.check_served(options["force_model"])
+    Serve(**options)
 
 
 def main() -> None:
     """Serve until interrupted."""
-    for name in ("IHAForCausalLM", "InterleavedForCausalLM"):
-        setattr(transformers, name, WholeCausalLM)
-    transformers.AutoModelForMultimodalLM = WholeMultimodalLM  # for a base that takes images
     app = typer.Typer(add_completion=False)
-    app.command(help=__doc__)(Serve)
+    app.command(help=__doc__)(start)
     app(prog_name=sys.argv[0])
 
 

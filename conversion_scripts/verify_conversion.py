@@ -6,7 +6,6 @@ control, the command breaks one parameter of the converted model in memory; the 
 The exit code is 1 if the models differ, or if the control does not.
 """
 
-import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +17,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from conversion_scripts.architectures import exact_length
 from conversion_scripts.conversion import check_iha
 from iha_io.checkpoint_io import load_config, load_model, load_tokenizer
-from iha_io.command_io import MAX_TEXT, UserError, check_output_file, checked, read_text, run_cli, write_json
+from iha_io.command_arguments import check_verification, verify_arguments
+from iha_io.command_io import MAX_TEXT, UserError, checked, read_text, run_cli, write_json
 from iha_io.foreign_code import note_foreign_code
 from kind_facts import companion_of, interleaved_kind, is_interleaved
 from modeling_iha.modeling_interleaved import backbone_of
@@ -180,10 +180,7 @@ def verify(
     Return how far the conversion and the control with a broken parameter are from the source. Raise `UserError` if the
     conversion differs or the control does not.
     """
-    if not 0 < max_new_tokens < tokens:
-        raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1, and less than tokens={tokens}.")
-    if json is not None:
-        check_output_file(json, replace=True)
+    check_verification(source, converted, text, tokens, max_new_tokens, json)
     config, converted_config, ids = read_both(source, converted, Path(text or DEFAULT_TEXT), tokens)
     length, new_tokens = min(tokens, exact_length(config, converted_config) or tokens), max_new_tokens
     if length < tokens:
@@ -231,16 +228,7 @@ def verify(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    example = "example: %(prog)s HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha"
-    parser = argparse.ArgumentParser(description=__doc__, epilog=example)
-    add = parser.add_argument
-    add("source", help="source checkpoint: a directory, a Hub id or a GGUF file")
-    add("converted", help="converted checkpoint: a directory or a Hub id")
-    add("--text", help="text file (default: a speech that ships with the command)")
-    add("--tokens", type=int, default=500, help="tokens of the text to compare (default: 500)")
-    add("--max-new-tokens", type=int, default=64, help="tokens to decode greedily (default: 64)")
-    add("--json", help="also write the figures to this file")
-    verify(**vars(parser.parse_args(argv)))
+    verify(**verify_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -6,12 +6,20 @@ example: iha convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseud
 import argparse
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 
+from iha_io.command_arguments import (
+    convert_arguments,
+    cost_arguments,
+    pull_arguments,
+    push_arguments,
+    verify_arguments,
+)
 from iha_io.command_io import run_cli
 
 
-# Each is imported when it is asked for: PyTorch takes seconds.
+# Each is imported when its arguments have been checked: PyTorch takes seconds. Its function has the command's name.
 COMMANDS = {
     "convert": "conversion_scripts.convert_llama_to_iha",
     "verify": "conversion_scripts.verify_conversion",
@@ -20,6 +28,22 @@ COMMANDS = {
     "cost": "research.benchmarks.cost",
     "serve": "conversion_scripts.serve",
 }
+ARGUMENTS: dict[str, Callable[[], dict]] = {
+    "convert": convert_arguments,
+    "verify": verify_arguments,
+    "push": push_arguments,
+    "pull": pull_arguments,
+    "cost": cost_arguments,
+}
+
+
+def run(name: str) -> None:
+    """Run the command `name` with the arguments of the command line."""
+    if name not in ARGUMENTS:  # `serve` parses those of Transformers' server
+        importlib.import_module(COMMANDS[name]).main()
+        return
+    arguments = ARGUMENTS[name]()
+    getattr(importlib.import_module(COMMANDS[name]), name)(**arguments)
 
 
 def main() -> None:
@@ -29,7 +53,7 @@ def main() -> None:
     parser.add_argument("command", choices=COMMANDS, help="`iha COMMAND --help` says what it does and takes")
     name = parser.parse_args(sys.argv[1:2]).command
     sys.argv = [f"iha {name}", *sys.argv[2:]]
-    run_cli(lambda: importlib.import_module(COMMANDS[name]).main())
+    run_cli(lambda: run(name))
 
 
 if __name__ == "__main__":

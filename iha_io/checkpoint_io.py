@@ -45,7 +45,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from typing_extensions import TypedDict
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
-from iha_io.command_io import LOADED, UserError, file_sha256, locate_checkpoint, one_line, read_json
+from iha_io.command_io import LOADED, UserError, check_on_hub, file_sha256, locate_checkpoint, one_line, read_json
 from iha_io.foreign_code import code_elsewhere
 from modeling_iha import cpu_precision
 from modeling_iha.configuration_iha import MAX_LAYERS
@@ -104,12 +104,19 @@ def _refusing(what: str) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
+def _located(source: str | os.PathLike) -> tuple[str, dict]:
+    """Return what `locate_checkpoint` does, of a source that can be read."""
+    location, arguments = locate_checkpoint(source)
+    check_on_hub(location)
+    return location, arguments
+
+
 def load_config(source: str | os.PathLike) -> Any:
     """Return the configuration, in the class that it names, of a checkpoint: a directory, a Hub id or a GGUF file.
 
     Raise `UserError`.
     """
-    location, arguments = locate_checkpoint(source)
+    location, arguments = _located(source)
     if not arguments:
         load_config_dict(source)
     with _refusing(f"{source} has no usable configuration"):
@@ -150,7 +157,7 @@ def load_config_dict(source: str | os.PathLike) -> dict:
 
     Raise `UserError`.
     """
-    location, _ = locate_checkpoint(source)
+    location, _ = _located(source)
     with _refusing(f"{source} has no usable configuration"):
         if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
             raise UserError(f"it holds no {CONFIG_NAME}.")
@@ -171,13 +178,14 @@ def check_no_adapter(source: str | os.PathLike) -> None:
 
     Raise `UserError`.
     """
-    location, _ = locate_checkpoint(source)
+    location, _ = _located(source)
     with _refusing(f"{source} has no usable configuration"):
         adapter = _optional_file(location, "adapter_config.json")
     if adapter is not None:
         raise UserError(
             f"{source} holds a LoRA adapter (adapter_config.json), and a load would take the base model that it "
-            "names: merge the adapter into its base (merge_and_unload of PEFT) and save that, or remove its files."
+            "names: merge the adapter into its base (merge_and_unload of PEFT, or of load_adapter with interleaved "
+            "heads) and save that, or remove its files."
         )
 
 
@@ -186,7 +194,7 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
 
     Raise `UserError` for a file that cannot be read, which Transformers would ignore without a warning.
     """
-    location, _ = locate_checkpoint(source)
+    location, _ = _located(source)
     with _refusing(f"{source} has no usable {GENERATION_CONFIG_NAME}"):
         file = _optional_file(location, GENERATION_CONFIG_NAME)
         return None if file is None else GenerationConfig.from_dict(read_json(file, _Generation))
@@ -227,7 +235,7 @@ def weight_files(source: str | os.PathLike) -> list[str]:
 
     Raise `UserError` for an index that contradicts them.
     """
-    location, _ = locate_checkpoint(source)
+    location, _ = _located(source)
     with _refusing(f"The weights of {source} cannot be read"):
         _check_index(location)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
@@ -257,7 +265,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
     Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns) or are not
     finite in that dtype, or if there is a generation config that cannot be read.
     """
-    location, arguments = locate_checkpoint(source)
+    location, arguments = _located(source)
     check_no_adapter(source)
     config = config or load_config(source)
     if arguments:
@@ -328,7 +336,7 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     """
     if lacks_tokenizer(source):
         raise UserError(f"{source} holds no tokenizer: save one beside the weights (tokenizer.save_pretrained).")
-    location, arguments = locate_checkpoint(source)
+    location, arguments = _located(source)
     with _refusing(f"{source} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, **arguments)
         # What was read is a class of Transformers, whatever code of its own the source names.

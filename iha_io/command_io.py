@@ -33,7 +33,8 @@ from typing import Any, get_type_hints
 
 import yaml
 from filelock import FileLock, Timeout
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from pydantic import TypeAdapter, ValidationError
 
@@ -94,6 +95,8 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
     refused = ("(os error ", "can't allocate memory")
     if isinstance(error, (UserError, OSError, MemoryError)) or any(text in str(error) for text in refused):
         return one_line(error)
+    if type(error).__module__.partition(".")[0] in ("httpx", "httpx2"):  # the Hub's client, of two generations
+        return f"the Hub does not answer: {one_line(error)}"
     name = getattr(error, "name", None) or ""
     if isinstance(error, ModuleNotFoundError) and name and find_spec(name := name.partition(".")[0]) is None:
         extras = "serve" if name == "uvicorn" else "scripts,evaluation"
@@ -164,6 +167,26 @@ def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
     except HFValidationError:
         raise UserError(f"{source} is neither a directory, nor a GGUF file, nor a Hub id such as org/name.") from None
     return str(source), {}
+
+
+def check_on_hub(source: str) -> None:
+    """Refuse a Hub id that the Hub does not have, or that is not in the cache where the Hub does not answer.
+
+    One question finds that out. Transformers asks for several files, each of them six times in 23 s. Raise
+    `UserError`.
+    """
+    if os.path.isdir(source) or try_to_load_from_cache(source, "config.json") is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(source, "config.json"))
+    except RepositoryNotFoundError:
+        hidden = "or shows it to nobody without a token (hf auth login)"
+        raise UserError(f"{source} is no directory, and the Hub has no such model, {hidden}.") from None
+    except HfHubHTTPError:
+        pass  # such as a server that is busy, which Transformers asks again, or a repository without that file
+    except Exception as error:  # of whichever library holds the connection
+        wrong = f"{source} is no directory, and the Hub does not answer: {one_line(error)}"
+        raise UserError(f"{wrong}. Give a directory, or a Hub id and a network.") from error
 
 
 def run_command(result: str | os.PathLike, module: str, *arguments: object) -> None:

@@ -4,7 +4,7 @@
 
 import sys
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .tested_versions import check_transformers
 
@@ -55,6 +55,16 @@ class InterleavedConfig(PreTrainedConfig):
         return config_class(config_dict["base_model_type"]).from_dict(config_dict, **kwargs)
 
 
+class ModelType:
+    """Give a class of configurations "interleaved", which is saved, and its objects the base's model type.
+
+    It is no field of an object: a framework that copies those (torchtitan) would find the base by it and build the
+    plain model."""
+
+    def __get__(self, config: PreTrainedConfig | None, owner: Any) -> str:
+        return InterleavedConfig.model_type if config is None else owner.__base__.model_type
+
+
 @cache
 def config_class(base_model_type: str) -> type[PreTrainedConfig]:
     """Return the configuration class of interleaved models of a base type.
@@ -70,9 +80,8 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
         return fields, kwargs
 
     def from_dict(cls, config_dict: dict, **kwargs):
-        loaded = base.from_dict.__func__(cls, config_dict, **kwargs)
-        (loaded[0] if isinstance(loaded, tuple) else loaded).model_type = base_model_type
-        return loaded
+        fields = {name: value for name, value in config_dict.items() if name != "model_type"}  # see `ModelType`
+        return base.from_dict.__func__(cls, fields, **kwargs)
 
     def to_dict(self) -> dict:
         # TRL takes a model with an AutoModelForImageTextToText for one of images, so only the base's tasks stand here.
@@ -84,7 +93,7 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
     def reduce(self) -> tuple:
         return unpickled_config, (base_model_type,), self.__getstate__()
 
-    namespace = {"model_type": "interleaved", "from_dict": classmethod(from_dict), "to_dict": to_dict}
+    namespace = {"model_type": ModelType(), "from_dict": classmethod(from_dict), "to_dict": to_dict}
     namespace |= {"__reduce__": reduce, "get_config_dict": classmethod(get_config_dict)}
     # One name for all, because the Auto classes compare names.
     return type("InterleavedConfig", (base,), {**namespace, "__module__": __name__, "_auto_class": "AutoConfig"})

@@ -31,6 +31,7 @@ from .modeling_interleaved import (
     is_mixing,
     register_models,
     remove_hooks,
+    use_virtual_cores,
     virtual_configs,
 )
 from .package import flop_matched_window
@@ -153,6 +154,7 @@ def interleave_heads(
         )
     for each in virtual_configs(model):
         each.interleaved_window = sliding_window
+    use_virtual_cores(model)
     return model
 
 
@@ -366,7 +368,7 @@ def _attach(
     """Turn the model into one of an interleaved class, with an exact start."""
     config = model.config
     names = {module: name for name, module in backbone_of(model).named_modules() if module in chosen}
-    config.__class__, config.model_type = model_class.config_class, config.model_type
+    config.__class__ = model_class.config_class
     config.interleaved_layers = {names[module]: list(heads) for module, (_, heads) in chosen.items()}
     config.num_pseudo_heads, config.pseudo_collapse = num_pseudo_heads, collapse
     config.mixing_scale, config.interleaved_window = mixing_scale, None
@@ -415,8 +417,7 @@ def _detach(model: PreTrainedModel) -> None:
         remove_mixing(module)
     tied = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
-    # A loaded checkpoint has the first two. The class of the base has its own `model_type`.
-    for field in ("interleaved_layers", "base_model_type", "model_type"):
+    for field in ("interleaved_layers", "base_model_type"):  # a loaded checkpoint has both
         vars(config).pop(field, None)
     # Saving writes to it, and a checkpoint may have had one before.
     named = (vars(config).pop("auto_map", None) or {}).items()

@@ -8,7 +8,7 @@ over the virtual sequence. The algorithm comes first. `absorbed_attention` then 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -195,6 +195,22 @@ def expand(
         cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
         states = rotate(states, cos, sin)
     return interleave(states)
+
+
+def token_attentions(
+    attentions: tuple[torch.Tensor, ...], num_tokens: int, paired: Sequence[bool]
+) -> tuple[torch.Tensor, ...]:
+    """Return attention maps over tokens, [batch, H, N, keys], of a call with `num_tokens` tokens N.
+
+    Maps over virtual tokens, [batch, H, N * P, keys * P], are summed over the P of a key and averaged over the P of a
+    query. In a layer of `paired` heads, [batch, H / P, N * P, keys * P], each virtual query is a head's own. Other
+    maps stay as they are."""
+    maps = []
+    for weights, is_paired in zip(attentions, paired, strict=True):
+        split = (-1, weights.shape[-2] // num_tokens)
+        of_keys = weights.unflatten(-1, split).sum(-1).unflatten(-2, split)  # [batch, heads, N, P, keys]
+        maps.append(of_keys.movedim(3, 1).flatten(1, 2) if is_paired else of_keys.mean(-2))
+    return tuple(maps)
 
 
 def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:

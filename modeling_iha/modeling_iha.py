@@ -32,7 +32,7 @@ from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .cache_names import CACHE, takes_cache
 from .configuration_iha import IHAConfig
-from .interleaving import keep_start
+from .interleaving import keep_start, token_attentions
 from .masks import check_inputs, create_masks
 from .paged_requests import PagedRequests, init_requests
 
@@ -137,17 +137,12 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return attention maps over tokens, [batch, H, N, keys], for a call with `num_tokens` tokens N.
+        """Return attention maps over tokens, [batch, H, N, keys], of a call with `num_tokens` tokens N.
 
-        "iha" layers return maps [batch, H, N * P, keys * P]. The result is the sum over the pseudo-heads of a key and
-        the mean over those of a query. In maps [batch, H / P, N * P, keys * P] of paired heads each virtual query is
-        a head's own. The maps of other layers stay as they are."""
-        maps = []
-        for kind, weights in zip(self.config.attention_kinds, attentions):
-            split = (-1, weights.shape[-2] // num_tokens)
-            of_keys = weights.unflatten(-1, split).sum(-1).unflatten(-2, split)  # [batch, heads, N, P, keys]
-            maps.append(of_keys.movedim(3, 1).flatten(1, 2) if kind == "paired_heads" else of_keys.mean(-2))
-        return tuple(maps)
+        Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. Of paired heads
+        each virtual query is a head's own. Other maps stay as they are."""
+        paired = [kind == "paired_heads" for kind in self.config.attention_kinds]
+        return token_attentions(attentions, num_tokens, paired)
 
     @classmethod
     def is_backend_compatible(cls) -> bool:

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -32,7 +33,7 @@ from transformers.models.auto.modeling_auto import (
 from .adapter_records import watch_adapters
 from .cache_names import CACHE, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class
-from .interleaving import HeadCollapse, HeadMixing, MixedHeads, keep_start, keep_window_edge
+from .interleaving import HeadCollapse, HeadMixing, MixedHeads, keep_start, keep_window_edge, token_attentions
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
 from .virtual_core import core_of, expand_mask, register_masks, virtual_attention, virtual_heads
@@ -62,11 +63,32 @@ class Compiled:
 ATTENDED, COMPILED = Attended(), Compiled()
 
 
-def register_core(core: str) -> str:
-    """Register attention and masks over virtual tokens on a core of Transformers, and return their name."""
-    name = register_masks(core)
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(noted_attention, core))
+def register_core(core: str, window: int | None = None) -> str:
+    """Register attention and masks over virtual tokens on a core of Transformers, and return their name.
+
+    A model with a `window` that its base lacks has a name of its own (see `windowed_attention`)."""
+    name, attention = register_masks(core), noted_attention
+    if window is not None:
+        masks = ALL_MASK_ATTENTION_FUNCTIONS[name]
+        name, attention = f"windowed_{name}", windowed_attention
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, masks)
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(attention, core))
     return name
+
+
+def windowed_attention(core: str, module: Any, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Call `noted_attention`, or raise a RuntimeError in a model without interleaved heads.
+
+    TRL's trainers load the reference of a model by its `_name_or_path`, with the name of its core. Where the model was
+    interleaved in place that is the plain base, without the window: it would compute something else."""
+    config = getattr(module, "config", None)
+    if config is not None and not hasattr(config, "num_pseudo_heads"):
+        raise RuntimeError(
+            "This reference model is the plain base, and the trained model has interleaved heads with a window: their "
+            "outputs differ beyond it. Pass ref_model (another interleaved copy), or save the interleaved model and "
+            "train what from_pretrained loads, with trust_remote_code=True for the trainer too."
+        )
+    return noted_attention(core, module, *args, **kwargs)
 
 
 def noted_attention(
@@ -104,6 +126,10 @@ def _check_pages(
 
 class InterleavedPreTrainedModel:
     """Add mixing weights to a model of Transformers, whose class stands behind this one."""
+
+    def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Return attention maps over tokens, as the method of this name of [`IHAModel`] does."""
+        return token_attentions(attentions, num_tokens, [self.config.virtual_heads == "paired"] * len(attentions))
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         check_all_heads(config)
@@ -149,7 +175,8 @@ class InterleavedPreTrainedModel:
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
         """Return the name under which the requested core attends over virtual tokens."""
         core = attn_implementation and core_of(attn_implementation)
-        return register_core(super()._check_and_adjust_attn_implementation(core, *args, **kwargs))
+        core = super()._check_and_adjust_attn_implementation(core, *args, **kwargs)
+        return register_core(core, self.config.interleaved_window)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
@@ -263,7 +290,8 @@ def virtual_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 def use_virtual_cores(model: PreTrainedModel) -> None:
     """Have the decoder attend over virtual tokens, on the cores that its configurations name."""
     for each in virtual_configs(model):
-        each._attn_implementation_internal = register_core(core_of(each._attn_implementation))
+        core = core_of(each._attn_implementation)
+        each._attn_implementation_internal = register_core(core, model.config.interleaved_window)
 
 
 def _check_attention(module: nn.Module, args: tuple, output: Any) -> None:

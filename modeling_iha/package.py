@@ -56,9 +56,9 @@ def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
 
     Four sliding IHA layers and a global one then attend to about as many pairs as five causal MHA layers."""
     window = sequence_length // (2 * num_pseudo_heads**2)
-    if window < 1:
+    if window < 2:
         raise ValueError(
-            f"num_pseudo_heads={num_pseudo_heads} leaves no window at {sequence_length} tokens: W = N / (2 P^2) < 1. "
+            f"num_pseudo_heads={num_pseudo_heads} leaves no window at {sequence_length} tokens: W = N / (2 P^2) < 2. "
             "Use fewer pseudo-heads, a longer context, or set sliding_window yourself."
         )
     return window
@@ -67,22 +67,38 @@ def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
 def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     """Build a named configuration of the directory `configuration_iha`, such as `"paper-2.4b-iha"` or `"tiny"`.
 
-    `overrides` replace single fields. Where they do not set the window of IHA's schedule, `flop_matched_window`
-    computes it from P and the context length."""
+    `overrides` replace single fields, and what depends on them follows unless it is given too. P is the number of
+    heads where the preset states no other. The window of IHA's schedule is `flop_matched_window` of the context length
+    and P; any other keeps its share of the context length. Special tokens outside of the vocabulary are left out.
+
+    Raise a ValueError for a window that is not shorter than the context, whose layers would be global in silence."""
     directory = PACKAGE.parent / "configuration_iha"
     presets = sorted(path.stem for path in directory.glob("*.json"))
     if name not in presets:
         raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, presets))}.")
-    fields, _ = cls.get_config_dict(directory / f"{name}.json")
+    preset, _ = cls.get_config_dict(directory / f"{name}.json")
     rope_theta = {"rope_theta": overrides.pop("rope_theta")} if "rope_theta" in overrides else {}
-    fields |= overrides
-    if "sliding_window" not in overrides and "sliding_window" in fields:
-        if "sliding_attention" not in fields["layer_types"]:
-            del fields["sliding_window"]
-        elif "iha" in fields["attention_kinds"]:
-            length, num_pseudo_heads = fields["max_position_embeddings"], fields["num_pseudo_heads"]
-            fields["sliding_window"] = flop_matched_window(length, num_pseudo_heads)
+    fields = preset | overrides
+    length, slides = fields["max_position_embeddings"], "sliding_attention" in fields.get("layer_types", ())
+    if "sliding_window" in preset.keys() - overrides.keys():
+        fields["sliding_window"] = _following_window(preset, fields) if slides else None
+    if slides and (fields.get("sliding_window") or 0) >= length:
+        raise ValueError(
+            f"sliding_window={fields['sliding_window']} is not shorter than max_position_embeddings={length}: give a "
+            "shorter window, or a longer context."
+        )
+    for token in {"bos_token_id", "eos_token_id"} & preset.keys() - overrides.keys():
+        if preset[token] >= fields["vocab_size"]:
+            fields[token] = None
     return cls.from_dict(fields, **rope_theta)
+
+
+def _following_window(preset: dict, fields: dict) -> int:
+    """Return the window of a preset in a configuration with other `fields`."""
+    length = fields["max_position_embeddings"]
+    if "iha" in preset["attention_kinds"]:
+        return flop_matched_window(length, fields.get("num_pseudo_heads") or fields["num_attention_heads"])
+    return preset["sliding_window"] * length // preset["max_position_embeddings"]
 
 
 def shipped_code(kinds: list[str]) -> dict[str, bytes]:

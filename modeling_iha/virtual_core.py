@@ -61,7 +61,7 @@ def register_masks(core: str) -> str:
 def core_of(name: str) -> str:
     """Return the core under a name of `register_masks`, in this process or another, and any other name as it is."""
     function = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    return function.args[0] if isinstance(function, partial) else name.removeprefix("iha_").rstrip("_")
+    return function.args[0] if isinstance(function, partial) else name.rpartition("iha_")[2].rstrip("_")
 
 
 def virtual_heads(module: Any) -> Any:

@@ -1,5 +1,7 @@
 """Declare the keys of a recipe, TRL's and our own, which TRL reads from a YAML file and the command line."""
 
+import math
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +33,11 @@ UNUSED_WITH = {
     # weights, and it depends on the recipe too.
     "DPOConfig": ("dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),
     "GRPOConfig": ("dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
+}
+# The least that a number may be. None of the trainers asks before it trains.
+LEAST = {
+    **{"learning_rate": 0, "eval_size": 0, "num_pseudo_heads": 1, "max_position_embeddings": 1, "sliding_window": 2},
+    **{"mixing_scale": sys.float_info.min, "rope_theta": sys.float_info.min},  # above 0
 }
 
 
@@ -79,7 +86,8 @@ class RecipeParser(TrlParser):
     def parse(self, argv: Sequence[str] | None) -> "tuple[RunArguments, TrainingArguments]":
         """Return the keys of `argv`, or of the command line.
 
-        Raise `UserError` for a key that is unknown, not used here or does not go with another.
+        Raise `UserError` for a key that is unknown, not used here or does not go with another, and for a number that
+        cannot be.
         """
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
@@ -87,6 +95,13 @@ class RecipeParser(TrlParser):
         for name, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
             if name in unused and getattr(run, name, getattr(args, name, None)) != declared.default:
                 raise UserError(f"{name} is not used here: remove the key.")
+        for name, least in LEAST.items():
+            value = getattr(run, name, getattr(args, name, None))
+            if value is not None and not least <= value < math.inf:
+                expected = "a number above 0" if 0 < least < 1 else f"at least {least}"
+                raise UserError(f"{name}={value:g}: expected {expected}.")
+        if run.eval_size == 0 and (args.eval_strategy != "no" or args.eval_on_start):
+            raise UserError("eval_strategy and eval_on_start need rows to evaluate on: set eval_size.")
         return run, args
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:

@@ -114,9 +114,10 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
     Raise `UserError`.
     """
     is_plain = interleaves(config, run)
-    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
     if run.attn_implementation is not None:
-        model.set_attn_implementation(run.attn_implementation)
+        # Before the weights are read, a model refuses a core that is not there.
+        config._attn_implementation = run.attn_implementation
+    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
     if is_plain:
         layers, window = run.interleaved_layers, run.interleaved_window
         arguments = {"collapse": run.collapse, "mixing_scale": run.mixing_scale}

@@ -31,6 +31,8 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
     parts = sources(run.dataset_name)
     if run.dataset_streaming and (len(parts) > 1 or run.eval_size):
         raise UserError("dataset_streaming reads one source and holds no row out: give no mixture, and eval_size 0.")
+    if run.dataset_streaming and args.max_steps < 1:
+        raise UserError(f"max_steps={args.max_steps}: dataset_streaming has no last row, so give the number of steps.")
     for name, _ in parts:
         check_source(name, run.dataset_train_split if len(parts) == 1 else "train")
 
@@ -86,8 +88,6 @@ def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Datas
     A row to train on that is, or has the prompt of, a held-out one is left out.
     """
     if run.eval_size == 0:
-        if args.eval_strategy != "no" or args.eval_on_start:
-            raise UserError("eval_strategy and eval_on_start need rows to evaluate on: set eval_size.")
         return rows, None
     size = run.eval_size if run.eval_size < 1 else int(run.eval_size)
     with refusing(f"eval_size={run.eval_size:g} is too large for {len(rows)} rows: lower it", ValueError):

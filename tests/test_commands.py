@@ -112,3 +112,32 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="outputs/final is no directory, and outputs is one: expected"):
         locate_checkpoint("outputs/final")
     assert locate_checkpoint("gpt2") == ("gpt2", {}) and locate_checkpoint("me/outputs") == ("me/outputs", {})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["convert", "--nosuch"], "usage: iha convert"),
+        (["convert", "nosuch", "out", "--num-pseudo-heads", "2"], "Error: nosuch is no directory, and the Hub does"),
+        (["convert", "nosuch", "out"], "Error: kind 'iha' with num_pseudo_heads=None"),
+        (["verify", "nosuch", "out", "--tokens", "1"], "Error: max_new_tokens=64: expected"),
+        (["push", "nosuch", "me/iha"], "Error: nosuch is no directory: expected"),
+        (["push", ".", "/me/iha", "--dry-run"], "Error: '/me/iha' is no name of a repository"),
+        (["pull", "me/iha", "."], "is the current directory"),
+        (["cost", "--preset", "nosuch", "--tokens", "2"], "Error: --preset nosuch: expected one of"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_wrong_arguments_are_refused_before_pytorch_is_imported(words, said, tmp_path):
+    program = f"""
+import atexit, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from iha_commands import run
+sys.argv[1:] = {words!r}
+atexit.register(lambda: os._exit(3) if "torch" in sys.modules or "transformers" in sys.modules else None)
+run.main()
+"""
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert process.returncode in (1, 2) and said in process.stderr, process.stderr

@@ -4,12 +4,11 @@ The table gives each kind of layer, the whole model, and ratios to the same mode
 figures are those of kind_facts/model_cost.py.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import astuple
 
-from configuration_iha import PRESETS
 from iha_io.checkpoint_io import load_config
+from iha_io.command_arguments import check_cost, cost_arguments
 from iha_io.command_io import UserError, run_cli
 from kind_facts.cost import Cost
 from kind_facts.model_cost import attention, ffn, head, model, with_mha
@@ -26,36 +25,34 @@ def row(title: str, cost: Cost, tokens: int) -> str:
     return f"{title:<30}{''.join(f'{figure:>16}' for figure in figures)}"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print the table that the arguments ask for, or raise a `UserError`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog="example: %(prog)s --preset paper-2.4b-iha --tokens 8192"
-    )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--preset", help="name of a preset of IHAConfig.from_preset")
-    source.add_argument("--config", help="IHA model: a directory with a config.json, or a Hub id")
-    parser.add_argument("--tokens", type=int, required=True, help="length of the sequence")
-    args = parser.parse_args(argv)
-    if args.tokens < 1:
-        raise UserError(f"--tokens {args.tokens}: expected at least 1.")
-    if args.preset is not None and args.preset not in PRESETS:
-        raise UserError(f"--preset {args.preset}: expected one of {', '.join(PRESETS)}.")
-    config = load_config(args.config) if args.preset is None else IHAConfig.from_preset(args.preset)
-    if not isinstance(config, IHAConfig):
-        raise UserError(f"{args.config} is a {config.model_type!r} model; expected 'iha', as the conversions write.")
+def cost(preset: str | None, config: str | None, tokens: int) -> None:
+    """Print the table of a preset, or of a checkpoint's `config`, for `tokens` tokens. Raise `UserError`."""
+    check_cost(preset, config, tokens)
+    if config is not None:
+        settings = load_config(config)
+        if not isinstance(settings, IHAConfig):
+            wrong = f"{config} is a {settings.model_type!r} model"
+            raise UserError(f"{wrong}; expected 'iha', as the conversions write.")
+    else:
+        settings = IHAConfig.from_preset(preset)
 
     columns = ("parameters", "prefill FLOPs", "training FLOPs", "decode FLOPs", "cached / token")
     print(f"{'':<30}{''.join(f'{name:>16}' for name in columns)}")
-    for kind, layer_type in dict.fromkeys(zip(config.attention_kinds, config.layer_types)):
-        cost = attention(config, kind, layer_type, args.tokens)
-        print(row(f"{kind}, {layer_type}", cost, args.tokens))
-    print(row("FFN", ffn(config, args.tokens), args.tokens))
-    print(row("embedding, last norm, head", head(config, args.tokens), args.tokens))
-    whole = model(config, args.tokens)
-    print(row("whole model", whole, args.tokens))
-    for title, other in (("mha", with_mha(config)), ("global mha", with_mha(config, "full_attention"))):
-        ratios = (a / b for a, b in zip(astuple(whole), astuple(model(other, args.tokens))))
+    for kind, layer_type in dict.fromkeys(zip(settings.attention_kinds, settings.layer_types)):
+        figures = attention(settings, kind, layer_type, tokens)
+        print(row(f"{kind}, {layer_type}", figures, tokens))
+    print(row("FFN", ffn(settings, tokens), tokens))
+    print(row("embedding, last norm, head", head(settings, tokens), tokens))
+    whole = model(settings, tokens)
+    print(row("whole model", whole, tokens))
+    for title, other in (("mha", with_mha(settings)), ("global mha", with_mha(settings, "full_attention"))):
+        ratios = (a / b for a, b in zip(astuple(whole), astuple(model(other, tokens))))
         print(f"{f'ratio to {title} everywhere':<30}{''.join(f'{ratio:>16.3f}' for ratio in ratios)}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table that the arguments ask for, or raise a `UserError`."""
+    cost(**cost_arguments(argv))
 
 
 if __name__ == "__main__":

@@ -45,9 +45,10 @@ from conversion_scripts import (
 )
 from conversion_scripts.architectures import exact_length
 from conversion_scripts.convert_iha_to_llama import convert_back
-from conversion_scripts.convert_llama_to_iha import KINDS, convert_model, iha_config
+from conversion_scripts.convert_llama_to_iha import convert_model, iha_config
 from iha_io import checkpoint_io
 from iha_io.checkpoint_io import load_in_clean_process, load_model, run_in_clean_process, smollm2_gguf
+from iha_io.command_arguments import KINDS
 from iha_io.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.interleave import last_pseudo_head
@@ -225,6 +226,7 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
         ({"num_pseudo_heads": 0}, "num_pseudo_heads=0"),
         ({"num_pseudo_heads": 2, "window": 8}, "only hybrid has a window"),
         ({"num_pseudo_heads": 2, "schedule": "hybrid", "window": 257}, "window=257: expected at most .* 256 tokens"),
+        ({"num_pseudo_heads": 9, "schedule": "hybrid"}, "num_pseudo_heads=9 leaves no window .*: give --window"),
         ({}, "'iha' needs a number of pseudo-heads"),
         ({"num_pseudo_heads": 2, **TALKING_HEADS}, "'talking_heads' with num_pseudo_heads=2"),
         ({"schedule": "hybrid", **TALKING_HEADS}, "only 'iha' has that schedule"),

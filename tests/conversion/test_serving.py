@@ -75,6 +75,7 @@ def test_clients_of_openai_are_answered_at_once(options, checkpoint, model):
     [
         (lambda path: edit_weights(path, lambda weights: weights.pop("model.norm.weight")), "missing keys model.norm"),
         (lambda path: edit_config(path, _attn_implementation="org/kernel"), "'org/kernel' would load what is not"),
+        (lambda path: (path / "config.json").rename(path / "adapter_config.json"), "holds a LoRA adapter .*: merge"),
     ],
 )
 def test_what_would_be_served_otherwise_than_it_says_is_refused(change, error, checkpoint, tmp_path, monkeypatch):

@@ -100,6 +100,12 @@ def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull):
         assert not any("resolve" in path for _, path in hub.calls)
 
 
+def test_a_name_that_the_hub_does_not_have_is_asked_for_once(hub):
+    with pytest.raises(UserError, match="me/nothing is no directory, and the Hub has no such model"):
+        load_config("me/nothing")
+    assert [method for method, path in hub.calls if "me/nothing" in path] == ["HEAD"]
+
+
 def test_pull_runs_nothing_before_it_may(hub, pull, saved, tmp_path, monkeypatch):
     """Refuse planted code, which a load with --trust-code runs."""
     monkeypatch.setattr(pull_from_hub, "load_in_clean_process", load_in_clean_process)

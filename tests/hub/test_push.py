@@ -27,7 +27,10 @@ CHECKPOINT = IHA_CODE | {
     *("README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"),
     *("tokenizer.json", "tokenizer_config.json"),
 }
-STRAY = {".env", "notes.txt", "secret.py", "token", "train.log", "trainer_state.json", "wandb-key.json"}
+STRAY = {
+    *(".env", "notes.txt", "secret.py", "token", "train.log", "trainer_state.json", "wandb-key.json"),
+    *("training_args.bin", "optimizer.pt"),  # of a Trainer
+}
 SECRET = "hf_" + "a1B2" * 9
 
 
@@ -142,6 +145,7 @@ FAULTS = {
 def test_what_is_no_whole_checkpoint_is_refused(name, directory, hub, push):
     change, message = FAULTS[name]
     change(directory)
+    assert message in push("--dry-run")  # ends as a push would
     error = push()
     assert message in error and SECRET not in error and "push-" not in error and hub.calls == []
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import kind_facts
-from conversion_scripts.convert_llama_to_iha import KINDS
+from iha_io.command_arguments import KINDS
 from kind_facts import iha
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM

@@ -307,6 +307,34 @@ def test_an_unknown_preset_is_refused():
         IHAConfig.from_preset("huge")
 
 
+@pytest.mark.parametrize(
+    ("preset", "overrides", "expected"),
+    [
+        ("iha", {}, {"num_pseudo_heads": 20, "sliding_window": 10}),
+        ("iha", {"num_attention_heads": 4}, {"num_pseudo_heads": 4, "sliding_window": 256}),
+        ("iha", {"num_attention_heads": 4, "num_pseudo_heads": 2}, {"num_pseudo_heads": 2, "sliding_window": 1024}),
+        ("iha", {"num_pseudo_heads": 2, "attention_kinds": "mha"}, {"sliding_window": 1024}),  # windows alone
+        ("iha", {"num_pseudo_heads": 2, "sliding_window": 7}, {"sliding_window": 7}),
+        ("iha", {"layer_types": "full_attention"}, {"sliding_window": None}),
+        ("global-local", {}, {"sliding_window": 512}),
+        ("global-local", {"max_position_embeddings": 512}, {"sliding_window": 32}),
+        ("global-local", {"max_position_embeddings": 512, "sliding_window": 511}, {"sliding_window": 511}),
+        ("global", {"vocab_size": 128001}, {"bos_token_id": 128000, "eos_token_id": None}),
+        ("global", {"vocab_size": 256, "eos_token_id": 3}, {"bos_token_id": None, "eos_token_id": 3}),
+    ],
+)
+def test_what_depends_on_an_override_of_a_preset_follows_it(preset, overrides, expected):
+    config = IHAConfig.from_preset(f"paper-2.4b-{preset}", **overrides)
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+def test_a_window_of_a_preset_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="sliding_window=512 is not shorter than max_position_embeddings=512: give"):
+        IHAConfig.from_preset("paper-2.4b-global-local", max_position_embeddings=512, sliding_window=512)
+    with pytest.raises(ValueError, match=r"num_pseudo_heads=20 leaves no window at 512 tokens"):
+        IHAConfig.from_preset("paper-2.4b-iha", max_position_embeddings=512)
+
+
 # Weights in matrices and norms of the IHA paper's models, and of GPT-3 small without its learned positions and biases.
 PAPER = 26 * (4 * 2560**2 + 2 * 2560 * 10240) + 128256 * 2560 + (2 * 26 + 1) * 2560
 GPT3_SMALL = 12 * (4 * 768**2 + 2 * 768 * 3072) + 50257 * 768 + 25 * 768

@@ -888,3 +888,32 @@ def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="Tensor parallelism .* leaves each process some heads"):
         AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=shared)
     interleave_heads(decoder("llama", distributed_config=DistributedConfig(tp_size=1, fsdp_size=2)), 2)
+
+
+@pytest.mark.parametrize("way", ["interleave_heads", "IHAForCausalLM"])
+def test_attention_maps_are_reduced_to_tokens(way):
+    """Take the maps of a prompt, and of a token after it in the cache, in models of both ways."""
+    plain = decoder("llama", attn_implementation="eager")
+    model = interleave_heads(plain, 3, layers=[0]) if way == "interleave_heads" else random_model(small_config())
+    model.set_attn_implementation("eager")
+    tokens = random_ids(2, 6)
+    prompt = model(tokens[:, :5], output_attentions=True, use_cache=True)
+    last = model(tokens[:, 5:], past_key_values=prompt.past_key_values, output_attentions=True)
+    for output, queries, keys in ((prompt, 5, 5), (last, 1, 6)):
+        for weights, mapped in zip(output.attentions, model.token_attentions(output.attentions, queries), strict=True):
+            assert mapped.shape == (*weights.shape[:2], queries, keys)
+            pseudo_heads = weights.shape[-1] // keys
+            pair = weights[0, 1, :pseudo_heads, :pseudo_heads]  # of the first query and the first key
+            torch.testing.assert_close(mapped[0, 1, 0, 0], pair.sum() / pseudo_heads)
+            torch.testing.assert_close(mapped.sum(-1), torch.ones(mapped.shape[:-1]))
+    assert prompt.attentions[0].shape[-1] > 5
+
+
+def test_the_fields_of_a_configuration_do_not_name_the_plain_base(tmp_path):
+    """Look the class up as torchtitan 0.3.0 does: by the fields of a configuration, copied into one of its own."""
+    model = interleave_heads(decoder("llama"), 2)
+    model.save_pretrained(tmp_path)
+    for config in (model.config, AutoConfig.from_pretrained(tmp_path)):
+        assert config.model_type == "llama" and type(config).model_type == "interleaved"
+        assert "model_type" not in vars(config)
+    assert remove_interleaving(model).config.model_type == "llama"

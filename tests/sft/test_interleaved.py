@@ -17,7 +17,8 @@ from tiny_training import (
     training_rows,
     write_jsonl,
 )
-from trl import SFTConfig, SFTTrainer
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from iha_io.checkpoint_io import load_in_clean_process, load_model
 from iha_io.command_io import UserError
@@ -129,3 +130,27 @@ def test_packed_rows_have_the_loss_of_padded_ones(name, tmp_path):
         losses[packing] = trainer.state.log_history[0]["loss"]
         assert before and all(not torch.equal(*pair) for pair in zip(mixing_parameters(model), before, strict=True))
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+
+
+@pytest.mark.parametrize(("window", "reference"), [(None, False), (4, False), (4, True)])
+def test_the_reference_of_dpo_has_the_window_of_the_model_or_is_refused(window, reference, tmp_path):
+    """Have TRL load the reference by the name of the base, as it does where none is given."""
+    plain = saved(decoder("llama"), tmp_path / "plain")
+    model, other = (
+        interleave_heads(AutoModelForCausalLM.from_pretrained(plain), 2, sliding_window=window) for _ in range(2)
+    )
+    rows = Dataset.from_list([{"prompt": "What is 2 + 2?", "chosen": "It is 4.", "rejected": "It is 5, of course."}])
+    trainer = DPOTrainer(
+        model,
+        ref_model=other if reference else None,
+        args=DPOConfig(**one_step(tmp_path / "out", per_device_train_batch_size=1)),
+        train_dataset=rows,
+        processing_class=byte_tokenizer(),
+    )
+    if window is not None and not reference:
+        with pytest.raises(RuntimeError, match="reference model is the plain base.* Pass ref_model"):
+            trainer.train()
+        return
+    trainer.train()
+    # Before the first step model and reference are the same, and the margin of the rewards is zero.
+    assert trainer.state.log_history[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)

@@ -68,6 +68,7 @@ def test_the_final_model_stops_at_the_end_of_a_turn(rows_file, tmp_path):
 @pytest.mark.parametrize(
     "overrides, named, reads_rows",
     [
+        ({"attn_implementation": "flash_attention_2"}, "package for FlashAttention2 doesn't seem to be", False),
         ({"use_peft": "true", "lora_target_modules": "absent"}, "no module named absent", False),
         ({"use_peft": "true", "lora_target_modules": "lm_head"}, "an adapter of lm_head", False),
         ({"eval_size": 20}, "eval_size=20", True),

@@ -235,6 +235,7 @@ def test_a_damaged_file_is_refused(name, content, named, tmp_path):
     "keys, named",
     [
         ({"dataset_streaming": True, "max_steps": 3, "eval_size": 2}, "holds no row out"),
+        ({"dataset_streaming": True}, "max_steps=-1: dataset_streaming has no last row"),
         ({"dataset_train_split": "test"}, "split 'test': .*has no split"),
         ({"padding_free": True}, "padding_free without packing"),
         ({"eval_packing": True}, "eval_packing without packing"),

@@ -5,10 +5,12 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from helpers import random_model
+from matplotlib.image import imread
 from safetensors.torch import load_file
 from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, sizes
 from trl import SFTConfig, SFTTrainer
@@ -74,6 +76,9 @@ def assert_same_run(output: Path, whole: Path):
         ("chat_template_path", "absent", "absent is not a .jinja file"),
         ("resume_from_checkpoint", "absent", "absent has no run.json"),
         ("learning_rat", "1", "learning_rat"),
+        ("mixing_scale", "-1", "mixing_scale=-1: expected a number above 0"),
+        ("learning_rate", "nan", "learning_rate=nan: expected at least 0"),
+        ("eval_size", "0", "eval_strategy and eval_on_start need rows to evaluate on"),
     ],
 )
 def test_a_key_without_its_effect_is_refused(tiny, rows_file, tmp_path, monkeypatch, key, value, named):
@@ -289,3 +294,10 @@ def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
     assert set(names) == {path.name for path in (output / "final").iterdir()} and others == []
     assert (output / "final" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not (output / "README.md").exists() and not (output / ".lock").exists()
+
+
+def test_the_curves_fill_their_picture(tmp_path):
+    points = {name: [] for panel in sft_run.CURVES for name in (panel, f"eval_{panel}")}
+    DRAW(points | {"loss": [[1, 2.0], [2, 1.5]]}, tmp_path / "curves.png")
+    picture = imread(tmp_path / "curves.png")
+    assert all(half.min() < 0.5 for half in np.array_split(picture, 2, axis=1))  # drawn on white

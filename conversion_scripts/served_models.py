@@ -1,0 +1,49 @@
+"""Have Transformers' server find the classes of this package, and refuse what it would not serve as it says."""
+
+import os
+from typing import Any
+
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+from iha_io.checkpoint_io import check_filled, check_no_adapter, load_config_dict
+from modeling_iha import IHAForCausalLM
+from modeling_iha.modeling_interleaved import InterleavedPreTrainedModel
+
+
+class WholeModel:
+    """Refuse weights that do not fill a model of ours, where Transformers gives random ones in their place."""
+
+    @classmethod
+    def from_pretrained(cls, source: str, *arguments: Any, **options: Any) -> Any:
+        """Return the model in `source`. Raise `UserError` if its config leads to code from elsewhere, too."""
+        check_served(source)
+        loaded: Any = super().from_pretrained(source, *arguments, output_loading_info=True, **options)  # type: ignore[misc]
+        model, info = loaded
+        if isinstance(model, (IHAForCausalLM, InterleavedPreTrainedModel)):
+            check_filled(info, source)
+        return model
+
+
+class WholeCausalLM(WholeModel, AutoModelForCausalLM): ...
+
+
+class WholeMultimodalLM(WholeModel, AutoModelForMultimodalLM): ...
+
+
+def check_served(source: str) -> None:
+    """Refuse the name of a model, as the server takes it, that cannot be served. Raise `UserError`.
+
+    It may end in a revision, "@v1". GGUF files have names of the server's own, which it checks itself.
+    """
+    if ".gguf" not in source:
+        source = source if os.path.isdir(source) else source.partition("@")[0]
+        check_no_adapter(source)
+        load_config_dict(source)
+
+
+def find_models() -> None:
+    """Give `transformers` the names by which its server looks for the classes of this package."""
+    for name in ("IHAForCausalLM", "InterleavedForCausalLM"):
+        setattr(transformers, name, WholeCausalLM)
+    transformers.AutoModelForMultimodalLM = WholeMultimodalLM  # for a base that takes images

@@ -1,0 +1,280 @@
+"""Parse and check the arguments of the commands of `iha` before PyTorch is imported, which takes seconds.
+
+Each `..._arguments` takes the words of a command line and returns the keyword arguments of the command's function.
+Each `check_...` raises `UserError` for arguments that cannot work, for the function too, which Python calls alone.
+"""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from iha_io.command_io import (
+    UserError,
+    check_new_directory,
+    check_on_hub,
+    check_output_file,
+    locate_checkpoint,
+    one_line,
+)
+
+
+# The attention kinds with an exact start from Llama: those whose file in kind_facts/ has one.
+KINDS = ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "talking_heads"]
+
+
+def new_parser(description: str, example: str) -> argparse.ArgumentParser:
+    """Return a parser without arguments. The example goes without the name of the command."""
+    return argparse.ArgumentParser(description=description, epilog=f"example: %(prog)s {example}")
+
+
+def check_source(source: str | os.PathLike) -> None:
+    """Raise `UserError` for a checkpoint that is neither here nor on the Hub."""
+    check_on_hub(locate_checkpoint(source)[0])
+
+
+# Converters
+
+
+def converter_parser(description: str, example: str, source: str, destination: str) -> argparse.ArgumentParser:
+    """Return a parser of the positional arguments of a converter; the description is the docstring of the command."""
+    parser = new_parser(description, example)
+    parser.add_argument("source", help=source)
+    parser.add_argument("destination", help=f"new directory for {destination}")
+    return parser
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add the option of the dtype in which the source is read."""
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="auto",
+        help="dtype of the weights (default: the source's)",
+    )
+
+
+def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the arguments of `convert`. Raise `UserError`."""
+    parser = converter_parser(
+        "Convert a pretrained Llama-like checkpoint to IHA or another attention kind, and change nothing that it "
+        "computes. The source is a llama, ministral, mistral, qwen2, qwen3 or smollm3.",
+        "HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
+        "source checkpoint: a directory, a Hub id or a GGUF file",
+        "the converted checkpoint",
+    )
+    add = parser.add_argument
+    add("--kind", choices=KINDS, default="iha", help="attention kind of the converted layers (default: iha)")
+    add("--options", type=json.loads, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
+    add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
+    add(
+        "--schedule",
+        choices=("global", "hybrid"),
+        default="global",
+        help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a "
+        "plain global layer, exact for sequences of at most WINDOW tokens (default: global)",
+    )
+    add("--window", type=int, help="window of hybrid, in tokens (default: the paper's, context length / (2 P^2))")
+    add(
+        "--value-offsets",
+        choices=("balanced", "none"),
+        default="balanced",
+        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the "
+        "pseudo-heads start equal (default: balanced)",
+    )
+    add_dtype(parser)
+    add(
+        "--mixing-scale",
+        type=float,
+        default=40.0,
+        metavar="S",
+        help="how many times the optimizer's rate the weights that mix heads learn at (default: 40)",
+    )
+    add("--seed", type=int, default=0, help="seed of the random values (default: 0)")
+    arguments = vars(parser.parse_args(argv))
+    check_conversion(**arguments)
+    return arguments
+
+
+def check_conversion(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    num_pseudo_heads: int | None,
+    kind: str,
+    schedule: str,
+    window: int | None,
+    mixing_scale: float,
+    seed: int,
+    **others,
+) -> None:
+    """Refuse arguments of `convert` that cannot work. Raise `UserError`."""
+    check_attention(num_pseudo_heads, schedule, window, kind)
+    if not 0 < mixing_scale < math.inf:
+        raise UserError(f"mixing_scale={mixing_scale}: expected a number above 0.")
+    if not 0 <= seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
+        raise UserError(f"seed={seed}: expected a whole number from 0 to {2**64 - 1}.")
+    check_new_directory(destination)
+    check_source(source)
+
+
+def check_attention(num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str) -> None:
+    """Refuse a kind, P, schedule and window that cannot work together, whatever the source. Raise `UserError`."""
+    if kind not in KINDS:
+        raise UserError(f"kind={kind!r} has no exact start from Llama; expected one of {', '.join(KINDS)}.")
+    if (kind == "iha") != (num_pseudo_heads is not None):
+        needed = "'iha' needs a number of pseudo-heads, such as --num-pseudo-heads 2, and no other kind has any"
+        raise UserError(f"kind {kind!r} with num_pseudo_heads={num_pseudo_heads}: {needed}.")
+    if num_pseudo_heads is not None and num_pseudo_heads < 1:
+        raise UserError(f"num_pseudo_heads={num_pseudo_heads}: expected at least 1.")
+    if kind != "iha" and schedule != "global":
+        raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
+    if window is not None and (schedule == "global" or window < 2):
+        raise UserError(f"window={window} with schedule={schedule!r}: only hybrid has a window, of at least 2 tokens.")
+
+
+# The other commands
+
+
+def verify_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the arguments of `verify`. Raise `UserError`."""
+    parser = new_parser(
+        "Check on real text that a converted checkpoint computes what its source does, and that the check can fail. "
+        "Both run in float32 on the same tokens, within the length for which the conversion is exact. As a control, "
+        "one parameter of the converted model is broken in memory; the same thresholds must reject that model. The "
+        "exit code is 1 if the models differ, or if the control does not.",
+        "HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha",
+    )
+    add = parser.add_argument
+    add("source", help="source checkpoint: a directory, a Hub id or a GGUF file")
+    add("converted", help="converted checkpoint: a directory or a Hub id")
+    add("--text", help="text file (default: a speech that ships with the command)")
+    add("--tokens", type=int, default=500, help="tokens of the text to compare (default: 500)")
+    add("--max-new-tokens", type=int, default=64, help="tokens to decode greedily (default: 64)")
+    add("--json", help="also write the figures to this file")
+    arguments = vars(parser.parse_args(argv))
+    check_verification(**arguments)
+    return arguments
+
+
+def check_verification(
+    source: str | os.PathLike,
+    converted: str | os.PathLike,
+    text: str | os.PathLike | None,
+    tokens: int,
+    max_new_tokens: int,
+    json: str | os.PathLike | None,
+) -> None:
+    """Refuse arguments of `verify` that cannot work. Raise `UserError`."""
+    if not 0 < max_new_tokens < tokens:
+        raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1, and less than tokens={tokens}.")
+    if json is not None:
+        check_output_file(json, replace=True)
+    if text is not None and not Path(text).exists():
+        raise UserError(f"{text} does not exist: expected a text file.")
+    for checkpoint in (source, converted):
+        check_source(checkpoint)
+
+
+def push_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the arguments of `push`. Raise `UserError`."""
+    parser = new_parser(
+        "Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others, in a "
+        "commit. Weights, code and card are checked before, and the model is loaded in a process without this "
+        "package. Log in first: hf auth login.",
+        "smollm2-iha me/smollm2-iha --private --dry-run",
+    )
+    add = parser.add_argument
+    add("directory", metavar="dir", help="saved model directory")
+    add("repo_id", help="repository on the Hub, such as me/smollm2-iha")
+    add("--private", action="store_true", help="make a new repository private")
+    add("--tag", help="name the uploaded revision, such as v1")
+    add("--create-pr", action="store_true", help="open a pull request instead of committing")
+    add("--license", help="of the weights, if the model card does not state it, such as apache-2.0")
+    add("--base-model", help="Hub id of the model it was made from, if the card does not state it; none: from scratch")
+    add("--trust-code", action="store_true", help="run and publish code that is not this package's")
+    add("--dry-run", action="store_true", help="check all, print what would be uploaded, and stay off the network")
+    arguments = vars(parser.parse_args(argv))
+    check_push(**arguments)
+    return arguments
+
+
+def check_push(directory: str | os.PathLike, repo_id: str, tag: str | None, create_pr: bool, **others) -> None:
+    """Refuse arguments of `push` that cannot work. Raise `UserError`."""
+    check_repo_id(repo_id)
+    if not Path(directory).is_dir():
+        raise UserError(f"{directory} is no directory: expected a saved model.")
+    if not Path(directory, "config.json").is_file():
+        raise UserError(f"{directory} holds no config.json: expected a saved model directory.")
+    if tag is not None and create_pr:
+        raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Refuse a name that no repository of the Hub can have. Raise `UserError`."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"{repo_id!r} is no name of a repository, such as me/smollm2-iha: {one_line(error)}") from None
+
+
+def pull_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the arguments of `pull`. Raise `UserError`."""
+    parser = new_parser(
+        "Fetch a checkpoint from the Hugging Face Hub into a new directory, and check it as if it were to be "
+        "published. Every file is compared with the Hub's checksum, and the model is loaded in a process without this "
+        "package.",
+        "me/smollm2-iha smollm2-iha --revision v1",
+    )
+    add = parser.add_argument
+    add("repo_id", help="repository on the Hub, such as me/smollm2-iha")
+    add("directory", metavar="dir", help="new directory")
+    add("--revision", default="main", help="commit, tag or branch, main by default")
+    add("--trust-code", action="store_true", help="run code that is not this package's")
+    arguments = vars(parser.parse_args(argv))
+    check_pull(**arguments)
+    return arguments
+
+
+def check_pull(repo_id: str, directory: str | os.PathLike, **others) -> None:
+    """Refuse arguments of `pull` that cannot work. Raise `UserError`."""
+    check_repo_id(repo_id)
+    check_new_directory(directory)
+
+
+def cost_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return the arguments of `cost`. Raise `UserError`."""
+    parser = new_parser(
+        "Print the parameters, FLOPs and cached values of a model: of each kind of layer, of the whole, and as ratios "
+        'to the same model with "mha" in every layer.',
+        "--preset paper-2.4b-iha --tokens 8192",
+    )
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--preset", help="name of a preset of IHAConfig.from_preset")
+    model.add_argument("--config", help="IHA model: a directory with a config.json, or a Hub id")
+    parser.add_argument("--tokens", type=int, required=True, help="length of the sequence")
+    arguments = vars(parser.parse_args(argv))
+    check_cost(**arguments)
+    return arguments
+
+
+def check_cost(preset: str | None, config: str | os.PathLike | None, tokens: int) -> None:
+    """Refuse arguments of `cost` that cannot work. Raise `UserError`."""
+    if tokens < 1:
+        raise UserError(f"--tokens {tokens}: expected at least 1.")
+    if config is not None:
+        check_source(config)
+    elif preset not in (names := preset_names()):
+        raise UserError(f"--preset {preset}: expected one of {', '.join(names)}.")
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets. The package that holds them is not imported: it imports PyTorch."""
+    package = find_spec("configuration_iha")
+    return sorted(path.stem for path in Path(str(package and package.origin)).parent.glob("*.json"))
