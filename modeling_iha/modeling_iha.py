@@ -32,6 +32,7 @@ from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .interleaving import keep_start
 from .masks import check_inputs, create_masks
+from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 
 
@@ -124,6 +125,9 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
+    # Checkpoints of earlier versions lack what `Mixing.begin` then sets.
+    _keys_to_ignore_on_load_missing = [r"_(start|scale)$"]
+
     @staticmethod
     def token_attentions(attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, [batch, H, N, keys], for a call with `num_tokens` tokens N.
@@ -139,6 +143,10 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
 
         Their cache holds one key per token. An "iha" layer has P pseudo-keys per token and caches none of them."""
         return False
+
+    def save_pretrained(self, *args, **kwargs):
+        note_scale(self, [self.config])
+        return super().save_pretrained(*args, **kwargs)
 
     def _init_weights(self, module: nn.Module):
         """Initialise as Llama does, and call `init_mechanism` of a mechanism's own modules."""

@@ -31,7 +31,7 @@ KIND_FILES = {
 }
 KIND_TABLES = ("attention_kinds.py", "kind_options.py")
 PACKAGE_ONLY = {
-    *("__init__.py", "package.py", "mixing.py"),
+    *("__init__.py", "package.py", "mixing.py", "exact_start.py"),
     *("adapters.py", "adapter_records.py"),
     *("interleave.py", "configuration_interleaved.py", "modeling_interleaved.py"),
 }
@@ -39,7 +39,9 @@ PACKAGE_ONLY = {
 INTERLEAVED_FILES = (
     "adapter_records.py",
     "configuration_interleaved.py",
+    "exact_start.py",
     "interleaving.py",
+    "mixing_scale.py",
     "virtual_core.py",
     "paged_requests.py",
     "modeling_interleaved.py",
