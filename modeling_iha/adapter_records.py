@@ -23,7 +23,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .configuration_interleaved import FIELDS, MIXING_MODULES
 from .exact_start import deviations
 from .interleaving import Mixing
-from .mixing_scale import note_scale
 
 
 RECORD = "interleaving"  # in the `auto_mapping` of an adapter's configuration; on disk "targets" stand beside it
@@ -49,9 +48,6 @@ def record_of(config: PreTrainedConfig) -> dict[str, Any]:
 def check_record(record: dict[str, Any], model: PreTrainedModel, what: str, holds_mixing: bool = True) -> None:
     """Raise a ValueError for a model that is not interleaved as the record of an adapter says."""
     own = record_of(model.config)
-    if "mixing_scale" in record:  # of an earlier version, which saved no scale beside the weights
-        note_scale(model, [model.config])
-        own["mixing_scale"] = model.config.mixing_scale
     if different := [name for name, value in own.items() if record.get(name) != value]:
         raise ValueError(
             f"{what} was trained on another model, or one that is interleaved otherwise ({', '.join(different)}): "
@@ -178,6 +174,11 @@ def meet_adapter(model: PreTrainedModel, tuner: Any, config: Any) -> None:
         )
     if found is not None:
         check_record(found, model, "The adapter", holds_mixing=bool(kept))
+        if kept and "mixing" not in found:
+            raise ValueError(
+                "An earlier version saved this adapter, without the scale of its mixing: load it with load_adapter of "
+                "modeling_iha, and save it again."
+            )
     moved, window = has_moved(model), model.config.interleaved_window
     if not (kept or moved or config.inference_mode or tuner is None):
         warnings.warn(
@@ -187,7 +188,8 @@ def meet_adapter(model: PreTrainedModel, tuner: Any, config: Any) -> None:
     config.auto_mapping = None
     if kept or moved or window is not None:
         base = next(each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
-        record = {**record_of(model.config), "scale": model.config.mixing_scale, "moved": moved, "mixing": bool(kept)}
+        record = record_of(model.config) | {"moved": moved, "mixing": bool(kept)}
+        record["mixing_scale"] = model.config.mixing_scale  # to make another model with; the weights have their own
         found_by = {"base_model_class": base.__name__, "parent_library": base.__module__}
         config.auto_mapping = {**found_by, RECORD: record}
 

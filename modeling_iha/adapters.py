@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
@@ -43,6 +44,7 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
         return _load_mixing(model, source, hub)
     try:
         from peft import PeftConfig, PeftModel
+        from peft.utils import SAFETENSORS_WEIGHTS_NAME
     except ImportError as error:
         raise ImportError("load_adapter of an adapter needs PEFT: pip install peft.") from error
 
@@ -56,7 +58,15 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
     if not hasattr(model.config, "interleaved_layers") and not holds_mixing:
         raise ValueError(f"{source} holds no mixing: load it on the interleaved model that it was trained on.")
     with _interleaved(model, record, source, holds_mixing):
-        return PeftModel.from_pretrained(model, source, config=config, **kwargs)
+        if not holds_mixing or "mixing" in record:
+            return PeftModel.from_pretrained(model, source, config=config, **kwargs)
+        # An earlier version saved it. PEFT loads no adapter that lacks a tensor.
+        tensors = load_file(cached_file(source, SAFETENSORS_WEIGHTS_NAME, **hub))
+        _add_scale(tensors, record["mixing_scale"])
+        with TemporaryDirectory() as place:
+            save_file(tensors, Path(place) / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
+            others = {name: value for name, value in kwargs.items() if name not in HUB_OPTIONS}
+            return PeftModel.from_pretrained(model, place, config=config, **others)
 
 
 def save_mixing(model: PreTrainedModel, directory: str | os.PathLike) -> None:
@@ -69,7 +79,7 @@ def save_mixing(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f".{MIXING_FILE}.{os.getpid()}"
     try:
-        record = {**record_of(model.config), "scale": model.config.mixing_scale}
+        record = record_of(model.config) | {"mixing_scale": model.config.mixing_scale}
         save_file(tensors, partial, {"format": "pt", RECORD: json.dumps(record)})
         partial.replace(directory / MIXING_FILE)
     finally:
@@ -87,8 +97,7 @@ def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedMo
         raise ValueError(f"{file} does not record how its model was interleaved: save it by save_mixing.")
     with _interleaved(model, record := json.loads(record), source), torch.no_grad():
         own = _mixing(model)
-        if "mixing_scale" in record:
-            tensors = _with_scale(tensors, own, record["mixing_scale"])
+        _add_scale(tensors, record["mixing_scale"])
         found, expected = ({name: each.shape for name, each in state.items()} for state in (tensors, own))
         if found != expected:
             raise ValueError(f"{source} does not hold the mixing that its record names.")
@@ -101,12 +110,12 @@ def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedMo
     return model
 
 
-def _with_scale(tensors: dict, own: dict, scale: float) -> dict[str, torch.Tensor]:
+def _add_scale(tensors: dict[str, torch.Tensor], scale: float) -> None:
     """Add to mixing that an earlier version saved its scale, and where that is 1 its starts, which are zero."""
-    added = {name: torch.full_like(each, scale) for name, each in own.items() if name.endswith("_scale")}
-    if scale == 1:
-        added |= {name: torch.zeros_like(each) for name, each in own.items() if name.endswith("_start")}
-    return added | tensors
+    for name in [name for name in tensors if is_mixing(name) and name.endswith(".weight")]:
+        tensors.setdefault(f"{name}_scale", tensors[name].new_tensor(scale))
+        if scale == 1:
+            tensors.setdefault(f"{name}_start", torch.zeros_like(tensors[name]))
 
 
 def _mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -120,7 +129,7 @@ def _mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 @contextmanager
 def _interleaved(model: PreTrainedModel, record: dict, source: str, holds_mixing: bool = True) -> Iterator[None]:
     """Interleave a plain model as a record says, or check that a model is, and undo it where what follows fails."""
-    if lacking := sorted(record_of(model.config).keys() - record.keys()):
+    if lacking := sorted({"mixing_scale", *record_of(model.config)} - record.keys()):
         raise ValueError(
             f"The record of {source} lacks {', '.join(lacking)}: it is damaged, or not one of save_mixing."
         )
@@ -132,7 +141,7 @@ def _interleaved(model: PreTrainedModel, record: dict, source: str, holds_mixing
             raise ValueError(f"{source} was trained on another base than this model: {error}.") from None
         options = {"layers": sorted(layers), "collapse": record["pseudo_collapse"]}
         options["sliding_window"] = record["interleaved_window"]
-        options["mixing_scale"] = record["mixing_scale"] if "mixing_scale" in record else record["scale"]
+        options["mixing_scale"] = record["mixing_scale"]
         interleave_heads(model, record["num_pseudo_heads"], **options)
     try:
         check_record(record, model, source, holds_mixing)

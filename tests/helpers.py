@@ -134,7 +134,7 @@ DECODER_FIELDS = {
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "masks.py", "virtual_core.py"),
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
-    *("interleaving.py", "cpu_precision.py", "paged_requests.py"),
+    *("interleaving.py", "mixing_scale.py", "cpu_precision.py", "paged_requests.py"),
 }
 
 
