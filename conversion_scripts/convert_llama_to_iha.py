@@ -28,9 +28,8 @@ from conversion_scripts.conversion import (
 )
 from iha_io.command_io import UserError, checked, refusing, run_cli, typed
 from kind_facts import all_companions, companion_of
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.interleaving import keep_start
 from modeling_iha.package import flop_matched_window
 
 
@@ -144,8 +143,8 @@ def convert_model(
         started |= companion_of(layer_kind).from_mha(config, of_mha)
         state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
-    keep_start(model, mixing_scale)
-    model.config.mixing_scale = mixing_scale
+    if mixing_parameters(model):
+        set_mixing_scale(model, mixing_scale)
     return model
 
 

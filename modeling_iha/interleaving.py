@@ -45,28 +45,17 @@ class Mixing(nn.Module):
     def add_weight(self, name: str, value: torch.Tensor):
         """Add a parameter with its start, of the same shape, and its scale, of shape []."""
         self.register_parameter(name, nn.Parameter(value))
-        self.register_buffer(f"{name}_start", torch.zeros_like(value))
-        self.register_buffer(f"{name}_scale", value.new_ones(()))
-
-    @torch.no_grad()
-    def keep_start(self, scale: float):
-        """Make the present values the start, and begin each weight, their change, at zero."""
-        for name, weight in self.named_parameters(recurse=False):
-            self.get_buffer(f"{name}_start").copy_(self.value(name))
-            self.get_buffer(f"{name}_scale").fill_(scale)
-            weight.zero_()
-        self.built_scale = scale
+        weight = self.get_parameter(name)  # on another device where Accelerate or vLLM watches this call
+        self.register_buffer(f"{name}_start", torch.zeros_like(weight))
+        self.register_buffer(f"{name}_scale", weight.new_ones(()))
 
     def begin(self, name: str, value: torch.Tensor):
         """Initialise a weight at a value, as far as it was not loaded.
 
         Checkpoints of earlier versions hold no scale, which is then the configuration's, and where it is 1 no start.
         Raise a ValueError for any other weight without its start."""
-        weight, start, scale = (
-            self.get_parameter(name),
-            self.get_buffer(f"{name}_start"),
-            self.get_buffer(f"{name}_scale"),
-        )
+        weight = self.get_parameter(name)
+        start, scale = self.get_buffer(f"{name}_start"), self.get_buffer(f"{name}_scale")
         if was_loaded(weight) and not was_loaded(start) and self.built_scale != 1:
             raise ValueError(
                 f"The weights of a {type(self).__name__} hold changes and no starts: save a model by save_pretrained "
@@ -91,11 +80,11 @@ def was_loaded(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
 
 
-def keep_start(module: nn.Module, scale: float):
-    """Turn all mixing weights within a module into changes from their present values (see `Mixing`)."""
+def build_at(module: nn.Module, scale: float):
+    """Have all mixing weights within a module begin at a scale (see `Mixing`)."""
     for each in module.modules():
-        if isinstance(each, Mixing) and scale != 1:
-            each.keep_start(scale)
+        if isinstance(each, Mixing):
+            each.built_scale = scale
 
 
 class HeadMixing(Mixing):

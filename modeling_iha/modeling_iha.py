@@ -30,7 +30,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .interleaving import keep_start
+from .interleaving import build_at
 from .masks import check_inputs, create_masks
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
@@ -169,7 +169,7 @@ class IHAModel(IHAPreTrainedModel):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = IHARotaryEmbedding(config=config)
         self.gradient_checkpointing = False
-        keep_start(self, config.mixing_scale)
+        build_at(self, config.mixing_scale)
         self.post_init()
 
     @property

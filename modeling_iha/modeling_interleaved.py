@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 
 from .adapter_records import meet_adapter, watch_peft
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
-from .interleaving import HeadCollapse, HeadMixing, keep_start, keep_window_edge
+from .interleaving import HeadCollapse, HeadMixing, build_at, keep_window_edge
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .virtual_core import core_of, expand_mask, register_masks, virtual_attention
@@ -223,7 +223,7 @@ def attach_mixing(model: PreTrainedModel) -> None:
         module.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
         module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
-        keep_start(module, config.mixing_scale)
+        build_at(module, config.mixing_scale)
         module._forward_hooks[HOOK] = _check_attention
     tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()  # Zamba's blocks share all their weights
     weights = dict(model.named_parameters(remove_duplicate=False))  # Transformers ties no buffers

@@ -25,7 +25,7 @@ from modeling_iha import (
     set_mixing_scale,
 )
 from modeling_iha.configuration_interleaved import MIXING_MODULES
-from modeling_iha.interleaving import HeadMixing, keep_start
+from modeling_iha.interleaving import HeadMixing
 from modeling_iha.mixing import values
 
 
@@ -174,7 +174,7 @@ def test_from_scratch_a_weight_is_its_value(dtype):
     assert torch.equal(module.value(), module.weight)
     with torch.no_grad():
         assert torch.equal(module.value(), module.weight)
-    keep_start(module, 0.3)
+    set_mixing_scale(module, 0.3)
     module.weight.data.copy_(torch.randn(5, 5, 3))
     value, gradient = module.value(), torch.randn(5, 5, 3).to(dtype)
     value.backward(gradient)

@@ -86,7 +86,6 @@ def test_a_recipe_says_how_heads_are_interleaved(tmp_path, capsys):
     [
         ("plain", {"interleaved_layers": "0", "collapse": "per_head"}, "interleaved_layers, collapse: for runs that"),
         ("interleaved", {"interleaved_window": 8, "num_pseudo_heads": 2}, "interleaved keeps what it was made with"),
-        ("interleaved", {"mixing_scale": 1}, "mixing_scale is 1, and .*interleaved has 40"),
     ],
 )
 def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path, monkeypatch):
