@@ -54,7 +54,7 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
         raise ValueError(f"{source} needs no interleaved heads: load it with PeftModel.from_pretrained.")
     config = PeftConfig.from_peft_type(**{**fields, **mapping["targets"], "auto_mapping": None})
     record = mapping[RECORD]
-    holds_mixing = record.get("mixing", bool(fields["modules_to_save"]))  # earlier versions record it there
+    holds_mixing = record.get("mixing", bool(fields.get("modules_to_save")))  # earlier versions record it there
     if not hasattr(model.config, "interleaved_layers") and not holds_mixing:
         raise ValueError(f"{source} holds no mixing: load it on the interleaved model that it was trained on.")
     with _interleaved(model, record, source, holds_mixing):
