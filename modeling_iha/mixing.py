@@ -19,9 +19,12 @@ from .modeling_interleaved import configs
 def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the weights by which a model's attention mixes heads, those that train, each once.
 
-    The model may be within PEFT, DDP or FSDP. An optimizer takes them as a group with a rate or a decay of its own:
-    `{"params": mixing_parameters(model), "weight_decay": 0.0}`. Where `mixing_scale` is not 1 they need no rate of
-    their own. PEFT trains copies: ask after it has wrapped the model."""
+    The model may be within PEFT, DDP or FSDP; PEFT trains copies of the weights, so call this after it has wrapped
+    the model. An optimizer takes the weights as a group, such as `{"params": mixing_parameters(model),
+    "weight_decay": 0.0}`. They need no rate of their own where `mixing_scale` is not 1.
+
+    Without their starts and scales, which are buffers, the weights do not say what a model computes: copy its
+    `state_dict()`, and not its `parameters()`, into a model of another seed or scale."""
     weights = [getattr(module, name) for module in model.modules() for name in weight_names(module)]
     return [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
 
@@ -54,9 +57,15 @@ def values(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def set_mixing_scale(model: nn.Module, scale: float) -> None:
-    """Have the mixing of a model learn at `scale` times the optimizer's rate, without changing what it computes.
+    """Have the mixing of a model learn at another multiple of the optimizer's rate, and compute what it computed.
 
-    The present values become the starts to which weight decay pulls. An optimizer that has taken steps keeps them."""
+    The present values become the starts, to which weight decay pulls, and the weights become zero.
+
+    Args:
+        model: any model with weights that mix heads, whole or sharded by FSDP2.
+        scale: the new `mixing_scale`, above 0. The configuration says it too.
+
+    Raise a ValueError for another scale, and for a model without such weights or with offloaded ones."""
     if not isinstance(scale, int | float) or not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale!r}: expected a number above 0.")
     found = [(module, name) for module in model.modules() for name in weight_names(module)]

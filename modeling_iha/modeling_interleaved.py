@@ -124,7 +124,7 @@ class InterleavedPreTrainedModel:
 
     def save_pretrained(self, *args, **kwargs):
         note_scale(self, [self.config])
-        super().save_pretrained(*args, **kwargs)
+        return super().save_pretrained(*args, **kwargs)
 
     def meet_adapter(self, tuner: Any, config: Any):
         """Check an adapter of this model, and have its configuration record the model (see `watch_peft`)."""
