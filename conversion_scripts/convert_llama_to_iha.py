@@ -25,9 +25,8 @@ from conversion_scripts.conversion import (
 from iha_io.command_arguments import check_attention, check_conversion, convert_arguments
 from iha_io.command_io import UserError, checked, run_cli, typed
 from kind_facts import companion_of
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.interleaving import keep_start
 from modeling_iha.package import flop_matched_window
 
 
@@ -127,8 +126,8 @@ def convert_model(
         started |= companion_of(layer_kind).from_mha(config, of_mha)
         state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
-    keep_start(model, mixing_scale)
-    model.config.mixing_scale = mixing_scale
+    if mixing_parameters(model):
+        set_mixing_scale(model, mixing_scale)
     return model
 
 

@@ -10,8 +10,9 @@ keys are equal.
 import torch
 
 from modeling_iha import IHAConfig
-from modeling_iha.interleave import deviations as deviations_from_start
-from modeling_iha.interleave import exact_start
+from modeling_iha.exact_start import deviations as deviations_from_start
+from modeling_iha.exact_start import exact_start
+from modeling_iha.mixing import values
 
 from . import Companion
 from .cost import Cost, score_products
@@ -67,7 +68,7 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
 
     Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters.
     NaN and infinity become NaN."""
-    moved = deviations_from_start(attention, heads_of(config), config.num_pseudo_heads, config.pseudo_collapse)
+    moved = deviations_from_start(values(attention), heads_of(config), config.num_pseudo_heads, config.pseudo_collapse)
     return moved | {name: 0 * moved[name] for name in foldable(config)}
 
 

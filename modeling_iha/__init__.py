@@ -14,6 +14,7 @@ from transformers import (
 from .adapters import load_adapter, save_mixing
 from .configuration_iha import IHAConfig
 from .interleave import LocalInterleavedConfig, interleave_heads, remove_interleaving
+from .mixing import mixing_parameters, set_mixing_scale
 from .modeling_iha import (
     IHAForCausalLM,
     IHAForQuestionAnswering,
@@ -52,7 +53,9 @@ __all__ = [
     "IHAPreTrainedModel",
     "interleave_heads",
     "load_adapter",
+    "mixing_parameters",
     "pair_heads",
     "remove_interleaving",
     "save_mixing",
+    "set_mixing_scale",
 ]

@@ -5,32 +5,38 @@
 An adapter with the mixing among its `modules_to_save` would load on the plain base without a word. Its saved
 configuration therefore names no target but a sentence, which PEFT finds in no model and prints. The targets and the
 record are in `auto_mapping`, and an interleaved model puts them back.
+
+PEFT has no public way to do this. It calls nothing of a model before it changes it, writes no field of another
+library, and takes an adapter for any base that has its targets. `watch_peft` therefore wraps three of its methods. The
+wrappers decide nothing: they ask the model, so it does not matter which copy of this code has made them.
 """
 
 import copy
-import sys
 import warnings
-from functools import cache, partial, wraps
+from functools import wraps
 from itertools import accumulate
 from typing import Any
 
-from transformers import PreTrainedConfig
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_interleaved import FIELDS, MIXING_MODULES
+from .exact_start import deviations
 from .interleaving import Mixing
 
 
-RECORD = "interleaving"  # in the `auto_mapping` of an adapter's configuration, and so is "targets"
+RECORD = "interleaving"  # in the `auto_mapping` of an adapter's configuration; on disk "targets" stand beside it
 # By these fields PEFT finds what an adapter changes.
 TARGETS = (
     *("target_modules", "modules_to_save", "exclude_modules", "target_parameters"),
     *("layers_to_transform", "layers_pattern"),
 )
-# PEFT: "Target modules ... not found in the base model. Please check the target modules and try again."
-NO_TARGETS = (
+# PEFT prints: "Target modules ... not found in the base model. Please check the target modules and try again."
+HIDDEN = (
     "of a model with interleaved heads, which this adapter needs (load it with load_adapter(base, adapter) of "
     "modeling_iha), were"
 )
+WATCHED = "asks_interleaved_models"  # a mark on PEFT's class
 
 
 def record_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -39,39 +45,103 @@ def record_of(config: PreTrainedConfig) -> dict[str, Any]:
     return {name: getattr(config, name, None) for name in (*FIELDS, "interleaved_layers")} | {"num_layers": depth}
 
 
-def check_record(record: dict[str, Any], config: PreTrainedConfig, what: str) -> None:
+def check_record(record: dict[str, Any], model: PreTrainedModel, what: str, holds_mixing: bool = True) -> None:
     """Raise a ValueError for a model that is not interleaved as the record of an adapter says."""
-    if different := [name for name, value in record_of(config).items() if record.get(name) != value]:
+    own = record_of(model.config)
+    if different := [name for name, value in own.items() if record.get(name) != value]:
         raise ValueError(
             f"{what} was trained on another model, or one that is interleaved otherwise ({', '.join(different)}): "
             "load it on its plain base with load_adapter of modeling_iha, or interleave that base in the same way."
         )
+    if record.get("moved") and not holds_mixing and not has_moved(model):
+        raise ValueError(
+            f"{what} was trained beside a trained mixing, which it does not hold, and this model's is at its start: "
+            "load it on the model that it was trained on."
+        )
 
 
-def watch_adapters() -> None:
-    """Have PEFT, if it is imported, show each adapter's configuration to an interleaved model before it changes it."""
-    if (tuners := sys.modules.get("peft.tuners.tuners_utils")) is not None:
-        _watch(tuners.BaseTuner)
+def watch_peft() -> None:
+    """Have PEFT, where it is installed, show adapters to an interleaved model. Called before there is one.
 
-
-@cache
-def _watch(tuner_class: Any) -> None:
-    inject = tuner_class.inject_adapter
+    It imports PEFT, in half a second, because whoever does so later would save adapters without a record. Two threads
+    may both wrap its methods: asked twice, the functions below do the same."""
+    try:
+        from peft import PeftModel
+        from peft.config import PeftConfigMixin
+        from peft.tuners.tuners_utils import BaseTuner
+    except Exception:  # not installed, or broken, which whoever uses it will see
+        return
+    if hasattr(BaseTuner, WATCHED):
+        return
+    inject, save_adapters, save_config = (
+        BaseTuner.inject_adapter,
+        PeftModel.save_pretrained,
+        PeftConfigMixin.save_pretrained,
+    )
 
     @wraps(inject)
     def inject_adapter(self, model, adapter_name, *args, **kwargs):
-        config = self.peft_config[adapter_name]
-        vars(config).pop("save_pretrained", None)  # of another model
-        if hasattr(getattr(model, "config", None), "interleaved_layers"):
-            _meet(self, model, config)
+        _show_adapter(self, model, self.peft_config[adapter_name])
         return inject(self, model, adapter_name, *args, **kwargs)
 
-    tuner_class.inject_adapter = inject_adapter
+    @wraps(save_adapters)
+    def save_pretrained(self, *args, **kwargs):
+        for config in self.peft_config.values():
+            if _is_prompt(config):  # it has changed no module, so the model has not met it
+                _show_adapter(None, self.get_base_model(), config)
+        return save_adapters(self, *args, **kwargs)
+
+    @wraps(save_config)
+    def save_pretrained_config(self, *args, **kwargs):
+        config = _with_targets_hidden(self)
+        if config is not self:
+            kwargs["auto_mapping_dict"] = config.auto_mapping
+        return save_config(config, *args, **kwargs)
+
+    setattr(BaseTuner, "inject_adapter", inject_adapter)
+    setattr(PeftModel, "save_pretrained", save_pretrained)
+    setattr(PeftConfigMixin, "save_pretrained", save_pretrained_config)
+    setattr(BaseTuner, WATCHED, True)
+
+
+def _is_prompt(config: Any) -> bool:
+    return config.is_prompt_learning or config.is_adaption_prompt
+
+
+def _show_adapter(tuner: Any, model: nn.Module, config: Any) -> None:
+    """Show the configuration of an adapter to its model, if that is interleaved, and else forget another model."""
+    if hasattr(model, "meet_adapter"):
+        model.meet_adapter(tuner, config)
+    elif hasattr(getattr(model, "config", None), "interleaved_layers"):
+        raise ValueError(f"This {type(model).__name__} is a part of an interleaved model: give PEFT the whole model.")
+    elif found_record(config) is None:
+        config.auto_mapping = None
+
+
+def _with_targets_hidden(config: Any) -> Any:
+    """Return the configuration of an adapter as it is saved: of one with a record a copy, without its targets.
+
+    A prompt has no targets. Its type of task is hidden, of which PEFT prints what it does not know."""
+    if RECORD not in (config.auto_mapping or {}) or found_record(config) is not None:
+        return config
+    saved, hidden = copy.copy(config), ("task_type",) if _is_prompt(config) else TARGETS
+    targets = {name: getattr(config, name) for name in hidden if hasattr(config, name)}
+    for name, value in targets.items():
+        targets[name] = sorted(value) if isinstance(value, set) else value
+        setattr(saved, name, None)
+    if _is_prompt(config):
+        saved.task_type = HIDDEN
+    else:
+        saved.target_modules = HIDDEN
+        saved.modules_to_save = list(MIXING_MODULES) if config.auto_mapping[RECORD]["mixing"] else None
+    saved.auto_mapping = {**config.auto_mapping, "targets": targets}
+    return saved
 
 
 def found_record(config: Any) -> dict[str, Any] | None:
-    """Return the record of an adapter's configuration, or None for one that needs no interleaved heads."""
-    return (config.auto_mapping or {}).get(RECORD)
+    """Return the record of an adapter's configuration as it was saved, or None for one that has none."""
+    mapping = config.auto_mapping or {}
+    return mapping[RECORD] if "targets" in mapping else None
 
 
 def restore_targets(config: Any) -> None:
@@ -82,17 +152,19 @@ def restore_targets(config: Any) -> None:
     config.auto_mapping = None  # written anew
 
 
-def _meet(tuner: Any, model: Any, config: Any) -> None:
-    """Put back what a saved configuration leaves out, and have it record the model when it is saved again."""
-    record = record_of(model.config)
-    if (found := found_record(config)) is not None:
-        check_record(found, model.config, "The adapter")
-        restore_targets(config)
-    # PEFT looks for its usual targets under the model type that is saved, "interleaved".
-    tuner._prepare_adapter_config(config, {**model.config.to_dict(), "model_type": model.config.model_type})
+def meet_adapter(model: PreTrainedModel, tuner: Any, config: Any) -> None:
+    """Put back what a saved configuration leaves out, and have it record the model when it is saved again.
 
+    `tuner` is PEFT's, or None for a prompt."""
     mixing = {name: module for name, module in model.named_modules() if isinstance(module, Mixing)}
     mixing = {name: module for name, module in mixing.items() if ".modules_to_save." not in name}  # of other adapters
+    found = found_record(config)
+    if found is not None:
+        restore_targets(config)
+    if tuner is not None:
+        # PEFT looks for its usual targets under the model type that is saved, "interleaved".
+        tuner._prepare_adapter_config(config, {**model.config.to_dict(), "model_type": model.config.model_type})
+
     saved, parameters = (tuple(getattr(config, name, None) or ()) for name in ("modules_to_save", "target_parameters"))
     kept = [name for name in mixing if any(place.endswith(saved) for place in accumulate(name.split("."), _join))]
     if 0 < len(kept) < len(mixing) or any(f"{name}.weight".endswith(parameters) for name in mixing):
@@ -100,43 +172,48 @@ def _meet(tuner: Any, model: Any, config: Any) -> None:
             "An adapter trains and saves all of the mixing or nothing of it: name q_mix, k_mix, v_mix and collapse in "
             "modules_to_save, or none of them, and no parameter of theirs in target_parameters."
         )
-    # Paired heads have no mixing, and the plain model computes something else.
-    has_moved = record["virtual_heads"] == "paired" or any(map(_moved, mixing.values()))
-    if found is not None and found.get("moved") and not (kept or has_moved):
-        raise ValueError(
-            "The adapter was trained beside a trained mixing, which it does not hold, and this model's is at its "
-            "start: load it on the model that it was trained on."
-        )
-    if not (kept or has_moved or config.inference_mode):
+    if found is not None:
+        check_record(found, model, "The adapter", holds_mixing=bool(kept))
+        if kept and "mixing" not in found:
+            raise ValueError(
+                "An earlier version saved this adapter, without the scale of its mixing: load it with load_adapter of "
+                "modeling_iha, and save it again."
+            )
+    moved, window = has_moved(model), model.config.interleaved_window
+    if not (kept or moved or config.inference_mode or tuner is None):
         warnings.warn(
             "The adapter leaves the mixing frozen at its start, where pseudo-heads add nothing: to train it, name "
             "q_mix, k_mix, v_mix and collapse in modules_to_save."
         )
-    if kept or has_moved or record["interleaved_window"] is not None:
+    config.auto_mapping = None
+    if kept or moved or window is not None:
         base = next(each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
-        record["moved"] = has_moved
-        found_by = {"base_model_class": base.__name__, "parent_library": base.__module__, RECORD: record}
-        config.save_pretrained = partial(_save_config, config, found_by, bool(kept))
+        record = record_of(model.config) | {"moved": moved, "mixing": bool(kept)}
+        record["mixing_scale"] = model.config.mixing_scale  # to make another model with; the weights have their own
+        found_by = {"base_model_class": base.__name__, "parent_library": base.__module__}
+        config.auto_mapping = {**found_by, RECORD: record}
 
 
 def _join(place: str, name: str) -> str:
     return f"{place}.{name}"
 
 
-def _moved(module: Mixing) -> bool:
-    """Return whether a mixing weight may have left the start that changes nothing."""
-    has_start = hasattr(module, "weight_start")
-    return not has_start or any(weight.is_meta or bool(weight.any()) for weight in module.parameters())
+def has_moved(model: PreTrainedModel) -> bool:
+    """Return whether the mixing may have left the start that changes nothing, beside what an adapter trains of it.
 
-
-def _save_config(config: Any, found_by: dict, with_mixing: bool, directory: str, auto_mapping_dict=None, **kwargs):
-    """Save the configuration of an adapter with its record, and with no target that a plain model has."""
-    saved = copy.copy(config)
-    del saved.save_pretrained
-    targets = {name: getattr(config, name) for name in TARGETS if hasattr(config, name)}
-    for name, value in targets.items():
-        targets[name] = sorted(value) if isinstance(value, set) else value
-        setattr(saved, name, None)
-    saved.target_modules = NO_TARGETS
-    saved.modules_to_save = list(MIXING_MODULES) if with_mixing else None
-    saved.save_pretrained(directory, auto_mapping_dict={**found_by, "targets": targets}, **kwargs)
+    Paired heads have no mixing, and compute something else than the plain model."""
+    if model.config.virtual_heads == "paired":
+        return True
+    for attention in model.modules():
+        if not hasattr(attention, "q_mix"):
+            continue
+        mixing = {name: getattr(attention, name) for name in MIXING_MODULES}
+        mixing = {name: getattr(module, "original_module", module) for name, module in mixing.items()}
+        if any(module.weight.is_meta or hasattr(module.weight, "full_tensor") for module in mixing.values()):
+            return True  # it is elsewhere, or shared among processes, of which one asks
+        own = {f"{name}.weight": module.value().detach() for name, module in mixing.items()}
+        heads = [own[f"{name}.weight"].shape[0] for name in ("q_mix", "k_mix", "v_mix")]
+        moved = deviations(own, heads, model.config.num_pseudo_heads, model.config.pseudo_collapse)
+        if any(deviation.any() for deviation in moved.values()):
+            return True
+    return False

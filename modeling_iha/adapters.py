@@ -7,16 +7,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
-from .adapter_records import RECORD, check_record, found_record, record_of, restore_targets
+from .adapter_records import RECORD, check_record, record_of
 from .interleave import _detach, interleave_heads
+from .mixing import whole
+from .mixing_scale import note_scale
 from .modeling_interleaved import backbone_of, is_mixing
 from .paired_decoders import pair_heads
 
@@ -36,25 +40,35 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
     Return PEFT's model, or for mixing alone the model itself. Raise a ValueError for a base with other layers or
     heads. As in PEFT no weights are compared: another base of the same shape is taken."""
     source, hub = str(source), {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-    if find_adapter_config_file(source, **hub) is None:
+    file = find_adapter_config_file(source, **hub)
+    if file is None:
         return _load_mixing(model, source, hub)
     try:
         from peft import PeftConfig, PeftModel
+        from peft.utils import SAFETENSORS_WEIGHTS_NAME
     except ImportError as error:
         raise ImportError("load_adapter of an adapter needs PEFT: pip install peft.") from error
 
-    config = PeftConfig.from_pretrained(source, **hub)
-    if (record := found_record(config)) is None:
+    fields = PeftConfig.from_json_file(file)  # a prompt's is none of PEFT before its type of task is put back
+    mapping = fields.get("auto_mapping") or {}
+    if RECORD not in mapping:
         raise ValueError(f"{source} needs no interleaved heads: load it with PeftModel.from_pretrained.")
-    is_paired = record.get("virtual_heads") == "paired"
-    if not hasattr(model.config, "interleaved_layers") and not config.modules_to_save and not is_paired:
-        raise ValueError(
-            f"{source} holds no mixing: load it with PeftModel.from_pretrained on the interleaved model that it was "
-            "trained on."
-        )
-    restore_targets(config)
-    with _interleaved(model, record, source):
-        return PeftModel.from_pretrained(model, source, config=config, **kwargs)
+    config = PeftConfig.from_peft_type(**{**fields, **mapping["targets"], "auto_mapping": None})
+    record = mapping[RECORD]
+    holds_mixing = record.get("mixing", bool(fields.get("modules_to_save")))  # earlier versions record it there
+    needs_mixing = not holds_mixing and record.get("virtual_heads") != "paired"
+    if not hasattr(model.config, "interleaved_layers") and needs_mixing:
+        raise ValueError(f"{source} holds no mixing: load it on the interleaved model that it was trained on.")
+    with _interleaved(model, record, source, holds_mixing):
+        if not holds_mixing or "mixing" in record:
+            return PeftModel.from_pretrained(model, source, config=config, **kwargs)
+        # An earlier version saved it. PEFT loads no adapter that lacks a tensor.
+        tensors = load_file(cached_file(source, SAFETENSORS_WEIGHTS_NAME, **hub))
+        _add_scale(tensors, record["mixing_scale"])
+        with TemporaryDirectory() as place:
+            save_file(tensors, Path(place) / SAFETENSORS_WEIGHTS_NAME, {"format": "pt"})
+            others = {name: value for name, value in kwargs.items() if name not in HUB_OPTIONS}
+            return PeftModel.from_pretrained(model, place, config=config, **others)
 
 
 def save_mixing(model: PreTrainedModel, directory: str | os.PathLike) -> None:
@@ -63,12 +77,14 @@ def save_mixing(model: PreTrainedModel, directory: str | os.PathLike) -> None:
         raise ValueError(f"{type(model).__name__} has no interleaved heads of its own. An adapter saves its mixing.")
     if model.config.virtual_heads == "paired":
         raise ValueError("Paired heads have no mixing: save the model, or an adapter.")
-    tensors = {name: tensor.cpu().clone() for name, tensor in _mixing(model).items()}
+    note_scale(model, [model.config])
+    tensors = {name: whole(tensor).cpu().clone() for name, tensor in _mixing(model).items()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f".{MIXING_FILE}.{os.getpid()}"
     try:
-        save_file(tensors, partial, {"format": "pt", RECORD: json.dumps(record_of(model.config))})
+        record = record_of(model.config) | {"mixing_scale": model.config.mixing_scale}
+        save_file(tensors, partial, {"format": "pt", RECORD: json.dumps(record)})
         partial.replace(directory / MIXING_FILE)
     finally:
         partial.unlink(missing_ok=True)
@@ -79,16 +95,31 @@ def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedMo
     if file is None:
         raise ValueError(f"{source} holds neither an adapter (adapter_config.json) nor mixing ({MIXING_FILE}).")
     with safe_open(file, "pt") as opened:
-        record = json.loads((opened.metadata() or {})[RECORD])
+        record = (opened.metadata() or {}).get(RECORD)
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-    with _interleaved(model, record, source), torch.no_grad():
+    if record is None:
+        raise ValueError(f"{file} does not record how its model was interleaved: save it by save_mixing.")
+    with _interleaved(model, record := json.loads(record), source), torch.no_grad():
         own = _mixing(model)
+        _add_scale(tensors, record["mixing_scale"])
         found, expected = ({name: each.shape for name, each in state.items()} for state in (tensors, own))
         if found != expected:
             raise ValueError(f"{source} does not hold the mixing that its record names.")
         for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+            loaded = tensors[name].to(tensor)
+            if isinstance(tensor, DTensor):
+                loaded = distribute_tensor(loaded, tensor.device_mesh, tensor.placements)
+            tensor.copy_(loaded)
+        note_scale(model, [model.config])
     return model
+
+
+def _add_scale(tensors: dict[str, torch.Tensor], scale: float) -> None:
+    """Add to mixing that an earlier version saved its scale, and where that is 1 its starts, which are zero."""
+    for name in [name for name in tensors if is_mixing(name) and name.endswith(".weight")]:
+        tensors.setdefault(f"{name}_scale", tensors[name].new_tensor(scale))
+        if scale == 1:
+            tensors.setdefault(f"{name}_start", torch.zeros_like(tensors[name]))
 
 
 def _mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -100,8 +131,12 @@ def _mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _interleaved(model: PreTrainedModel, record: dict, source: str) -> Iterator[None]:
+def _interleaved(model: PreTrainedModel, record: dict, source: str, holds_mixing: bool = True) -> Iterator[None]:
     """Interleave a plain model as a record says, or check that a model is, and undo it where what follows fails."""
+    if lacking := sorted({"mixing_scale", *record_of(model.config)} - record.keys()):
+        raise ValueError(
+            f"The record of {source} lacks {', '.join(lacking)}: it is damaged, or not one of save_mixing."
+        )
     is_plain = not hasattr(model.config, "interleaved_layers")
     if is_plain:
         try:
@@ -115,7 +150,7 @@ def _interleaved(model: PreTrainedModel, record: dict, source: str) -> Iterator[
             options |= {"collapse": record["pseudo_collapse"], "mixing_scale": record["mixing_scale"]}
             interleave_heads(model, record["num_pseudo_heads"], **options)
     try:
-        check_record(record, model.config, source)
+        check_record(record, model, source, holds_mixing)
         yield
     except Exception:
         if is_plain:

@@ -17,7 +17,7 @@ class SharedMap(Mixing):
 
     def __init__(self, head_dim: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(head_dim))
+        self.add_weight("weight", torch.eye(head_dim))
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity, so that the layer starts as multi-head attention."""
@@ -32,9 +32,9 @@ class SharedMLP(Mixing):
 
     def __init__(self, head_dim: int):
         super().__init__()
-        self.up = nn.Parameter(torch.eye(head_dim))
-        self.gate = nn.Parameter(torch.zeros(head_dim, head_dim))
-        self.down = nn.Parameter(torch.eye(head_dim))
+        self.add_weight("up", torch.eye(head_dim))
+        self.add_weight("gate", torch.zeros(head_dim, head_dim))
+        self.add_weight("down", torch.eye(head_dim))
 
     def init_mechanism(self, config: IHAConfig):
         """Start at U = D = I and G = 0, so that the layer starts as multi-head attention."""

@@ -25,7 +25,7 @@ class KeyQueryConvolution(Mixing):
 
     def __init__(self, num_heads: int, query_kernel: int, key_kernel: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_heads, 1, query_kernel, key_kernel))
+        self.add_weight("weight", torch.empty(num_heads, 1, query_kernel, key_kernel))
         self.init_mechanism()
 
     def init_mechanism(self, config: IHAConfig | None = None):

@@ -3,7 +3,6 @@
 """Define kind "talking_heads" (Shazeer et al. 2020, Talking-Heads Attention, arXiv 2003.02436)."""
 
 import torch
-from torch import nn
 
 from .configuration_iha import IHAConfig
 from .interleaving import Mixing
@@ -17,7 +16,7 @@ class HeadTalk(Mixing):
 
     def __init__(self, num_heads: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(num_heads))
+        self.add_weight("weight", torch.eye(num_heads))
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity, so that the layer starts as multi-head attention."""

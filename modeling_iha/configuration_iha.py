@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from .kind_options import OPTIONS_CLASSES
+from .mixing_scale import check_scale
 
 
 if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone (mergekit) brings the model's code too.
@@ -289,9 +290,11 @@ class IHAConfig(LlamaConfig):
         """Build a config as Transformers does, which reads every config.json through this method.
 
         Fields among `kwargs` replace those of the file before the config is checked; fewer layers are its first ones.
-        Raise a ValueError where a size is missing: the model would have Llama-7B's, whatever the weights beside it."""
+        Raise a ValueError where a size is missing: the model would have Llama-7B's, whatever the weights beside it.
+        Raise one for another `mixing_scale` than that of the file, on which the values of the weights depend."""
         if missing := [name for name in SIZES if name not in config_dict]:
             raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
+        check_scale(config_dict, kwargs)
         if "rope_theta" in kwargs:  # beside `rope_parameters` it would be ignored
             parameters = kwargs.get("rope_parameters") or config_dict.get("rope_parameters") or {}
             kwargs["rope_parameters"] = parameters | {"rope_theta": kwargs.pop("rope_theta")}

@@ -15,6 +15,8 @@ check_transformers()
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from .mixing_scale import check_scale
+
 
 if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone (mergekit) brings the model's code too.
     from .interleaving import HeadMixing  # noqa: F401  # old versions of Transformers copy what stands here alone
@@ -27,7 +29,7 @@ TASKS = (
 )
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 # What attention modules and masks read, from the configurations of their own models.
-FIELDS = ("num_pseudo_heads", "pseudo_collapse", "mixing_scale", "interleaved_window", "virtual_heads")
+FIELDS = ("num_pseudo_heads", "pseudo_collapse", "interleaved_window", "virtual_heads")
 AUTO_MAP = {
     "AutoConfig": "configuration_interleaved.InterleavedConfig",
     "AutoModel": "modeling_interleaved.InterleavedModel",
@@ -44,6 +46,7 @@ class InterleavedConfig(PreTrainedConfig):
         pseudo_collapse (`str`): "per_head" (Algorithm 1) or "all_heads" (Definition 3).
         interleaved_layers (`dict`): query heads, key heads and value heads of each interleaved attention module, by
             its name in the base model.
+        mixing_scale (`float`): how many times the optimizer's rate the mixing learns at.
         interleaved_window (`int`, *optional*): window of these modules in tokens, where it is not the base's.
         virtual_heads (`str`, *optional*): "paired" where the heads are paired (`pair_heads`), and not mixed."""
 
@@ -80,6 +83,7 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
         return fields, kwargs
 
     def from_dict(cls, config_dict: dict, **kwargs):
+        check_scale(config_dict, kwargs)
         fields = {name: value for name, value in config_dict.items() if name != "model_type"}  # see `ModelType`
         return base.from_dict.__func__(cls, fields, **kwargs)
 
@@ -97,6 +101,31 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
     namespace |= {"__reduce__": reduce, "get_config_dict": classmethod(get_config_dict)}
     # One name for all, because the Auto classes compare names.
     return type("InterleavedConfig", (base,), {**namespace, "__module__": __name__, "_auto_class": "AutoConfig"})
+
+
+@cache
+def part_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return the class of the configuration of a decoder within an interleaved model, which is not saved by itself.
+
+    Nothing in it says which of its layers are interleaved, so a load would build plain ones."""
+
+    def save_pretrained(self, *args, **kwargs):
+        raise ValueError(
+            "This is a part of a model with interleaved heads, and by itself it would load without them: save the "
+            "whole model."
+        )
+
+    def reduce(self) -> tuple:
+        return unpickled_part, (base,), self.__getstate__()
+
+    return type(
+        base.__name__, (base,), {"save_pretrained": save_pretrained, "__reduce__": reduce, "__doc__": "A part."}
+    )
+
+
+def unpickled_part(base: Any) -> PreTrainedConfig:
+    """Return the configuration of a part without fields, which pickle fills."""
+    return object.__new__(part_class(base))
 
 
 def unpickled_config(base_model_type: str) -> PreTrainedConfig:

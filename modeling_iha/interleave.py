@@ -11,7 +11,7 @@ that sum to zero over the pseudo-heads make them differ without changing the res
 import copy
 import gc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from threading import Lock
 
 import torch
@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_names import CACHE
 from .configuration_interleaved import AUTO_MAP, FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class
+from .exact_start import deviations, exact_start
 from .mixing import values
 from .modeling_interleaved import (
     attach_mixing,
@@ -40,8 +41,6 @@ from .virtual_core import core_function, core_of
 
 # The largest difference from the base model, as a share of the largest hidden state.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-# Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.
-OFFSET_TOLERANCE = 1e-6
 REGISTRY_LOCK = Lock()  # Models of several threads share the registry.
 
 
@@ -57,47 +56,6 @@ class LocalInterleavedConfig(InterleavedConfig):
             raise ValueError(f"base_model_type is {base!r}: expected a model type of Transformers.")
         register_models(config_class(base))
         return super().from_dict(config_dict, **kwargs)
-
-
-def identity_mixing(num_heads: int, num_pseudo_heads: int) -> torch.Tensor:
-    """Return alpha [M, M, P] (source head, head, pseudo-head), float32, where every pseudo-head equals its head."""
-    return torch.eye(num_heads)[:, :, None].repeat(1, 1, num_pseudo_heads)
-
-
-def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str = "per_head") -> torch.Tensor:
-    """Return R [H, P] or, for "all_heads", [H, H * P], float32, where each head selects its own last pseudo-head."""
-    last = torch.zeros(1, num_pseudo_heads)
-    last[0, -1] = 1.0
-    return last.repeat(num_heads, 1) if pseudo_collapse == "per_head" else torch.kron(torch.eye(num_heads), last)
-
-
-def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw D [M, M, P], float32, within 0.25 of zero, which sums to zero over the pseudo-heads and is zero for P = 1.
-
-    The entries are multiples of 2^-7, so I + D and its sum over the pseudo-heads are exact in bfloat16 too. Rounded
-    entries would cause an error of 0.2% in the values of every layer.
-    """
-    steps = torch.randint(-16, 17, (num_heads, num_heads, num_pseudo_heads), generator=generator)
-    return (steps - steps.roll(1, dims=-1)) / 128
-
-
-def exact_start(
-    heads: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str, generator: torch.Generator | None
-) -> dict[str, torch.Tensor]:
-    """Return the mixing and collapse of a layer, float32, with which it computes what it computed without them.
-
-    `heads` are the numbers of query, key and value heads. The value offsets are drawn from `generator`, and are zero
-    without one."""
-    num_heads, num_key_heads, num_value_heads = heads
-    value_mixing = identity_mixing(num_value_heads, num_pseudo_heads)
-    if generator is not None:
-        value_mixing += balanced_offsets(num_value_heads, num_pseudo_heads, generator)
-    return {
-        "q_mix.weight": identity_mixing(num_heads, num_pseudo_heads),
-        "k_mix.weight": identity_mixing(num_key_heads, num_pseudo_heads),
-        "v_mix.weight": value_mixing,
-        "collapse.weight": last_pseudo_head(num_heads, num_pseudo_heads, pseudo_collapse),
-    }
 
 
 def interleave_heads(
@@ -162,6 +120,7 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model, in place, to what it was before `interleave_heads`.
 
     Raise a ValueError where the mixing was trained, because the plain model would compute something else."""
+    _check_unwrapped(model)
     names = getattr(model.config, "interleaved_layers", None)
     if names is None:
         raise ValueError("This model has no interleaved heads.")
@@ -172,7 +131,7 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     config, change = model.config, 0.0
     for name, heads in names.items():
         module = backbone_of(model).get_submodule(name)
-        moved = deviations(module, heads, config.num_pseudo_heads, config.pseudo_collapse)
+        moved = deviations(values(module), heads, config.num_pseudo_heads, config.pseudo_collapse)
         change = max(change, *(tensor.abs().max().nan_to_num(torch.inf).item() for tensor in moved.values()))
     if change > 0:
         raise ValueError(
@@ -183,31 +142,12 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def deviations(
-    attention: torch.nn.Module, heads: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str
-) -> dict[str, torch.Tensor]:
-    """Return the differences of a layer's mixing from an exact start, by parameter.
-
-    Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters."""
-    exact = exact_start(heads, num_pseudo_heads, pseudo_collapse, None)
-    own = values(attention)
-    moved = {name: own[name].cpu() - value for name, value in exact.items()}
-    offsets = moved["v_mix.weight"].double().sum(-1)
-    # A NaN is kept: it is not a rounding error.
-    return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}
-
-
 def _check(
     model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: int | None, mixing_scale: float
 ) -> None:
     if isinstance(model, transformers.Pipeline):
         raise ValueError(f"{type(model).__name__} is no model: pass its `model`.")
-    # FSDP2 turns a model into one of a class that PyTorch makes.
-    if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("torch."):
-        raise ValueError(
-            f"{type(model).__name__} is no model of Transformers: interleave the heads before PEFT, FSDP or "
-            "DistributedDataParallel wrap the model."
-        )
+    _check_unwrapped(model)
     config = model.config
     check_all_heads(config)
     if hasattr(config, "interleaved_layers"):
@@ -239,6 +179,22 @@ def _check(
         )
     if any(weight.is_meta for weight in model.parameters()) and not hasattr(model, "hf_device_map"):
         raise ValueError("The model is on the meta device and has no weights: load it first.")
+
+
+def _check_unwrapped(model: PreTrainedModel) -> None:
+    # FSDP2 turns a model into one of a class that PyTorch makes.
+    if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("torch."):
+        raise ValueError(
+            f"{type(model).__name__} is no model of Transformers: interleave the heads before PEFT, FSDP or "
+            "DistributedDataParallel wrap the model, and remove them from the model that these unwrap."
+        )
+    if (
+        wrapper := next((each for each in model.modules() if type(each).__module__.startswith("peft.")), None)
+    ) is not None:
+        raise ValueError(
+            f"The model has an adapter ({type(wrapper).__name__}): interleave its heads before PEFT adds one, and "
+            "remove them after merge_and_unload."
+        )
 
 
 def _outer_model(model: PreTrainedModel) -> PreTrainedModel | None:
@@ -382,7 +338,7 @@ def _attach(
             mixing.begin("weight", start)
     buffers = dict(model.named_buffers())
     for name, source in model.all_tied_weights_keys.items():
-        if is_mixing(name) and f"{name}_start" in buffers:  # none where mixing_scale is 1
+        if is_mixing(name):
             buffers[f"{name}_start"].copy_(buffers[f"{source}_start"])
     model.tie_weights(recompute_mapping=False)
 
@@ -410,8 +366,10 @@ def _detach(model: PreTrainedModel) -> None:
     modules = [backbone_of(model).get_submodule(name) for name in config.interleaved_layers]
     for each in virtual_configs(model):
         each._attn_implementation_internal = core_of(each._attn_implementation)
-        for field in FIELDS:
+        for field in (*FIELDS, "mixing_scale"):
             vars(each).pop(field, None)
+        if not hasattr(each, "interleaved_layers"):  # a part
+            each.__class__ = type(each).__base__
     remove_hooks(decoder, *modules)
     for module in modules:
         remove_mixing(module)

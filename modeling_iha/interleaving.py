@@ -32,39 +32,59 @@ MIN_BLOCK = 128
 class Mixing(nn.Module):
     """Hold weights of order 1 that mix heads, and learn them at a rate of their own.
 
-    Adam moves a weight by its rate at each step, which is far too little for entries of order 1. `keep_start(s)` turns
-    a weight into the change w from its start: the value is start + s * w, and the gradient of w is that of the value.
-    Any optimizer then changes the value at s times its rate, and weight decay pulls the value to its start. In half
-    precision w is near zero, where it keeps the small steps that a weight near 1 loses."""
+    Adam moves a weight by its rate at each step, which is far too little for entries of order 1. A weight is therefore
+    the change w from a start, the value is start + s * w, and the gradient of w is that of the value. Any optimizer
+    then changes the value at s times its rate, and weight decay pulls the value to its start. In half precision w is
+    near zero, where it keeps the small steps that a weight near 1 loses.
 
-    scale = 1.0  # s; at 1 a weight is its value
+    Start and scale s are buffers that are saved: whatever moves w, such as a state dict, moves them with it. From
+    scratch the start is zero and s is 1, so that w is the value."""
 
-    @torch.no_grad()
-    def keep_start(self, scale: float):
-        """Make the present values the start, and begin each weight, their change, at zero."""
-        for name, weight in list(self.named_parameters(recurse=False)):
-            self.register_buffer(f"{name}_start", self.value(name).detach().clone())
-            weight.zero_()
-        self.scale = scale
+    built_scale = 1.0  # the scale at which `begin` starts
+
+    def add_weight(self, name: str, value: torch.Tensor):
+        """Add a parameter with its start, of the same shape, and its scale, of shape []."""
+        self.register_parameter(name, nn.Parameter(value))
+        weight = self.get_parameter(name)  # on another device where Accelerate or vLLM watches this call
+        self.register_buffer(f"{name}_start", torch.zeros_like(weight))
+        self.register_buffer(f"{name}_scale", weight.new_ones(()))
 
     def begin(self, name: str, value: torch.Tensor):
-        """Initialise a weight at a value, unless it was loaded."""
-        weight, start = self.get_parameter(name), getattr(self, f"{name}_start", None)
-        init.copy_(weight if start is None else start, value.to(weight).expand_as(weight))
-        if start is not None:
-            init.zeros_(weight)
+        """Initialise a weight at a value, as far as it was not loaded.
+
+        Checkpoints of earlier versions hold no scale, which is then the configuration's, and where it is 1 no start.
+        Raise a ValueError for any other weight without its start."""
+        weight = self.get_parameter(name)
+        start, scale = self.get_buffer(f"{name}_start"), self.get_buffer(f"{name}_scale")
+        if was_loaded(weight) and not was_loaded(start) and self.built_scale != 1:
+            raise ValueError(
+                f"The weights of a {type(self).__name__} hold changes and no starts: save a model by save_pretrained "
+                "or its state_dict, not its parameters alone."
+            )
+        first, change = (start, weight) if self.built_scale != 1 else (weight, start)
+        init.copy_(first, value.to(weight).expand_as(weight))
+        init.zeros_(change)
+        init.constant_(scale, self.built_scale)
 
     def value(self, name: str = "weight") -> torch.Tensor:
         """Return the value of a weight."""
-        weight, start = getattr(self, name), getattr(self, f"{name}_start", None)
-        return weight if start is None else torch.add(start + weight, weight.detach(), alpha=self.scale - 1)
+        weight = getattr(self, name)
+        value = torch.addcmul(getattr(self, f"{name}_start"), weight.detach(), getattr(self, f"{name}_scale"))
+        if not torch.is_grad_enabled():
+            return value
+        return value + (weight - weight.detach())  # zero, with the gradient of the value
 
 
-def keep_start(module: nn.Module, scale: float):
-    """Turn all mixing weights within a module into changes from their present values (see `Mixing`)."""
+def was_loaded(tensor: torch.Tensor) -> bool:
+    """Return whether Transformers has read a tensor from a checkpoint."""
+    return getattr(tensor, "_is_hf_initialized", False)
+
+
+def build_at(module: nn.Module, scale: float):
+    """Have all mixing weights within a module begin at a scale (see `Mixing`)."""
     for each in module.modules():
-        if isinstance(each, Mixing) and scale != 1:
-            each.keep_start(scale)
+        if isinstance(each, Mixing):
+            each.built_scale = scale
 
 
 class HeadMixing(Mixing):
@@ -74,7 +94,7 @@ class HeadMixing(Mixing):
 
     def __init__(self, num_heads: int, num_pseudo_heads: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(num_heads).unsqueeze(-1).repeat(1, 1, num_pseudo_heads))
+        self.add_weight("weight", torch.eye(num_heads).unsqueeze(-1).repeat(1, 1, num_pseudo_heads))
 
     def init_mechanism(self, config: PreTrainedConfig):
         """Start every pseudo-head near its own head, so that the layer starts close to MHA.
@@ -100,7 +120,7 @@ class HeadCollapse(Mixing):
         super().__init__()
         self.num_pseudo_heads = num_pseudo_heads
         columns = num_pseudo_heads if pseudo_collapse == "per_head" else num_heads * num_pseudo_heads
-        self.weight = nn.Parameter(torch.empty(num_heads, columns))
+        self.add_weight("weight", torch.empty(num_heads, columns))
         self.init_mechanism()
 
     def init_mechanism(self, config: PreTrainedConfig | None = None):

@@ -1,26 +1,81 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Find the weights that mix heads, and read their values."""
+"""Find the weights that mix heads, read their values, and change the rate at which they learn.
+
+A module is known by its state (see `weight_names`): the code of a loaded checkpoint is a copy, with classes of its
+own. Weights that FSDP2 shards are gathered, for which every process must call.
+"""
+
+import math
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from .interleaving import Mixing
+from .mixing_scale import note_scale, weight_names
+from .modeling_interleaved import configs
 
 
 def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights by which a model's attention mixes heads, those that train, also within PEFT, DDP or FSDP."""
-    weights = [weight for module in model.modules() if isinstance(module, Mixing) for weight in module.parameters()]
+    """Return the weights by which a model's attention mixes heads, those that train, each once.
+
+    The model may be within PEFT, DDP or FSDP; PEFT trains copies of the weights, so call this after it has wrapped
+    the model. An optimizer takes the weights as a group, such as `{"params": mixing_parameters(model),
+    "weight_decay": 0.0}`. They need no rate of their own where `mixing_scale` is not 1.
+
+    Without their starts and scales, which are buffers, the weights do not say what a model computes: copy its
+    `state_dict()`, and not its `parameters()`, into a model of another seed or scale."""
+    weights = [getattr(module, name) for module in model.modules() for name in weight_names(module)]
     return [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, gathered if FSDP2 shards it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _value(module: nn.Module, name: str) -> torch.Tensor:
+    start = getattr(module, f"{name}_start")
+    # The code of earlier versions has the scale as an attribute.
+    scale = getattr(module, f"{name}_scale", None)
+    scale = start.new_tensor(module.scale) if scale is None else scale
+    return torch.addcmul(start, whole(getattr(module, name)), scale)
 
 
 @torch.no_grad()
 def values(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of a module, with the value of each mixing weight in place of its start and its change."""
+    """Return the state dict of a module, with the value of each mixing weight in place of start, change and scale."""
     state = module.state_dict()
     for prefix, each in module.named_modules():
-        if isinstance(each, Mixing):
-            for name, _ in each.named_parameters(prefix, recurse=False):
-                state[name] = each.value(name.rpartition(".")[2])
-                state.pop(f"{name}_start", None)
+        for name in weight_names(each):
+            full = f"{prefix}.{name}" if prefix else name
+            state[full] = _value(each, name)
+            del state[f"{full}_start"]
+            state.pop(f"{full}_scale", None)
     return state
+
+
+@torch.no_grad()
+def set_mixing_scale(model: nn.Module, scale: float) -> None:
+    """Have the mixing of a model learn at another multiple of the optimizer's rate, and compute what it computed.
+
+    The present values become the starts, to which weight decay pulls, and the weights become zero.
+
+    Args:
+        model: any model with weights that mix heads, whole or sharded by FSDP2.
+        scale: the new `mixing_scale`, above 0. The configuration says it too.
+
+    Raise a ValueError for another scale, and for a model without such weights or with offloaded ones."""
+    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ValueError(f"scale is {scale!r}: expected a number above 0.")
+    found = [(module, name) for module in model.modules() for name in weight_names(module)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no weights that mix heads.")
+    if any(getattr(module, name).is_meta for module, name in found):
+        raise ValueError("The mixing is offloaded: load the model whole.")
+    started = [_value(module, name) for module, name in found]  # of all first: tied blocks share the weights
+    for (module, name), value in zip(found, started):
+        getattr(module, f"{name}_start").copy_(value)
+        getattr(module, f"{name}_scale").fill_(scale)
+        getattr(module, name).zero_()
+    note_scale(model, [config for config in configs(model.modules()) if hasattr(config, "mixing_scale")])

@@ -32,8 +32,9 @@ from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .cache_names import CACHE, takes_cache
 from .configuration_iha import IHAConfig
-from .interleaving import keep_start, token_attentions
+from .interleaving import build_at, token_attentions
 from .masks import check_inputs, create_masks
+from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 
 
@@ -136,6 +137,9 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
+    # Checkpoints of earlier versions lack what `Mixing.begin` then sets.
+    _keys_to_ignore_on_load_missing = [r"_(start|scale)$"]
+
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, [batch, H, N, keys], of a call with `num_tokens` tokens N.
 
@@ -150,6 +154,10 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
 
         Their cache holds one key per token. An "iha" layer has P pseudo-keys per token and caches none of them."""
         return False
+
+    def save_pretrained(self, *args, **kwargs):
+        note_scale(self, [self.config])
+        return super().save_pretrained(*args, **kwargs)
 
     def _init_weights(self, module: nn.Module):
         """Initialise as Llama does, and call `init_mechanism` of a mechanism's own modules."""
@@ -172,7 +180,7 @@ class IHAModel(IHAPreTrainedModel):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = IHARotaryEmbedding(config=config)
         self.gradient_checkpointing = False
-        keep_start(self, config.mixing_scale)
+        build_at(self, config.mixing_scale)
         self.post_init()
 
     @property

@@ -30,10 +30,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from .adapter_records import watch_adapters
+from .adapter_records import meet_adapter, watch_peft
 from .cache_names import CACHE, pop_cache
-from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class
-from .interleaving import HeadCollapse, HeadMixing, MixedHeads, keep_start, keep_window_edge, token_attentions
+from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
+from .interleaving import HeadCollapse, HeadMixing, MixedHeads, build_at, keep_window_edge, token_attentions
+from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
 from .virtual_core import core_of, expand_mask, register_masks, virtual_attention, virtual_heads
@@ -45,6 +46,7 @@ MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForMultimodal
 
 # The numbers by which PyTorch names hooks count up in a process, and equal models would hash unequal (datasets).
 HOOK = "interleaving"
+NOT_SAVED = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|scale)$"
 
 
 class Attended(local):
@@ -149,21 +151,13 @@ class InterleavedPreTrainedModel:
                 module._is_hf_initialized = True
         super().initialize_weights()
 
-    @property
-    def peft_config(self) -> dict:
-        """Return the configurations of adapters by name. PEFT asks for them before it adds the first."""
-        watch_adapters()
-        if "peft_config" not in vars(self):
-            raise AttributeError  # `nn.Module` names it
-        return vars(self)["peft_config"]
+    def save_pretrained(self, *args, **kwargs):
+        note_scale(self, [self.config])
+        return super().save_pretrained(*args, **kwargs)
 
-    @peft_config.setter
-    def peft_config(self, configs: dict):
-        vars(self)["peft_config"] = configs
-
-    @peft_config.deleter
-    def peft_config(self):
-        del vars(self)["peft_config"]
+    def meet_adapter(self, tuner: Any, config: Any):
+        """Check an adapter of this model, and have its configuration record the model (see `watch_peft`)."""
+        meet_adapter(self, tuner, config)
 
     def __reduce__(self) -> tuple:
         return unpickled_model, (type(self).__name__, self.config.model_type), self.__getstate__()
@@ -249,6 +243,8 @@ def attach_mixing(model: PreTrainedModel) -> None:
     for each in virtual_configs(model):
         for field in FIELDS:
             setattr(each, field, getattr(config, field, None))  # older checkpoints name no `virtual_heads`
+        if not hasattr(each, "interleaved_layers"):
+            each.__class__ = part_class(type(each))
     for name, (num_heads, num_key_heads, num_value_heads) in config.interleaved_layers.items():
         module = backbone.get_submodule(name)
         if virtual_heads(module) is not None:
@@ -261,7 +257,7 @@ def attach_mixing(model: PreTrainedModel) -> None:
         module.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
         module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
-        keep_start(module, config.mixing_scale)
+        build_at(module, config.mixing_scale)
     tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()  # Zamba's blocks share all their weights
     weights = dict(model.named_parameters(remove_duplicate=False))  # Transformers ties no buffers
     model.all_tied_weights_keys |= {name: source for name, source in tied if is_mixing(name) and name in weights}
@@ -271,7 +267,6 @@ def attach_mixing(model: PreTrainedModel) -> None:
     prepare = partial(_prepare_decoder, {"logits_to_keep": None} if takes_kept else {})
     decoder._forward_pre_hooks[HOOK], decoder._forward_pre_hooks_with_kwargs[HOOK] = prepare, True
     decoder._forward_hooks[HOOK] = _check_decoder
-    watch_adapters()
 
 
 def remove_hooks(*modules: nn.Module) -> None:
@@ -370,6 +365,7 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
     """Return the class "InterleavedForCausalLM", or of another task, for a class of configurations.
 
     `config_class` is a subclass of the base model's own (see configuration_interleaved.py)."""
+    watch_peft()
     auto_class = f"AutoModel{name.removeprefix('Interleaved').removeprefix('Model')}"
     base = getattr(transformers, auto_class)._model_mapping.get(config_class.__base__, None)
     if base is None:
@@ -379,6 +375,8 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
         decoder = interleaved_class("InterleavedModel", config_class)
         transformers.AutoModel.register(config_class, decoder, exist_ok=True)
     attributes = {"config_class": config_class, "_auto_class": auto_class, "__module__": __name__}
+    # Checkpoints of earlier versions lack what `Mixing.begin` then sets.
+    attributes["_keys_to_ignore_on_load_missing"] = [*(base._keys_to_ignore_on_load_missing or ()), NOT_SAVED]
     return type(name, (InterleavedPreTrainedModel, base), attributes)
 
 

@@ -32,7 +32,7 @@ KIND_FILES = {
 }
 KIND_TABLES = ("attention_kinds.py", "kind_options.py")
 PACKAGE_ONLY = {
-    *("__init__.py", "package.py", "mixing.py"),
+    *("__init__.py", "package.py", "mixing.py", "exact_start.py"),
     *("adapters.py", "adapter_records.py"),
     *("interleave.py", "paired_decoders.py", "configuration_interleaved.py", "modeling_interleaved.py"),
 }
@@ -41,7 +41,9 @@ INTERLEAVED_FILES = (
     "adapter_records.py",
     "cache_names.py",
     "configuration_interleaved.py",
+    "exact_start.py",
     "interleaving.py",
+    "mixing_scale.py",
     "virtual_core.py",
     "paged_requests.py",
     "tested_versions.py",

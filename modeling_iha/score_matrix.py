@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
@@ -98,7 +97,7 @@ class HeadMap(Mixing):
 
     def __init__(self, num_groups: int, group_size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.eye(group_size).repeat(num_groups, 1, 1))
+        self.add_weight("weight", torch.eye(group_size).repeat(num_groups, 1, 1))
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity."""

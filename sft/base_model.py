@@ -10,11 +10,8 @@ from trl import get_peft_config
 from iha_io.checkpoint_io import load_config, load_model, load_tokenizer, note_slow_dtype
 from iha_io.command_io import UserError, one_line, refusing
 from kind_facts import is_interleaved, own_modules
-from modeling_iha import IHAConfig, interleave_heads
-from modeling_iha.interleaving import keep_start
-from modeling_iha.mixing import mixing_parameters
+from modeling_iha import IHAConfig, interleave_heads, mixing_parameters, set_mixing_scale
 from modeling_iha.modeling_iha import IHARotaryEmbedding
-from modeling_iha.modeling_interleaved import configs
 from modeling_iha.virtual_core import virtual_tokens
 from sft.arguments import RunArguments, chat_template
 from sft.data import rendering
@@ -83,8 +80,6 @@ def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
             f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. {source} keeps "
             "what it was made with: remove what is named here."
         )
-    if run.mixing_scale == 1 != getattr(config, "mixing_scale", 1):
-        raise UserError(f"mixing_scale is 1, and {source} has {config.mixing_scale:g}: expected another.")
 
 
 def rope_reach(config: IHAConfig) -> float:
@@ -127,9 +122,7 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
             given = {name: value for name, value in arguments.items() if value is not None}
             interleave_heads(model, run.num_pseudo_heads, **given)
     elif run.mixing_scale not in (None, getattr(model.config, "mixing_scale", run.mixing_scale)):
-        keep_start(model, run.mixing_scale)
-        for each in configs(model.modules()):
-            each.mixing_scale = run.mixing_scale
+        set_mixing_scale(model, run.mixing_scale)
     return model
 
 

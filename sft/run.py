@@ -177,6 +177,12 @@ def compare_records(record: Record, checkpoint: Path) -> None:
                 f"{checkpoint} belongs to a run with another {section}, {kept[section]['name']}: choose another "
                 "output_dir, or give this run what it began with."
             )
+    then, now = (each["recipe"].get("mixing_scale") for each in (kept, record))
+    if then != now:
+        raise UserError(
+            f"mixing_scale: the run began with {then} and cannot go on with {now}. Give it what it began with, or "
+            "start another run from its final model."
+        )
     for section in ("recipe", "versions"):
         for name, now in record[section].items():
             if (then := kept[section].get(name)) != now:

@@ -136,7 +136,8 @@ DECODER_FIELDS = {
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "masks.py", "virtual_core.py"),
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
-    *("interleaving.py", "cpu_precision.py", "paged_requests.py", "cache_names.py", "tested_versions.py"),
+    *("interleaving.py", "mixing_scale.py", "cpu_precision.py", "paged_requests.py"),
+    *("cache_names.py", "tested_versions.py"),
 }
 
 

@@ -167,13 +167,17 @@ class VirtualTransformers(Base):
         super().recursive_replace()
 
     def init_parameters(self, module: nn.Module, dtype: torch.dtype | None = None):
-        """Allocate the starts of mixing weights too, which are buffers that are saved (`Mixing` of modeling_iha)."""
+        """Allocate the starts and scales of mixing weights too, which are buffers that are saved (`Mixing`).
+
+        Checkpoints of earlier versions hold no scales, and where the scale is 1 no starts."""
         super().init_parameters(module, dtype)
         for each in module.modules():
             for name, buffer in each.named_buffers(recurse=False):
                 if buffer.is_meta:
                     dtype = dtype or self.model_config.dtype
-                    setattr(each, name, torch.empty_like(buffer, dtype=dtype, device=self.device_config.device))
+                    value = self.config.mixing_scale if name.endswith("_scale") else 0
+                    device = self.device_config.device
+                    setattr(each, name, torch.full_like(buffer, value, dtype=dtype, device=device))
 
     def _get_attn_cls(self):
         stock = super()._get_attn_cls()

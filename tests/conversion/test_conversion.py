@@ -51,7 +51,7 @@ from iha_io.checkpoint_io import load_in_clean_process, load_model, run_in_clean
 from iha_io.command_arguments import KINDS
 from iha_io.command_io import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.interleave import last_pseudo_head
+from modeling_iha.exact_start import last_pseudo_head
 from modeling_iha.mixing import values
 
 

@@ -9,12 +9,14 @@ import peft
 import pytest
 import torch
 import transformers
-from helpers import assert_close, decoder, random_ids
+from helpers import assert_close, decoder, random_ids, train_mixing
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 
 from iha_io.checkpoint_io import run_in_clean_process
-from modeling_iha import interleave_heads, load_adapter, save_mixing
+from iha_io.command_io import ROOT
+from modeling_iha import interleave_heads, load_adapter, remove_interleaving, save_mixing, set_mixing_scale
 from modeling_iha.mixing import mixing_parameters
 from modeling_iha.modeling_interleaved import MIXING_MODULES
 
@@ -79,8 +81,10 @@ def test_an_adapter_loads_on_the_plain_base_in_one_call_and_in_no_other_way(meth
     assert (expected - logits(plain(base))).abs().max() > 0.1
     assert logits(load_adapter(plain(base), tmp_path)).equal(expected)
     for load in (PeftModel.from_pretrained, load_adapter):
-        assert logits(load(interleave_heads(plain(base), 2, **OPTIONS, seed=9), tmp_path)).equal(expected)
-        for options in ({"layers": [0, 1]}, {"sliding_window": 6}, {"mixing_scale": 40.0}, {"collapse": "all_heads"}):
+        for options in ({}, {"mixing_scale": 40.0}, {"mixing_scale": 1.0}):  # which the adapter brings with it
+            same = interleave_heads(plain(base), 2, **OPTIONS | options, seed=9)
+            assert logits(load(same, tmp_path)).equal(expected)
+        for options in ({"layers": [0, 1]}, {"sliding_window": 6}, {"collapse": "all_heads"}):
             otherwise = interleave_heads(plain(base), 2, **OPTIONS | options)
             with pytest.raises(ValueError, match="interleaved otherwise"):
                 load(otherwise, tmp_path)
@@ -98,12 +102,10 @@ def test_an_adapter_loads_on_the_plain_base_in_one_call_and_in_no_other_way(meth
 
 # Run where the package cannot be imported: only data on disk can make a load fail.
 LOADS = """
-import sys
 import torch
 from transformers import AutoModelForCausalLM
 
 interleaved = AutoModelForCausalLM.from_pretrained(request["interleaved"], trust_remote_code=True)
-assert "peft" not in sys.modules
 from peft import AutoPeftModelForCausalLM, PeftModel
 
 base, adapter = request["base"], request["adapter"]
@@ -147,7 +149,7 @@ def test_an_adapter_is_trained_on_copied_and_merged(dtype, base, tmp_path):
     mixing = [weight.clone() for name, weight in model.state_dict().items() if "_mix.modules_to_save" in name]
     merged = model.merge_and_unload()
     kept = [weight for name, weight in merged.state_dict().items() if "_mix." in name]
-    assert len(mixing) == 12 and all(one.equal(other) for one, other in zip(mixing, kept, strict=True))
+    assert len(mixing) == 18 and all(one.equal(other) for one, other in zip(mixing, kept, strict=True))
     if dtype == torch.float32:  # bfloat16 rounds the sum of weight and adapter
         assert_close(logits(merged), expected)
     merged.save_pretrained(tmp_path / "merged")
@@ -252,3 +254,177 @@ def test_the_mixing_alone_is_saved_and_loaded(base, tmp_path):
     with pytest.raises(ValueError, match="within an adapter"):
         save_mixing(model, tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+# Two copies of the code in one process: the models of two checkpoints, or of one and of the package.
+COPIES = """
+import copy
+from threading import Thread
+import torch
+from transformers import AutoModelForCausalLM
+
+tokens, base, places = torch.tensor(request["tokens"]), request["base"], request["interleaved"]
+models = [AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True) for place in places]
+if request["root"] is not None:
+    sys.meta_path = [finder for finder in sys.meta_path if type(finder).__name__ != "Blocker"]
+    sys.path.insert(0, request["root"])
+    import modeling_iha
+    models.append(modeling_iha.interleave_heads(AutoModelForCausalLM.from_pretrained(base), 2))
+assert len({type(model).__module__ for model in models}) == 2
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTuner
+
+mixing = ["q_mix", "k_mix", "v_mix", "collapse"]
+if request["wrapped_twice"]:  # as two threads may
+    for model in models:
+        for name in [name for name in vars(BaseTuner) if "interleaved" in name]:
+            delattr(BaseTuner, name)
+        sys.modules[type(model).__module__].watch_peft()
+result = {"expected": [], "found": [], "errors": [], "own": []}
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(tokens, use_cache=False).logits.tolist()
+
+def make(i):
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=mixing)
+    model = get_peft_model(copy.deepcopy(models[i]), config)
+    generator = torch.Generator().manual_seed(i)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data += 0.02 * torch.randn(weight.shape, generator=generator)
+    expected[i] = logits(model)
+    model.save_pretrained(f"adapter{i}")
+
+expected = {}
+make(0)  # which imports what torch imports late
+threads = [Thread(target=make, args=(i,)) for i in (0, 1)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+for i in (0, 1):
+    result["expected"].append(expected[i])
+    for model in models:  # either copy takes the adapter of the other
+        result["found"].append(logits(PeftModel.from_pretrained(copy.deepcopy(model), f"adapter{i}")))
+    try:
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f"adapter{i}")
+        result["errors"].append("loaded")
+    except ValueError as error:
+        result["errors"].append(str(error))
+"""
+
+
+@pytest.mark.parametrize("wrapped_twice", [False, True])
+@pytest.mark.parametrize("with_package", [False, True])
+def test_two_copies_of_the_code_know_each_others_adapters(with_package, wrapped_twice, base, tmp_path):
+    places = [str(tmp_path / name) for name in ("one", "other")][: 1 if with_package else 2]
+    for place in places:
+        interleave_heads(plain(base), 2).save_pretrained(place)
+    request = {"base": base, "interleaved": places, "tokens": TOKENS.tolist(), "wrapped_twice": wrapped_twice}
+    answer = run_in_clean_process(COPIES, request | {"root": str(ROOT) if with_package else None})
+    assert all("load_adapter(base, adapter)" in error for error in answer["errors"]), answer["errors"]
+    first, other = map(torch.tensor, answer["expected"])
+    assert (first - other).abs().max() > 0.1
+    for found, expected in zip(map(torch.tensor, answer["found"]), (first, first, other, other), strict=True):
+        assert_close(found, expected)
+
+
+# Prompts
+
+
+PROMPTS = {
+    "prompt": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prompt and mixing": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, **MIXING),
+    "prefix": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "layers": peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=2),
+}
+
+
+def prompted(model):
+    """Return logits; a prefix is in the cache."""
+    with torch.no_grad():
+        return model.eval()(input_ids=TOKENS).logits
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_beside_a_trained_mixing_loads_in_one_call_and_in_no_other_way(name, base, tmp_path):
+    own = train_mixing(interleave_heads(plain(base), 2, **OPTIONS))
+    model = trained(get_peft_model(copy.deepcopy(own), copy.deepcopy(PROMPTS[name])))
+    model.save_pretrained(tmp_path)
+    assert prompted(load_adapter(copy.deepcopy(own), tmp_path)).equal(prompted(model))
+    others = [plain(base), interleave_heads(plain(base), 2, **OPTIONS)]
+    if "mixing" in name:
+        for other in others:
+            other = load_adapter(other, tmp_path, adapter_name="mine")
+            assert prompted(other).equal(prompted(model))
+            other.save_pretrained(tmp_path / "again")
+        assert prompted(load_adapter(plain(base), tmp_path / "again" / "mine")).equal(prompted(model))
+    else:
+        for other, message in zip(others, ("holds no mixing", "beside a trained mixing")):
+            with pytest.raises(ValueError, match=message):
+                load_adapter(other, tmp_path)
+    loads = [lambda: PeftModel.from_pretrained(plain(base), tmp_path), lambda: plain(base).load_adapter(tmp_path)]
+    loads += [lambda: peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path)]
+    for load in loads:
+        with pytest.raises(ValueError, match=INSTRUCTION):
+            load()
+
+
+def test_a_prompt_beside_an_untrained_mixing_is_one_of_the_base(base, tmp_path):
+    model = trained(get_peft_model(interleave_heads(plain(base), 2), copy.deepcopy(PROMPTS["prompt"])))
+    model.save_pretrained(tmp_path)
+    assert_close(prompted(PeftModel.from_pretrained(plain(base), tmp_path)), prompted(model))
+    with pytest.raises(ValueError, match="needs no interleaved heads"):
+        load_adapter(plain(base), tmp_path)
+
+
+# What is refused
+
+
+def test_an_adapter_comes_after_the_interleaving(base):
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    adapted, wrapped = plain(base), get_peft_model(plain(base), copy.deepcopy(config))
+    adapted.add_adapter(copy.deepcopy(config))
+    for model in (adapted, wrapped.get_base_model()):
+        with pytest.raises(ValueError, match=r"has an adapter .*: interleave its heads before PEFT adds one"):
+            interleave_heads(model, 2)
+        assert type(model) is LlamaForCausalLM
+    interleave_heads(wrapped.merge_and_unload(), 2)
+    with pytest.raises(ValueError, match="LlamaModel is a part of an interleaved model: give PEFT the whole"):
+        get_peft_model(interleave_heads(plain(base), 2).model, config)
+
+
+def test_no_interleaving_is_removed_under_an_adapter(base):
+    adapted, wrapped = (interleave_heads(plain(base), 2) for _ in range(2))
+    adapted.add_adapter(copy.deepcopy(METHODS["LoRA"]))
+    wrapped = get_peft_model(wrapped, copy.deepcopy(METHODS["LoRA"]))
+    for model in (adapted, wrapped.get_base_model()):
+        with pytest.raises(ValueError, match="has an adapter .*remove them after merge_and_unload"):
+            remove_interleaving(model)
+    with pytest.raises(ValueError, match="PeftModelForCausalLM is no model of Transformers"):
+        remove_interleaving(wrapped)
+    merged = wrapped.merge_and_unload()
+    assert type(remove_interleaving(merged)) is LlamaForCausalLM
+
+
+def test_a_mixing_file_without_its_record_is_refused(base, tmp_path):
+    model = interleave_heads(plain(base), 2)
+    save_mixing(model, tmp_path)
+    file = tmp_path / "interleaving.safetensors"
+    tensors = load_file(file)
+    for metadata, message in (
+        ({}, "does not record how its model was interleaved"),
+        ({"interleaving": "{}"}, "lacks interleaved_layers, interleaved_window, mixing_scale, num_layers, num_pseudo"),
+    ):
+        save_file(tensors, file, metadata)
+        for other in (plain(base), model):
+            with pytest.raises(ValueError, match=message):
+                load_adapter(other, tmp_path)
+
+
+def test_a_trained_start_counts_as_trained(base, tmp_path):
+    """Another scale makes the present values the start, and then no change is left to tell that they were learned."""
+    model = trained(interleave_heads(plain(base), 2))
+    set_mixing_scale(model, 10)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=INSTRUCTION):
+        PeftModel.from_pretrained(plain(base), tmp_path)

@@ -84,5 +84,6 @@ def test_a_new_layer_is_multi_head_attention(kind, options, added):
     llama = random_model(LlamaConfig(**LLAMA), LlamaForCausalLM)
     model = IHAForCausalLM(IHAConfig(attention_kinds=kind, attention_options={kind: options}, **LLAMA)).eval()
     missing, unexpected = model.load_state_dict(llama.state_dict(), strict=False)
-    assert not unexpected and {name.partition("self_attn.")[2] for name in missing} == set(added)
+    expected = {f"{name}{part}" for name in added for part in ("", "_start", "_scale")}
+    assert not unexpected and {name.partition("self_attn.")[2] for name in missing} == expected
     assert_close(uncached_logits(model, random_ids(2, 9)), uncached_logits(llama, random_ids(2, 9)))

@@ -334,7 +334,7 @@ def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
         interleave_heads(model, 2)
     assert type(model) is LlamaForCausalLM
     assert model.config._attn_implementation == "sdpa"
-    monkeypatch.setattr("modeling_iha.interleave.last_pseudo_head", lambda heads, p, _: torch.ones(heads, p) / p)
+    monkeypatch.setattr("modeling_iha.exact_start.last_pseudo_head", lambda heads, p, _: torch.ones(heads, p) / p)
     with pytest.raises(ValueError, match="hidden states differ by"):
         interleave_heads(decoder("llama"), 2)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_ATTENTION_FUNCTIONS["sdpa"])
@@ -468,8 +468,10 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
                 "adapter_records.py",
                 "cache_names.py",
                 "configuration_interleaved.py",
+                "exact_start.py",
                 "modeling_interleaved.py",
                 "interleaving.py",
+                "mixing_scale.py",
                 "paged_requests.py",
                 "tested_versions.py",
                 "pairing.py",

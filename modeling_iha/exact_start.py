@@ -1,0 +1,65 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Give the mixing with which a layer computes what it computed without, and tell how far a layer is from it."""
+
+from collections.abc import Sequence
+
+import torch
+
+
+# Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.
+OFFSET_TOLERANCE = 1e-6
+
+
+def identity_mixing(num_heads: int, num_pseudo_heads: int) -> torch.Tensor:
+    """Return alpha [M, M, P] (source head, head, pseudo-head), float32, where every pseudo-head equals its head."""
+    return torch.eye(num_heads)[:, :, None].repeat(1, 1, num_pseudo_heads)
+
+
+def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str = "per_head") -> torch.Tensor:
+    """Return R [H, P] or, for "all_heads", [H, H * P], float32, where each head selects its own last pseudo-head."""
+    last = torch.zeros(1, num_pseudo_heads)
+    last[0, -1] = 1.0
+    return last.repeat(num_heads, 1) if pseudo_collapse == "per_head" else torch.kron(torch.eye(num_heads), last)
+
+
+def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw D [M, M, P], float32, within 0.25 of zero, which sums to zero over the pseudo-heads and is zero for P = 1.
+
+    The entries are multiples of 2^-7, so I + D and its sum over the pseudo-heads are exact in bfloat16 too. Rounded
+    entries would cause an error of 0.2% in the values of every layer.
+    """
+    steps = torch.randint(-16, 17, (num_heads, num_heads, num_pseudo_heads), generator=generator)
+    return (steps - steps.roll(1, dims=-1)) / 128
+
+
+def exact_start(
+    heads: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str, generator: torch.Generator | None
+) -> dict[str, torch.Tensor]:
+    """Return the mixing and collapse of a layer, float32, with which it computes what it computed without them.
+
+    `heads` are the numbers of query, key and value heads. The value offsets are drawn from `generator`, and are zero
+    without one."""
+    num_heads, num_key_heads, num_value_heads = heads
+    value_mixing = identity_mixing(num_value_heads, num_pseudo_heads)
+    if generator is not None:
+        value_mixing += balanced_offsets(num_value_heads, num_pseudo_heads, generator)
+    return {
+        "q_mix.weight": identity_mixing(num_heads, num_pseudo_heads),
+        "k_mix.weight": identity_mixing(num_key_heads, num_pseudo_heads),
+        "v_mix.weight": value_mixing,
+        "collapse.weight": last_pseudo_head(num_heads, num_pseudo_heads, pseudo_collapse),
+    }
+
+
+def deviations(
+    own: dict[str, torch.Tensor], heads: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str
+) -> dict[str, torch.Tensor]:
+    """Return the differences of the values of a layer's mixing from an exact start, by parameter.
+
+    Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters."""
+    exact = exact_start(heads, num_pseudo_heads, pseudo_collapse, None)
+    moved = {name: own[name].cpu() - value for name, value in exact.items()}
+    offsets = moved["v_mix.weight"].double().sum(-1)
+    # A NaN is kept: it is not a rounding error.
+    return moved | {"v_mix.weight": offsets.masked_fill(offsets.abs() <= OFFSET_TOLERANCE, 0)}

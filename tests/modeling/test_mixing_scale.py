@@ -1,0 +1,246 @@
+"""Test that what the mixing has learned survives every way by which weights move between models of two scales."""
+
+import copy
+import json
+import pickle
+
+import accelerate
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import assert_close, decoder, random_ids, random_model, small_config, train_mixing, uncached_logits
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from iha_io.checkpoint_io import load_model
+from iha_io.command_io import UserError
+from modeling_iha import (
+    IHAConfig,
+    IHAForCausalLM,
+    interleave_heads,
+    load_adapter,
+    mixing_parameters,
+    save_mixing,
+    set_mixing_scale,
+)
+from modeling_iha.configuration_interleaved import MIXING_MODULES
+from modeling_iha.interleaving import HeadMixing
+from modeling_iha.mixing import values
+
+
+TOKENS = random_ids(2, 9)
+SCALES = [(40.0, 10.0), (40.0, 1.0), (1.0, 10.0)]
+LORA = {"r": 2, "target_modules": ["q_proj"], "modules_to_save": list(MIXING_MODULES)}
+
+
+def logits(model):
+    return uncached_logits(model.eval(), TOKENS)
+
+
+def interleaved(scale, name="llama", seed=0):
+    fields = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 0, "mamba_dt_rank": 4}
+    return interleave_heads(decoder(name, **fields if name == "zamba" else {}), 2, mixing_scale=scale, seed=seed)
+
+
+def trainer(model, directory):
+    return Trainer(model, TrainingArguments(directory, use_cpu=True, report_to="none"))
+
+
+def by_state_dict(model, other, directory):
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def by_trainer(model, other, directory):
+    trainer(model, directory).save_model(str(directory / "checkpoint"))
+    trainer(other, directory)._load_from_checkpoint(str(directory / "checkpoint"))
+    return other
+
+
+def by_adapter(model, other, directory):
+    state = get_peft_model_state_dict(get_peft_model(model, LoraConfig(**LORA)))
+    other = get_peft_model(other, LoraConfig(**LORA))
+    set_peft_model_state_dict(other, state)
+    return other
+
+
+def by_distributed_checkpoint(model, other, directory):
+    dcp.save(model.state_dict(), checkpoint_id=directory / "shards", no_dist=True)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=directory / "shards", no_dist=True)
+    other.load_state_dict(state)
+    return other
+
+
+def by_accelerate(model, other, directory):
+    model.save_pretrained(directory / "model")
+    accelerate.load_checkpoint_in_model(other, directory / "model")
+    return other
+
+
+def by_config(model, other, directory):
+    """Load with a configuration that says another scale."""
+    model.save_pretrained(directory / "model")
+    config = AutoConfig.from_pretrained(directory / "model")
+    config.mixing_scale = other.config.mixing_scale
+    return AutoModelForCausalLM.from_pretrained(directory / "model", config=config)
+
+
+def by_iha(model, other, directory):
+    fields = {name: getattr(model.config, name) for name in ("rms_norm_eps", "rope_parameters", "num_pseudo_heads")}
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
+    fields |= {name: getattr(model.config, name) for name in (*sizes, "num_attention_heads", "num_key_value_heads")}
+    fields |= {"pseudo_positions": "shared", "mixing_scale": other.config.mixing_scale}
+    built = IHAForCausalLM(IHAConfig(**fields))
+    built.load_state_dict(model.state_dict())
+    return built
+
+
+WAYS = (
+    *(by_state_dict, by_trainer, by_adapter, by_distributed_checkpoint, by_accelerate, by_config, by_iha),
+    *(lambda model, other, _: copy.deepcopy(model), lambda model, other, _: pickle.loads(pickle.dumps(model))),
+)
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_keep_their_values_in_a_model_of_another_scale(way, scales, tmp_path):
+    first, second = scales
+    model, other = train_mixing(interleaved(first)), interleaved(second, seed=9)
+    expected = logits(model)
+    assert (expected - logits(other)).abs().max() > 0.1
+    loaded = way(model, other, tmp_path)
+    assert logits(loaded).equal(expected) if way is not by_iha else assert_close(logits(loaded), expected) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "zamba"])
+def test_a_saved_model_says_its_true_scale(name, tmp_path):
+    model = train_mixing(interleaved(40.0, name))
+    expected = logits(model)
+    model.config.mixing_scale = 10
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["mixing_scale"] == 40
+    loaded = load_model(tmp_path)
+    assert logits(loaded).equal(expected) and loaded.config.mixing_scale == 40
+    for load in (AutoModelForCausalLM, AutoConfig):
+        with pytest.raises(ValueError, match="mixing_scale=10, and the checkpoint has 40"):
+            load.from_pretrained(tmp_path, trust_remote_code=True, mixing_scale=10)
+        load.from_pretrained(tmp_path, trust_remote_code=True, mixing_scale=40)
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "half")
+    assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "half")).equal(logits(half))
+
+
+def test_a_rounded_scale_is_written_as_it_was_given(tmp_path):
+    model = interleave_heads(decoder("llama").bfloat16(), 2, mixing_scale=0.1)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["mixing_scale"] == 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "zamba", "iha"])
+def test_the_scale_changes_and_the_values_stay(name, dtype, tmp_path):
+    """Zamba's blocks share their weights, so the values of all of them have to be taken first."""
+    model = random_model(small_config(mixing_scale=40.0)) if name == "iha" else train_mixing(interleaved(40.0, name))
+    model.to(dtype)
+    expected, learned = logits(model), values(model)
+    for scale in (10, 1, 3.0):
+        set_mixing_scale(model, scale)
+        assert model.config.mixing_scale == scale and logits(model).equal(expected)
+        assert all(value.equal(learned[name]) for name, value in values(model).items())
+        assert not any(weight.any() for weight in mixing_parameters(model))
+    model.save_pretrained(tmp_path)
+    loaded = values(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype))
+    assert all(value.equal(learned[name]) for name, value in loaded.items())
+    for weight in mixing_parameters(model):
+        weight.data += 0.1
+    for name, value in values(model).items():
+        if any(part in name.split(".") for part in MIXING_MODULES):
+            assert_close(value, learned[name] + 0.3, 0.01)
+    for scale in (0, float("nan"), "10"):
+        with pytest.raises(ValueError, match="expected a number above 0"):
+            set_mixing_scale(model, scale)
+    with pytest.raises(ValueError, match="no weights that mix heads"):
+        set_mixing_scale(decoder("llama"), 10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_from_scratch_a_weight_is_its_value(dtype):
+    """Whether a gradient is asked for or not, to the bit. Its gradient is the value's, at every scale."""
+    torch.manual_seed(0)
+    module = HeadMixing(5, 3).to(dtype)
+    module.weight.data.copy_(torch.randn(5, 5, 3))
+    assert torch.equal(module.value(), module.weight)
+    with torch.no_grad():
+        assert torch.equal(module.value(), module.weight)
+    set_mixing_scale(module, 0.3)
+    module.weight.data.copy_(torch.randn(5, 5, 3))
+    value, gradient = module.value(), torch.randn(5, 5, 3).to(dtype)
+    value.backward(gradient)
+    assert torch.equal(module.weight.grad, gradient)
+    with torch.no_grad():
+        assert torch.equal(module.value(), value)
+
+
+# Checkpoints, mixing and adapters of earlier versions, which saved no scale, and no start where the scale was 1.
+
+
+def strip(file, scale):
+    """Turn a file of weights into one of an earlier version."""
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("_scale")}
+    if scale == 1:
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("_start")}
+    return tensors
+
+
+@pytest.mark.parametrize("scale", [40.0, 1.0])
+@pytest.mark.parametrize("name", ["llama", "zamba", "iha"])
+def test_a_checkpoint_of_an_earlier_version_loads(name, scale, tmp_path):
+    model = random_model(small_config(mixing_scale=scale)) if name == "iha" else train_mixing(interleaved(scale, name))
+    model.save_pretrained(tmp_path)
+    save_file(strip(tmp_path / "model.safetensors", scale), tmp_path / "model.safetensors", {"format": "pt"})
+    loaded = load_model(tmp_path)  # it refuses weights that are missing
+    assert logits(loaded).equal(logits(model))
+    set_mixing_scale(loaded, 2)
+    assert logits(loaded).equal(logits(model))
+
+
+def test_a_file_of_changes_without_starts_is_refused(tmp_path):
+    model = train_mixing(interleaved(40.0))
+    model.save_pretrained(tmp_path)
+    save_file(dict(model.named_parameters()), tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="hold changes and no starts"):
+        load_model(tmp_path)
+    parameters = dict(model.named_parameters())
+    other = interleaved(40.0, seed=9)
+    other.load_state_dict(parameters, strict=False)  # docs/CHECKPOINTS.md says that starts stay behind
+    assert (logits(other) - logits(model)).abs().max() > 0.01
+    with pytest.raises(RuntimeError, match="weight_start"):
+        other.load_state_dict(parameters)
+
+
+@pytest.mark.parametrize("scale", [20.0, 1.0])
+def test_mixing_and_adapters_of_an_earlier_version_load(scale, tmp_path):
+    model = train_mixing(interleaved(scale))
+    save_mixing(model, tmp_path)
+    file = tmp_path / "interleaving.safetensors"
+    record = {"num_pseudo_heads": 2, "pseudo_collapse": "per_head", "mixing_scale": scale, "interleaved_window": None}
+    record |= {"interleaved_layers": model.config.interleaved_layers, "num_layers": 3}
+    save_file(strip(file, scale), file, {"interleaving": json.dumps(record)})
+    for base in (decoder("llama"), interleaved(10.0)):
+        assert logits(load_adapter(base, tmp_path)).equal(logits(model))
+
+    model = get_peft_model(interleaved(scale), LoraConfig(**LORA))
+    model.save_pretrained(tmp_path / "adapter")
+    train_mixing(model)
+    model.save_pretrained(tmp_path / "adapter")
+    weights, config = tmp_path / "adapter" / "adapter_model.safetensors", tmp_path / "adapter" / "adapter_config.json"
+    save_file(strip(weights, scale), weights, {"format": "pt"})
+    fields = json.loads(config.read_text())
+    fields["auto_mapping"]["interleaving"] = {**record, "moved": False}
+    config.write_text(json.dumps(fields))
+    for base in (decoder("llama"), interleaved(10.0)):
+        assert logits(load_adapter(base, tmp_path / "adapter")).equal(logits(model))
+    with pytest.raises(ValueError, match="An earlier version saved this adapter"):
+        PeftModel.from_pretrained(interleaved(scale), tmp_path / "adapter")
