@@ -68,10 +68,9 @@ def minerva_shots() -> list[dict]:
     """Return the four worked problems of Lewkowycz et al. (2022)."""
     # lm-eval's file is read and not imported: the import demands antlr 4.11, which its comparison by sympy needs.
     file = Path(find_spec("lm_eval.tasks").submodule_search_locations[0], "minerva_math", "utils.py")
-    functions = {
-        each.name: each for each in ast.parse(file.read_text("utf-8")).body if isinstance(each, ast.FunctionDef)
-    }
-    return ast.literal_eval(functions["list_fewshot_samples"].body[-1].value)
+    functions = [each for each in ast.parse(file.read_text("utf-8")).body if isinstance(each, ast.FunctionDef)]
+    samples = next(each for each in functions if each.name == "list_fewshot_samples")
+    return ast.literal_eval(samples.body[-1].value)
 
 
 # Code
