@@ -134,7 +134,8 @@ def interleave_heads(
 
     Args:
         model: any decoder of Transformers whose attention goes through its attention registry, also within a model
-            of images or sound (`AutoModelForImageTextToText`). Give the whole model.
+            of images or sound (`AutoModelForImageTextToText`). Give the whole model, before DistributedDataParallel
+            or FSDP wraps it.
         num_pseudo_heads: P, at least 2. Attention costs P^2 times as much in a layer without a window.
         layers: the indices of the layers to interleave, "paper" for four of every five (IHA, Appendix C), or `None`
             for all causal self-attention layers.

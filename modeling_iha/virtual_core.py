@@ -41,7 +41,7 @@ from .interleaving import (
 )
 
 
-# Each checkpoint brings a copy of this code, and copies in one process share Transformers' registries. The name of each
+# Each checkpoint brings a copy of this code, and copies in one process share the registries. The name of each
 # copy's package is unique. It is hashed here, because "flash" in it would ask for a flash core.
 PREFIX = "iha_" if __package__ == "modeling_iha" else f"iha_{zlib.crc32(__package__.encode()):08x}_"
 CORES: dict[str, str] = {}  # by the names of `register_masks`

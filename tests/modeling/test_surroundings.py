@@ -12,9 +12,17 @@ from helpers import uncached_logits as logits
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BertConfig,
+    BertModel,
+    EncoderDecoderModel,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 from iha_io.checkpoint_io import run_in_clean_process
 from iha_io.command_io import ROOT
@@ -62,6 +70,17 @@ def test_a_part_is_never_lost_in_silence(tmp_path):
     assert_close(torch.tensor(llama["logits"]), expected["llama"])
     assert "interleaved" in llava["error"]
     assert "q_mix" in qwen["log"] and "UNEXPECTED" in qwen["log"]
+
+
+def test_a_part_with_a_head_is_in_the_report_of_loading(tmp_path):
+    """Interleave the decoder beside an encoder, whose saved configuration stays plain."""
+    encoder = BertModel(BertConfig(**DECODER_SIZES))
+    whole = EncoderDecoderModel(encoder=encoder, decoder=decoder("gpt2"))
+    interleave_heads(whole.decoder, 2)
+    whole.save_pretrained(tmp_path)
+    with CaptureLogger(logging.get_logger("transformers.modeling_utils")) as log:
+        EncoderDecoderModel.from_pretrained(tmp_path)
+    assert "attn.q_mix.weight" in log.out and "UNEXPECTED" in log.out
 
 
 @pytest.mark.parametrize("name", ["llama", "llava"])
