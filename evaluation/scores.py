@@ -1,9 +1,11 @@
 """Score the replies to one document, one for each sample: one number per metric. The tasks name these functions."""
 
+import ast
 import math
 import re
 from collections.abc import Callable, Sequence
-from unittest import mock
+from importlib.util import find_spec
+from pathlib import Path
 
 from evaluation.replies import equal_answers, math_answer, names_needed, program
 from evaluation.run_code import passes_each
@@ -64,10 +66,11 @@ def math500(document: dict, replies: list[str]) -> dict[str, float]:
 
 def minerva_shots() -> list[dict]:
     """Return the four worked problems of Lewkowycz et al. (2022)."""
-    # The import demands antlr 4.11, which only lm-eval's comparison by sympy needs: it gets a false answer.
-    with mock.patch("importlib.metadata.version", lambda name: "4.11"):
-        from lm_eval.tasks.minerva_math import utils
-    return utils.list_fewshot_samples()
+    # lm-eval's file is read and not imported: the import demands antlr 4.11, which its comparison by sympy needs.
+    file = Path(find_spec("lm_eval.tasks").submodule_search_locations[0], "minerva_math", "utils.py")
+    functions = [each for each in ast.parse(file.read_text("utf-8")).body if isinstance(each, ast.FunctionDef)]
+    samples = next(each for each in functions if each.name == "list_fewshot_samples")
+    return ast.literal_eval(samples.body[-1].value)
 
 
 # Code

@@ -9,14 +9,20 @@ that sum to zero over the pseudo-heads make them differ without changing the res
 """
 
 import copy
-import gc
 import math
-from collections.abc import Iterable
-from threading import Lock
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from inspect import signature
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_names import CACHE
@@ -27,21 +33,35 @@ from .modeling_interleaved import (
     attach_mixing,
     backbone_of,
     check_all_heads,
+    configs,
     decoder_of,
+    interleaved_attention,
     interleaved_class,
     is_mixing,
     register_models,
     remove_hooks,
+    set_core,
     use_virtual_cores,
     virtual_configs,
 )
 from .package import flop_matched_window
-from .virtual_core import core_function, core_of
+from .virtual_core import core_function, core_of, stock_view
 
 
 # The largest difference from the base model, as a share of the largest hidden state.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-REGISTRY_LOCK = Lock()  # Models of several threads share the registry.
+
+
+class AttentionCall(NamedTuple):
+    """Hold what an attention module called its core with; `heads` are the numbers of query, key and value heads."""
+
+    query: torch.Tensor
+    heads: tuple[int, int, int]
+    is_causal: bool
+
+
+# The last call of each attention module in a probe of this thread.
+CALLS: ContextVar[dict[nn.Module, AttentionCall] | None] = ContextVar("calls", default=None)
 
 
 class LocalInterleavedConfig(InterleavedConfig):
@@ -74,7 +94,8 @@ def interleave_heads(
 
     Args:
         model: any decoder of Transformers whose attention goes through its attention registry, also within a model
-            of images or sound (`AutoModelForImageTextToText`). Give the whole model.
+            of images or sound (`AutoModelForImageTextToText`). Give the whole model, before DistributedDataParallel
+            or FSDP wraps it.
         num_pseudo_heads: P, at least 2. Attention costs P^2 times as much in a layer without a window.
         layers: the indices of the layers to interleave, "paper" for four of every five (IHA, Appendix C), or `None`
             for all causal self-attention layers.
@@ -88,7 +109,8 @@ def interleave_heads(
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
     _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
-    _copy_config(model)  # `_probe` changes it
+    if _class_name(model) != "InterleavedModel":
+        _copy_config(model)  # `_probe` changes it
     config = model.config
     if sliding_window == "paper":
         if (length := getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)) is None:
@@ -121,16 +143,15 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
 
     Raise a ValueError where the mixing was trained, because the plain model would compute something else."""
     _check_unwrapped(model)
-    names = getattr(model.config, "interleaved_layers", None)
-    if names is None:
+    if not hasattr(model.config, "interleaved_layers"):
         raise ValueError("This model has no interleaved heads.")
     if model.config.virtual_heads == "paired":
         raise ValueError("The heads are paired: with these weights the plain model computes something else.")
     if model.config.interleaved_window is not None:
         raise ValueError("The interleaved layers have a window of their own, which the plain model has not.")
     config, change = model.config, 0.0
-    for name, heads in names.items():
-        module = backbone_of(model).get_submodule(name)
+    for name, module in interleaved_attention(model).items():
+        heads = config.interleaved_layers[name]
         moved = deviations(values(module), heads, config.num_pseudo_heads, config.pseudo_collapse)
         change = max(change, *(tensor.abs().max().nan_to_num(torch.inf).item() for tensor in moved.values()))
     if change > 0:
@@ -150,12 +171,12 @@ def _check(
     _check_unwrapped(model)
     config = model.config
     check_all_heads(config)
-    if hasattr(config, "interleaved_layers"):
+    if hasattr(config, "interleaved_window"):  # also of the decoder within an interleaved model
         raise ValueError("The heads of this model are interleaved already.")
-    if (outer := _outer_model(model)) is not None:
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1 and _is_in_ddp(model):
         raise ValueError(
-            f"This {type(model).__name__} is a part of a {type(outer).__name__}, which would be saved without the "
-            "mixing: pass the whole model. Its text decoder is interleaved, and nothing else."
+            "DistributedDataParallel holds this model, and would leave the gradients of the mixing to each rank: "
+            "interleave the heads before DistributedDataParallel wraps the model."
         )
     if not isinstance(num_pseudo_heads, int) or num_pseudo_heads < 2:
         raise ValueError(
@@ -197,14 +218,16 @@ def _check_unwrapped(model: PreTrainedModel) -> None:
         )
 
 
-def _outer_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return a model that holds this one as a part."""
-    if not any(type(each) is dict for each in gc.get_referrers(model)):
-        return None  # the quick answer: modules hold their parts in dictionaries
-    gc.collect()  # a model that is gone holds nothing
-    models = [each for each in gc.get_objects() if issubclass(type(each), PreTrainedModel) and each is not model]
-    outer = [each for each in models if any(part is model for part in each.modules())]
-    return max(outer, key=lambda each: len(list(each.modules())), default=None)
+def _is_in_ddp(model: PreTrainedModel) -> bool:
+    """Return whether something keeps the node that accumulates a weight's gradient.
+
+    DistributedDataParallel does, and leaves no other trace on a model. A loss does too until its backward."""
+    weight = next((each for each in model.parameters() if each.requires_grad and not each.is_inference()), None)
+    if weight is None:
+        return False
+    with torch.inference_mode(False):
+        get_gradient_edge(weight).node.metadata["interleaving"] = True
+        return get_gradient_edge(weight).node.metadata.pop("interleaving", False)
 
 
 def _class_name(model: PreTrainedModel) -> str | None:
@@ -216,47 +239,67 @@ def _class_name(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _record_attention(model: PreTrainedModel) -> tuple[dict, list[torch.Tensor]]:
-    """Return queries and heads by the attention modules that call the registry, and the hidden states of the probe."""
-    core = model.config.get_text_config(decoder=True)._attn_implementation
-    modules: dict[torch.nn.Module, tuple[torch.Tensor, tuple[int, int, int]]] = {}
-    model_type, problem, own = model.config.model_type, None, set(model.modules())
+def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, AttentionCall], list[torch.Tensor]]:
+    """Return the calls of the attention modules that call the registry, and the hidden states of the probe."""
+    model_type, problem = model.config.model_type, None
     states: list[torch.Tensor] = []
-
-    def record(module, query, key, value, *args, **kwargs):
-        nonlocal problem
-        attend = stock or core_function(core, module)
-        if module not in own:  # another thread's
-            return attend(module, query, key, value, *args, **kwargs)
+    try:
+        with _recording(model) as calls:
+            _probe(model)
+        states = _probe(model)  # Some models ask for their core by its name, and take another path for another name.
+    except Exception as error:  # whatever the base model's code does with a mask or a cache
+        problem = f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}"
+    for module, call in calls.items():
         name = f"{model_type} cannot be interleaved: {type(module).__name__}"
-        if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        if not call.is_causal:
             problem = f"{name} is not marked as causal self-attention."
         elif getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
             problem = f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own."
-        modules[module] = query, (query.shape[1], key.shape[1], value.shape[1])
-        return attend(module, query, key, value, *args, **kwargs)
-
-    with REGISTRY_LOCK:
-        stock = ALL_ATTENTION_FUNCTIONS.get(core)
-        ALL_ATTENTION_FUNCTIONS[core] = record
-        try:
-            states = _probe(model)
-        except Exception as error:  # whatever the base model's code does with a mask or a cache
-            problem = problem or f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}"
-        finally:
-            del ALL_ATTENTION_FUNCTIONS[core]
-            if stock is not ALL_ATTENTION_FUNCTIONS.get(core):
-                ALL_ATTENTION_FUNCTIONS[core] = stock  # another library's, set in this way and not registered
     if "reference_sliding_attention" in (getattr(model.config.get_text_config(decoder=True), "layer_types", ()) or ()):
         problem = f"{model_type} cannot be interleaved: it caches a prompt beside a window, in layers of its own."
-    if not modules:
+    if not calls:
         problem = (
             f"{model_type} does not call attention through the registry of Transformers, so its heads cannot be "
             "interleaved."
         )
     if problem is not None:
         raise ValueError(problem)
-    return modules, states
+    return calls, states
+
+
+@contextmanager
+def _recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
+    """Give the calls of a model's attention modules in this thread, by the module."""
+    cores = [(config, config._attn_implementation) for config in configs(model.modules())]
+    calls: dict[nn.Module, AttentionCall] = {}
+    token = CALLS.set(calls)
+    try:
+        for config, core in cores:
+            if core is not None:
+                set_core(config, _register_recording(core))
+        yield calls
+    finally:
+        CALLS.reset(token)
+        for config, core in cores:
+            set_core(config, core)
+
+
+def _register_recording(core: str) -> str:
+    """Register a core that records its calls and is another one in all else, and return its name."""
+    name = "recorded_" + core.replace("/", "_")
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(_record_call, core))
+    if core in ALL_MASK_ATTENTION_FUNCTIONS:
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[core])
+    return name
+
+
+def _record_call(
+    core: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs
+) -> Any:
+    if (calls := CALLS.get()) is not None:
+        is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
+        calls[module] = AttentionCall(query, (query.shape[1], key.shape[1], value.shape[1]), is_causal)
+    return core_function(core, module)(stock_view(module, core, 1), query, key, value, *args, **kwargs)
 
 
 def _one_line(error: Exception) -> str:
@@ -274,7 +317,7 @@ def _choose(modules: dict, layers: Iterable[int] | str | None, model: PreTrained
             f'layers is {layers!r}: expected "paper", None, or some of the attention layers {indices} of '
             f"{model.config.model_type}."
         )
-    return {module: heads for module, heads in modules.items() if module.layer_idx in chosen}
+    return {module: call for module, call in modules.items() if module.layer_idx in chosen}
 
 
 def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -285,6 +328,9 @@ def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
     modes = {module: module.training for module in model.modules()}
     tokens = torch.arange(3, 17, device=device).view(2, 7) % config.vocab_size
     window = getattr(config, "sliding_window", None)
+    forwards = [each.forward for each in backbone.modules() if isinstance(each, PreTrainedModel)]
+    takes_kept = any("logits_to_keep" in signature(each).parameters for each in forwards)
+    options: dict = {"logits_to_keep": None} if takes_kept else {}  # see `attach_mixing`
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     model.eval()
@@ -292,12 +338,12 @@ def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
         config.sliding_window = min(window, 4)
     try:
         with torch.no_grad():
-            padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False)[0][mask.bool()]
-            prompt = backbone(input_ids=tokens[1:, :6], use_cache=True)
+            padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False, **options)[0][mask.bool()]
+            prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **options)
             if (cache := prompt.get(CACHE)) is None:  # some base models do not return the cache they make
                 cache = DynamicCache(config=config)
-                prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **{CACHE: cache})
-            last = backbone(input_ids=tokens[1:, 6:], use_cache=True, **{CACHE: cache})
+                prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **{CACHE: cache}, **options)
+            last = backbone(input_ids=tokens[1:, 6:], use_cache=True, **{CACHE: cache}, **options)
     finally:
         for module, training in modes.items():
             module.training = training
@@ -312,6 +358,7 @@ def _difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> flo
     return max(((one - other).abs().max() / one.abs().max()).nan_to_num(torch.inf).item() for one, other in pairs)
 
 
+@torch.inference_mode(False)  # a weight that is made in inference mode gets no gradient
 def _attach(
     model: PreTrainedModel,
     model_class: type[PreTrainedModel],
@@ -325,17 +372,18 @@ def _attach(
     config = model.config
     names = {module: name for name, module in backbone_of(model).named_modules() if module in chosen}
     config.__class__ = model_class.config_class
-    config.interleaved_layers = {names[module]: list(heads) for module, (_, heads) in chosen.items()}
+    config.interleaved_layers = {names[module]: list(call.heads) for module, call in chosen.items()}
     config.num_pseudo_heads, config.pseudo_collapse = num_pseudo_heads, collapse
     config.mixing_scale, config.interleaved_window = mixing_scale, None
     model.__class__ = model_class
     register_models(model_class.config_class)  # for `from_config` of the Auto classes
     attach_mixing(model)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    for module, (query, heads) in chosen.items():
-        for name, start in exact_start(heads, num_pseudo_heads, collapse, generator).items():
-            mixing = module.get_submodule(name.removesuffix(".weight")).to(query.device, query.dtype)
+    for module, call in chosen.items():
+        for name, start in exact_start(call.heads, num_pseudo_heads, collapse, generator).items():
+            mixing = module.get_submodule(name.removesuffix(".weight")).to(call.query.device, call.query.dtype)
             mixing.begin("weight", start)
+            mixing._is_hf_initialized = True  # `init_weights` then leaves it, as it leaves all weights of the base
     buffers = dict(model.named_buffers())
     for name, source in model.all_tied_weights_keys.items():
         if is_mixing(name):
@@ -344,7 +392,10 @@ def _attach(
 
 
 def _copy_config(model: PreTrainedModel) -> None:
-    """Give the model a configuration of its own. Models that were built from one object share it."""
+    """Give the model a configuration of its own. Models that were built from one object share it.
+
+    A model without a head keeps its object, because it may be a part of another model. The whole is then saved as
+    interleaved, and loads with the mixing, or, as most models of several media, not at all."""
     copies: dict = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
@@ -355,17 +406,16 @@ def _copy_config(model: PreTrainedModel) -> None:
 
 def remove_mixing(module: torch.nn.Module) -> None:
     """Remove from an attention module what `attach_mixing` gave it."""
-    for name in (*MIXING_MODULES, "virtual_heads"):
+    for name in (*MIXING_MODULES, "virtual_heads", "attended", "was_traced"):
         if hasattr(module, name):  # paired heads have no mixing
             delattr(module, name)
 
 
 def _detach(model: PreTrainedModel) -> None:
     """Undo `_attach`."""
-    config, decoder = model.config, decoder_of(model)
-    modules = [backbone_of(model).get_submodule(name) for name in config.interleaved_layers]
+    config, decoder, modules = model.config, decoder_of(model), list(interleaved_attention(model).values())
     for each in virtual_configs(model):
-        each._attn_implementation_internal = core_of(each._attn_implementation)
+        set_core(each, core_of(each._attn_implementation))
         for field in (*FIELDS, "mixing_scale"):
             vars(each).pop(field, None)
         if not hasattr(each, "interleaved_layers"):  # a part

@@ -288,7 +288,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
                 f"value per token and head, and layers of kind {' and '.join(kinds)} cache more. Use generate, which "
                 "takes batches too."
             )
-        return init_requests(super().init_continuous_batching, self, self.model, *args, **kwargs)
+        return init_requests(super().init_continuous_batching.__func__, self, self.model, *args, **kwargs)
 
     def _get_static_cache_init_shape(self):
         """Return the shape in which [`GenerationMixin`] allocates static caches before a chunked prefill.

@@ -16,6 +16,7 @@ from functools import cache, partial
 from inspect import signature
 from threading import local
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -33,11 +34,19 @@ from transformers.models.auto.modeling_auto import (
 from .adapter_records import meet_adapter, watch_peft
 from .cache_names import CACHE, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
-from .interleaving import HeadCollapse, HeadMixing, MixedHeads, build_at, keep_window_edge, token_attentions
+from .interleaving import (
+    HeadCollapse,
+    HeadMixing,
+    MixedHeads,
+    build_at,
+    keep_window_edge,
+    lacks_window_edge,
+    token_attentions,
+)
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
-from .virtual_core import core_of, expand_mask, register_masks, virtual_attention, virtual_heads
+from .virtual_core import CORES, WINDOWED, core_of, expand_mask, register_masks, virtual_attention, virtual_heads
 
 
 # By these names Trainer's label smoothing shifts the labels, and pipelines and Transformers' server know the models.
@@ -50,19 +59,21 @@ NOT_SAVED = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|scale)$"
 
 
 class Attended(local):
-    """Tell whether attention went through `virtual_attention`, in each thread."""
+    """Hold what attended through `virtual_attention`, in each thread: threads may share a model.
+
+    Dynamo loses what compiled code writes here, and keeps attributes of modules (see `noted_attention`)."""
 
     module: nn.Module | None = None  # the last one, until it is checked
-    any = False  # in this forward of the decoder
+
+    def __init__(self):
+        self.by_decoder = WeakKeyDictionary[nn.Module, set[nn.Module]]()  # those checked in its present forward
 
 
-class Compiled:
-    """Tell whether a compiled layer attended so, in any thread: what it writes to a thread's own object is lost."""
-
-    any = False
-
-
-ATTENDED, COMPILED = Attended(), Compiled()
+ATTENDED = Attended()
+REPLACED = (
+    "{} has interleaved heads and attended without them: the module, its forward or its attention core was replaced. "
+    "Use the model without the tool that did so, or apply remove_interleaving first."
+)
 
 
 def register_core(core: str, window: int | None = None) -> str:
@@ -72,7 +83,8 @@ def register_core(core: str, window: int | None = None) -> str:
     name, attention = register_masks(core), noted_attention
     if window is not None:
         masks = ALL_MASK_ATTENTION_FUNCTIONS[name]
-        name, attention = f"windowed_{name}", windowed_attention
+        name, attention = WINDOWED + name, windowed_attention
+        CORES[name] = core
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, masks)
     ALL_ATTENTION_FUNCTIONS.register(name, partial(attention, core))
     return name
@@ -107,10 +119,10 @@ def noted_attention(
     if (requests := kwargs.pop("paged_requests", None)) is not None:
         _check_pages(requests, module, key, value, attention_mask)
         attend = partial(requests.attend, attend, module.layer_idx)
-    if torch.compiler.is_compiling():
-        COMPILED.any = True
-    elif virtual_heads(module) is not None:
-        ATTENDED.module, ATTENDED.any = module, True
+    if virtual_heads(module) is not None:
+        module.attended = True
+        if not torch.compiler.is_dynamo_compiling():
+            ATTENDED.module = module
     return attend(query, key, value, attention_mask, **kwargs)
 
 
@@ -189,7 +201,7 @@ class InterleavedPreTrainedModel:
                 f"Continuous batching passes position_ids, which {type(decoder).__name__} does not take. Use "
                 "generate, which takes batches too."
             )
-        return init_requests(super().init_continuous_batching, self, decoder, *args, **kwargs)
+        return init_requests(super().init_continuous_batching.__func__, self, decoder, *args, **kwargs)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -239,7 +251,13 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def attach_mixing(model: PreTrainedModel) -> None:
     """Give the attention modules that the configuration names their mixing weights, and have them used."""
-    config, backbone, decoder = model.config, backbone_of(model), decoder_of(model)
+    config, backbone = model.config, backbone_of(model)
+    config.interleaved_layers = {
+        name: heads for name, heads in config.interleaved_layers.items() if not is_cut_off(backbone, name)
+    }
+    if not config.interleaved_layers:
+        raise ValueError("None of the interleaved layers is among the first num_hidden_layers: keep more layers.")
+    decoder = decoder_of(model)
     for each in virtual_configs(model):
         for field in FIELDS:
             setattr(each, field, getattr(config, field, None))  # older checkpoints name no `virtual_heads`
@@ -249,7 +267,8 @@ def attach_mixing(model: PreTrainedModel) -> None:
         module = backbone.get_submodule(name)
         if virtual_heads(module) is not None:
             continue  # A generic task head has a decoder of this package within.
-        module._forward_hooks[HOOK] = _check_attention
+        module.attended = module.was_traced = False  # see `noted_attention` and `_check_attention`
+        module._forward_hooks[HOOK], module._forward_hooks_with_kwargs[HOOK] = _check_attention, True
         module.virtual_heads = PairedHeads if config.virtual_heads == "paired" else MixedHeads
         if module.virtual_heads is PairedHeads:
             continue
@@ -263,51 +282,110 @@ def attach_mixing(model: PreTrainedModel) -> None:
     model.all_tied_weights_keys |= {name: source for name, source in tied if is_mixing(name) and name in weights}
     use_virtual_cores(model)
     # Gemma 4 would leave out rows of a mask, which are of virtual tokens, for any number. It asks for cores by name.
-    takes_kept = "logits_to_keep" in signature(decoder.forward).parameters
-    prepare = partial(_prepare_decoder, {"logits_to_keep": None} if takes_kept else {})
+    parameters = signature(decoder.forward).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    prepare = partial(_prepare_decoder, names, {"logits_to_keep": None} if "logits_to_keep" in names else {})
     decoder._forward_pre_hooks[HOOK], decoder._forward_pre_hooks_with_kwargs[HOOK] = prepare, True
-    decoder._forward_hooks[HOOK] = _check_decoder
+    interleaved = {name: module for name, module in decoder.named_modules() if virtual_heads(module) is not None}
+    decoder._forward_hooks[HOOK] = partial(_check_decoder, interleaved)
 
 
 def remove_hooks(*modules: nn.Module) -> None:
     """Remove the hooks that `attach_mixing` gave modules."""
     for module in modules:
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
-            hooks.pop(HOOK, None)
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            getattr(module, kind).pop(HOOK, None)
+            getattr(module, f"{kind}_with_kwargs").pop(HOOK, None)
 
 
 def virtual_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """Return the configurations that attention and masks over virtual tokens read, and no vision tower."""
+    return configs([*holders(model), *interleaved_attention(model).values()])
+
+
+def interleaved_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the attention modules with mixing weights, by their names in the model without a head."""
     backbone = backbone_of(model)
-    return configs([*holders(model), *(backbone.get_submodule(name) for name in model.config.interleaved_layers)])
+    names = [name for name in model.config.interleaved_layers if not is_cut_off(backbone, name)]
+    return {name: backbone.get_submodule(name) for name in names}
+
+
+def is_cut_off(model: nn.Module, name: str) -> bool:
+    """Return whether a name is of a layer behind the last one of a model."""
+    module = model
+    for part in name.split("."):
+        if isinstance(module, nn.ModuleList) and int(part) >= len(module):
+            return True
+        module = getattr(module, part, None)
+    return False
 
 
 def use_virtual_cores(model: PreTrainedModel) -> None:
     """Have the decoder attend over virtual tokens, on the cores that its configurations name."""
     for each in virtual_configs(model):
-        core = core_of(each._attn_implementation)
-        each._attn_implementation_internal = register_core(core, model.config.interleaved_window)
+        set_core(each, register_core(core_of(each._attn_implementation), model.config.interleaved_window))
 
 
-def _check_attention(module: nn.Module, args: tuple, output: Any) -> None:
+def set_core(config: PreTrainedConfig, core: str) -> None:
+    """Set the attention core of one configuration, and of none within it.
+
+    The public `set_attn_implementation` sets cores of vision towers too, checks them by their names, and in a model of
+    `interleave_heads` calls this. A configuration has no public setter; this is the field that Transformers sets."""
+    config._attn_implementation_internal = core
+
+
+def _check_attention(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
     """Raise a RuntimeError where attention was computed without the mixing weights that stand beside it."""
-    if torch.compiler.is_compiling():
-        return
-    if ATTENDED.module is not module:
-        raise RuntimeError(
-            f"{type(module).__name__} has interleaved heads and attended without them: its forward or its attention "
-            "core was replaced. Use the model without the tool that did so, or apply remove_interleaving first."
-        )
-    ATTENDED.module = None
+    attended, module.attended = module.attended, False
+    if torch.compiler.is_dynamo_compiling():
+        _note_traced(module)
+    else:
+        attended, ATTENDED.module = attended or ATTENDED.module is module, None
+        for modules in ATTENDED.by_decoder.values():
+            modules.add(module)
+    if not attended:
+        raise RuntimeError(REPLACED.format(type(module).__name__))
+    _check_cache(module, [*args, *kwargs.values()])
 
 
-def _check_decoder(decoder: PreTrainedModel, args: tuple, output: Any) -> None:
-    """Raise a RuntimeError where no attention module was called, unless training leaves out layers at random."""
-    if not (ATTENDED.any or COMPILED.any or torch.compiler.is_compiling() or getattr(decoder, "layerdrop", 0)):
-        raise RuntimeError(
-            f"{type(decoder).__name__} has interleaved heads, and none of them attended: its layers or their "
-            "attention were replaced. Use the model without the tool that did so, or apply remove_interleaving first."
-        )
+@torch.compiler.assume_constant_result
+def _note_traced(module: nn.Module) -> bool:
+    """Note, while Dynamo traces, that a compiled module attends. Compiled code cannot note it where it recomputes."""
+    module.was_traced = True
+    return True
+
+
+def _check_cache(module: nn.Module, inputs: list) -> None:
+    """Raise a RuntimeError for cached tokens without the one that only windows of virtual tokens reach."""
+    window = getattr(module.config, "sliding_window", None)
+    for past in [each for each in inputs if window and isinstance(each, Cache)]:
+        layer = past.layers[module.layer_idx] if module.layer_idx < len(past.layers) else None  # shared by two layers
+        length = next(each.shape[1] for each in inputs if isinstance(each, torch.Tensor))
+        if lacks_window_edge(layer, window) and layer.get_seq_length() > length:
+            raise RuntimeError(
+                f"The cache keeps {window} tokens, and windows of interleaved heads reach one more, because forward "
+                "was called directly: call the model or its decoder itself, which prepares the cache."
+            )
+
+
+def _check_decoder(interleaved: dict[str, nn.Module], decoder: PreTrainedModel, args: tuple, output: Any) -> None:
+    """Raise a RuntimeError where attention modules, by their names, were replaced or passed by.
+
+    Training may leave out layers at random, and generation the last ones (`assistant_early_exit`). A compiled module
+    attended when it was traced, and no more is known of it."""
+    is_traced = torch.compiler.is_dynamo_compiling()
+    attended = None if is_traced else ATTENDED.by_decoder.pop(decoder, None)
+    depth = getattr(decoder.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    drops_layers = decoder.training and getattr(decoder, "layerdrop", 0)
+    for name, module in interleaved.items():
+        if is_cut_off(decoder, name):
+            continue
+        with suppress(AttributeError):  # within a wrapper of its layer
+            module = decoder.get_submodule(name)
+        is_left_out = drops_layers or (depth and (getattr(module, "layer_idx", None) or 0) >= depth)
+        is_known = attended is not None and not is_left_out
+        if virtual_heads(module) is None or (is_known and not (module.was_traced or module in attended)):
+            raise RuntimeError(REPLACED.format(f"{name} of {type(decoder).__name__}"))
 
 
 def is_mixing(name: str) -> bool:
@@ -315,12 +393,15 @@ def is_mixing(name: str) -> bool:
     return not set(MIXING_MODULES).isdisjoint(name.split("."))
 
 
-def _prepare_decoder(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _prepare_decoder(
+    names: list[str], fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
     """Keep what windows reach, in the cache that the decoder gets, or would make if the base model has windows.
 
     A user's mask [batch, 1, N, K] becomes one over virtual tokens."""
-    if not torch.compiler.is_compiling():
-        ATTENDED.any = False
+    if not torch.compiler.is_dynamo_compiling():
+        ATTENDED.by_decoder[decoder] = set()
+    args, kwargs = args[len(names) :], dict(**dict(zip(names, args)), **kwargs)
     kwargs |= fixed
     cache, mask = pop_cache(kwargs), kwargs.get("attention_mask")
     if isinstance(cache, PagedAttentionCache):  # continuous batching
@@ -334,7 +415,7 @@ def _prepare_decoder(fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs:
     keep_windows(decoder, cache)
     if cache is not None:
         kwargs[CACHE] = cache
-    inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]]
+    inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
     length = next((each.shape[1] for each in inputs if each is not None), None)
     # A model around the decoder, and `generate` with a static cache, give masks over virtual tokens.
     if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] == length:

@@ -185,7 +185,7 @@ def init_requests(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> Any:
-    """Start continuous batching by `init` of [`GenerationMixin`], on the core that the model has.
+    """Start continuous batching by `init` of [`GenerationMixin`], a function of the model, on the core that it has.
 
     Raise a ValueError for CUDA graphs and compilation, which need inputs of fixed shapes."""
     deprecated = getattr(generation_config or model.generation_config, "continuous_batching_config", None)
@@ -199,15 +199,13 @@ def init_requests(
     batching.use_cuda_graph, batching.max_blocks_per_request, batching.auto_switch_to_flash = False, 0, False
     text = paged_config(decoder)
     edge = Overlay(text, sliding_window=text.sliding_window and text.sliding_window + WINDOW_EDGE)
-    config: Any = model.config
-    core, config._attn_implementation_internal = config._attn_implementation, "paged|eager"
-    try:  # Transformers asks by name whether the core takes pages
-        manager = init(generation_config, batching, workload_hints)
-    finally:
-        config._attn_implementation_internal = core  # and makes no masks for that name
+    # Transformers asks by name whether the core takes pages, and makes no masks for this name.
+    paged: Any = Overlay(model, config=Overlay(model.config, _attn_implementation="paged|eager"))
+    manager = init(paged, generation_config, batching, workload_hints)
+    manager.model = model
 
     def create_batch_processor():
-        manager.model = Overlay(model, config=Overlay(config, get_text_config=lambda: edge))
+        manager.model = Overlay(model, config=Overlay(model.config, get_text_config=lambda: edge))
         try:
             return type(manager)._create_batch_processor(manager)
         finally:

@@ -9,6 +9,7 @@ Transformers' models make masks through one registry and call attention through 
 
 import math
 import sys
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -37,6 +38,12 @@ from .interleaving import (
 )
 
 
+# Each checkpoint brings a copy of this code, and copies in one process share the registries. The name of each
+# copy's package is unique. It is hashed here, because "flash" in it would ask for a flash core.
+PREFIX = "iha_" if __package__ == "modeling_iha" else f"iha_{zlib.crc32(__package__.encode()):08x}_"
+CORES: dict[str, str] = {}  # by the names of `register_masks`
+WINDOWED = "windowed_"  # before the names for models with a window that their base lacks
+
 # The attention kinds of `IHAConfig` whose layers make P virtual tokens of each token.
 VIRTUAL_KINDS = {"iha", "paired_heads"}
 CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -49,19 +56,17 @@ LOWEST[torch.float64] = LOWEST[torch.float32]
 
 def register_masks(core: str) -> str:
     """Register masks over virtual tokens for a core of Transformers, and return their name."""
-    if core not in ALL_MASK_ATTENTION_FUNCTIONS:
+    if core not in ALL_MASK_ATTENTION_FUNCTIONS or core.startswith("iha_"):  # of another copy of this code
         raise ValueError(f"attn_implementation={core!r} makes no masks, which interleaved heads need.")
-    name = "iha_" + core.replace("/", "_")
-    while getattr(ALL_MASK_ATTENTION_FUNCTIONS.get(name), "func", virtual_mask) is not virtual_mask:
-        name += "_"  # the code of another checkpoint has the name
+    name = PREFIX + core.replace("/", "_")
+    CORES[name] = core
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
     return name
 
 
 def core_of(name: str) -> str:
     """Return the core under a name of `register_masks`, in this process or another, and any other name as it is."""
-    function = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    return function.args[0] if isinstance(function, partial) else name.rpartition("iha_")[2].rstrip("_")
+    return CORES.get(name, name.removeprefix(WINDOWED).removeprefix(PREFIX))
 
 
 def virtual_heads(module: Any) -> Any:
@@ -203,7 +208,7 @@ def virtual_attention(
             "[batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
         )
     num_pseudo_heads = virtual_tokens(module.config)
-    attend_tokens, view = core_function(core, module), _stock_view(module, core, num_pseudo_heads)
+    attend_tokens, view = core_function(core, module), stock_view(module, core, num_pseudo_heads)
     if has_first_keys(attention_mask):  # in which the window of the base is, and no place of a static cache behind
         attend_tokens, kwargs["sliding_window"] = partial(first_key_attention, attend_tokens), None
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
@@ -245,7 +250,7 @@ def core_function(core: str, module: nn.Module) -> Callable:
     return ALL_ATTENTION_FUNCTIONS[core]
 
 
-def _stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
+def stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
     """Show a module to its core: flash cores read their own name, and a sink stands beside P copies of each key."""
     overrides: dict = {}
     if "flash" in core:

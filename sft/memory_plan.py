@@ -8,14 +8,14 @@ processes.
 import copy
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
-from unittest.mock import patch
 
 import psutil
 import torch
 from peft import LoraConfig, get_peft_model
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Trainer, masking_utils
@@ -72,6 +72,24 @@ class Counter(TorchDispatchMode):
         return result
 
 
+@contextmanager
+def one_document() -> Iterator[None]:
+    """Have Transformers take a row without data for one document.
+
+    It takes each for a packed one, and would build its mask [N, N]; nothing public tells it that there is no packing.
+    Rows with data, such as another thread's, are asked as before."""
+    find = masking_utils.find_packed_sequence_indices
+
+    def find_in_data(position_ids: torch.Tensor) -> torch.Tensor | None:
+        return None if isinstance(position_ids, FakeTensor) else find(position_ids)
+
+    masking_utils.find_packed_sequence_indices = find_in_data
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+
+
 class Plan(NamedTuple):
     """Hold the bytes of what stays from step to step, and of a step at its peak, in one process."""
 
@@ -109,9 +127,7 @@ def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -
                 loss = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).loss
             loss.backward()
 
-        # Without data Transformers takes every row for a packed one, and would build its mask [N, N].
-        one_document = patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
-        with counter, one_document:
+        with counter, one_document():
             backward()
             optimizer.step()
             whole = counter.now

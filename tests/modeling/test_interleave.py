@@ -344,32 +344,6 @@ def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
     assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "mine")
 
 
-REPLACED = {
-    "forward": lambda model, plain: setattr(
-        model.model.layers[1].self_attn, "forward", plain.model.layers[1].self_attn.forward
-    ),
-    "core": lambda model, plain: setattr(model.config, "_attn_implementation", "sdpa"),
-    "layers": lambda model, plain: [
-        setattr(own, "forward", other.forward) for own, other in zip(model.model.layers, plain.model.layers)
-    ],
-    "modules": lambda model, plain: [
-        setattr(own, "self_attn", other.self_attn) for own, other in zip(model.model.layers, plain.model.layers)
-    ],
-}
-
-
-@pytest.mark.parametrize("replace", REPLACED)
-def test_nothing_attends_beside_the_mixing(replace, monkeypatch):
-    """Replace attention as TransformerLens and fused kernels do."""
-    monkeypatch.setattr(modeling_interleaved.COMPILED, "any", False)  # a compiled layer of another test set it
-    model, tokens = interleave_heads(decoder("llama"), 2), random_ids(1, 5)
-    logits(model, input_ids=tokens)
-    REPLACED[replace](model, decoder("llama"))
-    message = "Llama(Attention|Model) has interleaved heads.*without the tool"
-    with pytest.raises(RuntimeError, match=message):
-        model(tokens)
-
-
 def test_layers_may_be_left_out_and_threads_share_a_model():
     assert interleave_heads(decoder("opt"), 2).train()(random_ids(1, 5)).logits.isfinite().all()
     model, tokens = train_mixing(interleave_heads(decoder("llama"), 2)), random_ids(1, 5)
@@ -843,7 +817,7 @@ def test_every_checkpoint_keeps_its_own_attention(tmp_path):
         assert_close(own[i], expected)
         assert_close(again[i], other[i])
         assert (other[i] - expected).abs().max() > 0.01
-    assert result["names"] == ["iha_sdpa", "iha_sdpa_"] and result["saved"] == [False, False]
+    assert len(set(result["names"])) == 2 and result["saved"] == [False, False]
 
 
 TWO_CODES = """
@@ -865,14 +839,6 @@ for model, place in zip((own, other), request["places"]):
     model.save_pretrained(place)
     result["saved"].append("iha_" in Path(place, "config.json").read_text())
 """
-
-
-def test_a_pickle_takes_the_name_that_its_process_gives():
-    model, tokens = interleave_heads(decoder("llama"), 2), random_ids(1, 9)
-    expected = logits(model, input_ids=tokens)
-    model.config._attn_implementation_internal = "iha_sdpa_"  # of a process where other code came first
-    again = pickle.loads(pickle.dumps(model))
-    assert again.config._attn_implementation == "iha_sdpa" and logits(again, input_ids=tokens).equal(expected)
 
 
 def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):

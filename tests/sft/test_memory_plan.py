@@ -1,10 +1,14 @@
 """Test that a step is counted as it is, and that a run that cannot fit is refused before its rows are read."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import psutil
 import pytest
 import torch
 from helpers import random_model
 from tiny_training import byte_config, decoder, recipe, sizes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import masking_utils
 from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
@@ -53,6 +57,17 @@ def test_a_step_without_data_takes_what_a_real_one_does(name, autocast):
     assert planned.optimizer == pytest.approx(2 * weights, rel=0.02)
     assert all(not parameter.is_meta and parameter.grad is None for parameter in model.parameters())
     assert planned.peak == pytest.approx(counted(model, args), rel=0.05)
+
+
+def test_rows_with_data_are_asked_for_documents_meanwhile():
+    """Plan in one thread while another attends to packed rows."""
+    packed, find = torch.tensor([[0, 1, 0, 1, 2]]), masking_utils.find_packed_sequence_indices
+    with memory_plan.one_document(), memory_plan.one_document():
+        with ThreadPoolExecutor(1) as executor:
+            found = executor.submit(lambda: masking_utils.find_packed_sequence_indices(packed)).result()
+        with FakeTensorMode():
+            assert masking_utils.find_packed_sequence_indices(torch.arange(5)[None]) is None
+    assert found.tolist() == [[0, 0, 1, 1, 1]] and masking_utils.find_packed_sequence_indices is find
 
 
 def test_adapters_and_accumulated_steps_are_counted():
