@@ -4,7 +4,7 @@
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .interleaving import HeadCollapse, HeadMixing
+from .interleaving import HeadCollapse, HeadMixing, MixedHeads
 
 
 class InterleavedHeadAttention(MultiHeadAttention):
@@ -21,6 +21,7 @@ class InterleavedHeadAttention(MultiHeadAttention):
     to nP, and the remaining rotation R_p is the same for every token."""
 
     mixing_modules = ("q_mix", "k_mix", "v_mix", "collapse")
+    virtual_heads = MixedHeads
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

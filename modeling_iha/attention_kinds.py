@@ -12,6 +12,7 @@ from .attention_iha import InterleavedHeadAttention
 from .attention_knocking_heads import KnockingHeadsAttention
 from .attention_mha import MultiHeadAttention
 from .attention_multi_token import MultiTokenAttention
+from .attention_paired_heads import PairedHeadsAttention
 from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
 
@@ -19,6 +20,7 @@ from .attention_talking_heads import TalkingHeadsAttention
 ATTENTION_CLASSES = {
     "mha": MultiHeadAttention,
     "iha": InterleavedHeadAttention,
+    "paired_heads": PairedHeadsAttention,
     "talking_heads": TalkingHeadsAttention,
     "diff": DifferentialAttention,
     "diff_v2": DifferentialAttentionV2,

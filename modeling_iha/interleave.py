@@ -402,7 +402,7 @@ def _detach(model: PreTrainedModel) -> None:
             vars(each).pop(field, None)
     remove_hooks(decoder, *modules)
     for module in modules:
-        for name in MIXING_MODULES:
+        for name in (*MIXING_MODULES, "virtual_heads"):
             delattr(module, name)
     tied = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}

@@ -137,8 +137,10 @@ def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) 
     return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states).contiguous()
 
 
-class IHAWeights(NamedTuple):
-    """Hold the weights by which an "iha" layer mixes, rotates and collapses its heads (IHA, Algorithm 1)."""
+class MixedHeads(NamedTuple):
+    """Hold the weights by which an "iha" layer mixes, rotates and collapses its heads (IHA, Algorithm 1).
+
+    It is the `virtual_heads` of such a layer: the class by which `virtual_attention` makes virtual tokens."""
 
     q_mix: torch.Tensor  # alpha^Q, [H, H, P]
     k_mix: torch.Tensor  # alpha^K, [G, G, P]
@@ -146,6 +148,34 @@ class IHAWeights(NamedTuple):
     collapse: torch.Tensor  # R, [H, P] or [H, H * P]
     # (cos, sin) of R_p, each [P, head_dim]. R_p rotates pseudo-head p within its token; `None` for shared positions.
     rotation: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of(cls, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation) -> "MixedHeads":
+        """Return the weights of a module for base states."""
+        return cls(module.q_mix(query), module.k_mix(key), module.v_mix(value), module.collapse(query), rotation)
+
+    def attend(
+        self,
+        core: Callable,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run steps 2 to 5 on base states, which `core` sees as the virtual sequence.
+
+        `core` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. It returns the
+        output [batch, N * P, H, head_dim] and weights. Return the output [batch, N, H, head_dim] and those weights."""
+        query = expand(query, self.q_mix, self.rotation)
+        key = expand(key, self.k_mix, self.rotation)
+        value = expand(value, self.v_mix)
+        output, attn_weights = core(query, key, value, attention_mask, **kwargs)
+        return collapse(output, self.collapse, self.q_mix.shape[-1]), attn_weights
+
+    def step(self, *args) -> torch.Tensor:
+        """Return the output of one new token, by `absorbed_attention` of the arguments."""
+        return absorbed_attention(self, *args)
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -165,26 +195,6 @@ def expand(
         cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
         states = rotate(states, cos, sin)
     return interleave(states)
-
-
-def attend_interleaved(
-    core: Callable,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    weights: IHAWeights,
-    attention_mask: torch.Tensor | None,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run steps 2 to 5 on base states, which `core` sees as the virtual sequence.
-
-    `core` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. It returns the output
-    [batch, N * P, H, head_dim] and weights. Return the output [batch, N, H, head_dim] and those weights."""
-    query = expand(query, weights.q_mix, weights.rotation)
-    key = expand(key, weights.k_mix, weights.rotation)
-    value = expand(value, weights.v_mix)
-    output, attn_weights = core(query, key, value, attention_mask, **kwargs)
-    return collapse(output, weights.collapse, weights.q_mix.shape[-1]), attn_weights
 
 
 def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
@@ -217,7 +227,7 @@ class Overlay:
 
 
 def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
-    """Return whether `absorbed_attention` takes one new token: where it can and is faster."""
+    """Return whether `step` of virtual heads takes one new token: where it can and is faster."""
     # On a CPU, expanding is faster for few tokens (research/benchmarks/default_form.py). A comparison of lengths would
     # bound exports.
     few = states.device.type == "cpu" and (
@@ -228,10 +238,10 @@ def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, nu
 
 
 def absorbed_attention(
+    weights: MixedHeads,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    weights: IHAWeights,
     scaling: float,
     window: int | None = None,
     attention_mask: torch.Tensor | None = None,
@@ -249,9 +259,9 @@ def absorbed_attention(
     collapse moves before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
 
     Args:
+        weights: those of the layer, with a collapse [H, P].
         query: [batch, H, 1, head_dim], rotated as the cached keys are.
         key, value: [batch, G, N, head_dim]. Without a mask the last one is the new token's.
-        weights: those of the layer, with a collapse [H, P].
         scaling: factor of the scores.
         window: W in tokens, or `None`; ignored with a mask.
         attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.

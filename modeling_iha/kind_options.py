@@ -10,12 +10,14 @@ from .options_hyper import HyperOptions
 from .options_hyper_feature import FeatureOptions
 from .options_knocking_heads import KnockingOptions
 from .options_multi_token import MultiTokenOptions
+from .options_paired_heads import PairedHeadsOptions
 from .options_pairs import PairOptions
 
 
 OPTIONS_CLASSES = {
     "mha": KindOptions,
     "iha": KindOptions,
+    "paired_heads": PairedHeadsOptions,
     "talking_heads": KindOptions,
     "diff": DifferentialOptions,
     "diff_v2": KindOptions,

@@ -45,7 +45,9 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     def __init__(self, config: IHAConfig):
         super().__init__(config)
         self.num_pseudo_heads = config.num_pseudo_heads
-        self.interleaved = "iha" in config.attention_kinds and config.pseudo_positions == "interleaved"
+        interleaved = config.pseudo_positions == "interleaved"
+        self.mixed = interleaved and "iha" in config.attention_kinds
+        self.paired = interleaved and "paired_heads" in config.attention_kinds
 
     def _apply(self, fn, recurse=True):
         """Move the frequencies and keep them in float32.
@@ -62,22 +64,30 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         """Return (cos, sin) tables in the dtype of x for token positions n [batch, N].
 
         `"token"` is at n, [batch, N, head_dim]. Interleaved positions n * P + p add `"interleaved"` at n * P,
-        [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. A layer rotates by both, so only
-        `"interleaved"` is scaled by `attention_scaling`. RoPE types that depend on the length take it in tokens."""
+        [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim], for "iha" layers, which rotate by both: only
+        `"interleaved"` is scaled by `attention_scaling`. For layers of paired heads they add `"paired"` at n * P + p,
+        [batch, P, N, head_dim]. RoPE types that depend on the length take it in tokens."""
         tables = {"token": self(x, position_ids)}
-        if self.interleaved:
-            cos, sin = self._table(position_ids * self.num_pseudo_heads, x)
-            tables["interleaved"] = (cos * self.attention_scaling, sin * self.attention_scaling)
-            tables["pseudo_head"] = self._table(torch.arange(self.num_pseudo_heads, device=x.device), x)
+        first, pseudo_heads = (
+            position_ids * self.num_pseudo_heads,
+            torch.arange(self.num_pseudo_heads, device=x.device),
+        )
+        if self.mixed:
+            tables["interleaved"] = self._table(first, x, self.attention_scaling)
+            tables["pseudo_head"] = self._table(pseudo_heads, x)
+        if self.paired:
+            tables["paired"] = self._table(first[:, None] + pseudo_heads[:, None], x, self.attention_scaling)
         return tables
 
     @torch.no_grad()
-    def _table(self, positions: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(
+        self, positions: torch.Tensor, x: torch.Tensor, scaling: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # At n * P near a million a float32 angle is off by 0.03 rad. (MPS has no float64.)
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
         angles = positions[..., None].to(dtype) * self.inv_freq.to(x.device, dtype)
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        return angles.cos().to(x.dtype) * scaling, angles.sin().to(x.dtype) * scaling
 
 
 class IHAMLP(LlamaMLP):

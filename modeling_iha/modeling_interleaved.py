@@ -30,9 +30,9 @@ from transformers.models.auto.modeling_auto import (
 
 from .adapter_records import watch_adapters
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class
-from .interleaving import HeadCollapse, HeadMixing, keep_start, keep_window_edge
+from .interleaving import HeadCollapse, HeadMixing, MixedHeads, keep_start, keep_window_edge
 from .paged_requests import PagedRequests, init_requests
-from .virtual_core import core_of, expand_mask, register_masks, virtual_attention
+from .virtual_core import core_of, expand_mask, register_masks, virtual_attention, virtual_heads
 
 
 # By these names Trainer's label smoothing shifts the labels, and pipelines and Transformers' server know the models.
@@ -82,7 +82,7 @@ def noted_attention(
         attend = partial(requests.attend, attend, module.layer_idx)
     if torch.compiler.is_compiling():
         COMPILED.any = True
-    elif hasattr(module, "q_mix"):
+    elif virtual_heads(module) is not None:
         ATTENDED.module, ATTENDED.any = module, True
     return attend(query, key, value, attention_mask, **kwargs)
 
@@ -221,13 +221,14 @@ def attach_mixing(model: PreTrainedModel) -> None:
             setattr(each, field, getattr(config, field))
     for name, (num_heads, num_key_heads, num_value_heads) in config.interleaved_layers.items():
         module = backbone.get_submodule(name)
-        if hasattr(module, "q_mix"):
+        if virtual_heads(module) is not None:
             continue  # A generic task head has a decoder of this package within.
         module.q_mix = HeadMixing(num_heads, config.num_pseudo_heads)
         module.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
         module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
         keep_start(module, config.mixing_scale)
+        module.virtual_heads = MixedHeads
         module._forward_hooks[HOOK] = _check_attention
     tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()  # Zamba's blocks share all their weights
     weights = dict(model.named_parameters(remove_duplicate=False))  # Transformers ties no buffers
@@ -325,7 +326,7 @@ def keep_windows(decoder: PreTrainedModel, past_key_values: Cache | None) -> Non
     elif layers and config.interleaved_window:
         fresh = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
         for module in decoder.modules() if fresh else ():
-            if hasattr(module, "q_mix") and getattr(module, "layer_idx", None) in fresh:
+            if virtual_heads(module) is not None and getattr(module, "layer_idx", None) in fresh:
                 layers[module.layer_idx] = DynamicSlidingWindowLayer(config.interleaved_window + 1)
 
 

@@ -18,6 +18,7 @@ PAIRS = ("options_pairs.py", "tuple_attention.py", *SCORES)
 KIND_FILES = {
     "mha": (),
     "iha": ("attention_iha.py",),
+    "paired_heads": ("attention_paired_heads.py", "options_paired_heads.py", "pairing.py"),
     "talking_heads": ("attention_talking_heads.py", "score_matrix.py"),
     "diff": ("attention_diff.py", "options_diff.py", "option_fields.py"),
     "diff_v2": ("attention_diff_v2.py",),

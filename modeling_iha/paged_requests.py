@@ -17,7 +17,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from .interleaving import Overlay
-from .virtual_core import CREATE_MASK, core_of, register_masks
+from .virtual_core import CREATE_MASK, core_of, register_masks, virtual_heads
 
 
 # The tokens that pages keep more than they would. They keep W - 1 tokens before the new ones for a window of W tokens,
@@ -155,7 +155,7 @@ def paged_config(decoder: PreTrainedModel) -> Any:
     if given and "sliding_attention" not in layer_types:
         window = given
         for module in decoder.modules():
-            if hasattr(module, "q_mix"):
+            if virtual_heads(module) is not None:
                 layer_types[module.layer_idx] = "sliding_attention"
     return Overlay(config, layer_types=layer_types, sliding_window=window)
 

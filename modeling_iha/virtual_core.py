@@ -27,10 +27,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .interleaving import (
     Documents,
-    IHAWeights,
     Overlay,
-    absorbed_attention,
-    attend_interleaved,
     documents_of,
     first_key_attention,
     has_first_keys,
@@ -40,6 +37,8 @@ from .interleaving import (
 )
 
 
+# The attention kinds of `IHAConfig` whose layers make P virtual tokens of each token.
+VIRTUAL_KINDS = {"iha", "paired_heads"}
 CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 # These values hide a pair in an additive mask of the dtype. The eager core takes its softmax in float32, where the
@@ -65,9 +64,14 @@ def core_of(name: str) -> str:
     return function.args[0] if isinstance(function, partial) else name.removeprefix("iha_").rstrip("_")
 
 
+def virtual_heads(module: Any) -> Any:
+    """Return the class by which an attention module makes virtual tokens (see `MixedHeads`), or `None`."""
+    return getattr(module, "virtual_heads", None)
+
+
 def virtual_tokens(config: PreTrainedConfig) -> int:
     """Return the number of virtual tokens that masks have for each token of a model."""
-    if "iha" not in getattr(config, "attention_kinds", ("iha",)):
+    if VIRTUAL_KINDS.isdisjoint(getattr(config, "attention_kinds", VIRTUAL_KINDS)):
         return 1
     return getattr(config, "num_pseudo_heads", 1)  # the towers of other media have none
 
@@ -185,11 +189,11 @@ def virtual_attention(
     """Return the output [batch, N, H, head_dim] and the weights of an attention module, as its core does.
 
     Queries [batch, H, N, head_dim] and keys [batch, G, K, head_dim] are rotated and cached as in the base model. A
-    module without mixing weights attends as in the base model.
+    module without `virtual_heads` attends as in the base model.
 
     Args:
         attention_mask: mask of `virtual_mask` for the core.
-        rotation: that of pseudo-heads within their token (see `IHAWeights`), `None` for shared positions.
+        rotation: that of pseudo-heads within their token (see `MixedHeads`), `None` for shared positions.
         product_dtype: dtype of products with the cache where those of its own are slow, or `None`.
         kwargs: keyword arguments of the core, in tokens.
     """
@@ -203,7 +207,7 @@ def virtual_attention(
     if has_first_keys(attention_mask):  # in which the window of the base is, and no place of a static cache behind
         attend_tokens, kwargs["sliding_window"] = partial(first_key_attention, attend_tokens), None
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-    if not hasattr(module, "q_mix"):
+    if virtual_heads(module) is None:
         return attend_tokens(view, query, key, value, token_mask(attention_mask, num_pseudo_heads), **kwargs)
     window, num_queries, num_keys = getattr(module.config, "interleaved_window", None), query.shape[2], key.shape[2]
     if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[-1] > num_keys * num_pseudo_heads and window:
@@ -214,14 +218,12 @@ def virtual_attention(
     if window is not None:
         kwargs["sliding_window"] = min(window, kwargs.get("sliding_window") or window)
         attention_mask = in_window(attention_mask, window * num_pseudo_heads)
-    mixing = (module.q_mix(query), module.k_mix(key), module.v_mix(value))
-    weights = IHAWeights(*mixing, module.collapse(query), rotation)
+    heads = virtual_heads(module).of(module, query, key, value, rotation)
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
 
     if num_queries == 1 and is_absorbed(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        states = (query, key, value, weights, scaling)
-        return absorbed_attention(*states, window, attention_mask, product_dtype), None
+        return heads.step(query, key, value, scaling, window, attention_mask, product_dtype), None
     attend = partial(attend_tokens, view)
     if attention_mask is None and "flash" not in core:
         if num_queries == 1:
@@ -232,7 +234,7 @@ def virtual_attention(
             key, value = key[:, :, :num_queries], value[:, :, :num_queries]
             attend = partial(window_attention, attend_tokens, view)
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
-    return attend_interleaved(attend, query, key, value, weights, attention_mask, **kwargs)
+    return heads.attend(attend, query, key, value, attention_mask, **kwargs)
 
 
 def core_function(core: str, module: nn.Module) -> Callable:
@@ -248,7 +250,7 @@ def _stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
     overrides: dict = {}
     if "flash" in core:
         overrides["config"] = Overlay(module.config, _attn_implementation=core)
-    if hasattr(module, "q_mix") and getattr(module, "sinks", None) is not None:
+    if virtual_heads(module) is not None and getattr(module, "sinks", None) is not None:
         overrides["sinks"] = module.sinks + math.log(num_pseudo_heads)
     return Overlay(module, **overrides) if overrides else module
 

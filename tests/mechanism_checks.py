@@ -55,7 +55,7 @@ class Mechanism:
 
     def forms(self):
         """Return the values of `set_core` to test: None for the model's own choice, and "base" where it differs."""
-        return [None, "base"] if self.kind == "iha" else [None]
+        return [None, "base"] if self.kind in ("iha", "paired_heads") else [None]
 
     def is_refused_on(self, core):
         """Return whether the kind needs scores that the core never builds."""

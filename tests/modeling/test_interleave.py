@@ -826,10 +826,10 @@ def test_every_checkpoint_keeps_its_own_attention(tmp_path):
     for place in places:
         model.save_pretrained(place)
     code = places[1] / "virtual_core.py"
-    own = "attend_interleaved(attend, query, key, value, weights, attention_mask, **kwargs)"
+    own = "heads.attend(attend, query, key, value, attention_mask, **kwargs)"
     assert own in code.read_text()
     code.write_text(
-        code.read_text().replace(own, own.replace("weights,", "weights._replace(collapse=2 * weights.collapse),"))
+        code.read_text().replace(own, own.replace("heads.", "heads._replace(collapse=2 * heads.collapse)."))
     )
     result = run_in_clean_process(TWO_CODES, {"places": [str(place) for place in places], "tokens": tokens.tolist()})
     own, other, again = (torch.tensor(result[key]) for key in ("own", "other", "again"))

@@ -52,7 +52,9 @@ def layer_options(config, layer_idx: int) -> AttentionOptions:
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         inv_freq=inv_freq.double(),
-        num_pseudo_heads=config.num_pseudo_heads if config.attention_kinds[layer_idx] == "iha" else 1,
+        num_pseudo_heads=config.num_pseudo_heads
+        if config.attention_kinds[layer_idx] in ("iha", "paired_heads")
+        else 1,
         pseudo_positions=config.pseudo_positions,
         window=layer_window(config, layer_idx),
         rope_scaling=scaling,
