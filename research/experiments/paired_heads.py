@@ -91,7 +91,7 @@ def model_of(size: dict, name: str, seed: int) -> IHAForCausalLM:
     model = new_model(config_of(size, **VARIANTS[name]), build(size), seed)
     if name in WIDE:
         # The table of interleaved positions has n * P for token n.
-        model.model.rotary_emb.interleaved = True
+        model.model.rotary_emb.mixed = True
         for layer in model.model.layers[:-1]:
             layer.self_attn.rope_table = "interleaved"
     return model
