@@ -159,9 +159,7 @@ def summary(
     return row
 
 
-def summaries(
-    size: dict, variants: dict[str, dict], rates: dict[str, Rates], runs: dict[str, list]
-) -> list[dict]:
+def summaries(size: dict, variants: dict[str, dict], rates: dict[str, Rates], runs: dict[str, list]) -> list[dict]:
     """Return the rows of the table, with p-values."""
     rows = [summary(name, size, variants, rates, runs) for name in runs]
     compared = [row[key] for row in rows for key in ("minus_base", "minus_control") if key in row]
