@@ -1,14 +1,14 @@
-"""Train small models on associative recall: which forms of windows and of shared heads still find what stands far back?
+"""Train small models to recall pairs, and compare forms of windows and of heads that share their virtual sequence.
 
 A row lists pairs of a key and a value, and then asks for the value of every key, in another order. A key is one letter,
-or with `--grid` two letters of a grid, neither of which tells the value alone. Multi-query recall is the task by which
-attention is judged since Zoology (Arora et al., 2023); IHA claims multi-key retrieval with fewer heads.
+or with `--grid` two letters, neither of which tells the value alone. Multi-query recall is the task by which attention
+is judged since Zoology (Arora et al., 2023); IHA claims multi-key retrieval with fewer heads.
 
 The models are those of paired_heads.py: four layers with a window, and a global one. `_near` has windows of N / 8
 tokens, `_far` of N / 2. `two_global` has two global layers among the five, the third and the last.
 
-The protocol is that of protocol.py. What is compared is the share of wrong answers, averaged over the evaluations of a
-run: at the end a run may be in the middle of a sudden rise. The smallest difference worth having is 0.02.
+The protocol is that of protocol.py. The study compares the share of wrong answers, averaged over the evaluations of a
+run, because at the end a run may be in the middle of a sudden rise. The smallest difference worth having is 0.02.
 
 example: python -m research.experiments.recall --pairs 8 --grid
 """
