@@ -1,18 +1,19 @@
 """Train small language models whose heads share their virtual sequence, beside windows alone and the paper's schedule.
 
 "paired_heads" makes one virtual sequence of the heads that are there. It has no more parameters than "mha", and with
-a window of as many virtual tokens it attends to as many pairs. Four layers in five have a window here, and the fifth is
-global. language_models.py trains the models under the protocol of protocol.py. The first variant is windows alone, and
-the smallest difference worth having is 0.01 nats per byte.
+a window of as many virtual tokens it attends to as many pairs. Four layers in five have a window here, and the fifth
+is global. language_models.py trains the models under the protocol of protocol.py. The first variant is windows alone,
+and the smallest difference worth having is 0.01 nats per byte.
 
-- `wide_P_W` has ordinary attention in windows of N / W tokens, with positions times P in these layers. It is the control
-  for the shorter windows and the wider positions of `paired_P`.
+- `wide_P_W` has ordinary attention in windows of N / W tokens, with positions times P in these layers. It is the
+  control for the shorter windows and the wider positions of `paired_P`.
 - `paired_P` has windows of N / 16 virtual tokens, N / (16 P) tokens. `_twice` has windows twice as long, `_shared`
   gives the heads of a token one position, and `_all` has paired heads in the global layer too.
 - `iha_P` is the paper's schedule.
 
-After all variants have been trained, their training steps are timed in turn. The machine should be quiet then. The text
-is the source of Python's standard library, or the topics of its manual (`--text prose`); the last tenth is held out.
+After all variants have been trained, their training steps are timed in turn. The machine should be quiet then. The
+text is the source of Python's standard library, or the topics of its manual (`--text prose`); the last tenth is held
+out.
 
 example: python -m research.experiments.paired_heads --tokens 512 --kinds global_local wide_4_64 paired_4
 """

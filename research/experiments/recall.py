@@ -1,8 +1,8 @@
 """Train small models to recall pairs, and compare forms of windows and of heads that share their virtual sequence.
 
-A row lists pairs of a key and a value, and then asks for the value of every key, in another order. A key is one letter,
-or with `--grid` two letters, neither of which tells the value alone. Multi-query recall is the task by which attention
-is judged since Zoology (Arora et al., 2023); IHA claims multi-key retrieval with fewer heads.
+A row lists pairs of a key and a value, and then asks for the value of every key, in another order. A key is one
+letter, or with `--grid` two letters, neither of which tells the value alone. Multi-query recall is the task by which
+attention is judged since Zoology (Arora et al., 2023); IHA claims multi-key retrieval with fewer heads.
 
 The models are those of paired_heads.py: four layers with a window, and a global one. `_near` has windows of N / 8
 tokens, `_far` of N / 2. `two_global` has two global layers among the five, the third and the last.
