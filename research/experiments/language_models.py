@@ -71,16 +71,17 @@ def read_text() -> torch.Tensor:
 def build(size: dict, **fields) -> IHAConfig:
     """Return the config of a variant at a size; with `windows` in `fields` four layers in five have one.
 
-    The layers with a window are of the kind that `attention_kinds` names, the others "mha".
+    The layers with a window are of the kind that `attention_kinds` names, the others of `global_kind` or "mha".
     """
     fields = {"attention_kinds": "mha", **size["fields"], **fields}
     fields.pop("control", None)
+    global_kind = fields.pop("global_kind", "mha")
     heads = fields["num_attention_heads"]
     special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
     every = {"num_key_value_heads": heads, "num_pseudo_heads": heads, "max_position_embeddings": size["tokens"]}
     if windows := fields.pop("windows", None):
         fields["sliding_window"] = size["tokens"] // windows
-        fields["attention_kinds"] = [fields["attention_kinds"]] * 4 + ["mha"]
+        fields["attention_kinds"] = [fields["attention_kinds"]] * 4 + [global_kind]
         fields["layer_types"] = ["sliding_attention"] * 4 + ["full_attention"]
     return IHAConfig(**{**special, **every, **fields})
 
@@ -135,9 +136,11 @@ def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, m
     return train(name, model, seed, size, text, rate, mixing)
 
 
-def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list[dict]]) -> dict:
+def summary(
+    name: str, size: dict, variants: dict[str, dict], rates: dict[str, Rates], runs: dict[str, list[dict]]
+) -> dict:
     """Return a row of the table, with the differences from the first variant and from the variant's own control."""
-    config, seconds = config_of(size, **VARIANTS[name]), [run["seconds"] for run in runs[name]]
+    config, seconds = config_of(size, **variants[name]), [run["seconds"] for run in runs[name]]
     row = {
         "tokens": size["tokens"],
         "variant": name,
@@ -146,19 +149,19 @@ def summary(name: str, size: dict, rates: dict[str, Rates], runs: dict[str, list
         **rates[name]._asdict(),
         "loss": interval([end(run) for run in runs[name]]),
         "seconds": interval(seconds) if all(seconds) else {"values": seconds},
-        "control": VARIANTS[name].get("control"),
+        "control": variants[name].get("control"),
     }
     for key, other in (("minus_base", next(iter(runs))), ("minus_control", row["control"])):
         if other in runs and other != name:
-            configs = [config_of(size, **VARIANTS[each]) for each in (name, other)]
+            configs = [config_of(size, **variants[each]) for each in (name, other)]
             costs = [[cost_of(config, size["tokens"], form).training for config in configs] for form in COUNTS]
             row[key] = budgets(runs, name, other, (ours / theirs for ours, theirs in costs))
     return row
 
 
-def summaries(size: dict, rates: dict[str, Rates], runs: dict[str, list]) -> list[dict]:
+def summaries(size: dict, variants: dict[str, dict], rates: dict[str, Rates], runs: dict[str, list]) -> list[dict]:
     """Return the rows of the table, with p-values."""
-    rows = [summary(name, size, rates, runs) for name in runs]
+    rows = [summary(name, size, variants, rates, runs) for name in runs]
     compared = [row[key] for row in rows for key in ("minus_base", "minus_control") if key in row]
     correct_by_holm([each["difference"] for budgets_of in compared for each in budgets_of.values()])
     return rows
@@ -217,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = partial(one_run, size, text)
     rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]))
     curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
-    write(args, plot, **setting, rows=summaries(size, rates, runs), runs=curves)
+    write(args, plot, **setting, rows=summaries(size, VARIANTS, rates, runs), runs=curves)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Test the protocol of comparisons, and the study that keeps to it: language models."""
+"""Test the protocol of comparisons, and the studies that keep to it: language models, paired heads, recall."""
 
 import argparse
 import math
@@ -11,7 +11,7 @@ import torch
 from iha_io.command_io import UserError
 from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
-from research.experiments import language_models, protocol
+from research.experiments import language_models, paired_heads, protocol, recall
 from research.experiments.language_models import VARIANTS, config_of, size_of
 
 
@@ -163,3 +163,72 @@ def test_the_held_out_text_is_never_trained_on(monkeypatch):
     monkeypatch.setattr(language_models, "losses_of", watch)
     one_run({**size_of(TINY, 32), "batch": 200}, text)
     assert seen == {True: {0}, False: {1}}
+
+
+# Paired heads
+
+
+@pytest.mark.parametrize("variant", [name for name in paired_heads.VARIANTS if name.startswith(("wide", "paired"))])
+def test_paired_heads_and_their_controls_attend_to_as_many_pairs_as_windows_alone(variant):
+    """Allow the twice as long windows, and paired heads in the global layer."""
+    size = size_of(paired_heads.SIZES[128], 512)
+    config, base = (config_of(size, **paired_heads.VARIANTS[name]) for name in (variant, "global_local"))
+    assert config.intermediate_size == base.intermediate_size  # no parameter more
+    costs = [cost_of(each, 512).training for each in (config, base)]
+    assert costs[0] / costs[1] == pytest.approx(1, abs=0.3 if variant == "paired_4_all" else 0.04)
+
+
+def test_wide_windows_have_the_positions_of_interleaved_tokens_in_their_windows_alone():
+    size = size_of(TINY, 64)
+    model = paired_heads.model_of(size, "wide_4_16", 0)
+    seen = []
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        rotate = attention.rotate
+        attention.rotate = lambda query, key, cos, sin, rotate=rotate: seen.append(cos) or rotate(query, key, cos, sin)
+    model(torch.zeros(1, 6, dtype=torch.long))
+    frequencies = model.model.rotary_emb.inv_freq
+    for place, cos in enumerate(seen):
+        positions = torch.arange(6) * (1 if place == 4 else 4)
+        assert torch.allclose(cos[0, :, : len(frequencies)], (positions[:, None] * frequencies).cos(), atol=1e-6)
+
+
+def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, monkeypatch):
+    monkeypatch.setattr(paired_heads, "TIMED_STEPS", 1)
+    monkeypatch.setattr(paired_heads, "TIMED_ROUNDS", 1)
+    monkeypatch.setattr(paired_heads, "read_text", lambda name: TEXT)
+    names, sizes = ["global_local", "paired_4"], {64: {**TINY, "tokens_per_step": 128}}
+    changed = {"SIZES": {64: {**sizes[64], "heads": 1}}}
+    table, runs = run_protocol(paired_heads, {"SIZES": sizes}, names, "--tokens", "128", changed=changed)
+    base, row = table["rows"]
+    assert row["minus_base"]["time"]["cost"] == pytest.approx(
+        table["step_seconds"]["paired_4"] / table["step_seconds"]["global_local"]
+    )
+    assert row["parameters"] == base["parameters"] and runs.keys() == set(names)
+
+
+# Recall
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_every_key_is_asked_once_and_its_answer_is_the_label_before_it(grid):
+    task = recall.Task(4, grid)
+    rows, labels = task.rows(3, torch.Generator().manual_seed(0))
+    assert rows.shape == labels.shape == (3, task.tokens)
+    size = 3 if grid else 2
+    for row, answers in zip(rows.unflatten(1, (-1, size)).tolist(), labels.tolist()):
+        listed, asked = row[:4], row[4:]
+        assert sorted(listed) == sorted(asked) and len({tuple(pair[:-1]) for pair in listed}) == 4
+        expected = [-100] * (4 * size)
+        for *key, value in asked:
+            expected += [-100] * (len(key) - 1) + [value, -100]
+        assert answers == expected
+
+
+def test_recall_compares_the_share_of_wrong_answers_over_the_run(run_protocol):
+    small = recall.sized(width=16, ffn=48, layers=5, heads=4, rows_per_step=2, steps=4)
+    table, runs = run_protocol(recall, {"SMALL": small, "EVALUATIONS": 2, "HELD_OUT_ROWS": 4}, ["mha", "paired_2_far"])
+    for row in table["rows"]:
+        curves = [run["curve"] for run in runs[row["variant"]]]
+        shares = [[point[2] for point in curve] for curve in curves]
+        assert row["wrong"]["values"] == pytest.approx([mean(each) for each in shares])

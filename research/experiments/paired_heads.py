@@ -1,0 +1,183 @@
+"""Train small language models whose heads share their virtual sequence, beside windows alone and the paper's schedule.
+
+"paired_heads" makes one virtual sequence of the heads that are there. It has no more parameters than "mha", and with
+a window of as many virtual tokens it attends to as many pairs. Four layers in five have a window here, and the fifth
+is global. language_models.py trains the models under the protocol of protocol.py. The first variant is windows alone,
+and the smallest difference worth having is 0.01 nats per byte.
+
+- `wide_P_W` has ordinary attention in windows of N / W tokens, with positions times P in these layers. It is the
+  control for the shorter windows and the wider positions of `paired_P`.
+- `paired_P` has windows of N / 16 virtual tokens, N / (16 P) tokens. `_twice` has windows twice as long, `_shared`
+  gives the heads of a token one position, and `_all` has paired heads in the global layer too.
+- `iha_P` is the paper's schedule.
+
+After all variants have been trained, their training steps are timed in turn. The machine should be quiet then. The
+text is the source of Python's standard library, or the topics of its manual (`--text prose`); the last tenth is held
+out.
+
+example: python -m research.experiments.paired_heads --tokens 512 --kinds global_local wide_4_64 paired_4
+"""
+
+import hashlib
+import pydoc_data.topics
+import time
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from matplotlib.figure import Figure
+
+from iha_io import plots
+from iha_io.command_io import run_cli
+from modeling_iha import IHAForCausalLM
+from research.experiments import language_models
+from research.experiments.language_models import SCHEDULE, build, config_of, losses_of, rows_of, size_of, sized
+from research.experiments.options import protocol_parser
+from research.experiments.protocol import BUDGETS, COUNTS, compare_tuned, new_model
+from research.experiments.study import begin, interval, points, write
+
+
+PAIRED_2 = {"attention_kinds": "paired_heads", "num_pseudo_heads": 2, "windows": 32, "control": "wide_2_32"}
+PAIRED_4 = {"attention_kinds": "paired_heads", "num_pseudo_heads": 4, "windows": 64, "control": "wide_4_64"}
+PAIRED_8 = {"attention_kinds": "paired_heads", "num_pseudo_heads": 8, "windows": 128, "control": "wide_4_64"}
+# See `VARIANTS` of language_models.py. The names of `WIDE` have their positions times `num_pseudo_heads`.
+VARIANTS: dict[str, dict] = {
+    "global_local": {"windows": 16},
+    "mha": {},
+    "wide_4_16": {"windows": 16, "num_pseudo_heads": 4},
+    "wide_2_32": {"windows": 32, "num_pseudo_heads": 2},
+    "wide_4_64": {"windows": 64, "num_pseudo_heads": 4},
+    "paired_2": PAIRED_2,
+    "paired_4": PAIRED_4,
+    "paired_4_twice": {**PAIRED_4, "windows": 32, "control": "paired_4"},
+    "paired_4_shared": {**PAIRED_4, "pseudo_positions": "shared", "control": "paired_4"},
+    "paired_4_all": {**PAIRED_4, "global_kind": "paired_heads", "control": "paired_4"},
+    "paired_8": PAIRED_8,  # for models with 8 heads
+    "iha_2": {**SCHEDULE, "num_pseudo_heads": 2, "windows": 8, "control": "paired_2"},
+    "iha_4": {**SCHEDULE, "num_pseudo_heads": 4, "windows": 32, "control": "paired_4"},
+    "iha_1": {"attention_kinds": "iha", "num_pseudo_heads": 1, "windows": 16},
+    "gated": {"attention_kinds": "gated", "windows": 16},
+    "diff_v2": {"attention_kinds": "diff_v2", "windows": 16},
+}
+WIDE = ("wide_4_16", "wide_2_32", "wide_4_64")
+USUAL = [name for name in VARIANTS if name not in ("paired_8", "iha_1", "gated", "diff_v2")]
+SIZES = {
+    64: language_models.SMALL,
+    128: sized(width=128, ffn=352, layers=5, heads=8, tokens_per_step=2048, steps=600),
+    256: sized(width=256, ffn=704, layers=5, heads=8, tokens_per_step=2048, steps=800),
+}
+EFFECT = 0.01  # nats per byte
+TIMED_STEPS, TIMED_ROUNDS = 10, 7
+LINES = {  # of the plot by time
+    "mha": "global attention",
+    "global_local": "windows alone (4 of 5 layers)",
+    "paired_4": "paired heads in the windows, P = 4",
+    "iha_4": "the paper's schedule, P = 4",
+}
+HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before
+
+
+def read_text(name: str) -> torch.Tensor:
+    """Return the bytes of a text, as uint8."""
+    if name == "python":
+        return language_models.read_text()
+    manual = "\n".join(pydoc_data.topics.topics.values()).encode()
+    return torch.frombuffer(bytearray(manual), dtype=torch.uint8)
+
+
+def model_of(size: dict, name: str, seed: int) -> IHAForCausalLM:
+    """Build the model of a variant, with the common weights of a seed."""
+    model = new_model(config_of(size, **VARIANTS[name]), build(size), seed)
+    if name in WIDE:
+        # The table of interleaved positions has n * P for token n.
+        model.model.rotary_emb.mixed = True
+        for layer in model.model.layers[:-1]:
+            layer.self_attn.rope_table = "interleaved"
+    return model
+
+
+def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, mixing: float) -> dict:
+    """Train a new model of a variant."""
+    return language_models.train(name, model_of(size, name, seed), seed, size, text, rate, mixing)
+
+
+def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Return the CPU seconds of a training step of each variant: the median of rounds that take all in turn."""
+    models = {name: model_of(size, name, 0) for name in names}
+    optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
+    starts = torch.arange(size["batch"]) * size["tokens"]
+    rows, seconds = rows_of(text, starts, size["tokens"]), {name: [] for name in names}
+    for _ in range(TIMED_ROUNDS + 1):
+        for name, model in models.items():
+            start = time.process_time()
+            for _ in range(TIMED_STEPS):
+                optimizers[name].zero_grad()
+                losses_of(model, rows).mean().backward()
+                optimizers[name].step()
+            seconds[name].append((time.process_time() - start) / TIMED_STEPS)
+    return {name: median(values[1:]) for name, values in seconds.items()}  # the first round warms up
+
+
+def plot(table: dict) -> Figure:
+    """Plot the losses by time, and the differences from windows alone and from the controls by budget."""
+    base = table["rows"][0]["variant"]
+    compared = {
+        f"{row['variant']} - {other}": row[key]
+        for row in table["rows"]
+        for key, other in (("minus_base", base), ("minus_control", row["control"]))
+        if key in row
+    }
+    message = f"Rows of {table['tokens']} bytes, width {table['fields']['hidden_size']}: losses by time and by budget"
+    figure, (by_time, by_budget) = plots.panels(message, 2, 2, height=1.5 + 0.3 * len(compared))
+    for name, label in LINES.items():
+        if name not in table["runs"]:
+            continue
+        steps = [point[0] for point in table["runs"][name][0]]
+        spreads = [interval([point[1] for point in at]) for at in zip(*table["runs"][name])]
+        seconds = [step * table["step_seconds"][name] for step in steps]
+        half = [each["half_width"] or 0.0 for each in spreads]
+        (line,) = by_time.plot(seconds, [each["mean"] for each in spreads], label=label)
+        low, high = ([each["mean"] + sign * h for each, h in zip(spreads, half)] for sign in (-1, 1))
+        by_time.fill_between(seconds, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    lowest = min(row["loss"]["mean"] for row in table["rows"])
+    by_time.set(xlabel="training CPU seconds, one thread", ylabel="held-out loss, nats per byte")
+    by_time.set(ylim=(lowest - 0.05, HIGHEST_LOSS))
+    by_time.legend()
+    series = {
+        f"equal {budget}{' within the windows' * (budget == COUNTS['sdpa'])}": points(
+            [each.get(budget, {}).get("difference") for each in compared.values()]
+        )
+        for budget in BUDGETS
+    }
+    plots.dots(by_budget, list(compared), series, (-0.3, 0.3), mark=0)
+    by_budget.set(xlabel="difference of losses, nats per byte, 95% interval (below 0 the first is better)")
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the study and write its results. Raise `UserError`."""
+    parser = protocol_parser(__doc__, "paired_heads", EFFECT, VARIANTS)
+    parser.set_defaults(kinds=USUAL)
+    parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
+    parser.add_argument("--width", type=int, default=64, choices=SIZES, help="of the model (64)")
+    parser.add_argument("--text", default="python", choices=("python", "prose"), help="(python)")
+    args = parser.parse_args(argv)
+    for given, usual in ((args.tokens, 256), (args.width, 64), (args.text, "python")):
+        args.study += f"_{given}" * (given != usual)
+    begin(args)
+    size, text = size_of(SIZES[args.width], args.tokens), read_text(args.text)
+    setting = {**size, "text": args.text, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest()}
+    run = partial(one_run, size, text)
+    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]))
+    seconds = step_seconds(size, text, args.kinds)
+    for name, of_variant in runs.items():
+        for each in of_variant:
+            each["seconds"] = seconds[name] * size["steps"]
+    rows = language_models.summaries(size, VARIANTS, rates, runs)
+    curves = {name: [each["curve"] for each in of_variant] for name, of_variant in runs.items()}
+    write(args, plot, **setting, step_seconds=seconds, rows=rows, runs=curves)
+
+
+if __name__ == "__main__":
+    run_cli(main)
