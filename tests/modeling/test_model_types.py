@@ -65,7 +65,7 @@ IMAGES = {
 REGISTRY = "does not call attention through the registry of Transformers, so its heads cannot be interleaved."
 CHOOSES = "chooses or compresses the keys of each query, in a mask over tokens of its own."
 REFUSED = {
-    **dict.fromkeys(("bloom", "falcon", "gptj", "mpt", "rwkv", "xlstm"), REGISTRY),
+    **dict.fromkeys(("bloom", "falcon", "mpt", "rwkv", "xlstm"), REGISTRY),
     "deepseek_v32": f"cannot be interleaved: DeepseekV32Attention {CHOOSES}",
     "deepseek_v4": f"cannot be interleaved: DeepseekV4Attention {CHOOSES}",
     "minimax_m3_vl_text": f"cannot be interleaved: MiniMaxM3VLAttention {CHOOSES}",

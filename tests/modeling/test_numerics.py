@@ -47,8 +47,8 @@ def test_half_precision_on_a_cpu_without_products_of_it(kind, core, how, monkeyp
     """
     monkeypatch.setattr(interleaving, "WIDENED_TOKENS", 5)
     config = small_config(attention_kinds=kind, num_key_value_heads=4)
-    input_ids = random_ids(2, 12)
-    mask = torch.ones(2, 12, dtype=torch.long)
+    input_ids = random_ids(8, 12)  # of one or two new tokens the roundings would decide
+    mask = torch.ones(8, 12, dtype=torch.long)
     mask[0, :3] = 0
     outputs = {}
     for name in ("exact", "native", "widened"):
