@@ -88,7 +88,7 @@ def test_the_code_of_a_checkpoint_is_short_enough_to_read(tmp_path):
     """Count the lines that an "iha" model ships, because a stranger reads them first."""
     random_model(small_config()).save_pretrained(tmp_path)
     lines = {path.name: path.read_text().count("\n") for path in tmp_path.glob("*.py")}
-    assert lines.keys() == IHA_CODE and sum(lines.values()) <= 2073, lines
+    assert lines.keys() == IHA_CODE and sum(lines.values()) <= 2140, lines
 
 
 @pytest.fixture(scope="module")
