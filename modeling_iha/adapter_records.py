@@ -115,6 +115,12 @@ def _show_adapter(tuner: Any, model: nn.Module, config: Any) -> None:
     elif hasattr(getattr(model, "config", None), "interleaved_layers"):
         raise ValueError(f"This {type(model).__name__} is a part of an interleaved model: give PEFT the whole model.")
     elif found_record(config) is None:
+        _forget_model(config)
+
+
+def _forget_model(config: Any) -> None:
+    """Drop the record of a model that the configuration of an adapter has met before."""
+    if RECORD in (config.auto_mapping or {}):
         config.auto_mapping = None
 
 
@@ -185,7 +191,7 @@ def meet_adapter(model: PreTrainedModel, tuner: Any, config: Any) -> None:
             "The adapter leaves the mixing frozen at its start, where pseudo-heads add nothing: to train it, name "
             "q_mix, k_mix, v_mix and collapse in modules_to_save."
         )
-    config.auto_mapping = None
+    _forget_model(config)
     if kept or moved or window is not None:
         base = next(each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
         record = record_of(model.config) | {"moved": moved, "mixing": bool(kept)}

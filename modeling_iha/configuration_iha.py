@@ -103,8 +103,9 @@ class IHAConfig(LlamaConfig):
             Map R from pseudo-heads back to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P]
             (Definition 3).
         mixing_scale (`float`, *optional*, defaults to 1.0):
-            Factor s of what is learned of the weights that mix heads (see `Mixing`): they change at s times the
-            optimizer's rate. 1 learns the weights themselves; conversions take 40.
+            Factor s of what is learned of the weights that mix heads (see `Mixing`): those of a new model change at s
+            times the optimizer's rate. 1 learns the weights themselves; conversions take 40. A checkpoint has its
+            own, which `set_mixing_scale` changes.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):

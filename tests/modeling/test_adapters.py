@@ -173,10 +173,14 @@ def test_every_adapter_of_a_model_records_it(base, tmp_path):
     assert loaded.peft_config["second"].target_modules == {"q_proj", "v_proj"}
 
     config.modules_to_save = None
+    assert config.auto_mapping is not None  # the record of the interleaved model
     get_peft_model(plain(base), config).save_pretrained(tmp_path / "plain")
     assert set(saved_targets(tmp_path / "plain")) == {"q_proj", "v_proj"}
     with pytest.raises(ValueError, match="needs no interleaved heads"):
         load_adapter(plain(base), tmp_path / "plain")
+    config.auto_mapping = {"of": "another library"}
+    get_peft_model(plain(base), config).save_pretrained(tmp_path / "plain")
+    assert json.loads((tmp_path / "plain" / "adapter_config.json").read_text())["auto_mapping"] == config.auto_mapping
 
 
 @pytest.mark.skipif(
@@ -375,6 +379,14 @@ def test_a_prompt_beside_a_trained_mixing_loads_in_one_call_and_in_no_other_way(
     for load in loads:
         with pytest.raises(ValueError, match=INSTRUCTION):
             load()
+
+
+def test_a_prompt_from_before_the_interleaving_records_it_too(base, tmp_path):
+    model = get_peft_model(plain(base), copy.deepcopy(PROMPTS["prompt"]))
+    train_mixing(interleave_heads(model.get_base_model(), 2))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=INSTRUCTION):
+        PeftModel.from_pretrained(plain(base), tmp_path)
 
 
 def test_a_prompt_beside_an_untrained_mixing_is_one_of_the_base(base, tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 # This comes before vLLM, whose settings it makes.
 from serving import (
@@ -163,6 +164,19 @@ def test_iha_equals_generate(case, tmp_path, undecorated):
     lengths = LENGTHS[:6] if case == "paper" else LENGTHS
     with engine(tmp_path, num_gpu_blocks_override=100) as llm:
         outputs = serve(llm, random_tokens(*lengths))
+    assert_equal(model, outputs)
+
+
+@pytest.mark.parametrize("scale", [40.0, 1.0])
+def test_a_checkpoint_of_an_earlier_version(scale, tmp_path, undecorated):
+    """It holds no scales, and where the scale is 1 no starts, which are zero."""
+    model = save_interleaved(tmp_path, "llama", {}, mixing_scale=scale)
+    dropped = ("_scale", "_start") if scale == 1 else ("_scale",)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(dropped)}
+    save_file(tensors, file, {"format": "pt"})
+    with engine(tmp_path) as llm:
+        outputs = serve(llm, random_tokens(*LENGTHS[:4]))
     assert_equal(model, outputs)
 
 
