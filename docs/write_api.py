@@ -42,7 +42,7 @@ def arguments(docstring: str) -> tuple[str, str, str]:
 def called(name: str, value: Callable) -> str:
     """Return the heading of a function or a class, its signature and the first paragraph of its docstring."""
     signature = inspect.signature((lambda **fields: None) if inspect.isclass(value) else value)
-    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values() if each.name != "self"]
     call = fill(f"{name}{inspect.Signature(bare)}", 100, subsequent_indent="    ")
     first = arguments(value.__doc__)[0].partition("\n\n")[0]
     return f"## {name}\n\n```text\n{call}\n```\n\n{paragraphs(first)}"

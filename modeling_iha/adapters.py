@@ -133,6 +133,7 @@ def _mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 @contextmanager
 def _interleaved(model: PreTrainedModel, record: dict, source: str, holds_mixing: bool = True) -> Iterator[None]:
     """Interleave a plain model as a record says, or check that a model is, and undo it where what follows fails."""
+    record = {"virtual_heads": None} | record  # earlier versions only mixed heads
     if lacking := sorted({"mixing_scale", *record_of(model.config)} - record.keys()):
         raise ValueError(
             f"The record of {source} lacks {', '.join(lacking)}: it is damaged, or not one of save_mixing."

@@ -20,7 +20,6 @@ from .attention_talking_heads import TalkingHeadsAttention
 ATTENTION_CLASSES = {
     "mha": MultiHeadAttention,
     "iha": InterleavedHeadAttention,
-    "paired_heads": PairedHeadsAttention,
     "talking_heads": TalkingHeadsAttention,
     "diff": DifferentialAttention,
     "diff_v2": DifferentialAttentionV2,
@@ -31,4 +30,5 @@ ATTENTION_CLASSES = {
     "hyper": HyperAttention,
     "simplicial": SimplicialAttention,
     "dcmha": DynamicallyComposableAttention,
+    "paired_heads": PairedHeadsAttention,
 }

@@ -17,7 +17,6 @@ from .options_pairs import PairOptions
 OPTIONS_CLASSES = {
     "mha": KindOptions,
     "iha": KindOptions,
-    "paired_heads": PairedHeadsOptions,
     "talking_heads": KindOptions,
     "diff": DifferentialOptions,
     "diff_v2": KindOptions,
@@ -28,4 +27,5 @@ OPTIONS_CLASSES = {
     "hyper": HyperOptions,
     "simplicial": PairOptions,
     "dcmha": CompositionOptions,
+    "paired_heads": PairedHeadsOptions,
 }

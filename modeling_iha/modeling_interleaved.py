@@ -382,6 +382,8 @@ def _check_decoder(interleaved: dict[str, nn.Module], decoder: PreTrainedModel, 
             continue
         with suppress(AttributeError):  # within a wrapper of its layer
             module = decoder.get_submodule(name)
+        if virtual_heads(module) is None:  # a wrapper of the module, such as that of PEFT's adaption prompts
+            module = next((each for each in module.modules() if virtual_heads(each) is not None), module)
         is_left_out = drops_layers or (depth and (getattr(module, "layer_idx", None) or 0) >= depth)
         is_known = attended is not None and not is_left_out
         if virtual_heads(module) is None or (is_known and not (module.was_traced or module in attended)):

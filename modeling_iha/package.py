@@ -90,7 +90,7 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
             "shorter window, or a longer context."
         )
     for token in {"bos_token_id", "eos_token_id"} & preset.keys() - overrides.keys():
-        if preset[token] >= fields["vocab_size"]:
+        if (preset[token] or 0) >= fields["vocab_size"]:
             fields[token] = None
     return cls.from_dict(fields, **rope_theta)
 

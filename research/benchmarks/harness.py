@@ -25,6 +25,7 @@ from modeling_iha.masks import create_masks
 
 # Imported once for all processes that measure memory.
 PRELOADED = ["torch", "transformers.models.llama.modeling_llama", "matplotlib.figure"]
+CONTEXT = 2**20  # the longest context of the models: more tokens than any benchmark takes
 
 
 class Attention(torch.nn.Module):
@@ -35,7 +36,8 @@ class Attention(torch.nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32, checkpointing: bool = False, **overrides):
         super().__init__()
         sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
-        config = IHAConfig.from_preset("tiny", **{**sizes, "num_hidden_layers": 1, **overrides})
+        one = {"num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
+        config = IHAConfig.from_preset("tiny", **{**sizes, **one, **overrides})
         self.model, self.checkpointing = IHAModel._from_config(config, dtype=dtype).eval(), checkpointing
 
     def leaves(self) -> list[torch.nn.Parameter]:

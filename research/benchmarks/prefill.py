@@ -13,7 +13,7 @@ import torch
 from iha_io.command_io import run_cli
 from kind_facts.model_cost import head, model
 from modeling_iha import IHAConfig
-from research.benchmarks.harness import causal_lm, extra_bytes, inference, medians, ratios, reported, write
+from research.benchmarks.harness import CONTEXT, causal_lm, extra_bytes, inference, medians, ratios, reported, write
 from research.benchmarks.options import arguments
 
 
@@ -35,7 +35,7 @@ def config_of(form: str) -> IHAConfig:
     sizes = {"hidden_size": 64 * HEADS, "num_attention_heads": HEADS, "num_key_value_heads": HEADS}
     window = {"sliding_window": WINDOW} if "layer_types" in FORMS[form] else {}
     sizes = {**sizes, "num_pseudo_heads": PSEUDO_HEADS, "num_hidden_layers": 5}
-    return IHAConfig.from_preset("tiny", **sizes, **FORMS[form], **window)
+    return IHAConfig.from_preset("tiny", max_position_embeddings=CONTEXT, **sizes, **FORMS[form], **window)
 
 
 def prepare(form: str, tokens: int) -> Callable[[], None]:

@@ -16,6 +16,7 @@ from kind_facts.model_cost import attention, model
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
 from research.benchmarks.harness import (
+    CONTEXT,
     Attention,
     causal_lm,
     inference,
@@ -63,7 +64,7 @@ def attention_modules(fields: dict, tokens: int, backward: bool) -> tuple[Callab
 def whole_model(fields: dict, tokens: int) -> tuple[Callable[[], None], float]:
     """Return a function that runs the forward of a model of five layers, and its multiply-adds."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
-    config = IHAConfig.from_preset("tiny", **sizes, **fields)
+    config = IHAConfig.from_preset("tiny", max_position_embeddings=CONTEXT, **sizes, **fields)
     return inference(causal_lm(config), torch.randint(256, (1, tokens))), model(config, tokens).prefill
 
 

@@ -403,7 +403,7 @@ def test_a_prompt_beside_an_untrained_mixing_is_one_of_the_base(base, tmp_path):
 def test_an_adapter_comes_after_the_interleaving(base):
     config = LoraConfig(r=2, target_modules=["q_proj"])
     adapted, wrapped = plain(base), get_peft_model(plain(base), copy.deepcopy(config))
-    adapted.add_adapter(copy.deepcopy(config))
+    peft.inject_adapter_in_model(copy.deepcopy(config), adapted)
     for model in (adapted, wrapped.get_base_model()):
         with pytest.raises(ValueError, match=r"has an adapter .*: interleave its heads before PEFT adds one"):
             interleave_heads(model, 2)
@@ -415,7 +415,7 @@ def test_an_adapter_comes_after_the_interleaving(base):
 
 def test_no_interleaving_is_removed_under_an_adapter(base):
     adapted, wrapped = (interleave_heads(plain(base), 2) for _ in range(2))
-    adapted.add_adapter(copy.deepcopy(METHODS["LoRA"]))
+    peft.inject_adapter_in_model(copy.deepcopy(METHODS["LoRA"]), adapted)
     wrapped = get_peft_model(wrapped, copy.deepcopy(METHODS["LoRA"]))
     for model in (adapted, wrapped.get_base_model()):
         with pytest.raises(ValueError, match="has an adapter .*remove them after merge_and_unload"):

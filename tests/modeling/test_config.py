@@ -249,7 +249,11 @@ def test_the_configuration_imports_no_attention_code(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("bare.configuration_iha")
     imported = {name.removeprefix("bare.") for name in sys.modules if name.startswith("bare.")}
-    assert {name for name in imported if "option" not in name} == {"configuration_iha", "tested_versions"}
+    assert {name for name in imported if "option" not in name} == {
+        "configuration_iha",
+        "mixing_scale",
+        "tested_versions",
+    }
 
 
 OWN_MODEL = """from modeling_iha import IHAForCausalLM

@@ -38,8 +38,9 @@ def test_a_recipe_saves_a_checkpoint_that_stands_alone(tiny, rows_file, tmp_path
     reply = load_in_clean_process(final, prompt=prompt, max_new_tokens=4)
     trained = IHAForCausalLM.from_pretrained(final)
     source = IHAForCausalLM.from_pretrained(tiny)
-    changed = {key for key, value in trained.state_dict().items() if not torch.equal(value, source.state_dict()[key])}
-    assert {key for key in trained.state_dict() if "_mix" in key or "collapse" in key} <= changed
+    before, after = (dict(model.named_parameters()) for model in (source, trained))
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert {name for name in after if "_mix" in name or "collapse" in name} <= changed
     inputs = with_template("smollm2.jinja").apply_chat_template(
         prompt, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
