@@ -18,7 +18,7 @@ from modeling_iha.kind_options import OPTIONS_CLASSES
 
 # Few models that show every path, because Dynamo traces for a second per layer and graph: each kind stands once, and
 # "iha" in each of its geometries.
-FULL = [kind for kind in OPTIONS_CLASSES if kind not in ("mha", "simplicial", "diff")]
+FULL = [kind for kind in OPTIONS_CLASSES if kind not in ("mha", "simplicial", "diff", "paired_heads")]
 GEOMETRIES = {
     "full": {
         "attention_kinds": FULL,
@@ -29,6 +29,12 @@ GEOMETRIES = {
         "attention_kinds": ["iha", "mha", "simplicial", "diff"],
         "num_hidden_layers": 4,
         "attention_options": {"simplicial": {"windows": [2, 4]}},
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4,
+    },
+    "paired": {
+        "attention_kinds": ["paired_heads", "mha"],
+        "num_pseudo_heads": 2,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 4,
     },
@@ -68,7 +74,7 @@ def fresh_dynamo():
 
 
 def geometry_model(geometry, **options):
-    return random_model(small_config(num_pseudo_heads=3, **GEOMETRIES[geometry]), **options)
+    return random_model(small_config(**{"num_pseudo_heads": 3, **GEOMETRIES[geometry]}), **options)
 
 
 def graphs():
@@ -94,7 +100,7 @@ def test_forward(geometry, core):
 @pytest.mark.parametrize(
     ("geometry", "inputs"),
     [
-        *(("full", "plain"), ("windows", "packed"), ("shared", "padded")),
+        *(("full", "plain"), ("windows", "packed"), ("shared", "padded"), ("paired", "packed")),
         *(slow("full", "packed"), slow("windows", "plain"), slow("windows", "padded")),
         *(slow("shared", "plain"), slow("shared", "packed")),
     ],
@@ -122,7 +128,7 @@ def test_backward(geometry, inputs):
         assert_close(p.grad, expected[name])
 
 
-@pytest.mark.parametrize("geometry", ["windows", "shared", slow("full")])
+@pytest.mark.parametrize("geometry", ["windows", "shared", "paired", slow("full")])
 def test_generate_compiles_the_decoding(geometry):
     """Compile as `generate` does on a GPU for a static cache: one graph for all steps, and none in a second call.
 
