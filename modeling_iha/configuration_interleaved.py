@@ -107,7 +107,7 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
 def part_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Return the class of the configuration of a decoder within an interleaved model, which is not saved by itself.
 
-    Nothing in it says which of its layers are interleaved, so a load would build plain ones."""
+    It does not say which of its layers are interleaved, so a load would build plain ones."""
 
     def save_pretrained(self, *args, **kwargs):
         raise ValueError(

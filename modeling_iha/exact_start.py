@@ -57,7 +57,8 @@ def deviations(
 ) -> dict[str, torch.Tensor]:
     """Return the differences of the values of a layer's mixing from an exact start, by parameter.
 
-    Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters."""
+    For the value offsets return the sum over the pseudo-heads, beyond rounding, because for equal keys only the
+    sum matters."""
     exact = exact_start(heads, num_pseudo_heads, pseudo_collapse, None)
     moved = {name: own[name].cpu() - value for name, value in exact.items()}
     offsets = moved["v_mix.weight"].double().sum(-1)

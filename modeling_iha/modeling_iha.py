@@ -143,8 +143,8 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, [batch, H, N, keys], of a call with `num_tokens` tokens N.
 
-        Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. Of paired heads
-        each virtual query is a head's own. Other maps stay as they are."""
+        Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. In a layer of
+        paired heads each virtual query is a head's own. Other maps stay as they are."""
         paired = [kind == "paired_heads" for kind in self.config.attention_kinds]
         return token_attentions(attentions, num_tokens, paired)
 

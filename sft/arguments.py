@@ -34,7 +34,7 @@ UNUSED_WITH = {
     "DPOConfig": ("dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),
     "GRPOConfig": ("dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
 }
-# The least that a number may be. None of the trainers asks before it trains.
+# The least that a number may be. The trainers do not check it before they train.
 LEAST = {
     **{"learning_rate": 0, "eval_size": 0, "num_pseudo_heads": 1, "max_position_embeddings": 1, "sliding_window": 2},
     **{"mixing_scale": sys.float_info.min, "rope_theta": sys.float_info.min},  # above 0

@@ -167,7 +167,7 @@ def test_the_scale_changes_and_the_values_stay(name, dtype, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_from_scratch_a_weight_is_its_value(dtype):
-    """Whether a gradient is asked for or not, to the bit. Its gradient is the value's, at every scale."""
+    """Compare to the bit, with and without gradients. A weight has the gradient of its value at every scale."""
     torch.manual_seed(0)
     module = HeadMixing(5, 3).to(dtype)
     module.weight.data.copy_(torch.randn(5, 5, 3))

@@ -22,7 +22,7 @@ from research.experiments.model_types import tiny_model
 
 
 def test_parts_of_an_image_model_are_not_saved_by_themselves(tmp_path):
-    """By themselves they would load as plain models. Nothing else of them changes."""
+    """By themselves they would load as plain models. All else stays as it was."""
     plain = tiny_model("llava", "AutoModelForImageTextToText")
     before = type(plain.config.text_config)
     model = train_mixing(interleave_heads(copy.deepcopy(plain), 2))
