@@ -139,7 +139,7 @@ def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, m
 def summary(
     name: str, size: dict, variants: dict[str, dict], rates: dict[str, Rates], runs: dict[str, list[dict]]
 ) -> dict:
-    """Return a row of the table, with the differences from the first variant and from the variant's own control."""
+    """Return a row of the table, with the differences from the first variant, the variant's own control and "mha"."""
     config, seconds = config_of(size, **variants[name]), [run["seconds"] for run in runs[name]]
     row = {
         "tokens": size["tokens"],
@@ -151,7 +151,11 @@ def summary(
         "seconds": interval(seconds) if all(seconds) else {"values": seconds},
         "control": variants[name].get("control"),
     }
-    for key, other in (("minus_base", next(iter(runs))), ("minus_control", row["control"])):
+    base = next(iter(runs))
+    compared = {"minus_base": base, "minus_control": row["control"]}
+    if base != "mha":
+        compared["minus_mha"] = "mha"
+    for key, other in compared.items():
         if other in runs and other != name:
             configs = [config_of(size, **variants[each]) for each in (name, other)]
             costs = [[cost_of(config, size["tokens"], form).training for config in configs] for form in COUNTS]
@@ -162,7 +166,7 @@ def summary(
 def summaries(size: dict, variants: dict[str, dict], rates: dict[str, Rates], runs: dict[str, list]) -> list[dict]:
     """Return the rows of the table, with p-values."""
     rows = [summary(name, size, variants, rates, runs) for name in runs]
-    compared = [row[key] for row in rows for key in ("minus_base", "minus_control") if key in row]
+    compared = [row[key] for row in rows for key in ("minus_base", "minus_control", "minus_mha") if key in row]
     correct_by_holm([each["difference"] for budgets_of in compared for each in budgets_of.values()])
     return rows
 

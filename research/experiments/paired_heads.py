@@ -120,15 +120,16 @@ def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[s
 
 
 def plot(table: dict) -> Figure:
-    """Plot the losses by time, and the differences from windows alone and from the controls by budget."""
+    """Plot the losses by time, and the differences from windows alone, from controls and from "mha" by budget."""
     base = table["rows"][0]["variant"]
     compared = {
         f"{row['variant']} - {other}": row[key]
         for row in table["rows"]
-        for key, other in (("minus_base", base), ("minus_control", row["control"]))
+        for key, other in (("minus_base", base), ("minus_control", row["control"]), ("minus_mha", "mha"))
         if key in row
     }
-    message = f"Rows of {table['tokens']} bytes, width {table['fields']['hidden_size']}: losses by time and by budget"
+    size = f"rows of {table['tokens']} bytes, width {table['fields']['hidden_size']}"
+    message = f"Losses in nats per byte by time, and their differences with 95% intervals: {size}"
     figure, (by_time, by_budget) = plots.panels(message, 2, 2, height=1.5 + 0.3 * len(compared))
     for name, label in LINES.items():
         if name not in table["runs"]:
@@ -141,9 +142,9 @@ def plot(table: dict) -> Figure:
         low, high = ([each["mean"] + sign * h for each, h in zip(spreads, half)] for sign in (-1, 1))
         by_time.fill_between(seconds, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     lowest = min(row["loss"]["mean"] for row in table["rows"])
-    by_time.set(xlabel="training CPU seconds, one thread", ylabel="held-out loss, nats per byte")
+    by_time.set(xlabel="training CPU seconds, one thread", ylabel="held-out loss")
     by_time.set(ylim=(lowest - 0.05, HIGHEST_LOSS))
-    by_time.legend()
+    by_time.legend(fontsize="small", loc="upper right")
     series = {
         f"equal {budget}{' within the windows' * (budget == COUNTS['sdpa'])}": points(
             [each.get(budget, {}).get("difference") for each in compared.values()]
@@ -151,7 +152,7 @@ def plot(table: dict) -> Figure:
         for budget in BUDGETS
     }
     plots.dots(by_budget, list(compared), series, (-0.3, 0.3), mark=0)
-    by_budget.set(xlabel="difference of losses, nats per byte, 95% interval (below 0 the first is better)")
+    by_budget.set(xlabel="difference of losses (below 0 the first is better)")
     return figure
 
 

@@ -118,6 +118,7 @@ WARM_STARTS = ("warm_start_python", "warm_start_prose", "warm_start_lookup")
 SECTIONS = {
     "Warm start": (WARM_STARTS, list, ("3e-5", "2e-3", "4e-3", "1,000")),
     "Language models": (("language_models", "language_models_512"), list, ()),
+    "Paired heads": (("paired_heads",), list, ("0.01",)),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ()),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
     "Theorems 2 and 4": (("theorem2_inclusion", "cpm3"), list, ()),
@@ -144,8 +145,9 @@ def test_figures_of_the_studies_are_those_of_their_tables(heading):
 
 def difference_lines(name: str) -> Iterator[str]:
     """Yield the line of each comparison of language models: a difference for each budget, and the time of a step."""
+    base = table(name)["rows"][0]["variant"]
     for row in table(name)["rows"]:
-        for key, other in (("minus_base", "mha"), ("minus_control", row["control"])):
+        for key, other in (("minus_base", base), ("minus_control", row["control"]), ("minus_mha", "mha")):
             cells = []
             for budget in (budget for budget in BUDGETS if budget != COUNTS["paper"]):
                 found = row.get(key, {}).get(budget, {}).get("difference")
@@ -155,7 +157,11 @@ def difference_lines(name: str) -> Iterator[str]:
                 yield " | ".join([f"| `{row['variant']}`, `{other}`", *cells]) + " |"
 
 
-def test_differences_of_language_models_and_what_is_undecided():
-    lines = section("research/experiments/README.md", "Language models").splitlines()
-    expected = [*difference_lines("language_models"), *difference_lines("language_models_512")]
+@pytest.mark.parametrize(
+    ("heading", "tables"),
+    [("Language models", ("language_models", "language_models_512")), ("Paired heads", ("paired_heads",))],
+)
+def test_differences_of_language_models_and_what_is_undecided(heading, tables):
+    lines = section("research/experiments/README.md", heading).splitlines()
+    expected = [line for name in tables for line in difference_lines(name)]
     assert [line for line in lines if line.startswith("| `")] == expected
