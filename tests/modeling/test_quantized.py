@@ -81,8 +81,9 @@ def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path)
     expected = uncached_logits(source, input_ids)
     quantised = uncached_logits(model, input_ids)
     assert is_close(quantised, expected, tolerance) and not torch.equal(quantised, expected)
-    generated = model.generate(random_ids(1, 9), max_new_tokens=8, do_sample=False)
-    assert torch.equal(generated, greedy(model, random_ids(1, 9), 8))
+    # After a prompt of 9 tokens two logits of the int8 model are 0.004 apart, less than its rounding.
+    prompt = random_ids(1, 10)
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), greedy(model, prompt, 8))
 
     again = IHAForCausalLM.from_pretrained(tmp_path / "quantised")
     assert torch.equal(uncached_logits(again, input_ids), quantised)
