@@ -81,8 +81,7 @@ def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path)
     expected = uncached_logits(source, input_ids)
     quantised = uncached_logits(model, input_ids)
     assert is_close(quantised, expected, tolerance) and not torch.equal(quantised, expected)
-    # After a prompt of 9 tokens two logits of an int8 model are 0.004 apart, less than its rounding. Here they are 0.04
-    # apart at least.
+    # After 9 tokens two logits of an int8 model are 0.004 apart, less than its rounding. Here it is at least 0.04.
     prompt = random_ids(1, 16)
     assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), greedy(model, prompt, 8))
 
