@@ -71,7 +71,8 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "the converted checkpoint",
     )
     add = parser.add_argument
-    add("--kind", choices=KINDS, default="iha", help="attention kind of the converted layers (default: iha)")
+    # `check_attention` says why another kind is refused.
+    add("--kind", metavar="KIND", default="iha", help=f"of the converted layers: {', '.join(KINDS)} (default: iha)")
     add("--options", type=json.loads, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
     add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
     add(

@@ -120,6 +120,7 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
         (["convert", "--nosuch"], "usage: iha convert"),
         (["convert", "nosuch", "out", "--num-pseudo-heads", "2"], "Error: nosuch is no directory, and the Hub does"),
         (["convert", "nosuch", "out"], "Error: kind 'iha' with num_pseudo_heads=None"),
+        (["convert", "nosuch", "out", "--kind", "paired_heads"], "Error: kind='paired_heads' has no exact start from"),
         (["verify", "nosuch", "out", "--tokens", "1"], "Error: max_new_tokens=64: expected"),
         (["push", "nosuch", "me/iha"], "Error: nosuch is no directory: expected"),
         (["push", ".", "/me/iha", "--dry-run"], "Error: '/me/iha' is no name of a repository"),
