@@ -136,6 +136,12 @@ def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, m
     return train(name, model, seed, size, text, rate, mixing)
 
 
+def others_of(base: str, control: str | None) -> dict[str, str | None]:
+    """Return what a variant is compared with, by the keys of a row: the first variant, its own control, and "mha"."""
+    others = {"minus_base": base, "minus_control": control}
+    return others if base == "mha" else {**others, "minus_mha": "mha"}
+
+
 def summary(
     name: str, size: dict, variants: dict[str, dict], rates: dict[str, Rates], runs: dict[str, list[dict]]
 ) -> dict:
@@ -151,11 +157,7 @@ def summary(
         "seconds": interval(seconds) if all(seconds) else {"values": seconds},
         "control": variants[name].get("control"),
     }
-    base = next(iter(runs))
-    compared = {"minus_base": base, "minus_control": row["control"]}
-    if base != "mha":
-        compared["minus_mha"] = "mha"
-    for key, other in compared.items():
+    for key, other in others_of(next(iter(runs)), row["control"]).items():
         if other in runs and other != name:
             configs = [config_of(size, **variants[each]) for each in (name, other)]
             costs = [[cost_of(config, size["tokens"], form).training for config in configs] for form in COUNTS]
@@ -171,6 +173,26 @@ def summaries(size: dict, variants: dict[str, dict], rates: dict[str, Rates], ru
     return rows
 
 
+def comparisons(rows: list[dict]) -> dict[str, dict]:
+    """Return the comparisons of a table's rows, by the names of the two variants."""
+    return {
+        f"{row['variant']} - {other}": row[key]
+        for row in rows
+        for key, other in others_of(rows[0]["variant"], row["control"]).items()
+        if key in row
+    }
+
+
+def by_budget(compared: dict[str, dict]) -> dict[str, list[plots.Point | None]]:
+    """Return the differences of losses of `comparisons` by each budget, for `plots.dots`."""
+    return {
+        f"equal {budget}{' within the windows' * (budget == COUNTS['sdpa'])}": points(
+            [each.get(budget, {}).get("difference") for each in compared.values()]
+        )
+        for budget in BUDGETS
+    }
+
+
 def plot(table: dict) -> Figure:
     """Plot the differences of losses by budget."""
     rows = {row["variant"]: row for row in table["rows"]}
@@ -184,21 +206,10 @@ def plot(table: dict) -> Figure:
         for key, other in (("minus_base", table["rows"][0]["variant"]), ("minus_control", "global_local"))
         if key in rows.get("iha_4", {})
     ]
-    compared = {
-        f"{row['variant']} - {other}": row[key]
-        for row in table["rows"]
-        for key, other in (("minus_base", table["rows"][0]["variant"]), ("minus_control", row["control"]))
-        if key in row
-    }
+    compared = comparisons(table["rows"])
     message = f"Rows of {table['tokens']} bytes. {'. '.join(messages) or 'Losses by budget'}"
     figure, (axes,) = plots.panels(message, height=1 + 0.38 * len(compared))
-    series = {
-        f"equal {budget}{' within the windows' * (budget == COUNTS['sdpa'])}": points(
-            [each.get(budget, {}).get("difference") for each in compared.values()]
-        )
-        for budget in BUDGETS
-    }
-    plots.dots(axes, list(compared), series, (-0.6, 0.65), mark=0)
+    plots.dots(axes, list(compared), by_budget(compared), (-0.6, 0.65), mark=0)
     axes.set(xlabel="difference of losses, nats per byte, 95% interval (below 0 the first is better)")
     return figure
 

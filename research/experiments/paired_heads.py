@@ -32,10 +32,20 @@ from iha_io import plots
 from iha_io.command_io import run_cli
 from modeling_iha import IHAForCausalLM
 from research.experiments import language_models
-from research.experiments.language_models import SCHEDULE, build, config_of, losses_of, rows_of, size_of, sized
+from research.experiments.language_models import (
+    SCHEDULE,
+    build,
+    by_budget,
+    comparisons,
+    config_of,
+    losses_of,
+    rows_of,
+    size_of,
+    sized,
+)
 from research.experiments.options import protocol_parser
-from research.experiments.protocol import BUDGETS, COUNTS, compare_tuned, new_model
-from research.experiments.study import begin, interval, points, write
+from research.experiments.protocol import compare_tuned, new_model
+from research.experiments.study import begin, interval, write
 
 
 PAIRED_2 = {"attention_kinds": "paired_heads", "num_pseudo_heads": 2, "windows": 32, "control": "wide_2_32"}
@@ -121,16 +131,10 @@ def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[s
 
 def plot(table: dict) -> Figure:
     """Plot the losses by time, and the differences from windows alone, from controls and from "mha" by budget."""
-    base = table["rows"][0]["variant"]
-    compared = {
-        f"{row['variant']} - {other}": row[key]
-        for row in table["rows"]
-        for key, other in (("minus_base", base), ("minus_control", row["control"]), ("minus_mha", "mha"))
-        if key in row
-    }
+    compared = comparisons(table["rows"])
     size = f"rows of {table['tokens']} bytes, width {table['fields']['hidden_size']}"
     message = f"Losses in nats per byte by time, and their differences with 95% intervals: {size}"
-    figure, (by_time, by_budget) = plots.panels(message, 2, 2, height=1.5 + 0.3 * len(compared))
+    figure, (by_time, differences) = plots.panels(message, 2, 2, height=1.5 + 0.3 * len(compared))
     for name, label in LINES.items():
         if name not in table["runs"]:
             continue
@@ -145,14 +149,8 @@ def plot(table: dict) -> Figure:
     by_time.set(xlabel="training CPU seconds, one thread", ylabel="held-out loss")
     by_time.set(ylim=(lowest - 0.05, HIGHEST_LOSS))
     by_time.legend(fontsize="small", loc="upper right")
-    series = {
-        f"equal {budget}{' within the windows' * (budget == COUNTS['sdpa'])}": points(
-            [each.get(budget, {}).get("difference") for each in compared.values()]
-        )
-        for budget in BUDGETS
-    }
-    plots.dots(by_budget, list(compared), series, (-0.3, 0.3), mark=0)
-    by_budget.set(xlabel="difference of losses (below 0 the first is better)")
+    plots.dots(differences, list(compared), by_budget(compared), (-0.3, 0.3), mark=0)
+    differences.set(xlabel="difference of losses (below 0 the first is better)")
     return figure
 
 

@@ -13,6 +13,7 @@ from functools import cache
 import pytest
 
 from iha_io.command_io import ROOT, read_json
+from research.experiments.language_models import others_of
 from research.experiments.protocol import BUDGETS, COUNTS
 
 
@@ -147,7 +148,7 @@ def difference_lines(name: str) -> Iterator[str]:
     """Yield the line of each comparison of language models: a difference for each budget, and the time of a step."""
     base = table(name)["rows"][0]["variant"]
     for row in table(name)["rows"]:
-        for key, other in (("minus_base", base), ("minus_control", row["control"]), ("minus_mha", "mha")):
+        for key, other in others_of(base, row["control"]).items():
             cells = []
             for budget in (budget for budget in BUDGETS if budget != COUNTS["paper"]):
                 found = row.get(key, {}).get(budget, {}).get("difference")
