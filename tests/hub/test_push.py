@@ -108,7 +108,7 @@ def test_dry_run_prints_the_upload_and_stays_off_the_network(hub, push):
     assert stay.startswith("Not part of a checkpoint") and all(name in stay for name in STRAY)
 
 
-# What is refused before anything is uploaded
+# Refusals before anything is uploaded
 
 
 def fill_head(value):

@@ -397,7 +397,7 @@ def test_a_prompt_beside_an_untrained_mixing_is_one_of_the_base(base, tmp_path):
         load_adapter(plain(base), tmp_path)
 
 
-# What is refused
+# Refusals
 
 
 def test_an_adapter_comes_after_the_interleaving(base):
