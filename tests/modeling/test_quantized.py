@@ -57,6 +57,19 @@ def is_close(actual, expected, tolerance):
     return (actual - expected).norm() <= tolerance * expected.norm()
 
 
+def decided(model):
+    """Return a prompt, and its 8 greedy tokens without a cache, where the likeliest token always leads by 0.15.
+
+    bitsandbytes rounds a token otherwise beside other tokens, so a cache moves the logits of int8 by up to 0.05."""
+    for seed in range(200):
+        prompt = random_ids(1, 9, seed=seed)
+        tokens = greedy(model, prompt, 8)
+        first, second = uncached_logits(model, tokens)[0, 8:-1].topk(2).values.unbind(-1)
+        if (first - second).min() > 0.15:
+            return prompt, tokens
+    raise AssertionError("no prompt is decided")
+
+
 def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path):
     config, weight_type, tolerance = scheme
     source = IHAForCausalLM.from_pretrained(directory)
@@ -81,9 +94,8 @@ def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path)
     expected = uncached_logits(source, input_ids)
     quantised = uncached_logits(model, input_ids)
     assert is_close(quantised, expected, tolerance) and not torch.equal(quantised, expected)
-    # After 9 tokens two logits of an int8 model are 0.004 apart, less than its rounding. Here it is at least 0.04.
-    prompt = random_ids(1, 16)
-    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), greedy(model, prompt, 8))
+    prompt, expected = decided(model)
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), expected)
 
     again = IHAForCausalLM.from_pretrained(tmp_path / "quantised")
     assert torch.equal(uncached_logits(again, input_ids), quantised)
