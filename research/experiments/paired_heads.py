@@ -78,7 +78,7 @@ SIZES = {
     256: sized(width=256, ffn=704, layers=5, heads=8, tokens_per_step=2048, steps=800),
 }
 EFFECT = 0.01  # nats per byte
-TIMED_STEPS, TIMED_ROUNDS = 10, 7
+WARM_STEPS, TIMED_STEPS, TIMED_ROUNDS = 3, 10, 11
 LINES = {  # of the plot by time
     "mha": "global attention",
     "global_local": "windows alone (4 of 5 layers)",
@@ -113,20 +113,23 @@ def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, m
 
 
 def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Return the CPU seconds of a training step of each variant: the median of rounds that take all in turn."""
-    models = {name: model_of(size, name, 0) for name in names}
-    optimizers = {name: torch.optim.AdamW(model.parameters()) for name, model in models.items()}
+    """Return the CPU seconds of a training step of each variant: the median of rounds that take all in turn.
+
+    Every round builds the models anew, because their places in memory change the time by some percent."""
     starts = torch.arange(size["batch"]) * size["tokens"]
     rows, seconds = rows_of(text, starts, size["tokens"]), {name: [] for name in names}
-    for _ in range(TIMED_ROUNDS + 1):
-        for name, model in models.items():
-            start = time.process_time()
-            for _ in range(TIMED_STEPS):
-                optimizers[name].zero_grad()
+    for _ in range(TIMED_ROUNDS):
+        for name in names:
+            model = model_of(size, name, 0)
+            optimizer = torch.optim.AdamW(model.parameters())
+            for step in range(WARM_STEPS + TIMED_STEPS):
+                if step == WARM_STEPS:
+                    start = time.process_time()
+                optimizer.zero_grad()
                 losses_of(model, rows).mean().backward()
-                optimizers[name].step()
+                optimizer.step()
             seconds[name].append((time.process_time() - start) / TIMED_STEPS)
-    return {name: median(values[1:]) for name, values in seconds.items()}  # the first round warms up
+    return {name: median(values) for name, values in seconds.items()}
 
 
 def plot(table: dict) -> Figure:
