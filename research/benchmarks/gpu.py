@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
 
@@ -39,18 +39,20 @@ from research.benchmarks.options import OUTPUTS
 from research.benchmarks.schedule import schedules
 
 
-# What is measured, from the cheapest to the dearest.
-PARTS = ("layer", "schedule", "decoder", "training", "decoding")
+# What is measured; users look for the first parts first.
+PARTS = ("schedule", "decoder", "training", "decoding", "compiled training", "compiled decoder", "layer")
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 PARSER.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (all)")
 PARSER.add_argument("--seconds", type=float, default=float("inf"), help="begin no form after so many (no limit)")
 PARSER.add_argument("--retry", action="store_true", help="try again what failed")
+PARSER.add_argument("--commit", help="the commit that is measured, for a copy without git")
 PARSER.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too")
 where = "directory of the results (outputs/benchmarks/gpu)"
 PARSER.add_argument("--out", type=Path, default=OUTPUTS / "gpu", help=where)
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+COMPILER = "inductor" if DEVICE == "cuda" else "eager"
 CORES = ["sdpa", *["flash_attention_4"] * (DEVICE == "cuda" and is_flash_attn_4_available())]
 # Global attention over more virtual tokens takes seconds per run.
 LONGEST = 131072
@@ -115,36 +117,63 @@ def layer_forms(case: dict) -> Forms:
     return forms
 
 
-def schedule_forms(case: dict) -> Forms:
-    """Compare the paper's schedule with five global "mha" layers.
+def arms(tokens: int, pseudo_heads: list[int]) -> dict[str, dict]:
+    """Return the fields of five layers: global, with windows alone, with paired heads, and of the paper's schedule.
 
-    In training its layers keep their virtual tokens: more than 100 GB at 65536 tokens and P = 20. Gradient
+    Windows are as long as those of the presets of the 2.4B models, for the number of tokens."""
+    windows = {"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 4 + ["full_attention"]}
+    paired = {"attention_kinds": ["paired_heads"] * 4 + ["mha"], "num_pseudo_heads": 4}
+    fields = {
+        "mha": {"attention_kinds": "mha", "num_hidden_layers": 5},
+        "windows alone": {**windows, "attention_kinds": "mha", "sliding_window": tokens // 16},
+        "paired heads": {**windows, **paired, "sliding_window": tokens // 64},
+    }
+    for virtual in pseudo_heads:
+        fields[f"schedule, P = {virtual}"] = schedules(tokens, virtual)["4 iha + 1 mha"]
+    return fields
+
+
+def schedule_forms(case: dict) -> Forms:
+    """Compare attention of five layers.
+
+    In training a schedule's layers keep their virtual tokens: more than 100 GB at 65536 tokens and P = 20. Gradient
     checkpointing computes them again in the backward pass."""
-    five = {"attention_kinds": "mha", "num_hidden_layers": 5}
-    forms = {f"5 mha: {core}": partial(layers, case, core, **five) for core in CORES}
-    for virtual, core, again in product(case["pseudo_heads"], CORES, [False, True][: 1 + case["backward"]]):
-        fields = schedules(case["tokens"], virtual)["4 iha + 1 mha"]
-        name = f"4 iha + 1 mha, P = {virtual}: {core}{', checkpointed' if again else ''}"
-        forms[name] = partial(layers, case, core, checkpointing=again, **fields)
+    forms = {}
+    for (name, fields), core in product(arms(case["tokens"], case["pseudo_heads"]).items(), CORES):
+        forms[f"{name}: {core}"] = partial(layers, case, core, **fields)
+        if case["backward"] and "iha" in fields["attention_kinds"]:
+            forms[f"{name}: {core}, checkpointed"] = partial(layers, case, core, checkpointing=True, **fields)
     return forms
 
 
 # Any decoder
 
 
+# Llama-3.2-1B, OLMo-2-1B and Qwen3-1.7B.
+DECODERS = {
+    "llama": {"heads": 32, "groups": 8, "head_dim": 64, "layers": 16, "intermediate_size": 8192},
+    "olmo2": {"heads": 16, "groups": 16, "head_dim": 128, "layers": 16, "intermediate_size": 8192},
+    "qwen3": {"heads": 16, "groups": 8, "head_dim": 128, "layers": 28, "intermediate_size": 6144},
+}
+
+
 def decoder(case: dict, core: str, virtual: int, window: str | None) -> Work:
-    """Build a Llama of Transformers with random weights, interleaved unless `virtual` is 1."""
-    config = LlamaConfig(
+    """Build a decoder of Transformers with random weights, interleaved unless `virtual` is 1."""
+    config = AutoConfig.for_model(
+        case["family"],
         vocab_size=1024,
-        intermediate_size=4 * case["heads"] * case["head_dim"],
+        intermediate_size=case["intermediate_size"],
         num_hidden_layers=case["layers"],
         max_position_embeddings=case["tokens"],
-        **sizes(case),
+        head_dim=case["head_dim"],
+        **{**sizes(case), "num_key_value_heads": case["groups"]},
     )
     with torch.device(DEVICE):
-        model = LlamaForCausalLM._from_config(config, dtype=DTYPE, attn_implementation=core)
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE, attn_implementation=core)
     if virtual > 1:
         interleave_heads(model, virtual, sliding_window=window, layers="paper" if window else None)
+    if case["compiled"]:
+        model.compile(backend=COMPILER)
     states = draw(1, case["tokens"], config.hidden_size)
 
     def run(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -154,6 +183,7 @@ def decoder(case: dict, core: str, virtual: int, window: str | None) -> Work:
 
 
 def decoder_forms(case: dict) -> Forms:
+    """Compare a decoder of 1B parameters with itself, interleaved."""
     return {
         f"{name}: {core}": partial(decoder, case, core, *arguments)
         for name, arguments in {
@@ -168,21 +198,23 @@ def decoder_forms(case: dict) -> Forms:
 # The paper's models
 
 
-def paper_model(case: dict, preset: str) -> IHAForCausalLM:
+def paper_model(case: dict, preset: str, **overrides) -> IHAForCausalLM:
     """Build the preset at the length and depth of the case, with random weights."""
     fields = {"num_hidden_layers": case["layers"], "max_position_embeddings": case["tokens"], **sizes(case)}
     if case["heads"] == 4:
         fields |= {"vocab_size": 64, "intermediate_size": 32}
-    if preset == "iha":
-        fields["num_pseudo_heads"] = case["pseudo_heads"]
+    config = IHAConfig.from_preset(f"paper-2.4b-{preset}", **fields, **overrides)
     with torch.device(DEVICE):
-        return IHAForCausalLM._from_config(IHAConfig.from_preset(f"paper-2.4b-{preset}", **fields), dtype=DTYPE)
+        return IHAForCausalLM._from_config(config, dtype=DTYPE)
 
 
-def train_step(case: dict, preset: str) -> Work:
-    """Build a whole training step of AdamW on random tokens, with activation checkpointing."""
-    model = paper_model(case, preset).train()
-    model.gradient_checkpointing_enable()
+def train_step(case: dict, preset: str, **overrides) -> Work:
+    """Build a whole training step of AdamW on random tokens."""
+    model = paper_model(case, preset, **overrides).train()
+    if case["checkpointing"]:
+        model.gradient_checkpointing_enable()
+    if case["compiled"]:
+        model.compile(backend=COMPILER)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     input_ids = torch.randint(model.config.vocab_size, (1, case["tokens"]), device=DEVICE)
 
@@ -240,9 +272,9 @@ def replayed(function: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def decode_step(case: dict, preset: str) -> Work:
+def decode_step(case: dict, preset: str, **overrides) -> Work:
     """Build one new token after `tokens` cached ones."""
-    model, batch = paper_model(case, preset).eval(), case["batch"]
+    model, batch = paper_model(case, preset, **overrides).eval(), case["batch"]
     layers = [InPlaceLayer(model.model, index, batch, case["tokens"]) for index in range(len(model.model.layers))]
     cache = Cache(layers=layers)
     read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
@@ -255,7 +287,11 @@ def decode_step(case: dict, preset: str) -> Work:
 
 
 def paper_forms(work: Callable[..., Work], case: dict) -> Forms:
-    return {preset: partial(work, case, preset) for preset in ("global", "global-local", "iha")}
+    """Compare the paper's models, windows alone and paired heads."""
+    forms = {name: partial(work, case, name) for name in ("global", "global-local", "paired-heads")}
+    for virtual in case["pseudo_heads"]:
+        forms[f"iha, P = {virtual}"] = partial(work, case, "iha", num_pseudo_heads=virtual)
+    return forms
 
 
 # Cases
@@ -267,30 +303,37 @@ FORMS: dict[str, Callable[[dict], Forms]] = {
     "decoder": decoder_forms,
     "training": partial(paper_forms, train_step),
     "decoding": partial(paper_forms, decode_step),
+    "compiled training": partial(paper_forms, train_step),
+    "compiled decoder": decoder_forms,
 }
 
 
 def cases(part: str, dry: bool) -> list[dict]:
     """Return the cases of a part, the cheapest first; in a dry run tiny ones."""
-    paper, tiny = {"heads": 20, "head_dim": 128}, {"tokens": 64, "heads": 4, "head_dim": 8, "layers": 5}
+    paper, three = {"heads": 20, "head_dim": 128}, {"pseudo_heads": [2, 4, 20]}
+    tiny = {"tokens": 128, "heads": 4, "head_dim": 8, "layers": 5}
     backward = [{"backward": False}, {"backward": True}]
     full = {
-        "layer": [
-            {"tokens": tokens, "pseudo_heads": [2, 4, 20], **each}
-            for tokens, each in product((2048, 8192, 65536), backward)
+        "layer": [{"tokens": tokens, **three, **each} for tokens, each in product((2048, 8192, 65536), backward)],
+        "schedule": [{"tokens": tokens, **three, **each} for tokens, each in product((8192, 32768, 65536), backward)],
+        "decoder": [
+            {"tokens": 4096, "family": family, **shape, **each, "compiled": False}
+            for (family, shape), each in product(DECODERS.items(), backward)
         ],
-        "schedule": [
-            {"tokens": tokens, "pseudo_heads": [4, 20], **each}
-            for tokens, each in product((8192, 32768, 65536), backward)
+        "training": [
+            {"tokens": 8192, "layers": layers, **three, "checkpointing": layers > 5, "compiled": False}
+            for layers in (5, 26)
         ],
-        "decoder": [{"tokens": 8192, "layers": 16, "heads": 16, "head_dim": 128, **each} for each in backward],
-        "training": [{"tokens": 8192, "layers": layers, "pseudo_heads": 20} for layers in (10, 26)],
-        "decoding": [{"tokens": 65536, "layers": 26, "pseudo_heads": 20, "batch": batch} for batch in (1, 4)],
+        "decoding": [{"tokens": 65536, "layers": 26, **three, "batch": batch} for batch in (1, 2)],
+        "compiled training": [{"tokens": 8192, "layers": 5, **three, "checkpointing": False, "compiled": True}],
+        "compiled decoder": [
+            {"tokens": 4096, "family": family, **shape, "backward": True, "compiled": True}
+            for family, shape in DECODERS.items()
+        ],
     }[part]
     if dry:
-        virtual = {"pseudo_heads": [2] if part in ("layer", "schedule") else 2}
-        first, last = ({**each, **tiny, **virtual} for each in (full[0], full[-1]))
-        return [first, last] if first != last else [first]
+        tiny |= {"pseudo_heads": [2]} if "pseudo_heads" in full[0] else {"groups": 2, "intermediate_size": 32}
+        return [{**each, **tiny} for each in full[: 1 + (len(full) > 1)]]
     return [{**paper, **each} for each in full]
 
 
@@ -365,6 +408,7 @@ def run_case(row: dict, forms: Forms, until: float, save: Callable[[], None]) ->
             base = row["seconds"].get(next(iter(forms)))
             row["ratios"] = {form: value / base for form, value in row["seconds"].items()} if base else {}
         print(f"  {name}: {row['seconds'].get(name, row['failed'].get(name))}", flush=True)
+        torch.compiler.reset()  # or the forms would share a limit of recompilations
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -375,6 +419,7 @@ def main() -> None:
     until = time.monotonic() + args.seconds
     if DEVICE == "cpu" and not args.dry:
         raise UserError("PyTorch sees no CUDA device here: --dry runs tiny sizes on a CPU.")
+    commit = args.commit or harness.commit()
     shared = {"dry": args.dry, "device": device_name(), **harness.versions()}
     directory = args.out / re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
     path = directory / "gpu.json"
@@ -391,7 +436,7 @@ def main() -> None:
                 case = {"part": part, **case}
                 row = next((row for row in table["rows"] if case.items() <= row.items()), None)
                 if row is None:
-                    row = {**case, "failed": {}, "seconds": {}, "ratios": {}}
+                    row = {**case, "commit": commit, "failed": {}, "seconds": {}, "ratios": {}}
                     table["rows"].append(row)
                 if args.retry:
                     row["failed"] = {}

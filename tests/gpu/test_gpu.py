@@ -29,6 +29,12 @@ GEOMETRIES = {
     "global": {"num_pseudo_heads": 2},
     "global, shared positions, P=3": {"num_pseudo_heads": 3, "pseudo_positions": "shared"},
     "window": {"num_pseudo_heads": 4, "layer_types": "sliding_attention", "sliding_window": 16},
+    "paired heads": {
+        "attention_kinds": "paired_heads",
+        "num_pseudo_heads": 4,
+        "layer_types": "sliding_attention",
+        "sliding_window": 16,
+    },
     "hybrid": {
         "num_pseudo_heads": 2,
         "num_hidden_layers": 4,
