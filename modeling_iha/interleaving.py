@@ -25,6 +25,8 @@ except ImportError:  # a build of PyTorch without it
 
 # Cached tokens that are converted at a time where products of the cache's dtype are slow.
 WIDENED_TOKENS = 1024
+# Cached tokens whose values one processor of a GPU sums up. On an H200, 8,193 tokens took 0.09 ms, unsplit 0.22.
+SPLIT_TOKENS = 512
 # The fewest queries of a block. A longer one copies fewer keys and computes more pairs outside the window.
 MIN_BLOCK = 128
 
@@ -139,7 +141,10 @@ def mix(states: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     """Return pseudo-heads [batch, N, P, M, head_dim] of heads [batch, M, N, head_dim] by alpha [M, M, P] (step 2)."""
     num_heads, _, num_pseudo_heads = alpha.shape
     alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
-    return torch.matmul(alpha, states.transpose(1, 2)).unflatten(2, (num_pseudo_heads, num_heads))
+    states = states.transpose(1, 2)
+    # With one matrix for all tokens `matmul` would join tokens and head_dim, and copy the result into this layout.
+    alpha = alpha.expand(*states.shape[:2], -1, -1)
+    return torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, num_heads))
 
 
 def interleave(states: torch.Tensor) -> torch.Tensor:
@@ -345,7 +350,7 @@ def absorbed_attention(
         collapsed = torch.matmul(collapse, probabilities).to(fast_dtype)
         collapsed = collapsed.view(batch, 1, heads * num_pseudo_heads, num_keys)
         pairs = zip(collapsed.split(chunk, dim=-1), value.split(chunk, dim=2))
-        output = sum(torch.matmul(shares, values.to(fast_dtype)) for shares, values in pairs)
+        output = sum(_weighted_sum(shares, values.to(fast_dtype)) for shares, values in pairs)
         output = output.unflatten(2, (heads, num_pseudo_heads))  # [batch, m, H, j, head_dim]
         return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1).to(dtype)
 
@@ -365,6 +370,18 @@ def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     # batch, because a batched product would first transpose the keys.
     rows = zip(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2))
     return torch.stack([torch.mm(queries, keys.t()) for queries, keys in rows])
+
+
+def _weighted_sum(shares: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return shares @ value, [batch, G, rows, head_dim], of shares [batch, 1, rows, N] and values of each of G heads.
+
+    A GPU would compute the few rows of a head by one of its many processors, so there N is split."""
+    whole = 0 if value.device.type == "cpu" else value.shape[2] // SPLIT_TOKENS * SPLIT_TOKENS
+    output = torch.matmul(shares[..., whole:], value[:, :, whole:])
+    if whole:
+        shares = shares[..., :whole].unflatten(-1, (-1, SPLIT_TOKENS)).transpose(2, 3)
+        output = output + torch.matmul(shares, value[:, :, :whole].unflatten(2, (-1, SPLIT_TOKENS))).sum(dim=2)
+    return output
 
 
 def block_size(window: int) -> int:
@@ -435,18 +452,44 @@ def has_varlen(states: torch.Tensor, head_dim: int, dropout: float) -> bool:
     It takes half precision on a GPU from Ampere on, heads of 8 to 256 entries by eights, and no dropout."""
     if varlen_attn is None or states.device.type != "cuda" or dropout:
         return False
-    if head_dim % 8 or head_dim > 256 or torch.cuda.get_device_capability(states.device) < (8, 0):
+    if head_dim % 8 or head_dim > 256 or not is_ampere(states.device.index):
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states.dtype
     allowed = torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled()  # as `sdpa_kernel` says
     return allowed and dtype in (torch.float16, torch.bfloat16)
 
 
+@torch.compiler.assume_constant_result
+def is_ampere(device: int | None) -> bool:
+    """Return whether a GPU, by its number, is of the Ampere generation or a later one."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@torch.compiler.assume_constant_result
+def varlen_has_groups() -> bool:
+    """Return whether `varlen_attn` takes fewer heads of keys than of queries."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def has_first_keys(mask: Any) -> bool:
-    """Return whether a mask is of first keys, int32 [batch, 1, L, 1], as no other mask is.
+    """Return whether a mask is of first keys, int32 [batch, 1, L, 1] or that of `window_keys`, as no other mask is.
 
     Query v sees the keys u with first_keys[v] <= u <= v."""
     return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
+
+
+def window_keys(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return the mask of first keys of a window of `window` keys without documents or padding, for every batch.
+
+    It is [1, 1, length, window], all columns the same in memory, so that compiled code knows the window, and that
+    nothing has to be looked up."""
+    first = (torch.arange(length, dtype=torch.int32, device=device) - (window - 1)).clamp(min=0)
+    return first[None, None, :, None].expand(-1, -1, -1, window)
+
+
+def plain_window(first_keys: torch.Tensor) -> int | None:
+    """Return the window of a mask of `window_keys`, and `None` for any other mask of first keys."""
+    return first_keys.shape[-1] if first_keys.shape[-1] > 1 else None
 
 
 class Documents(NamedTuple):
@@ -490,6 +533,13 @@ def first_key_attention(
         query, key, value: [batch, H or G, L, head_dim].
     """
     batch, _, length, _ = query.shape
+    fast = query.shape[-1] == value.shape[-1] and has_varlen(query, query.shape[-1], kwargs.get("dropout", 0))
+    if (plain := plain_window(first_keys)) is not None:
+        window = min(plain, sliding_window or plain)
+        if fast:
+            bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+            return varlen_attention(Documents(bounds, length, window), module, query, key, value, window, **kwargs)
+        return window_attention(core, module, query, key, value, None, window, **kwargs)
     if torch.compiler.is_compiling() or length <= MIN_BLOCK:
         place = torch.arange(length, device=query.device)
         distance = place[:, None] - place
@@ -499,7 +549,7 @@ def first_key_attention(
         return core(module, query, key, value, mask, **kwargs)
     documents = documents_of(first_keys)
     window = min(documents.reach, sliding_window or documents.reach)  # as long as a document, it hides nothing
-    if query.shape[-1] == value.shape[-1] and has_varlen(query, query.shape[-1], kwargs.get("dropout", 0)):
+    if fast:
         return varlen_attention(documents, module, query, key, value, window, **kwargs)
     if documents.longest == length and len(documents.bounds) == batch + 1:
         return window_attention(core, module, query, key, value, None, window, **kwargs)
@@ -528,10 +578,12 @@ def varlen_attention(
     bounds, longest = documents.bounds, documents.longest
     batch, length = query.shape[0], query.shape[2]
     options: dict = {"scale": scaling, "window_size": (-1 if window >= longest else window - 1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    else:
-        key, value = (states.repeat_interleave(query.shape[1] // states.shape[1], dim=1) for states in (key, value))
+    if query.shape[1] > key.shape[1]:
+        if varlen_has_groups():
+            options["enable_gqa"] = True
+        else:
+            groups = query.shape[1] // key.shape[1]
+            key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     # Autocast leaves rotated queries and keys in float32, and does not reach this operator.
     query, key, value = (states.to(value.dtype).transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     output = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)

@@ -13,8 +13,8 @@ from transformers.utils.import_utils import is_tracing
 
 from .cache_names import CACHE
 from .configuration_iha import IHAConfig
-from .interleaving import Overlay, keep_window_edge
-from .virtual_core import CREATE_MASK, LOWEST, expand_mask, in_window, register_masks, virtual_tokens
+from .interleaving import Overlay, keep_window_edge, window_keys
+from .virtual_core import CREATE_MASK, LOWEST, VIRTUAL_KINDS, expand_mask, in_window, register_masks, virtual_tokens
 
 
 def create_masks(
@@ -23,6 +23,7 @@ def create_masks(
     attention_mask: torch.Tensor | None,
     cache: Cache | None,
     position_ids: torch.Tensor | None,
+    counted: bool = False,
 ) -> dict[str, Any]:
     """Return the mask of each layer type, over virtual tokens where the model has "iha" layers (see `virtual_mask`).
 
@@ -32,6 +33,7 @@ def create_masks(
             [batch, heads or 1, N, cached + N]. Sliding layers keep their window under a custom mask.
         cache: the cache before it takes the N tokens. Its sliding layers are made to keep the window's edge.
         position_ids: [batch or 1, N]; a restart begins a packed document.
+        counted: whether the model counted `position_ids` itself, so that they declare no documents.
     """
     num_pseudo_heads, core = virtual_tokens(config), config._attn_implementation
     if cache is not None and num_pseudo_heads > 1:
@@ -39,6 +41,13 @@ def create_masks(
     if attention_mask is not None and attention_mask.ndim != 2:
         past = 0 if cache is None else cache.get_seq_length()
         attention_mask = expand_mask(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)
+    if core == "sdpa" and counted and is_plain(config, attention_mask, cache):
+        length = inputs_embeds.shape[1] * num_pseudo_heads
+        window = (config.sliding_window or length) * num_pseudo_heads
+        windowed = window_keys(length, window, inputs_embeds.device) if window < length else None
+        return {name: windowed if name == "sliding_attention" else None for name in config.layer_types}
+    if counted and not is_tracing(inputs_embeds):
+        position_ids = None  # or a GPU would be waited for
     # Cores such as those of vLLM make no masks.
     name = register_masks(core) if core in ALL_MASK_ATTENTION_FUNCTIONS else core
     view: Any = Overlay(config, _attn_implementation=name)
@@ -64,6 +73,20 @@ def create_masks(
             mask = mask.clamp_min(LOWEST[torch.float64])
         masks[layer_type] = mask
     return masks
+
+
+def is_plain(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cache | None) -> bool:
+    """Return whether a call without documents has neither padding nor cached tokens, whatever the values.
+
+    A traced or exported model may see other lengths than its example. Compiled code of the kinds that compute the
+    score matrix would, without a dense mask, be compiled for every length."""
+    if attention_mask is not None or torch.compiler.is_exporting():
+        return False
+    if is_tracing():
+        fused = {"mha", *VIRTUAL_KINDS}.issuperset(config.attention_kinds)
+        if not (fused and torch.compiler.is_compiling()):
+            return False
+    return cache is None or (not cache.is_compileable and cache.get_seq_length() == 0)
 
 
 def check_inputs(

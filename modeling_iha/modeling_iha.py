@@ -189,14 +189,14 @@ class IHAModel(IHAPreTrainedModel):
         return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
 
     def create_masks(
-        self, inputs_embeds, attention_mask, cache, position_ids, **kwargs
+        self, inputs_embeds, attention_mask, cache, position_ids, counted=False, **kwargs
     ) -> dict[str, torch.Tensor | None]:
         """Check the inputs, and return the mask of each layer type. `kwargs` of the forward may declare documents."""
         inputs = (self.config, inputs_embeds, attention_mask, cache, position_ids)
-        check_inputs(*inputs, **kwargs)
+        check_inputs(*inputs[:-1], None if counted else position_ids, **kwargs)
         for layer in [layer for layer in self.layers if layer.self_attn.convolves][:1]:
             layer.self_attn.check_holes(attention_mask)
-        return create_masks(*inputs)
+        return create_masks(*inputs, counted)
 
     @takes_cache
     @merge_with_config_defaults
@@ -224,7 +224,8 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        if position_ids is None:
+        counted = position_ids is None
+        if counted:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
@@ -238,7 +239,7 @@ class IHAModel(IHAPreTrainedModel):
             masks = attention_mask
         else:
             cached = cache if pages is None else None
-            masks = self.create_masks(inputs_embeds, attention_mask, cached, position_ids, **kwargs)
+            masks = self.create_masks(inputs_embeds, attention_mask, cached, position_ids, counted, **kwargs)
 
         hidden_states = inputs_embeds
         position_embeddings = self.rotary_emb.tables(hidden_states, position_ids)

@@ -44,7 +44,7 @@ def block_bias(
     j = torch.arange(columns.start, columns.stop, device=device)
     visible = (j <= i)[None, None]
     if mask is not None:
-        visible = visible & (j >= mask[:, :, rows])
+        visible = visible & (j >= mask[:, :, rows, :1])
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest)
 
 

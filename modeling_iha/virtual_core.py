@@ -33,8 +33,10 @@ from .interleaving import (
     first_key_attention,
     has_first_keys,
     is_absorbed,
+    plain_window,
     virtual_kwargs,
     window_attention,
+    window_keys,
 )
 
 
@@ -267,6 +269,8 @@ def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
     if not isinstance(mask, torch.Tensor):
         return mask.of_tokens
     if has_first_keys(mask):
+        if (window := plain_window(mask)) is not None:
+            return window_keys(mask.shape[2] // num_pseudo_heads, window // num_pseudo_heads, mask.device)
         tokens = mask[:, :, num_pseudo_heads - 1 :: num_pseudo_heads] // num_pseudo_heads
         if not torch.compiler.is_compiling():
             tokens.documents = Documents(*(each // num_pseudo_heads for each in documents_of(mask)))
@@ -325,7 +329,8 @@ def _check_mask(mask, core: str, num_queries: int, num_keys: int) -> None:
     """Raise a ValueError for a dense mask that is not over the virtual tokens."""
     if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
         return
-    if mask.shape[-2:] != (num_queries, 1 if has_first_keys(mask) else num_keys):
+    width = mask.shape[-1] if has_first_keys(mask) else num_keys
+    if mask.shape[-2:] != (num_queries, width):
         raise ValueError(
             f"attention_mask is {list(mask.shape)} for {num_queries} x {num_keys} virtual tokens on {core!r}: pass "
             "attention_mask [batch, tokens] or [batch, 1, queries, keys] to the model by its name."

@@ -44,6 +44,7 @@ PARTS = ("schedule", "decoder", "training", "decoding", "compiled training", "co
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 PARSER.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (all)")
 PARSER.add_argument("--seconds", type=float, default=float("inf"), help="begin no form after so many (no limit)")
+PARSER.add_argument("--cases", type=int, help="measure so many cases of each part, the first ones (all)")
 PARSER.add_argument("--retry", action="store_true", help="try again what failed")
 PARSER.add_argument("--commit", help="the commit that is measured, for a copy without git")
 PARSER.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too")
@@ -432,7 +433,7 @@ def main() -> None:
                 )
         save = partial(write_json, path, table)
         for part in args.parts:
-            for case in cases(part, args.dry):
+            for case in cases(part, args.dry)[: args.cases]:
                 case = {"part": part, **case}
                 row = next((row for row in table["rows"] if case.items() <= row.items()), None)
                 if row is None:

@@ -78,6 +78,20 @@ def test_forward_and_gradients(core, geometry):
         assert error(parameter.grad, target.grad) < BF16_ERROR, name
 
 
+def test_compiled_equals_eager(core, geometry):
+    if core != "sdpa":
+        pytest.skip("the windows of compiled code are those of SDPA")
+    input_ids = torch.randint(256, (2, 333), generator=torch.Generator().manual_seed(1)).cuda()
+    model, compiled = build(geometry, core), build(geometry, core)
+    compiled.compile(fullgraph=True)
+    expected, out = (each(input_ids=input_ids, labels=input_ids, use_cache=False) for each in (model, compiled))
+    assert error(out.logits, expected.logits.float()) < BF16_ERROR
+    expected.loss.backward()
+    out.loss.backward()
+    for (name, parameter), target in zip(compiled.named_parameters(), model.parameters(), strict=True):
+        assert error(parameter.grad, target.grad.float()) < BF16_ERROR, name
+
+
 def test_packed_equals_separate(core, geometry):
     """Pack as TRL's padding-free batches do: documents are found by position_ids, on flash cores by cu_seq_lens.
 

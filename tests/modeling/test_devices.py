@@ -53,13 +53,14 @@ def run(model, input_ids, how, inputs):
 
 PADDED = torch.ones(2, LENGTH, dtype=torch.bool)
 PADDED[0, 8:] = False
-INPUTS = {"plain": {}, "padded": padding(PADDED)[0], "packed": packing([4, 7])[0]}
+POSITIONS = {"position_ids": torch.arange(LENGTH)[None]}
+INPUTS = {"plain": {}, "positions": POSITIONS, "padded": padding(PADDED)[0], "packed": packing([4, 7])[0]}
 
 
 @pytest.mark.parametrize(
     ("core", "how", "inputs"),
     [
-        *(("sdpa", "train", inputs) for inputs in INPUTS),
+        *(("sdpa", "train", inputs) for inputs in INPUTS if inputs != "positions"),
         ("eager", "train", "padded"),
         *((core, "decode", "plain") for core in ("sdpa", "eager")),
         ("sdpa", "generate", "plain"),
@@ -92,7 +93,10 @@ def test_a_tensor_on_another_device_is_refused():
 # of a window or of padding, and two its documents.
 @pytest.mark.parametrize(
     ("core", "inputs", "count"),
-    [("sdpa", "plain", 3 + 4), ("eager", "plain", 3), ("eager", "padded", 1), ("sdpa", "padded", 1 + 2 * 4)],
+    [
+        *(("sdpa", "plain", 0), ("sdpa", "positions", 3 + 4), ("sdpa", "padded", 1 + 2 * 4)),
+        *(("eager", "plain", 0), ("eager", "positions", 3), ("eager", "padded", 1)),
+    ],
 )
 def test_waits(core, inputs, count):
     """Count the waits for the GPU in a forward; one more token waits for nothing."""
