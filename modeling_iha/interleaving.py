@@ -267,13 +267,18 @@ class Overlay:
         return self._overrides[name] if name in self._overrides else getattr(self._target, name)
 
 
+def is_exported() -> bool:
+    """Return whether `torch.export` traces this call, other than by Dynamo.
+
+    In PyTorch 2.11 whatever Dynamo traces, also for `torch.compile`, is told that it is exported."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
     """Return whether `step` of virtual heads takes one new token: where it can and is faster."""
     # On a CPU, expanding is faster for few tokens (research/benchmarks/default_form.py). A comparison of lengths would
     # bound exports.
-    few = states.device.type == "cpu" and (
-        torch.compiler.is_exporting() or num_keys < 64 or len(states) * num_keys < 128
-    )
+    few = states.device.type == "cpu" and (is_exported() or num_keys < 64 or len(states) * num_keys < 128)
     can = config.num_pseudo_heads > 1 and config.pseudo_collapse == "per_head" and not dropout
     return core == "sdpa" and can and not few
 

@@ -13,7 +13,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .cache_names import CACHE
 from .configuration_iha import IHAConfig
-from .interleaving import Overlay, keep_window_edge, window_keys
+from .interleaving import Overlay, is_exported, keep_window_edge, window_keys
 from .virtual_core import CREATE_MASK, LOWEST, VIRTUAL_KINDS, expand_mask, in_window, register_masks, virtual_tokens
 
 
@@ -80,7 +80,7 @@ def is_plain(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cach
 
     A traced or exported model may see other lengths than its example. Compiled code of the kinds that compute the
     score matrix would, without a dense mask, be compiled for every length."""
-    if attention_mask is not None or torch.compiler.is_exporting():
+    if attention_mask is not None or is_exported():
         return False
     if is_tracing():
         fused = {"mha", *VIRTUAL_KINDS}.issuperset(config.attention_kinds)

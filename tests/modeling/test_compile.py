@@ -205,3 +205,23 @@ def test_generated_code():
     assert_close(loss.detach(), expected_loss.detach(), 1e-5)
     for name, p in model.named_parameters():
         assert_close(p.grad, expected[name])
+
+
+@pytest.mark.parametrize("kind", ["iha", "paired_heads", "mha"])
+def test_a_compiled_window_takes_no_dense_mask(kind):
+    """Without padding and documents no compiled tensor has an entry for each pair of virtual tokens."""
+    fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "num_hidden_layers": 1}
+    model = random_model(small_config(**fields, layer_types="sliding_attention", sliding_window=4))
+    entries = []
+
+    def backend(graph, examples):
+        made = [node.meta.get("example_value") for node in graph.graph.nodes]
+        entries.extend(tensor.numel() for tensor in made if isinstance(tensor, torch.Tensor))
+        return graph
+
+    length = 500
+    input_ids = random_ids(1, length)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        assert_close(compiled(input_ids, use_cache=False).logits, uncached_logits(model, input_ids))
+    assert 0 < max(entries) < length**2
