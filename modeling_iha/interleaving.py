@@ -29,6 +29,8 @@ WIDENED_TOKENS = 1024
 SPLIT_TOKENS = 512
 # The fewest queries of a block. A longer one copies fewer keys and computes more pairs outside the window.
 MIN_BLOCK = 128
+# The longest rows that are joined to one: more copies and masks then cost what fewer calls save.
+JOINED_ROW = 512
 
 
 class Mixing(nn.Module):
@@ -416,38 +418,47 @@ def window_attention(
     if length - window <= MIN_BLOCK:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         return core(module, query, key, value, mask[None, None], **kwargs)
-    # Overlapping blocks of several rows are no view.
-    rows = zip(*(states.split(batch if torch.compiler.is_compiling() else 1) for states in (query, key, value)))
-    outputs = [_attend_in_blocks(core, module, q, k, v, window, **kwargs) for q, k, v in rows]
+    # Overlapping blocks of several rows are no view, but those of one row that joins them are.
+    if batch > 1 and length <= JOINED_ROW:
+        joined = (states.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for states in (query, key, value))
+        output = _attend_in_blocks(core, module, *joined, window, length, **kwargs)
+        return output.view(batch, length, *output.shape[2:]), None
+    rows = zip(*(states.split(1) for states in (query, key, value)))
+    outputs = [_attend_in_blocks(core, module, q, k, v, window, length, **kwargs) for q, k, v in rows]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs), None
 
 
-def _attend_in_blocks(core: Callable, module, query, key, value, window: int, **kwargs) -> torch.Tensor:
-    """Return the output of `window_attention` for more queries than the window has keys."""
-    (batch, heads, length, _), groups = query.shape, query.shape[1] // key.shape[1]
+def _attend_in_blocks(core: Callable, module, query, key, value, window: int, row: int, **kwargs) -> torch.Tensor:
+    """Return the output of `window_attention` for more queries than the window has keys.
+
+    The L tokens are of rows of `row` tokens, which do not see one another."""
+    (_, heads, length, _), groups = query.shape, query.shape[1] // key.shape[1]
     block = min(block_size(window), length - window)
     last = (length - window) % block
     i = torch.arange(block, device=query.device)[:, None]
     j = torch.arange(block + window, device=query.device)
     mask, view = (i < j) & (j <= i + window), Overlay(module, num_key_value_groups=1)
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: int) -> torch.Tensor:
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int, block: int) -> torch.Tensor:
         # The heads of a group are rows of one head, because a core would copy the keys for each of them.
         query = query.unflatten(2, (-1, block)).unflatten(1, (-1, groups)).permute(0, 3, 1, 2, 4, 5)
-        query = query.flatten(3, 4).flatten(0, 1)  # [batch * blocks, G, groups * block, head_dim]
+        query = query.flatten(3, 4).flatten(0, 1)  # [blocks, G, groups * block, head_dim]
         key, value = (x.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (key, value))
-        seen = mask[:block, : block + window].repeat(groups, 1)[None, None]
-        output, _ = core(view, query, key, value, seen, **kwargs)
-        return output.unflatten(1, (groups, block)).permute(0, 2, 3, 1, 4).reshape(batch, -1, heads, value.shape[-1])
+        seen = mask[None, :block, : block + window]
+        if row < length:
+            places = torch.arange(first, first + len(query) * block, device=query.device).view(-1, block, 1)
+            seen = seen & (places[:, :1] - window + j[: block + window] >= places // row * row)
+        output, _ = core(view, query, key, value, seen.repeat(1, groups, 1)[:, None], **kwargs)
+        return output.unflatten(1, (groups, block)).permute(0, 2, 3, 1, 4).reshape(1, -1, heads, value.shape[-1])
 
     # The first queries see every key before them. As a view they would keep all queries for the backward pass. The
     # others go in blocks, the last one shorter, each with its keys and the `window` before. No query sees the first of
     # these. Without it, or with slices of the queries, autograd would fill zeros as long as the states.
     start, query, end = query.split((window, length - window - last, last), dim=2)
-    first, _ = core(module, start.contiguous(), key[:, :, :window], value[:, :, :window], None, **kwargs)
-    outputs = [first, attend(query, key[:, :, : length - last], value[:, :, : length - last], block)]
+    output, _ = core(module, start.contiguous(), key[:, :, :window], value[:, :, :window], None, **kwargs)
+    outputs = [output, attend(query, key[:, :, : length - last], value[:, :, : length - last], window, block)]
     if last > 0:
-        outputs.append(attend(end, key[:, :, -window - last :], value[:, :, -window - last :], last))
+        outputs.append(attend(end, key[:, :, -window - last :], value[:, :, -window - last :], length - last, last))
     return torch.cat(outputs, dim=1)
 
 

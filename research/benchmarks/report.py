@@ -1,4 +1,4 @@
-"""Write research/benchmarks/results/README.md, and a plot for each table, from the JSON files beside it.
+"""Write research/benchmarks/results/README.md, a page for each GPU, and plots, from the JSON files beside them.
 
 A JSON file holds rows. A row holds its setting and, by name, "seconds", "extra_bytes" if they were measured, "ratios",
 and the same ratios as "predicted" by the cost model, if it predicts them. A table has a line for each ratio and a
@@ -27,6 +27,9 @@ own; below 1 the first takes less. The JSON files hold seconds, bytes, threads a
 `python -m research.benchmarks.report` writes this page from them, and `make bench` measures anew."""
 # Benchmark -> the fields that tell its columns apart; by default all of a setting.
 COLUMNS = {"any_decoder": ("pass", "window")}
+# Presets by the names that a plot gives them and the schedules.
+GPU_FORMS = {"global-local": "windows alone", "paired-heads": "paired heads"}
+GPU_FORMS |= {f"iha, P = {virtual}": f"schedule, P = {virtual}" for virtual in (2, 4, 20)}
 DEFAULT = """## default_form
 The default of an "iha" layer over SDPA on the virtual sequence under a dense mask: the lowest and the highest of all
 dtypes and numbers of threads."""
@@ -132,8 +135,58 @@ def render(results: dict[str, dict], defaults: list[dict]) -> str:
     return "\n\n".join([about, *("\n".join(section) for section in [default_lines(defaults), *sections])]) + "\n"
 
 
+def gpu_setting(row: dict) -> str:
+    """Return the part, the sizes and the pass of a row that a GPU measured."""
+    words = [row.get("family"), f"{row['tokens']:,} tokens", f"{row['layers']} layers" if "layers" in row else None]
+    words.append(f"batch of {row['batch']}" if "batch" in row else None)
+    words.append("checkpointed" if row.get("checkpointing") else None)
+    words.append({True: "forward and backward", False: "forward", None: None}[row.get("backward")])
+    return ", ".join([row["part"], *filter(None, words)])
+
+
+def gpu_lines(result: dict) -> list[str]:
+    """Return the page of a GPU: for each row its forms, with time, ratio to that of the first, and memory."""
+    about = f"{result['device']}, torch {result['torch']}, transformers {result['transformers']}, bfloat16."
+    lines = [f"# {result['device']}", f"{about} [Figures](gpu.json); [what is measured](../README.md).", ""]
+    lines += ["![Ratios to the first form of each row](gpu.png)"]
+    for row in result["rows"]:
+        cells = {
+            form: [f"{1000 * seconds:.1f}", f"{row['ratios'][form]:.2f}", f"{row['peak_bytes'][form] / 1e9:.1f}"]
+            for form, seconds in row["seconds"].items()
+        }
+        cells |= {form: ["failed", "", error.split(".")[0]] for form, error in row["failed"].items()}
+        lines += ["", f"## {gpu_setting(row)}", f"Commit {row['commit']}.", ""]
+        lines += table(["", "ms", "ratio", "GB"], cells)
+    return lines
+
+
+def gpu_plot(result: dict) -> Figure:
+    """Plot the ratios of each row to its first form, a dot for each form."""
+    rows = [row for row in result["rows"] if row["ratios"]]
+    short = [
+        {
+            GPU_FORMS.get(name, name): ratio
+            for form, ratio in row["ratios"].items()
+            if (name := form.replace(": sdpa", ""))
+        }
+        for row in rows
+    ]
+    forms = dict.fromkeys(form for ratios in short for form in list(ratios)[1:] if "checkpointed" not in form)
+    points = {form: [ratios.get(form) for ratios in short] for form in forms}
+    message = f"{result['device']}: time over that of the first form of each row"
+    figure, (axes,) = plots.panels(message, height=1.5 + 0.4 * len(rows))
+    plots.dots(axes, [gpu_setting(row) for row in rows], points, mark=1)
+    axes.set(xlabel="ratio", xscale="log")
+    return figure
+
+
 def main() -> None:
     args = PARSER.parse_args()
+    for path in sorted(args.out.glob("gpu/*/gpu.json")):
+        result = read_json(path)
+        plots.save_plot(gpu_plot(result), path.with_suffix(".png"))
+        with whole_file(path.with_name("README.md")) as page:
+            page.write_text("\n".join(gpu_lines(result)) + "\n", encoding="utf-8")
     results = {path.stem: read_json(path) for path in sorted(args.out.glob("*.json"))}
     defaults = [read_json(path) for path in sorted(args.out.glob("default_form/*.json"))]
     for name, result in results.items():
