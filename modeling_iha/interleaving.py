@@ -420,8 +420,9 @@ def window_attention(
         return core(module, query, key, value, mask[None, None], **kwargs)
     # Overlapping blocks of several rows are no view, but those of one row that joins them are.
     if batch > 1 and length <= JOINED_ROW:
-        joined = (states.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for states in (query, key, value))
-        output = _attend_in_blocks(core, module, *joined, window, length, **kwargs)
+        states = (query, key, value)
+        query, key, value = (each.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for each in states)
+        output = _attend_in_blocks(core, module, query, key, value, window, length, **kwargs)
         return output.view(batch, length, *output.shape[2:]), None
     rows = zip(*(states.split(1) for states in (query, key, value)))
     outputs = [_attend_in_blocks(core, module, q, k, v, window, length, **kwargs) for q, k, v in rows]

@@ -334,7 +334,7 @@ def cases(part: str, dry: bool) -> list[dict]:
     }[part]
     if dry:
         tiny |= {"pseudo_heads": [2]} if "pseudo_heads" in full[0] else {"groups": 2, "intermediate_size": 32}
-        return [{**each, **tiny} for each in full[: 1 + (len(full) > 1)]]
+        return [{**full[-1], **tiny}]
     return [{**paper, **each} for each in full]
 
 

@@ -84,11 +84,9 @@ result["stderr_of_the_examples"] = log.read().decode()
 """
 
 
-def test_the_code_of_a_checkpoint_is_short_enough_to_read(tmp_path):
-    """Count the lines that an "iha" model ships, because a stranger reads them first."""
+def test_a_checkpoint_ships_the_code_of_its_kinds(tmp_path):
     random_model(small_config()).save_pretrained(tmp_path)
-    lines = {path.name: path.read_text().count("\n") for path in tmp_path.glob("*.py")}
-    assert lines.keys() == IHA_CODE and sum(lines.values()) <= 2300, lines
+    assert {path.name for path in tmp_path.glob("*.py")} == IHA_CODE
 
 
 @pytest.fixture(scope="module")
