@@ -25,6 +25,11 @@ GEOMETRIES = {
         "num_hidden_layers": len(FULL),
         "attention_options": {kind: OPTIONS_CLASSES[kind].example for kind in FULL},
     },
+    "scores": {
+        "attention_kinds": ["talking_heads", "multi_token"],
+        "num_hidden_layers": 2,
+        "attention_options": {"multi_token": OPTIONS_CLASSES["multi_token"].example},
+    },
     "windows": {
         "attention_kinds": ["iha", "mha", "simplicial", "diff"],
         "num_hidden_layers": 4,
@@ -100,8 +105,8 @@ def test_forward(geometry, core):
 @pytest.mark.parametrize(
     ("geometry", "inputs"),
     [
-        *(("full", "plain"), ("windows", "packed"), ("shared", "padded"), ("paired", "packed")),
-        *(slow("full", "packed"), slow("windows", "plain"), slow("windows", "padded")),
+        *(("scores", "plain"), ("windows", "packed"), ("shared", "padded"), ("paired", "packed")),
+        *(slow("full", "plain"), slow("full", "packed"), slow("windows", "plain"), slow("windows", "padded")),
         *(slow("shared", "plain"), slow("shared", "packed")),
     ],
 )

@@ -147,7 +147,7 @@ def test_compiled_models_are_whole_graphs(compiled, checkpointing):
         assert_close(model(input_ids=tokens, use_cache=False).logits, expected)
 
 
-@pytest.mark.parametrize("fullgraph", [False, True], ids=["", "fullgraph"])
+@pytest.mark.parametrize("fullgraph", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "fullgraph"])
 @pytest.mark.parametrize(
     ("compiled", "replace", "layers"),
     [
