@@ -1,74 +1,65 @@
-"""Plot what the paper's schedule gains and costs, as docs/figures/first_screen.png for the README's first screen.
+"""Plot what paired heads and the paper's schedule gain and cost, as docs/figures/first_screen.png for the README.
 
-The tables are those of language_models and of the benchmark prefill. All panels have the same colours: global
-attention, windows alone, and the schedule of "iha" layers with windows. FLOPs are those of the pairs that mask and
-window leave; equal time is the median over the seeds.
+The losses are those of paired_heads, and the cost that of five attention layers on a GPU. All panels have the same
+colours. Equal time is the time of training steps that were taken in turn.
 
 example: python -m research.experiments.first_screen
 """
 
 import argparse
-from statistics import median
 
 from matplotlib.figure import Figure
 
 from iha_io import plots
 from iha_io.command_io import ROOT, read_json, run_cli
-from kind_facts.model_cost import model as cost_of
 from research.benchmarks.options import RESULTS as BENCHMARKS
-from research.experiments.language_models import VARIANTS, config_of
 from research.experiments.options import RESULTS
 from research.experiments.study import interval
 
 
-TABLES = [RESULTS / "language_models.json", BENCHMARKS / "prefill.json"]
-# Label -> the variant of `language_models`, and the form of `prefill`.
+TABLES = [RESULTS / "paired_heads.json", BENCHMARKS / "gpu" / "nvidia-h100-80gb-hbm3" / "gpu.json"]
+# Label -> the variant of `paired_heads`, and the form of the part "schedule" of the GPU.
 LINES = {
-    "global attention": ("mha", "5 mha"),
-    "windows alone (4 of 5 layers)": ("global_local", "4 local mha + 1 mha"),
-    "IHA's schedule, P = 2": ("iha_2", "4 iha + 1 mha"),
-    "IHA's schedule, P = 4": ("iha_4", None),
+    "global attention": ("mha", "mha: sdpa"),
+    "windows alone (4 of 5 layers)": ("global_local", "windows alone: sdpa"),
+    "paired heads in the windows, P = 4": ("paired_4", "paired heads: sdpa"),
+    "the paper's schedule, P = 4": ("iha_4", "schedule, P = 4: sdpa"),
 }
 HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before
 
 
-def budgets_of(table: dict, variant: str) -> tuple[float, float]:
-    """Return the FLOPs and the median of the seconds that a step of a variant takes."""
-    (row,) = (row for row in table["rows"] if row["variant"] == variant)
-    products = cost_of(config_of(table, **VARIANTS[variant]), table["tokens"]).training
-    return 2 * table["batch"] * products, median(row["seconds"]["values"]) / table["steps"]
-
-
-def plot(losses: dict, prefill: dict) -> Figure:
-    """Plot the losses by FLOPs and by time with 95% bands, and the seconds of the prefill by the context."""
+def plot(losses: dict, gpu: dict) -> Figure:
+    """Plot the losses by steps and by time with 95% bands, and the ratios of the GPU by the context."""
     ends = {row["variant"]: row["loss"]["mean"] for row in losses["rows"]}
     message = (
-        f"In {losses['steps']} steps IHA's schedule (P = 4) ends {ends['mha'] - ends['iha_4']:.2f} nats below global "
-        "attention. Per FLOP, per second and in prefill windows alone lead"
+        f"In {losses['steps']} steps paired heads end {ends['global_local'] - ends['paired_4']:.2f} nats below windows "
+        f"alone and {ends['mha'] - ends['paired_4']:.2f} below global attention, and cost as much as windows alone"
     )
-    figure, (by_flops, by_time, by_context) = plots.panels(message, 3, 3, 2.9)
+    figure, (by_steps, by_time, by_context) = plots.panels(message, 3, 3, 2.9)
+    trained = [row for row in gpu["rows"] if row["part"] == "schedule" and row["backward"]]
     for index, (label, (variant, form)) in enumerate(LINES.items()):
         style = {"color": f"C{index}", "label": label}
         steps = [point[0] for point in losses["runs"][variant][0]]
         spreads = [interval([point[1] for point in points]) for points in zip(*losses["runs"][variant])]
         low, mean, high = ([s["mean"] + sign * s["half_width"] for s in spreads] for sign in (-1, 0, 1))
-        for axes, scale, cost in zip((by_flops, by_time), (1e-12, 1), budgets_of(losses, variant)):
-            places = [step * cost * scale for step in steps]
+        for axes, cost in ((by_steps, 1), (by_time, losses["step_seconds"][variant])):
+            places = [step * cost for step in steps]
             axes.plot(places, mean, **style)
             axes.fill_between(places, low, high, color=style["color"], alpha=0.2, linewidth=0)
-        if form:
-            points = [(row["tokens"] / 1024, row["seconds"][form]) for row in prefill["rows"]]
-            by_context.loglog(*zip(*points), marker="o", markersize=4, **style)
-    for axes, label in ((by_flops, "training TFLOPs"), (by_time, "training CPU seconds, one thread")):
+        points = [(row["tokens"] / 1024, row["ratios"][form]) for row in trained]
+        by_context.plot(*zip(*points), marker="o", markersize=4, **style)
+    for axes, label in ((by_steps, "training steps"), (by_time, "training CPU seconds, one thread")):
         axes.set(xlabel=label, ylim=(min(ends.values()) - 0.05, HIGHEST_LOSS))
-    by_flops.set_title("held-out loss, nats per byte", fontsize="medium")
+    by_steps.set_title("held-out loss, nats per byte", fontsize="medium")
     by_time.set_title("the same, by time", fontsize="medium")
-    by_context.set_title("prefill, seconds", fontsize="medium")
-    by_context.set(xlabel="context, × 1,024 tokens")
-    plots.ticks(by_context, "x", [row["tokens"] // 1024 for row in prefill["rows"]])
-    for axes in (by_flops, by_time, by_context):
-        axes.grid(linewidth=0.3)
+    by_context.set_title("H100: attention, forward and backward", fontsize="small")
+    by_context.set(xlabel="context, × 1,024 tokens", xscale="log", ylim=(0, None))
+    plots.ticks(by_context, "x", [row["tokens"] // 1024 for row in trained])
+    for axes in (by_steps, by_time):
         axes.set_ylabel("lower is better", fontsize="small")
+    by_context.set_ylabel("time / global attention", fontsize="small")
+    for axes in (by_steps, by_time, by_context):
+        axes.grid(linewidth=0.3)
     return figure
 
 
