@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_mha import MultiHeadAttention
-from modeling_iha.interleaving import Overlay
+from modeling_iha.overlay import Overlay
 
 from .cost import Cost
 

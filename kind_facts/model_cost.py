@@ -11,7 +11,7 @@ from typing import Any
 
 from iha_io.command_io import UserError
 from modeling_iha import IHAConfig
-from modeling_iha.interleaving import Overlay
+from modeling_iha.overlay import Overlay
 
 from . import all_companions, companion_of
 from .cost import Cost, linear

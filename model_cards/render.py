@@ -39,7 +39,7 @@ from kind_facts.model_cost import model as cost_of_model
 from kind_facts.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.virtual_core import virtual_tokens
+from modeling_iha.virtual_masks import virtual_tokens
 
 
 TEMPLATE = Path(__file__).with_name("template.md")

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_interleaved import FIELDS, MIXING_MODULES
 from .exact_start import deviations
-from .interleaving import Mixing
+from .head_mixing import Mixing
 
 
 RECORD = "interleaving"  # in the `auto_mapping` of an adapter's configuration; on disk "targets" stand beside it

@@ -4,7 +4,8 @@
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .interleaving import HeadCollapse, HeadMixing, MixedHeads
+from .head_mixing import HeadCollapse, HeadMixing
+from .mixed_heads import MixedHeads
 
 
 class InterleavedHeadAttention(MultiHeadAttention):

@@ -12,9 +12,10 @@ from transformers.utils.import_utils import is_tracing
 
 from .cache_names import takes_cache
 from .configuration_iha import IHAConfig
-from .interleaving import Mixing
+from .head_mixing import Mixing
 from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
-from .virtual_core import LOWEST, has_first_keys
+from .virtual_masks import LOWEST
+from .windows import has_first_keys
 
 
 class KeyQueryConvolution(Mixing):

@@ -5,7 +5,7 @@
 import torch
 
 from .configuration_iha import IHAConfig
-from .interleaving import Mixing
+from .head_mixing import Mixing
 from .score_matrix import ScoreMatrixAttention
 
 

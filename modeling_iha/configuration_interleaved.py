@@ -19,7 +19,7 @@ from .mixing_scale import check_scale
 
 
 if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone (mergekit) brings the model's code too.
-    from .interleaving import HeadMixing  # noqa: F401  # old versions of Transformers copy what stands here alone
+    from .head_mixing import HeadMixing  # noqa: F401  # old versions of Transformers copy what stands here alone
     from .modeling_interleaved import InterleavedModel  # noqa: F401
 
 

@@ -45,7 +45,8 @@ from .modeling_interleaved import (
     virtual_configs,
 )
 from .package import flop_matched_window
-from .virtual_core import core_function, core_of, stock_view
+from .virtual_core import core_function, stock_view
+from .virtual_masks import core_of
 
 
 # The largest difference from the base model, as a share of the largest hidden state.

@@ -32,7 +32,8 @@ from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .cache_names import CACHE, takes_cache
 from .configuration_iha import IHAConfig
-from .interleaving import build_at, token_attentions
+from .head_mixing import build_at
+from .interleaving import token_attentions
 from .masks import check_inputs, create_masks
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests

@@ -3,7 +3,7 @@
 """Run a decoder of Transformers with interleaved heads (IHA, Algorithm 1, with one RoPE position for each token).
 
 Transformers' models call attention and make masks through two registries. Each attention core, such as "sdpa", gets a
-second name in both, such as "iha_sdpa" (virtual_core.py). Under that name a mask is over virtual tokens, and an
+second name in both, such as "iha_sdpa" (virtual_masks.py). Under that name a mask is over virtual tokens, and an
 attention module with mixing weights attends over virtual tokens. All else is the base model's own: its projections,
 RoPE, cache, generation and parallel plans.
 """
@@ -32,21 +32,17 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .adapter_records import meet_adapter, watch_peft
+from .cache_edge import keep_window_edge, lacks_window_edge
 from .cache_names import CACHE, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
-from .interleaving import (
-    HeadCollapse,
-    HeadMixing,
-    MixedHeads,
-    build_at,
-    keep_window_edge,
-    lacks_window_edge,
-    token_attentions,
-)
+from .head_mixing import HeadCollapse, HeadMixing, build_at
+from .interleaving import token_attentions
+from .mixed_heads import MixedHeads
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
-from .virtual_core import CORES, WINDOWED, core_of, expand_mask, register_masks, virtual_attention, virtual_heads
+from .virtual_core import virtual_attention, virtual_heads
+from .virtual_masks import CORES, WINDOWED, core_of, expand_mask, register_masks
 
 
 # By these names Trainer's label smoothing shifts the labels, and pipelines and Transformers' server know the models.

@@ -18,8 +18,9 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from .cache_names import CACHE
-from .interleaving import Overlay
-from .virtual_core import CREATE_MASK, core_of, register_masks, virtual_heads
+from .overlay import Overlay
+from .virtual_core import virtual_heads
+from .virtual_masks import CREATE_MASK, core_of, register_masks
 
 
 # The tokens that pages keep more than they would. They keep W - 1 tokens before the new ones for a window of W tokens,

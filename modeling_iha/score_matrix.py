@@ -14,8 +14,9 @@ from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .interleaving import Mixing
-from .virtual_core import documents_of, has_first_keys, token_mask, virtual_tokens
+from .head_mixing import Mixing
+from .virtual_masks import token_mask, virtual_tokens
+from .windows import documents_of, has_first_keys
 
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.

@@ -12,7 +12,7 @@ from iha_io.command_io import UserError, one_line, refusing
 from kind_facts import is_interleaved, own_modules
 from modeling_iha import IHAConfig, interleave_heads, mixing_parameters, set_mixing_scale
 from modeling_iha.modeling_iha import IHARotaryEmbedding
-from modeling_iha.virtual_core import virtual_tokens
+from modeling_iha.virtual_masks import virtual_tokens
 from sft.arguments import RunArguments, chat_template
 from sft.data import rendering
 

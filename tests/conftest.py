@@ -16,7 +16,7 @@ import torch  # noqa: E402
 from helpers import command  # noqa: E402
 
 from iha_io.command_io import ROOT  # noqa: E402
-from modeling_iha import IHAForCausalLM, attention_hyper, interleaving, score_matrix, tuple_attention  # noqa: E402
+from modeling_iha import IHAForCausalLM, attention_hyper, score_matrix, tuple_attention, windows  # noqa: E402
 
 
 torch.set_num_threads(1)
@@ -70,7 +70,7 @@ def small_blocks(monkeypatch):
     """Take queries in blocks of 4, so that a short input has several, the last of them short."""
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
     monkeypatch.setattr(tuple_attention, "PAIR_BLOCK", 4)
-    monkeypatch.setattr(interleaving, "MIN_BLOCK", 4)
+    monkeypatch.setattr(windows, "MIN_BLOCK", 4)
     monkeypatch.setattr(attention_hyper, "CHUNK", 4)
 
 

@@ -19,9 +19,9 @@ from iha_io.command_io import ROOT, run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, virtual_core
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.cache_names import CACHE
-from modeling_iha.interleaving import is_absorbed
 from modeling_iha.kind_options import OPTIONS_CLASSES
 from modeling_iha.mixing import mixing_parameters
+from modeling_iha.new_token import is_absorbed
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
@@ -136,7 +136,8 @@ DECODER_FIELDS = {
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "masks.py", "virtual_core.py"),
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
-    *("interleaving.py", "mixing_scale.py", "cpu_precision.py", "paged_requests.py"),
+    *("interleaving.py", "head_mixing.py", "mixed_heads.py", "new_token.py", "windows.py", "virtual_masks.py"),
+    *("overlay.py", "cache_edge.py", "mixing_scale.py", "cpu_precision.py", "paged_requests.py"),
     *("cache_names.py", "tested_versions.py"),
 }
 

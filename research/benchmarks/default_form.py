@@ -22,7 +22,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from iha_io.command_io import UserError, read_json, run_cli
-from modeling_iha import attention_mha, virtual_core
+from modeling_iha import attention_mha, virtual_masks
 from research.benchmarks.harness import (
     Attention,
     expanded,
@@ -67,7 +67,7 @@ def plain_sdpa() -> Iterator[None]:
     """Give every layer Transformers' mask, and leave the states in their own dtype."""
     with (
         expanded(),
-        mock.patch.object(virtual_core, "_first_keys", lambda *_, **__: None),
+        mock.patch.object(virtual_masks, "_first_keys", lambda *_, **__: None),
         mock.patch.object(attention_mha, "in_product_dtype", lambda attend: attend),
     ):
         yield

@@ -32,7 +32,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.cache_names import CACHE
 from modeling_iha.masks import create_masks
 from modeling_iha.package import flop_matched_window
-from modeling_iha.virtual_core import virtual_tokens
+from modeling_iha.virtual_masks import virtual_tokens
 from research.benchmarks import harness
 from research.benchmarks.harness import Attention, inference, training
 from research.benchmarks.options import OUTPUTS

@@ -32,8 +32,8 @@ def plot(losses: dict, gpu: dict) -> Figure:
     """Plot the losses by steps and by time with 95% bands, and the ratios of the GPU by the context."""
     ends = {row["variant"]: row["loss"]["mean"] for row in losses["rows"]}
     message = (
-        f"In {losses['steps']} steps paired heads end {ends['global_local'] - ends['paired_4']:.2f} nats below windows "
-        f"alone and {ends['mha'] - ends['paired_4']:.2f} below global attention, and cost as much as windows alone"
+        f"In {losses['steps']} steps paired heads end {ends['global_local'] - ends['paired_4']:.2f} nats below "
+        f"windows alone and {ends['mha'] - ends['paired_4']:.2f} below global attention, at the cost of windows alone"
     )
     figure, (by_steps, by_time, by_context) = plots.panels(message, 3, 3, 2.9)
     trained = [row for row in gpu["rows"] if row["part"] == "schedule" and row["backward"]]

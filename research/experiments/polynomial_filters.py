@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from iha_io import plots
 from iha_io.command_io import run_cli, sole_writer
 from modeling_iha import IHAConfig, IHAModel
-from modeling_iha.virtual_core import virtual_tokens
+from modeling_iha.virtual_masks import virtual_tokens
 from research.experiments.options import study_parser
 from research.experiments.study import begin, points, run_once, spread, write
 

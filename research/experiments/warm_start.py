@@ -43,7 +43,7 @@ from conversion_scripts.convert_llama_to_iha import convert_model
 from iha_io import plots
 from iha_io.command_io import run_cli, sole_writer, whole_file
 from modeling_iha import interleave_heads
-from modeling_iha.interleaving import HeadCollapse
+from modeling_iha.head_mixing import HeadCollapse
 from modeling_iha.package import flop_matched_window
 from research.experiments.language_models import read_text, rows_of
 from research.experiments.options import study_parser

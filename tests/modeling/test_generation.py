@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_iha import IHAForQuestionAnswering, IHAForSequenceClassification, IHAForTokenClassification
 from modeling_iha.cache_names import CACHE
-from modeling_iha.interleaving import is_absorbed
+from modeling_iha.new_token import is_absorbed
 
 
 LENGTH = 11

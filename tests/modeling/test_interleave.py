@@ -54,10 +54,10 @@ from iha_io.checkpoint_io import run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, modeling_interleaved, remove_interleaving
 from modeling_iha.cache_names import CACHE
 from modeling_iha.configuration_interleaved import TASKS
-from modeling_iha.interleaving import MIN_BLOCK
 from modeling_iha.mixing import mixing_parameters, values
 from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core, remove_hooks
-from modeling_iha.virtual_core import in_window
+from modeling_iha.virtual_masks import in_window
+from modeling_iha.windows import MIN_BLOCK
 from research.checkpoints.untrained import byte_tokenizer
 
 
@@ -445,6 +445,13 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
                 "exact_start.py",
                 "modeling_interleaved.py",
                 "interleaving.py",
+                "head_mixing.py",
+                "mixed_heads.py",
+                "new_token.py",
+                "overlay.py",
+                "cache_edge.py",
+                "windows.py",
+                "virtual_masks.py",
                 "mixing_scale.py",
                 "paged_requests.py",
                 "tested_versions.py",

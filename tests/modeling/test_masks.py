@@ -27,8 +27,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha.cache_names import CACHE
-from modeling_iha.interleaving import documents_of, has_first_keys
 from modeling_iha.masks import create_masks
+from modeling_iha.windows import documents_of, has_first_keys
 
 
 FLASH = "flash_attention_2"

@@ -18,7 +18,7 @@ from helpers import (
 )
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from modeling_iha import IHAForCausalLM, cpu_precision, interleaving
+from modeling_iha import IHAForCausalLM, cpu_precision, new_token
 from modeling_iha.cache_names import CACHE
 
 
@@ -45,7 +45,7 @@ def test_half_precision_on_a_cpu_without_products_of_it(kind, core, how, monkeyp
 
     The input has a mask that is added, and decoding widens the cache in parts.
     """
-    monkeypatch.setattr(interleaving, "WIDENED_TOKENS", 5)
+    monkeypatch.setattr(new_token, "WIDENED_TOKENS", 5)
     config = small_config(attention_kinds=kind, num_key_value_heads=4)
     input_ids = random_ids(8, 12)  # of one or two new tokens the roundings would decide
     mask = torch.ones(8, 12, dtype=torch.long)

@@ -26,7 +26,7 @@ from transformers.utils import logging
 
 from iha_io.checkpoint_io import run_in_clean_process
 from iha_io.command_io import ROOT
-from modeling_iha import interleave_heads, remove_interleaving, virtual_core
+from modeling_iha import interleave_heads, remove_interleaving, virtual_masks
 from modeling_iha.mixing import mixing_parameters, values
 from research.experiments.model_types import MULTIMODAL, tiny_model
 
@@ -224,12 +224,12 @@ def test_names_of_cores_come_back(monkeypatch):
     monkeypatch.setitem(
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "some/core_", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     )
-    name = virtual_core.register_masks("some/core_")
-    assert name == "iha_some_core_" and virtual_core.core_of(name) == "some/core_"
-    monkeypatch.setattr(virtual_core, "CORES", {})
-    assert virtual_core.core_of("iha_sdpa") == "sdpa" and virtual_core.core_of("sdpa") == "sdpa"
+    name = virtual_masks.register_masks("some/core_")
+    assert name == "iha_some_core_" and virtual_masks.core_of(name) == "some/core_"
+    monkeypatch.setattr(virtual_masks, "CORES", {})
+    assert virtual_masks.core_of("iha_sdpa") == "sdpa" and virtual_masks.core_of("sdpa") == "sdpa"
     with pytest.raises(ValueError, match="makes no masks"):
-        virtual_core.register_masks("iha_1a2b3c4d_sdpa")
+        virtual_masks.register_masks("iha_1a2b3c4d_sdpa")
 
 
 TWO_COPIES = """

@@ -10,8 +10,8 @@ from helpers import HYBRID, assert_close, logits_and_gradients, random_ids, rand
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from modeling_iha import interleaving
-from modeling_iha.interleaving import first_key_attention, window_attention
+from modeling_iha import windows
+from modeling_iha.windows import first_key_attention, window_attention
 
 
 CONFIGS = {
@@ -32,7 +32,7 @@ def blocks(monkeypatch):
         lengths.append(query.shape[2])
         return window_attention(core, module, query, *args, **kwargs)
 
-    monkeypatch.setattr(interleaving, "window_attention", counted)
+    monkeypatch.setattr(windows, "window_attention", counted)
     return lengths
 
 
@@ -126,8 +126,8 @@ def varlen(request, monkeypatch):
     def newer(query, key, value, *args, enable_gqa=False, **kwargs): ...
 
     counted.__signature__ = inspect.signature(newer if request.param == "varlen_of_newer_torch" else varlen_stand_in)
-    monkeypatch.setattr(interleaving, "varlen_attn", counted)
-    monkeypatch.setattr(interleaving, "has_varlen", lambda *args: request.param is not None)
+    monkeypatch.setattr(windows, "varlen_attn", counted)
+    monkeypatch.setattr(windows, "has_varlen", lambda *args: request.param is not None)
     return lengths
 
 
@@ -160,7 +160,7 @@ def test_where_varlen_is_taken(monkeypatch):
     def takes(device="cuda", dtype=torch.float16, **fields):
         states = SimpleNamespace(device=torch.device(device), dtype=dtype)
         fields = {"head_dim": 64, "attention_dropout": 0.0, **fields}
-        return interleaving.has_varlen(states, *fields.values())
+        return windows.has_varlen(states, *fields.values())
 
     assert takes() and takes(dtype=torch.bfloat16) and takes(head_dim=256)
     assert not takes("cpu") and not takes("meta") and not takes(dtype=torch.float32)

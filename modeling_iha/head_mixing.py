@@ -1,0 +1,114 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Hold the weights that mix heads, and learn them at a rate of their own (IHA, Algorithm 1, steps 2 and 5)."""
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers import initialization as init
+
+
+class Mixing(nn.Module):
+    """Hold weights of order 1 that mix heads, and learn them at a rate of their own.
+
+    Adam moves a weight by its rate at each step, which is far too little for entries of order 1. A weight is therefore
+    the change w from a start, the value is start + s * w, and the gradient of w is that of the value. Any optimizer
+    then changes the value at s times its rate, and weight decay pulls the value to its start. In half precision w is
+    near zero, where it keeps the small steps that a weight near 1 loses.
+
+    Start and scale s are buffers that are saved: whatever moves w, such as a state dict, moves them with it. From
+    scratch the start is zero and s is 1, so that w is the value."""
+
+    built_scale = 1.0  # the scale at which `begin` starts
+
+    def add_weight(self, name: str, value: torch.Tensor):
+        """Add a parameter with its start, of the same shape, and its scale, of shape []."""
+        self.register_parameter(name, nn.Parameter(value))
+        weight = self.get_parameter(name)  # on another device where Accelerate or vLLM watches this call
+        self.register_buffer(f"{name}_start", torch.zeros_like(weight))
+        self.register_buffer(f"{name}_scale", weight.new_ones(()))
+
+    def begin(self, name: str, value: torch.Tensor):
+        """Initialise a weight at a value, as far as it was not loaded.
+
+        Checkpoints of earlier versions hold no scale, which is then the configuration's, and where it is 1 no start.
+        Raise a ValueError for any other weight without its start."""
+        weight = self.get_parameter(name)
+        start, scale = self.get_buffer(f"{name}_start"), self.get_buffer(f"{name}_scale")
+        if was_loaded(weight) and not was_loaded(start) and self.built_scale != 1:
+            raise ValueError(
+                f"The weights of a {type(self).__name__} hold changes and no starts: save a model by save_pretrained "
+                "or its state_dict, not its parameters alone."
+            )
+        first, change = (start, weight) if self.built_scale != 1 else (weight, start)
+        init.copy_(first, value.to(weight).expand_as(weight))
+        init.zeros_(change)
+        init.constant_(scale, self.built_scale)
+
+    def value(self, name: str = "weight") -> torch.Tensor:
+        """Return the value of a weight."""
+        weight = getattr(self, name)
+        value = torch.addcmul(getattr(self, f"{name}_start"), weight.detach(), getattr(self, f"{name}_scale"))
+        if not torch.is_grad_enabled():
+            return value
+        return value + (weight - weight.detach())  # zero, with the gradient of the value
+
+
+def was_loaded(tensor: torch.Tensor) -> bool:
+    """Return whether Transformers has read a tensor from a checkpoint."""
+    return getattr(tensor, "_is_hf_initialized", False)
+
+
+def build_at(module: nn.Module, scale: float):
+    """Have all mixing weights within a module begin at a scale (see `Mixing`)."""
+    for each in module.modules():
+        if isinstance(each, Mixing):
+            each.built_scale = scale
+
+
+class HeadMixing(Mixing):
+    """Combine heads into pseudo-heads by learned weights, alpha of IHA, Algorithm 1, step 2.
+
+    The value of `weight` [M, M, P] holds alpha[m, h, p], the share of head m in pseudo-head p of head h."""
+
+    def __init__(self, num_heads: int, num_pseudo_heads: int):
+        super().__init__()
+        self.add_weight("weight", torch.eye(num_heads).unsqueeze(-1).repeat(1, 1, num_pseudo_heads))
+
+    def init_mechanism(self, config: PreTrainedConfig):
+        """Start every pseudo-head near its own head, so that the layer starts close to MHA.
+
+        The paper gives no initialisation. The noise makes the pseudo-heads differ."""
+        noise = torch.randn_like(self.weight) * getattr(config, "initializer_range", 0.02)  # OPT's has another name
+        identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
+        self.begin("weight", identity.unsqueeze(-1) + noise)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return alpha for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""
+        return self.value()
+
+
+class HeadCollapse(Mixing):
+    """Combine pseudo-heads into heads by learned weights, R of IHA, Algorithm 1, step 5.
+
+    The value of `weight` is [H, P] for `"per_head"`: out[h] = sum_p R[h, p] O[h, p]. It is [H, H * P] for
+    `"all_heads"`, which also sums over the heads: column h' * P + p of row h, counted from 0, is the share of
+    pseudo-head p of head h' (Definition 3)."""
+
+    def __init__(self, num_heads: int, num_pseudo_heads: int, pseudo_collapse: str):
+        super().__init__()
+        self.num_pseudo_heads = num_pseudo_heads
+        columns = num_pseudo_heads if pseudo_collapse == "per_head" else num_heads * num_pseudo_heads
+        self.add_weight("weight", torch.empty(num_heads, columns))
+        self.init_mechanism()
+
+    def init_mechanism(self, config: PreTrainedConfig | None = None):
+        """Start at the mean over the pseudo-heads."""
+        identity = torch.eye(self.weight.shape[0], device=self.weight.device, dtype=self.weight.dtype)
+        if self.weight.shape[1] == self.num_pseudo_heads:
+            identity = torch.ones_like(identity[:, :1])
+        self.begin("weight", identity.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return R for the states, as `HeadMixing` returns alpha."""
+        return self.value()

@@ -1,0 +1,52 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Mix heads into pseudo-heads, attend over virtual tokens and collapse (IHA, Algorithm 1)."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .interleaving import collapse, expand
+from .new_token import absorbed_attention
+
+
+class MixedHeads(NamedTuple):
+    """Hold the weights by which an "iha" layer mixes, rotates and collapses its heads (IHA, Algorithm 1).
+
+    It is the `virtual_heads` of such a layer: the class by which `virtual_attention` makes virtual tokens."""
+
+    q_mix: torch.Tensor  # alpha^Q, [H, H, P]
+    k_mix: torch.Tensor  # alpha^K, [G, G, P]
+    v_mix: torch.Tensor  # alpha^V, [G, G, P]
+    collapse: torch.Tensor  # R, [H, P] or [H, H * P]
+    # (cos, sin) of R_p, each [P, head_dim]. R_p rotates pseudo-head p within its token; `None` for shared positions.
+    rotation: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def of(cls, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation) -> "MixedHeads":
+        """Return the weights of a module for base states."""
+        return cls(module.q_mix(query), module.k_mix(key), module.v_mix(value), module.collapse(query), rotation)
+
+    def attend(
+        self,
+        core: Callable,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run steps 2 to 5 on base states, which `core` sees as the virtual sequence.
+
+        `core` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. It returns the
+        output [batch, N * P, H, head_dim] and weights. Return the output [batch, N, H, head_dim] and those weights."""
+        query = expand(query, self.q_mix, self.rotation)
+        key = expand(key, self.k_mix, self.rotation)
+        value = expand(value, self.v_mix)
+        output, attn_weights = core(query, key, value, attention_mask, **kwargs)
+        return collapse(output, self.collapse, self.q_mix.shape[-1]), attn_weights
+
+    def step(self, *args) -> torch.Tensor:
+        """Return the output of one new token, by `absorbed_attention` of the arguments."""
+        return absorbed_attention(self, *args)

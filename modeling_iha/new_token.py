@@ -1,0 +1,133 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Compute one new token from base keys and values, without building virtual ones.
+
+Mixing, rotation and collapse are linear, so they move from the cached tokens to the new one."""
+
+from typing import Any
+
+import torch
+
+from .interleaving import rotate
+from .windows import is_exported
+
+
+# Cached tokens that are converted at a time where products of the cache's dtype are slow.
+WIDENED_TOKENS = 1024
+# Cached tokens whose values one processor of a GPU sums up. On an H200, 8,193 tokens took 0.09 ms, unsplit 0.22.
+SPLIT_TOKENS = 512
+
+
+def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
+    """Return whether `step` of virtual heads takes one new token: where it can and is faster."""
+    # On a CPU, expanding is faster for few tokens (research/benchmarks/default_form.py). A comparison of lengths would
+    # bound exports.
+    few = states.device.type == "cpu" and (is_exported() or num_keys < 64 or len(states) * num_keys < 128)
+    can = config.num_pseudo_heads > 1 and config.pseudo_collapse == "per_head" and not dropout
+    return core == "sdpa" and can and not few
+
+
+def absorbed_attention(
+    weights: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+    attention_mask: torch.Tensor | None = None,
+    product_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Return the output [batch, 1, H, head_dim] of one new token (IHA, Algorithm 1, steps 2 to 5).
+
+    It rebuilds no pseudo-key or pseudo-value, because mixing and rotation are linear. For query pseudo-head i and key
+    pseudo-head j of a head in group g,
+
+        q_i . R_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] R_j^T q_i) . k_m
+
+    The bracket is as small as a query. Mixing and rotation of the keys move into the query, and the scores are one
+    product with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the
+    collapse moves before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
+
+    Args:
+        weights: the `MixedHeads` of the layer, with a collapse [H, P].
+        query: [batch, H, 1, head_dim], rotated as the cached keys are.
+        key, value: [batch, G, N, head_dim]. Without a mask the last one is the new token's.
+        scaling: factor of the scores.
+        window: W in tokens, or `None`; ignored with a mask.
+        attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
+        product_dtype: dtype of the products where those of the cache's own are slow, or `None`."""
+    # Autocast would round what is in float32 on purpose.
+    with torch.autocast(query.device.type, enabled=False):
+        batch, heads, _, head_dim = query.shape
+        num_pseudo_heads, dtype = weights.collapse.shape[1], value.dtype
+        fast_dtype = product_dtype or dtype
+        if attention_mask is None and window is not None:
+            # For all pseudo-heads but the last, the window begins one token earlier.
+            key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
+        groups, num_keys = key.shape[1:3]
+        query = query.to(fast_dtype)
+        q_mix, k_mix, v_mix = (alpha.to(fast_dtype) for alpha in weights[:3])
+        k_mix, v_mix = (alpha.repeat_interleave(heads // groups, dim=1) for alpha in (k_mix, v_mix))
+        chunk = num_keys if key.dtype == fast_dtype else WIDENED_TOKENS
+
+        query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
+        query = query.view(batch, heads, num_pseudo_heads, 1, head_dim)
+        if weights.rotation is not None:
+            cos, sin = (table.to(fast_dtype) for table in weights.rotation)
+            # R_i, then R_j^T for every j, [batch, H, i, j, head_dim]
+            query = rotate(rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)
+        # [batch, m, H * i * j, head_dim]
+        absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
+        parts = [_scores(absorbed, keys.to(fast_dtype)) for keys in key.split(chunk, dim=2)]
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # `cat` copies one tensor too
+        scores = scores.view(batch, heads, num_pseudo_heads, num_pseudo_heads, num_keys)
+
+        if attention_mask is not None:
+            # [batch, heads, i, N * j] as [batch, heads, i, j, N]
+            mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
+            lowest = torch.finfo(scores.dtype).min  # padding sees nothing, and -inf alone would give NaN
+            scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+        else:
+            hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
+            scores[..., -1] += hidden.triu(1)
+            if window is not None and num_keys == window + 1:
+                scores[..., 0] += hidden.tril()
+        # The softmax is in float32 at least, as in the eager core.
+        probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(fast_dtype, torch.float32))
+
+        collapse = weights.collapse.to(probabilities.dtype).unsqueeze(1)
+        collapsed = torch.matmul(collapse, probabilities).to(fast_dtype)
+        collapsed = collapsed.view(batch, 1, heads * num_pseudo_heads, num_keys)
+        pairs = zip(collapsed.split(chunk, dim=-1), value.split(chunk, dim=2))
+        output = sum(_weighted_sum(shares, values.to(fast_dtype)) for shares, values in pairs)
+        output = output.unflatten(2, (heads, num_pseudo_heads))  # [batch, m, H, j, head_dim]
+        return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1).to(dtype)
+
+
+def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return sum_m absorbed[m] . key[m], [batch, rows, N].
+
+    `absorbed` is [batch, G, rows, head_dim], and `key` is [batch, G, N, head_dim]."""
+    if key.device.type != "cpu":
+        return torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
+    if key.dtype == torch.float32:
+        scores = absorbed.new_zeros(len(key), absorbed.shape[2], key.shape[2])
+        for m in range(key.shape[1]):
+            scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
+        return scores
+    # One product over all cached heads rounds a score once and is faster in half precision. It goes row by row of the
+    # batch, because a batched product would first transpose the keys.
+    rows = zip(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2))
+    return torch.stack([torch.mm(queries, keys.t()) for queries, keys in rows])
+
+
+def _weighted_sum(shares: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return shares @ value, [batch, G, rows, head_dim], of shares [batch, 1, rows, N] and values of each of G heads.
+
+    A GPU would compute the few rows of a head by one of its many processors, so there N is split."""
+    whole = 0 if value.device.type == "cpu" else value.shape[2] // SPLIT_TOKENS * SPLIT_TOKENS
+    output = torch.matmul(shares[..., whole:], value[:, :, whole:])
+    if whole:
+        shares = shares[..., :whole].unflatten(-1, (-1, SPLIT_TOKENS)).transpose(2, 3)
+        output = output + torch.matmul(shares, value[:, :, :whole].unflatten(2, (-1, SPLIT_TOKENS))).sum(dim=2)
+    return output

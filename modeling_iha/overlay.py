@@ -1,0 +1,15 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Show an object with other attributes than its own."""
+
+from typing import Any
+
+
+class Overlay:
+    """Show an object, such as a config or a cache, with the attributes of `overrides` in place of its own."""
+
+    def __init__(self, target: Any, **overrides):
+        self._target, self._overrides = target, overrides
+
+    def __getattr__(self, name: str) -> Any:
+        return self._overrides[name] if name in self._overrides else getattr(self._target, name)

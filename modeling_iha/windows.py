@@ -1,0 +1,249 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attend within windows and documents on a stock core, without a dense mask.
+
+A mask of first keys says from which key on each query sees all keys up to its own. Blocks of queries, documents one by
+one, or PyTorch's FlashAttention then compute it."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from .overlay import Overlay
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # a build of PyTorch without it
+    varlen_attn = None
+
+
+# The fewest queries of a block. A longer one copies fewer keys and computes more pairs outside the window.
+MIN_BLOCK = 128
+# The longest rows that are joined to one: more copies and masks then cost what fewer calls save.
+JOINED_ROW = 512
+
+
+def has_first_keys(mask: Any) -> bool:
+    """Return whether a mask is of first keys, int32 [batch, 1, L, 1] or that of `window_keys`, as no other mask is.
+
+    Query v sees the keys u with first_keys[v] <= u <= v."""
+    return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
+
+
+def window_keys(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return the mask of first keys of a window of `window` keys without documents or padding, for every batch.
+
+    It is [1, 1, length, window], all columns the same in memory, so that compiled code knows the window, and that
+    nothing has to be looked up."""
+    first = (torch.arange(length, dtype=torch.int32, device=device) - (window - 1)).clamp(min=0)
+    return first[None, None, :, None].expand(-1, -1, -1, window)
+
+
+def plain_window(first_keys: torch.Tensor) -> int | None:
+    """Return the window of a mask of `window_keys`, and `None` for any other mask of first keys."""
+    return first_keys.shape[-1] if first_keys.shape[-1] > 1 else None
+
+
+def is_exported() -> bool:
+    """Return whether `torch.export` traces this call, other than by Dynamo.
+
+    In PyTorch 2.11 whatever Dynamo traces, also for `torch.compile`, is told that it is exported."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+class Documents(NamedTuple):
+    """Hold what a mask of first keys says of all its rows."""
+
+    # The starts of documents among the batch * L tokens of all rows, and the last end, int32 [documents + 1].
+    bounds: torch.Tensor
+    longest: int
+    reach: int  # the most keys that a query sees
+
+
+def documents_of(first_keys: torch.Tensor) -> Documents:
+    """Return the documents of a mask of first keys, found once and kept beside it. A GPU waits for the answer."""
+    if not hasattr(first_keys, "documents"):
+        first = first_keys[:, 0, :, 0]
+        seen = torch.arange(1, first.shape[1] + 1, device=first.device) - first
+        bounds = torch.nn.functional.pad((seen == 1).flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
+        longest, reach = torch.stack((bounds.diff().max(), seen.max())).tolist()
+        first_keys.documents = Documents(bounds, longest, reach)
+    return first_keys.documents
+
+
+def first_key_attention(
+    core: Callable,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    first_keys: torch.Tensor,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output [batch, L, H, head_dim] of attention under a mask of first keys and a window.
+
+    Query v sees the keys u with first_keys[v] <= u <= v and v - sliding_window < u. The mask is that of documents and
+    a window. Documents go one by one, or on a GPU in half precision in one call of PyTorch's FlashAttention, and no
+    dense mask is made of more than MIN_BLOCK queries. In an "iha" layer the cost is O(N W P^2).
+
+    Args:
+        core: an attention function of Transformers that takes a boolean mask.
+        query, key, value: [batch, H or G, L, head_dim].
+    """
+    batch, _, length, _ = query.shape
+    fast = query.shape[-1] == value.shape[-1] and has_varlen(query, query.shape[-1], kwargs.get("dropout", 0))
+    if (plain := plain_window(first_keys)) is not None:
+        window = min(plain, sliding_window or plain)
+        if fast:
+            bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+            return varlen_attention(Documents(bounds, length, window), module, query, key, value, window, **kwargs)
+        return window_attention(core, module, query, key, value, None, window, **kwargs)
+    if torch.compiler.is_compiling() or length <= MIN_BLOCK:
+        place = torch.arange(length, device=query.device)
+        distance = place[:, None] - place
+        mask = (distance >= 0) & (place >= first_keys)
+        if sliding_window is not None:
+            mask = mask & (distance < sliding_window)
+        return core(module, query, key, value, mask, **kwargs)
+    documents = documents_of(first_keys)
+    window = min(documents.reach, sliding_window or documents.reach)  # as long as a document, it hides nothing
+    if fast:
+        return varlen_attention(documents, module, query, key, value, window, **kwargs)
+    if documents.longest == length and len(documents.bounds) == batch + 1:
+        return window_attention(core, module, query, key, value, None, window, **kwargs)
+    # The gradient of a split is one concatenation; that of each slice would be a tensor as long as all documents.
+    lengths = documents.bounds.diff().tolist()
+    rows = zip(*(states.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for states in (query, key, value)))
+    outputs = [
+        # Blocks copy the queries. One document that keeps a view would keep all of them for the backward pass.
+        window_attention(core, module, q[None].contiguous(), k[None], v[None], None, window, **kwargs)[0]
+        for q, k, v in rows
+    ]
+    return torch.cat(outputs, dim=1).view(batch, length, *outputs[0].shape[2:]), None
+
+
+def window_attention(
+    core: Callable,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None = None,
+    sliding_window: int | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output [batch, L, H, head_dim] of causal attention, within `sliding_window` keys unless it is `None`.
+
+    A dense mask costs O(L^2) time and memory, whatever the window, and is faster where L is little longer. Else every
+    block of queries gets the keys that its window reaches, and all go through the core in one call, as a batch with
+    one small mask, at a cost of O(L * window). Blocks of keys overlap, and are views: copies would be kept for the
+    backward pass, (block + window) / block times the states."""
+    (batch, _, length, _), window = query.shape, sliding_window
+    if window is None or length <= window:
+        return core(module, query, key, value, None, **kwargs)
+    if length - window <= MIN_BLOCK:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        return core(module, query, key, value, mask[None, None], **kwargs)
+    # Overlapping blocks of several rows are no view, but those of one row that joins them are.
+    if batch > 1 and length <= JOINED_ROW:
+        states = (query, key, value)
+        query, key, value = (each.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for each in states)
+        output = _attend_in_blocks(core, module, query, key, value, window, length, **kwargs)
+        return output.view(batch, length, *output.shape[2:]), None
+    rows = zip(*(states.split(1) for states in (query, key, value)))
+    outputs = [_attend_in_blocks(core, module, q, k, v, window, length, **kwargs) for q, k, v in rows]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), None
+
+
+def _attend_in_blocks(core: Callable, module, query, key, value, window: int, row: int, **kwargs) -> torch.Tensor:
+    """Return the output of `window_attention` for more queries than the window has keys.
+
+    The L tokens are of rows of `row` tokens, which do not see one another."""
+    (_, heads, length, _), groups = query.shape, query.shape[1] // key.shape[1]
+    block = min(block_size(window), length - window)
+    last = (length - window) % block
+    i = torch.arange(block, device=query.device)[:, None]
+    j = torch.arange(block + window, device=query.device)
+    mask, view = (i < j) & (j <= i + window), Overlay(module, num_key_value_groups=1)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int, block: int) -> torch.Tensor:
+        # The heads of a group are rows of one head, because a core would copy the keys for each of them.
+        query = query.unflatten(2, (-1, block)).unflatten(1, (-1, groups)).permute(0, 3, 1, 2, 4, 5)
+        query = query.flatten(3, 4).flatten(0, 1)  # [blocks, G, groups * block, head_dim]
+        key, value = (x.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (key, value))
+        seen = mask[None, :block, : block + window]
+        if row < length:
+            places = torch.arange(first, first + len(query) * block, device=query.device).view(-1, block, 1)
+            seen = seen & (places[:, :1] - window + j[: block + window] >= places // row * row)
+        output, _ = core(view, query, key, value, seen.repeat(1, groups, 1)[:, None], **kwargs)
+        return output.unflatten(1, (groups, block)).permute(0, 2, 3, 1, 4).reshape(1, -1, heads, value.shape[-1])
+
+    # The first queries see every key before them. As a view they would keep all queries for the backward pass. The
+    # others go in blocks, the last one shorter, each with its keys and the `window` before. No query sees the first of
+    # these. Without it, or with slices of the queries, autograd would fill zeros as long as the states.
+    start, query, end = query.split((window, length - window - last, last), dim=2)
+    output, _ = core(module, start.contiguous(), key[:, :, :window], value[:, :, :window], None, **kwargs)
+    outputs = [output, attend(query, key[:, :, : length - last], value[:, :, : length - last], window, block)]
+    if last > 0:
+        outputs.append(attend(end, key[:, :, -window - last :], value[:, :, -window - last :], length - last, last))
+    return torch.cat(outputs, dim=1)
+
+
+def block_size(window: int) -> int:
+    """Return the number of queries in a block for a window of `window` keys."""
+    return max(MIN_BLOCK, window // 4)
+
+
+def varlen_attention(
+    documents: Documents,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """Compute `first_key_attention` by one call of FlashAttention on the tokens of all rows."""
+    bounds, longest = documents.bounds, documents.longest
+    batch, length = query.shape[0], query.shape[2]
+    options: dict = {"scale": scaling, "window_size": (-1 if window >= longest else window - 1, 0)}
+    if query.shape[1] > key.shape[1]:
+        if varlen_has_groups():
+            options["enable_gqa"] = True
+        else:
+            groups = query.shape[1] // key.shape[1]
+            key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    # Autocast leaves rotated queries and keys in float32, and does not reach this operator.
+    query, key, value = (states.to(value.dtype).transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+    output = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
+    return output.unflatten(0, (batch, length)), None
+
+
+def has_varlen(states: torch.Tensor, head_dim: int, dropout: float) -> bool:
+    """Return whether `varlen_attn` computes the attention of the states after autocast.
+
+    It takes half precision on a GPU from Ampere on, heads of 8 to 256 entries by eights, and no dropout."""
+    if varlen_attn is None or states.device.type != "cuda" or dropout:
+        return False
+    if head_dim % 8 or head_dim > 256 or not is_ampere(states.device.index):
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else states.dtype
+    allowed = torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled()  # as `sdpa_kernel` says
+    return allowed and dtype in (torch.float16, torch.bfloat16)
+
+
+@torch.compiler.assume_constant_result
+def is_ampere(device: int | None) -> bool:
+    """Return whether a GPU, by its number, is of the Ampere generation or a later one."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@torch.compiler.assume_constant_result
+def varlen_has_groups() -> bool:
+    """Return whether `varlen_attn` takes fewer heads of keys than of queries."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
