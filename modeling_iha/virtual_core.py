@@ -46,44 +46,63 @@ def virtual_attention(
         product_dtype: dtype of products with the cache where those of its own are slow, or `None`.
         kwargs: keyword arguments of the core, in tokens.
     """
-    if "flash" in core and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
-        raise ValueError(
-            f"attn_implementation={core!r} takes no custom mask [batch, 1, queries, keys]: pass attention_mask "
-            "[batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
-        )
     num_pseudo_heads = virtual_tokens(module.config)
-    attend_tokens, view = core_function(core, module), stock_view(module, core, num_pseudo_heads)
+    _check_mask(core, attention_mask)
+    attend, view = core_function(core, module), stock_view(module, core, num_pseudo_heads)
     if has_first_keys(attention_mask):  # in which the window of the base is, and no place of a static cache behind
-        attend_tokens, kwargs["sliding_window"] = partial(first_key_attention, attend_tokens), None
+        attend, kwargs["sliding_window"] = partial(first_key_attention, attend), None
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if virtual_heads(module) is None:
-        return attend_tokens(view, query, key, value, token_mask(attention_mask, num_pseudo_heads), **kwargs)
-    window, num_queries, num_keys = getattr(module.config, "interleaved_window", None), query.shape[2], key.shape[2]
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.shape[-1] > num_keys * num_pseudo_heads and window:
-        attention_mask = attention_mask[..., -num_keys * num_pseudo_heads :]  # other layers may cache more tokens
-    _check_mask(attention_mask, core, num_queries * num_pseudo_heads, num_keys * num_pseudo_heads)
-    if kwargs.get("s_aux") is not None:
-        kwargs["s_aux"] = view.sinks
+        return attend(view, query, key, value, token_mask(attention_mask, num_pseudo_heads), **kwargs)
+
+    window = getattr(module.config, "interleaved_window", None)
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    attention_mask = layer_mask(attention_mask, core, window, num_pseudo_heads, num_queries, num_keys)
     if window is not None:
         kwargs["sliding_window"] = min(window, kwargs.get("sliding_window") or window)
-        attention_mask = in_window(attention_mask, window * num_pseudo_heads)
+    if kwargs.get("s_aux") is not None:
+        kwargs["s_aux"] = view.sinks
     heads = virtual_heads(module).of(module, query, key, value, rotation)
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
 
     if num_queries == 1 and is_absorbed(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         return heads.step(query, key, value, scaling, window, attention_mask, product_dtype), None
-    attend = partial(attend_tokens, view)
     if attention_mask is None and "flash" not in core:
         if num_queries == 1:
-            places = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=query.device)
-            attention_mask = places.tril((num_keys - 1) * num_pseudo_heads)[None, None]
-            attention_mask = in_window(attention_mask, window and window * num_pseudo_heads)
+            attention_mask = new_token_mask(num_keys, window, num_pseudo_heads, query.device)
         else:  # causal from position 0 on, whatever a static cache holds behind
             key, value = key[:, :, :num_queries], value[:, :, :num_queries]
-            attend = partial(window_attention, attend_tokens, view)
+            attend = partial(window_attention, attend)
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
-    return heads.attend(attend, query, key, value, attention_mask, **kwargs)
+    return heads.attend(partial(attend, view), query, key, value, attention_mask, **kwargs)
+
+
+def layer_mask(
+    mask: Any, core: str, window: int | None, num_pseudo_heads: int, num_queries: int, num_keys: int
+) -> Any:
+    """Return the mask of a layer with virtual heads and a `window` of its own in tokens, or none.
+
+    Raise a ValueError for a mask that is not over virtual tokens."""
+    length, width = num_queries * num_pseudo_heads, num_keys * num_pseudo_heads
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+        if has_first_keys(mask):
+            width = mask.shape[-1]
+        elif window is not None:
+            mask = mask[..., -width:]  # other layers may cache more tokens
+        if mask.shape[-2:] != (length, width):
+            raise ValueError(
+                f"attention_mask is {list(mask.shape)} for {length} x {width} virtual tokens on {core!r}: pass "
+                "attention_mask [batch, tokens] or [batch, 1, queries, keys] to the model by its name."
+            )
+    return in_window(mask, window and window * num_pseudo_heads)
+
+
+def new_token_mask(num_keys: int, window: int | None, num_pseudo_heads: int, device: torch.device) -> torch.Tensor:
+    """Return the mask of one new token, boolean [1, 1, P, keys * P], where the layers of the base need none."""
+    places = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=device)
+    mask = places.tril((num_keys - 1) * num_pseudo_heads)[None, None]
+    return in_window(mask, window and window * num_pseudo_heads)
 
 
 def core_function(core: str, module: nn.Module) -> Callable:
@@ -104,13 +123,10 @@ def stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
     return Overlay(module, **overrides) if overrides else module
 
 
-def _check_mask(mask, core: str, num_queries: int, num_keys: int) -> None:
-    """Raise a ValueError for a dense mask that is not over the virtual tokens."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim == 2:
-        return
-    width = mask.shape[-1] if has_first_keys(mask) else num_keys
-    if mask.shape[-2:] != (num_queries, width):
+def _check_mask(core: str, mask: Any):
+    """Raise a ValueError for a mask that the core would ignore."""
+    if "flash" in core and isinstance(mask, torch.Tensor) and mask.ndim == 4:
         raise ValueError(
-            f"attention_mask is {list(mask.shape)} for {num_queries} x {num_keys} virtual tokens on {core!r}: pass "
-            "attention_mask [batch, tokens] or [batch, 1, queries, keys] to the model by its name."
+            f"attn_implementation={core!r} takes no custom mask [batch, 1, queries, keys]: pass attention_mask "
+            "[batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."
         )
