@@ -16,7 +16,7 @@ from .cache_names import CACHE
 from .configuration_iha import IHAConfig
 from .overlay import Overlay
 from .virtual_masks import CREATE_MASK, LOWEST, VIRTUAL_KINDS, expand_mask, in_window, register_masks, virtual_tokens
-from .windows import is_exported, window_keys
+from .windows import is_exported, plain_window_mask
 
 
 def create_masks(
@@ -46,7 +46,7 @@ def create_masks(
     if core == "sdpa" and counted and is_plain(config, attention_mask, cache):
         length = inputs_embeds.shape[1] * num_pseudo_heads
         window = (config.sliding_window or length) * num_pseudo_heads
-        windowed = window_keys(length, window, inputs_embeds.device) if window < length else None
+        windowed = plain_window_mask(length, window, inputs_embeds.device) if window < length else None
         return {name: windowed if name == "sliding_attention" else None for name in config.layer_types}
     if counted and not is_tracing(inputs_embeds):
         position_ids = None  # or a GPU would be waited for
@@ -80,14 +80,12 @@ def create_masks(
 def is_plain(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cache | None) -> bool:
     """Return whether a call without documents has neither padding nor cached tokens, whatever the values.
 
-    A traced or exported model may see other lengths than its example. Compiled code of the kinds that compute the
-    score matrix would, without a dense mask, be compiled for every length."""
-    if attention_mask is not None or is_exported():
+    A traced or exported model may see other lengths than its example. The kinds that compute the score matrix need
+    other masks."""
+    if attention_mask is not None or not {"mha", *VIRTUAL_KINDS}.issuperset(config.attention_kinds):
         return False
-    if is_tracing():
-        fused = {"mha", *VIRTUAL_KINDS}.issuperset(config.attention_kinds)
-        if not (fused and torch.compiler.is_compiling()):
-            return False
+    if is_exported() or (is_tracing() and not torch.compiler.is_compiling()):
+        return False
     return cache is None or (not cache.is_compileable and cache.get_seq_length() == 0)
 
 

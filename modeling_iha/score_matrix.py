@@ -45,7 +45,7 @@ def block_bias(
     j = torch.arange(columns.start, columns.stop, device=device)
     visible = (j <= i)[None, None]
     if mask is not None:
-        visible = visible & (j >= mask[:, :, rows, :1])
+        visible = visible & (j >= mask[:, :, rows])
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest)
 
 

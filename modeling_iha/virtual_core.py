@@ -16,7 +16,7 @@ from .interleaving import virtual_kwargs
 from .new_token import is_absorbed
 from .overlay import Overlay
 from .virtual_masks import in_window, token_mask, virtual_tokens
-from .windows import first_key_attention, has_first_keys, window_attention
+from .windows import first_key_attention, has_first_keys, plain_window, window_attention
 
 
 def virtual_heads(module: Any) -> Any:
@@ -87,7 +87,7 @@ def layer_mask(
     length, width = num_queries * num_pseudo_heads, num_keys * num_pseudo_heads
     if isinstance(mask, torch.Tensor) and mask.ndim == 4:
         if has_first_keys(mask):
-            width = mask.shape[-1]
+            length, width = mask.shape[-2:] if plain_window(mask) else (length, 1)
         elif window is not None:
             mask = mask[..., -width:]  # other layers may cache more tokens
         if mask.shape[-2:] != (length, width):

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from .windows import Documents, documents_of, has_first_keys, plain_window, window_keys
+from .windows import Documents, documents_of, has_first_keys, plain_window, plain_window_mask
 
 
 # Each checkpoint brings a copy of this code, and copies in one process share the registries. The name of each
@@ -166,7 +166,7 @@ def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
         return mask.of_tokens
     if has_first_keys(mask):
         if (window := plain_window(mask)) is not None:
-            return window_keys(mask.shape[2] // num_pseudo_heads, window // num_pseudo_heads, mask.device)
+            return plain_window_mask(mask.shape[1] // num_pseudo_heads, window // num_pseudo_heads, mask.device)
         tokens = mask[:, :, num_pseudo_heads - 1 :: num_pseudo_heads] // num_pseudo_heads
         if not torch.compiler.is_compiling():
             tokens.documents = Documents(*(each // num_pseudo_heads for each in documents_of(mask)))

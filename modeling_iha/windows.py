@@ -27,24 +27,22 @@ JOINED_ROW = 512
 
 
 def has_first_keys(mask: Any) -> bool:
-    """Return whether a mask is of first keys, int32 [batch, 1, L, 1] or that of `window_keys`, as no other mask is.
+    """Return whether a mask is of first keys, int32 [batch, 1, L, 1] or of `plain_window_mask`, as no other mask is.
 
     Query v sees the keys u with first_keys[v] <= u <= v."""
     return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
 
 
-def window_keys(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of first keys of a window of `window` keys without documents or padding, for every batch.
+def plain_window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return the mask of a window of `window` keys without documents or padding: empty, int32 [1, L, window, 0].
 
-    It is [1, 1, length, window], all columns the same in memory, so that compiled code knows the window, and that
-    nothing has to be looked up."""
-    first = (torch.arange(length, dtype=torch.int32, device=device) - (window - 1)).clamp(min=0)
-    return first[None, None, :, None].expand(-1, -1, -1, window)
+    Its shape says all, so that compiled code knows the window, and nothing has to be looked up or takes memory."""
+    return torch.empty(1, length, window, 0, dtype=torch.int32, device=device)
 
 
-def plain_window(first_keys: torch.Tensor) -> int | None:
-    """Return the window of a mask of `window_keys`, and `None` for any other mask of first keys."""
-    return first_keys.shape[-1] if first_keys.shape[-1] > 1 else None
+def plain_window(mask: torch.Tensor) -> int | None:
+    """Return the window of a mask of `plain_window_mask`, and `None` for a mask of first keys."""
+    return mask.shape[2] if mask.shape[-1] == 0 else None
 
 
 def is_exported() -> bool:

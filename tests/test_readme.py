@@ -66,7 +66,7 @@ def test_what_is_linked_or_named_exists_and_code_stands_in_fences(document):
         elif fragment:
             headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
             missing += [f"{target}#{fragment}"] * (fragment not in map(anchor, headings))
-    for name in re.findall(r"(?<![\w-])(?:conversion_scripts|sft|tests|research|docs)/[\w/.]*\w", text):
+    for name in re.findall(r"(?<![\w-])(?:conversion_scripts|sft|tests|research|docs)/[\w/.-]*\w", text):
         missing += [name] * ("NAME" not in Path(name).parts and not (ROOT / name).exists())
     for name in re.findall(r"python -m ((?:conversion_scripts|sft|research)[\w.]*)", text):
         known = name.endswith(".NAME") or (ROOT / name.replace(".", "/")).with_suffix(".py").exists()

@@ -6,6 +6,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from helpers import EVERY_KIND, HYBRID, assert_close, packing, padding, random_ids, random_model, small_config
 from stand_in_gpu import GpuTensor, gpus, move
 
+from modeling_iha import new_token
 from modeling_iha.cache_names import CACHE
 
 
@@ -66,8 +67,11 @@ INPUTS = {"plain": {}, "positions": POSITIONS, "padded": padding(PADDED)[0], "pa
         ("sdpa", "generate", "plain"),
     ],
 )
-def test_two_gpus(core, how, inputs):
-    """Return the logits, gradients and tokens of a CPU where a model lies on two GPUs."""
+def test_two_gpus(core, how, inputs, monkeypatch):
+    """Return the logits, gradients and tokens of a CPU where a model lies on two GPUs.
+
+    There the values of cached tokens are summed in pieces, here of 4 tokens."""
+    monkeypatch.setattr(new_token, "SPLIT_TOKENS", 4)
     input_ids = random_ids(1 if inputs == "packed" else 2, LENGTH)
     model = random_model(small_config(**EVERY_KIND, **WINDOW))
     model.set_attn_implementation(core)
