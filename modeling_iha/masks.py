@@ -3,6 +3,7 @@
 """Make the mask of every type of layer, and refuse inputs that would silently compute something else."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from .cache_names import CACHE
 from .configuration_iha import IHAConfig
 from .overlay import Overlay
 from .virtual_masks import CREATE_MASK, LOWEST, VIRTUAL_KINDS, expand_mask, in_window, register_masks, virtual_tokens
-from .windows import is_exported, plain_window_mask
+from .windows import document_keys, is_exported, plain_window_mask
 
 
 def create_masks(
@@ -43,11 +44,13 @@ def create_masks(
     if attention_mask is not None and attention_mask.ndim != 2:
         past = 0 if cache is None else cache.get_seq_length()
         attention_mask = expand_mask(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)
-    if core == "sdpa" and counted and is_plain(config, attention_mask, cache):
-        length = inputs_embeds.shape[1] * num_pseudo_heads
-        window = (config.sliding_window or length) * num_pseudo_heads
-        windowed = plain_window_mask(length, window, inputs_embeds.device) if window < length else None
-        return {name: windowed if name == "sliding_attention" else None for name in config.layer_types}
+    if core == "sdpa" and is_whole(config, attention_mask, cache):
+        if counted:
+            return {name: plain_mask(config, name, inputs_embeds) for name in config.layer_types}
+        if torch.compiler.is_compiling() and cache is None:
+            keys = partial(document_keys, position_ids, len(inputs_embeds), num_pseudo_heads)
+            windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+            return {name: keys(windows[name]) for name in config.layer_types}
     if counted and not is_tracing(inputs_embeds):
         position_ids = None  # or a GPU would be waited for
     # Cores such as those of vLLM make no masks.
@@ -77,8 +80,8 @@ def create_masks(
     return masks
 
 
-def is_plain(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cache | None) -> bool:
-    """Return whether a call without documents has neither padding nor cached tokens, whatever the values.
+def is_whole(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cache | None) -> bool:
+    """Return whether a call has neither padding nor cached tokens, whatever the values.
 
     A traced or exported model may see other lengths than its example. The kinds that compute the score matrix need
     other masks."""
@@ -87,6 +90,15 @@ def is_plain(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cach
     if is_exported() or (is_tracing() and not torch.compiler.is_compiling()):
         return False
     return cache is None or (not cache.is_compileable and cache.get_seq_length() == 0)
+
+
+def plain_mask(config: IHAConfig, layer_type: str, inputs_embeds: torch.Tensor) -> torch.Tensor | None:
+    """Return the mask of a layer type for a call without documents, padding and cached tokens."""
+    length, window = inputs_embeds.shape[1], config.sliding_window
+    if layer_type == "full_attention" or window is None or window >= length:
+        return None
+    num_pseudo_heads = virtual_tokens(config)
+    return plain_window_mask(length * num_pseudo_heads, window * num_pseudo_heads, inputs_embeds.device)
 
 
 def check_inputs(

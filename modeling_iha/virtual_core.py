@@ -85,9 +85,10 @@ def layer_mask(
 
     Raise a ValueError for a mask that is not over virtual tokens."""
     length, width = num_queries * num_pseudo_heads, num_keys * num_pseudo_heads
-    if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+    is_plain = has_first_keys(mask) and plain_window(mask) is not None
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and not is_plain:
         if has_first_keys(mask):
-            length, width = mask.shape[-2:] if plain_window(mask) else (length, 1)
+            width = mask.shape[-1]
         elif window is not None:
             mask = mask[..., -width:]  # other layers may cache more tokens
         if mask.shape[-2:] != (length, width):

@@ -167,7 +167,9 @@ def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
     if has_first_keys(mask):
         if (window := plain_window(mask)) is not None:
             return plain_window_mask(mask.shape[1] // num_pseudo_heads, window // num_pseudo_heads, mask.device)
-        tokens = mask[:, :, num_pseudo_heads - 1 :: num_pseudo_heads] // num_pseudo_heads
+        tokens = mask[:, :, num_pseudo_heads - 1 :: num_pseudo_heads, :1] // num_pseudo_heads
+        if mask.shape[-1] > 1:
+            return tokens.expand(-1, -1, -1, mask.shape[-1] // num_pseudo_heads)
         if not torch.compiler.is_compiling():
             tokens.documents = Documents(*(each // num_pseudo_heads for each in documents_of(mask)))
         return tokens

@@ -45,6 +45,22 @@ def plain_window(mask: torch.Tensor) -> int | None:
     return mask.shape[2] if mask.shape[-1] == 0 else None
 
 
+def document_keys(position_ids: torch.Tensor, batch: int, num_pseudo_heads: int, window: int | None) -> torch.Tensor:
+    """Return the first keys of documents, int32 [batch, 1, N * P, window in virtual tokens or 1], for compiled code.
+
+    A document begins where positions [batch or 1, N] do not go on, as Transformers finds packed ones. The columns are
+    one in memory, and their number is the window, which compiled code then knows."""
+    begins = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
+    place = torch.arange(position_ids.shape[1], device=position_ids.device)
+    first = torch.where(begins, place, 0).cummax(dim=-1).values.expand(batch, -1)
+    first = (first * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
+    if window is not None:
+        virtual = torch.arange(first.shape[1], device=first.device)
+        first = torch.maximum(first, virtual - window * num_pseudo_heads + 1)
+    width = 1 if window is None else window * num_pseudo_heads
+    return first.int()[:, None, :, None].expand(-1, -1, -1, width)
+
+
 def is_exported() -> bool:
     """Return whether `torch.export` traces this call, other than by Dynamo.
 
@@ -100,6 +116,9 @@ def first_key_attention(
             bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
             return varlen_attention(Documents(bounds, length, window), module, query, key, value, window, **kwargs)
         return window_attention(core, module, query, key, value, None, window, **kwargs)
+    width, first_keys = first_keys.shape[-1], first_keys[..., :1]
+    if width > 1 and length - width > MIN_BLOCK:
+        return compiled_blocks(core, module, query, key, value, width, first_keys, **kwargs)
     if torch.compiler.is_compiling() or length <= MIN_BLOCK:
         place = torch.arange(length, device=query.device)
         distance = place[:, None] - place
@@ -146,6 +165,8 @@ def window_attention(
     if length - window <= MIN_BLOCK:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         return core(module, query, key, value, mask[None, None], **kwargs)
+    if torch.compiler.is_compiling():
+        return compiled_blocks(core, module, query, key, value, window, **kwargs)
     # Overlapping blocks of several rows are no view, but those of one row that joins them are.
     if batch > 1 and length <= JOINED_ROW:
         states = (query, key, value)
@@ -189,6 +210,36 @@ def _attend_in_blocks(core: Callable, module, query, key, value, window: int, ro
     if last > 0:
         outputs.append(attend(end, key[:, :, -window - last :], value[:, :, -window - last :], length - last, last))
     return torch.cat(outputs, dim=1)
+
+
+def compiled_blocks(
+    core: Callable, module, query, key, value, window: int, first_keys: torch.Tensor | None = None, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what `window_attention` returns, by one call whose shapes hold for every length.
+
+    Pieces that depend on the length would be compiled for each. All rows are joined and padded to whole blocks.
+    `first_keys` [batch, 1, L, 1] are those of documents."""
+    (batch, heads, length, _), groups, device = query.shape, query.shape[1] // key.shape[1], query.device
+    block, total = block_size(window), batch * length
+    blocks = (total + block - 1) // block
+    behind = blocks * block - total
+
+    def joined(states: torch.Tensor, before: int) -> torch.Tensor:
+        states = states.transpose(1, 2).flatten(0, 1).transpose(0, 1)  # [heads, batch * L, head_dim]
+        return torch.nn.functional.pad(states, (0, 0, before, behind))
+
+    query = joined(query, 0).unflatten(1, (blocks, block)).unflatten(0, (-1, groups)).permute(2, 0, 1, 3, 4)
+    key, value = (joined(x, window).unfold(1, block + window, block).permute(1, 0, 3, 2) for x in (key, value))
+    starts = torch.arange(batch, device=device)[:, None] * length
+    first = (starts if first_keys is None else starts + first_keys[:, 0, :, 0]).expand(batch, length).flatten()
+    first = torch.nn.functional.pad(first, (0, behind)).view(blocks, block, 1)
+    i, j = torch.arange(block, device=device)[:, None], torch.arange(block + window, device=device)
+    place = torch.arange(blocks, device=device)[:, None, None] * block - window + j
+    seen = ((i < j) & (j <= i + window) & (place >= first)).repeat(1, groups, 1)[:, None]
+    view = Overlay(module, num_key_value_groups=1)
+    output, weights = core(view, query.flatten(2, 3), key, value, seen, **kwargs)
+    output = output.unflatten(1, (groups, block)).permute(0, 2, 3, 1, 4)  # [blocks, block, G, groups, head_dim]
+    return output.reshape(blocks * block, heads, -1)[:total].unflatten(0, (batch, length)), None
 
 
 def block_size(window: int) -> int:

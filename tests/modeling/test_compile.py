@@ -212,21 +212,24 @@ def test_generated_code():
         assert_close(p.grad, expected[name])
 
 
+@pytest.mark.parametrize("inputs", ["plain", "packed"])
 @pytest.mark.parametrize("kind", ["iha", "paired_heads", "mha"])
-def test_a_compiled_window_takes_no_dense_mask(kind):
-    """Without padding and documents no compiled tensor has an entry for each pair of virtual tokens."""
+def test_a_compiled_window_takes_no_dense_mask(kind, inputs):
+    """Without padding no compiled tensor has an entry for each pair of tokens, and two graphs serve every length."""
     fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "num_hidden_layers": 1}
     model = random_model(small_config(**fields, layer_types="sliding_attention", sliding_window=4))
     entries = []
 
     def backend(graph, examples):
         made = [node.meta.get("example_value") for node in graph.graph.nodes]
-        entries.extend(tensor.numel() for tensor in made if isinstance(tensor, torch.Tensor))
+        entries.append(max(tensor.numel() for tensor in made if isinstance(tensor, torch.Tensor)))
         return graph
 
-    length = 500
-    input_ids = random_ids(1, length)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    with torch.no_grad():
-        assert_close(compiled(input_ids, use_cache=False).logits, uncached_logits(model, input_ids))
-    assert 0 < max(entries) < length**2
+    for length in (2000, 1970, 2013):
+        input_ids, packed = random_ids(2, length), [torch.arange(201), torch.arange(length - 201)]
+        given = {"position_ids": torch.cat(packed)[None].expand(2, -1)} if inputs == "packed" else {}
+        with torch.no_grad():
+            output = compiled(input_ids, use_cache=False, **given).logits
+        assert_close(output, uncached_logits(model, input_ids, **given))
+    assert graphs() == 2 and 0 < int(entries[0]) < 2000**2
