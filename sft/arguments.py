@@ -31,8 +31,8 @@ UNUSED_WITH = {
     "SFTConfig": ("completion_only_loss", "dataset_kwargs", "dataset_text_field", "truncation_mode"),
     # `sync_ref_model` moves the reference model, which no checkpoint holds. TRL caches what it precomputes by rows and
     # weights, and it depends on the recipe too.
-    "DPOConfig": ("dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),
-    "GRPOConfig": ("dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
+    "DPOConfig": ("eval_dataset_name", "dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),
+    "GRPOConfig": ("eval_dataset_name", "dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
 }
 # The least that a number may be. The trainers do not check it before they train.
 LEAST = {
@@ -54,6 +54,7 @@ class RunArguments(ScriptArguments, ModelConfig):
     dataset_name: str = field(metadata={"help": ".jsonl, .parquet or .txt file, .yaml mixture, or id on the Hub."})
     dtype: Literal["float32", "bfloat16", "float16"] = key("Type of the trained weights.", "float32")
     eval_size: float = key("Rows held out for evaluation: a share below 1, or a number of rows.", 0.0)
+    eval_dataset_name: str | None = key("Rows to evaluate on, in place of eval_size: a file or an id on the Hub.")
     num_pseudo_heads: int | None = key(
         "P that is trained: a plain base model is interleaved with it; another P of the checkpoint is refused."
     )
@@ -100,8 +101,11 @@ class RecipeParser(TrlParser):
             if value is not None and not least <= value < math.inf:
                 expected = "a number above 0" if 0 < least < 1 else f"at least {least}"
                 raise UserError(f"{name}={value:g}: expected {expected}.")
-        if run.eval_size == 0 and (args.eval_strategy != "no" or args.eval_on_start):
-            raise UserError("eval_strategy and eval_on_start need rows to evaluate on: set eval_size.")
+        evaluates = args.eval_strategy != "no" or args.eval_on_start
+        if run.eval_size == 0 and run.eval_dataset_name is None and evaluates:
+            raise UserError(
+                "eval_strategy and eval_on_start need rows to evaluate on: set eval_size or eval_dataset_name."
+            )
         return run, args
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:

@@ -67,7 +67,7 @@ CARD_KEYS = (
 )
 FINAL = "final"  # the directory of the final model
 # Figures of which curves.png has a panel where they are logged, with those of evaluation.
-CURVES = ("loss", "rewards/margins", "reward", "kl")
+CURVES = ("loss", "bits_per_byte", "tokens_per_second", "rewards/margins", "reward", "kl")
 
 
 @contextmanager
@@ -235,7 +235,7 @@ def write_curves(history: list[dict], output_dir: Path) -> None:
 
 def draw(points: dict[str, list], path: Path) -> None:
     """Draw a panel of each of the `CURVES` that was logged."""
-    shown = [name for name in CURVES if points[name] or name == "loss"]
+    shown = [name for name in CURVES if points[name] or points[f"eval_{name}"] or name == "loss"]
     figure, all_axes = plots.panels("Curves of the run", len(shown), 2)
     for axes, panel in zip(all_axes, shown):
         for name in (panel, f"eval_{panel}"):

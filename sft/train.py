@@ -7,6 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from datasets import IterableDataset
 from trl import SFTConfig
 
 from iha_io.command_io import run_cli
@@ -47,6 +48,12 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
         peft_config=lora_config(run, model),
     )
     check_cut(trainer, train_rows)
+    if isinstance(trainer.train_dataset, IterableDataset):
+        # Without an end: a resume passes over the batches that were seen, in however many passes over the rows. Before
+        # TRL packs, a thousand copies of a short stream would be packed at a time.
+        trainer.train_dataset = trainer.train_dataset.repeat(None)
+    if eval_rows is not None and "text" in eval_rows.column_names:
+        trainer.eval_bytes = sum(len(text.encode()) for text in eval_rows["text"])
     return trainer
 
 

@@ -5,13 +5,14 @@ They get checkpoints that are whole or passed over, and a stop at anything that 
 
 import math
 import shutil
+import time
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
@@ -154,5 +155,44 @@ class RecipeTrainer(Trainer):
             super()._load_best_model()
 
 
+class CountTokens(TrainerCallback):
+    """Log `tokens_per_second` since the last log, and count on where a resumed run stopped: TRL counts anew."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
+        self.before = self.last = counts[-1] if counts else 0
+        self.time = time.monotonic()
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        self.time += metrics["eval_runtime"]
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not logs or "num_tokens" not in logs:
+            return
+        logs["num_tokens"] += self.before
+        now = time.monotonic()
+        logs["tokens_per_second"] = (logs["num_tokens"] - self.last) / (now - self.time)
+        self.last, self.time = logs["num_tokens"], now
+        state.log_history[-1].update(logs)
+
+
 class MixingTrainer(RecipeTrainer, SFTTrainer):
     """Train by supervised fine-tuning."""
+
+    eval_bytes: int | None = None  # of the text to evaluate on
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        # First of all, so that the others print and report what it adds.
+        self.callback_handler.callbacks.insert(0, CountTokens())
+
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        """Evaluate, and log the loss of plain text in bits per byte too, which compares tokenizers."""
+        metrics = super().evaluate(*args, **kwargs)
+        if self.eval_bytes and "eval_loss" in metrics:
+            tokens = sum(label != -100 for row in self.eval_dataset["labels"] for label in row[1:])
+            bits = metrics["eval_loss"] * tokens / self.eval_bytes / math.log(2)
+            metrics["eval_bits_per_byte"] = bits
+            self.state.log_history[-1]["eval_bits_per_byte"] = bits
+            self.accelerator.print(f"Held-out text: {bits:.4f} bits per byte.")
+        return metrics

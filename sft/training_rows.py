@@ -29,12 +29,18 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
     if args.padding_free and not args.packing and args.max_length is not None:
         raise UserError("padding_free without packing leaves rows uncut: set packing to true, or max_length to null.")
     parts = sources(run.dataset_name)
-    if run.dataset_streaming and (len(parts) > 1 or run.eval_size):
-        raise UserError("dataset_streaming reads one source and holds no row out: give no mixture, and eval_size 0.")
+    if run.dataset_streaming and len(parts) > 1:
+        raise UserError("dataset_streaming reads one source: give no mixture.")
+    if run.dataset_streaming and 0 < run.eval_size < 1:
+        raise UserError(f"eval_size={run.eval_size:g}: the length of a stream is not known, so give a number of rows.")
+    if run.eval_dataset_name and run.eval_size:
+        raise UserError("eval_dataset_name and eval_size both say what to evaluate on: give one.")
     if run.dataset_streaming and args.max_steps < 1:
         raise UserError(f"max_steps={args.max_steps}: dataset_streaming has no last row, so give the number of steps.")
     for name, _ in parts:
         check_source(name, run.dataset_train_split if len(parts) == 1 else "train")
+    if run.eval_dataset_name:
+        check_source(run.eval_dataset_name, "train")
 
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
@@ -52,9 +58,11 @@ def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
 def training_rows(
     run: RunArguments, args: SFTConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Rows, Dataset | None]:
-    """Return rows for TRL to train on and `run.eval_size` held-out rows or None. Raise `UserError`.
+    """Return rows for TRL to train on, and those to evaluate on or None. Raise `UserError`.
 
-    Rows are held out one by one, before any packing: packing changes neither which they are nor what they are next to.
+    The latter are the rows of `run.eval_dataset_name`, or `run.eval_size` rows that are held out: the first ones of a
+    stream. They are held out one by one, before any packing: packing changes neither which they are nor what they are
+    next to.
     """
     names, shares = zip(*sources(run.dataset_name))
     with args.main_process_first():
@@ -64,10 +72,24 @@ def training_rows(
         splits = args.packing and args.packing_strategy != "bfd"
         max_length = None if splits else args.max_length  # to which TRL cuts a row
         rows = parts[0] if len(parts) == 1 else mix(parts, shares, tokenizer, max_length, args.seed)
+        if run.eval_dataset_name:
+            return rows, load_rows(run.eval_dataset_name)
     if isinstance(rows, IterableDataset):
-        # Without an end: a resume passes over the batches that were seen, in however many passes over the rows.
-        return rows.repeat(None), None
+        return hold_out_first(rows, int(run.eval_size))
     return split_rows(rows, run, args)
+
+
+def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset | None]:
+    """Return a stream without its first `size` rows, and these. Raise `UserError` where no other row is left."""
+    if size == 0:
+        return rows, None
+    held_out = list(rows.take(size + 1))
+    if len(held_out) <= size:
+        raise UserError(
+            f"eval_size={size} leaves no row of {len(held_out)} to train on: lower it, or name other rows as "
+            "eval_dataset_name. A .txt file is one row."
+        )
+    return rows.skip(size), Dataset.from_list(held_out[:-1], features=rows.features)
 
 
 def check_cut(trainer: SFTTrainer, rows: Rows) -> None:

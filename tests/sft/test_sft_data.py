@@ -16,7 +16,7 @@ from modeling_iha import IHAForCausalLM
 from sft.arguments import RunArguments
 from sft.data import check_chat_template, load_rows, to_messages
 from sft.trainer import MixingTrainer
-from sft.training_rows import check_cut, check_rows
+from sft.training_rows import check_cut, check_rows, hold_out_first
 from sft.training_rows import training_rows as rows_of_run
 
 
@@ -234,7 +234,9 @@ def test_a_damaged_file_is_refused(name, content, named, tmp_path):
 @pytest.mark.parametrize(
     "keys, named",
     [
-        ({"dataset_streaming": True, "max_steps": 3, "eval_size": 2}, "holds no row out"),
+        ({"dataset_streaming": True, "max_steps": 3, "eval_size": 0.1}, "length of a stream is not known"),
+        ({"eval_dataset_name": "absent.txt"}, "absent.txt: no such file"),
+        ({"eval_dataset_name": "README.md", "eval_size": 2}, "both say what to evaluate on"),
         ({"dataset_streaming": True}, "max_steps=-1: dataset_streaming has no last row"),
         ({"dataset_train_split": "test"}, "split 'test': .*has no split"),
         ({"padding_free": True}, "padding_free without packing"),
@@ -246,6 +248,14 @@ def test_keys_that_do_not_go_together_are_refused(keys, named, rows_file, tmp_pa
     check_rows(*run_of(rows_file, tmp_path))
     with pytest.raises(UserError, match=named):
         check_rows(*run_of(rows_file, tmp_path, **keys))
+
+
+def test_a_stream_holds_out_its_first_rows():
+    rows = Dataset.from_dict({"text": ["a", "b", "c"]}).to_iterable_dataset()
+    rest, held_out = hold_out_first(rows, 2)
+    assert held_out["text"] == ["a", "b"] and [row["text"] for row in rest] == ["c"]
+    with pytest.raises(UserError, match="leaves no row of 3"):
+        hold_out_first(rows, 3)
 
 
 TURNS = [{"role": role, "content": text} for role, text in (("user", "1+1?"), ("assistant", "2."), ("user", "+1?"))]

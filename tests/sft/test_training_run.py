@@ -1,6 +1,7 @@
 """Test what a run refuses, what it records, how it stops, and how it goes on."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -212,6 +213,31 @@ def test_an_interrupted_run_resumes_to_the_same_weights(keys, tiny, rows_file, t
         assert f"Resuming from {stopped / f'checkpoint-{step}'}." in capsys.readouterr().out
         assert_same_run(stopped, whole)
         shutil.rmtree(stopped / "final")  # as if killed after the last checkpoint, which lies inside a pass
+
+
+def test_pretraining_on_a_text(tiny, tmp_path, monkeypatch):
+    """Train on a stream of one document, which is read once for a pass, and count on after a resume."""
+    (tmp_path / "train.txt").write_text("All that glisters is not gold. " * 400)
+    (tmp_path / "held.txt").write_text("Often have you heard that tøld. " * 20)
+    read = []
+    monkeypatch.setattr("sft.data._to_text", lambda row, where: read.append(where) or {"text": row["text"]})
+    text = {"dataset_streaming": "true", "eval_dataset_name": tmp_path / "held.txt", "eval_strategy": "steps"}
+    keys = {**NO_EVALUATION, **text, "packing": "true", "assistant_only_loss": "false", "chat_template_path": None}
+    arguments = sizes(tiny, tmp_path / "train.txt", tmp_path / "run", **keys)
+    with interrupted_at(MixingTrainer, 3):
+        train.main(["--config", recipe("pretrain"), *arguments])
+    assert len(read) < 20, read  # not a thousand copies for TRL to pack
+    train.main(["--config", recipe("pretrain"), *arguments])
+    history = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
+    counts = [entry["num_tokens"] for entry in history if "loss" in entry]
+    assert counts == [512, 1024, 1536, 2048]
+    assert all(entry["tokens_per_second"] > 0 for entry in history if "loss" in entry)
+    evaluated = [entry for entry in history if "eval_loss" in entry]
+    tokens = len((tmp_path / "held.txt").read_bytes())  # of bytes, with an end and less the first of each row
+    for entry in evaluated:
+        bits = entry["eval_loss"] / math.log(2)
+        assert bits * (tokens - 10) / tokens < entry["eval_bits_per_byte"] < bits * (tokens + 1) / tokens
+    assert len(evaluated) == 2
 
 
 def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(
