@@ -32,6 +32,7 @@ from iha_io.command_io import (
 )
 from kind_facts import is_ours
 from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
+from sft import make_model
 from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
 from sft.data import sources
 from sft.distributed import check_launch, whole_model
@@ -271,9 +272,11 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
     mixing = f", {scale:g} times as much for the mixing" if scale != 1 else ""
     adapters = f", LoRA adapters of rank {run.lora_r}, merged" if run.use_peft else ""
     table = "\n".join(f"| {name} | {markdown(value)} |" for name, value in facts.items())
-    details = f"""## Fine-tuning
+    scratch = is_untrained(run.model_name_or_path)
+    details = f"""## {"Training" if scratch else "Fine-tuning"}
 
-Fine-tuned from {markdown(source)} on {markdown(data)} for {trainer.state.global_step} steps with TRL's \
+{"Trained from scratch" if scratch else f"Fine-tuned from {markdown(source)}"} on {markdown(data)} for \
+{trainer.state.global_step} steps with TRL's \
 {trainer._name}Trainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
 
 ![Curves of the run](curves.png)
@@ -290,6 +293,12 @@ Fine-tuned from {markdown(source)} on {markdown(data)} for {trainer.state.global
         datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
         details=details,
     )
+
+
+def is_untrained(source: str) -> bool:
+    """Return whether a directory is what `sft.make_model` wrote."""
+    file = Path(source) / "README.md"
+    return file.is_file() and make_model.DETAILS in file.read_text(encoding="utf-8", errors="replace")
 
 
 def _identity(section: Section) -> str:

@@ -37,7 +37,7 @@ TINY_ARGUMENTS = {
 }
 # Examples of helps that run here. Of the others the arguments are read: they take hours, a GPU or a network, or are
 # recipes, which tests/sft trains.
-RUN = ("sft.make_", "sft.score_reasoning", "sft.memory_plan")
+RUN = ("sft.make_reasoning_data", "sft.score_reasoning", "sft.memory_plan")
 
 
 def anchor(heading: str) -> str:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from iha_io.command_io import ROOT
 from modeling_iha import IHAConfig
-from research.checkpoints import untrained
+from sft import make_tokenizer
 
 
 TEMPLATES = ROOT / "sft" / "chat_templates"
@@ -30,9 +30,9 @@ SMOLLM2_STOCK_TEMPLATE = (
 )
 
 
-def byte_tokenizer(special=untrained.SPECIAL) -> PreTrainedTokenizerFast:
+def byte_tokenizer(special=make_tokenizer.SPECIAL) -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token for each byte and each special token."""
-    tokenizer = untrained.byte_tokenizer(special)
+    tokenizer = make_tokenizer.byte_tokenizer(special)
     tokenizer.chat_template = SMOLLM2_STOCK_TEMPLATE
     return tokenizer
 

@@ -10,30 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from iha_io.command_io import new_directory, run_cli
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from sft.make_tokenizer import byte_tokenizer
 
-
-# Those of sft/chat_templates.
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 DETAILS = "## Training\n\nNone: the weights are random (`python -m research.checkpoints.untrained`)."
-
-
-def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single bytes and special tokens, of which the first pads and the last ends a text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {piece: index for index, piece in enumerate([*special, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[-1])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -58,7 +58,7 @@ from modeling_iha.mixing import mixing_parameters, values
 from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core, remove_hooks
 from modeling_iha.virtual_masks import in_window
 from modeling_iha.windows import MIN_BLOCK
-from research.checkpoints.untrained import byte_tokenizer
+from sft.make_tokenizer import byte_tokenizer
 
 
 SCALE = 40.0  # the default

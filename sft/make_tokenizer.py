@@ -1,0 +1,64 @@
+"""Train a tokenizer on a text file: byte-level BPE, which takes any text, with the special tokens of chats.
+
+example: python -m sft.make_tokenizer train.txt outputs/tokenizer --vocab-size 1024
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from iha_io.command_io import UserError, new_directory, run_cli
+
+
+# Those of sft/chat_templates: the first pads, and the last ends a text.
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def wrapped(tokenizer: Tokenizer, special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer as Transformers takes it, with special tokens."""
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[-1])
+
+
+def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single bytes and special tokens, of which the first pads and the last ends a text."""
+    vocabulary = {piece: index for index, piece in enumerate([*special, *BYTES])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return wrapped(tokenizer, special)
+
+
+def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of at most `vocab_size` tokens on a text file, special tokens included."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=BYTES)
+    tokenizer.train([str(text)], trainer)
+    return wrapped(tokenizer)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write a tokenizer. Raise `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", type=Path, help="file to learn from")
+    parser.add_argument("dst", type=Path, help="new directory")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="tokens (8192)")
+    args = parser.parse_args(argv)
+    least = len(SPECIAL) + len(BYTES)
+    if args.vocab_size < least:
+        raise UserError(f"--vocab-size {args.vocab_size}: expected at least {least}, the bytes and special tokens.")
+    if not args.text.is_file():
+        raise UserError(f"{args.text}: no such file.")
+    tokenizer = train_tokenizer(args.text, args.vocab_size)
+    with new_directory(args.dst) as directory:
+        tokenizer.save_pretrained(directory)
+    print(f"Wrote {args.dst}, {len(tokenizer):,} tokens")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -1,0 +1,54 @@
+"""Test what a pre-training begins from: a tokenizer of a text, and random weights of a preset."""
+
+import pytest
+import torch
+from helpers import last_line
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sft import make_model, make_tokenizer, run
+
+
+SIZES = "num_hidden_layers=5 hidden_size=32 intermediate_size=64 num_attention_heads=4 max_position_embeddings=128"
+
+
+def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
+    text = "That all that glisters is not gold, often have you heard that told. " * 50
+    (tmp_path / "text.txt").write_text(text)
+    assert cli(make_tokenizer, tmp_path / "text.txt", tmp_path / "tokenizer", "--vocab-size", 300)[0] == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    for words in (text[:60], "Größe: 3 €, \t\n\x00 and 漢字"):
+        assert tokenizer.decode(tokenizer(words)["input_ids"]) == words
+    assert 270 < len(tokenizer) <= 300 and len(tokenizer(text)["input_ids"]) < len(text) / 2
+
+    seeds = {"one": 1, "again": 1, "other": 2}
+    for name, seed in seeds.items():
+        arguments = ("paired-small", tmp_path / name, "--tokenizer", tmp_path / "tokenizer", "--seed", seed)
+        assert cli(make_model, *arguments, "--set", *SIZES.split())[0] == 0
+    models = {name: AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True) for name in seeds}
+    config = models["one"].config
+    assert (config.vocab_size, config.num_hidden_layers, config.sliding_window) == (len(tokenizer), 5, 2)
+    assert config.eos_token_id == tokenizer.eos_token_id
+    heads = {name: model.lm_head.weight for name, model in models.items()}
+    assert torch.equal(heads["one"], heads["again"]) and not torch.equal(heads["one"], heads["other"])
+    assert run.is_untrained(tmp_path / "one") and not run.is_untrained(tmp_path / "tokenizer")
+
+
+def test_bytes_are_the_tokens_without_a_tokenizer(tmp_path, cli):
+    assert cli(make_model, "tiny", tmp_path / "start")[0] == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "start")
+    assert len(tokenizer("gold")["input_ids"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("absent", "start"), "There is no preset 'absent'"),
+        (("tiny", "start", "--set", "num_hidden_layers"), "expected FIELD=VALUE"),
+        (("tiny", "start", "--set", "num_attention_heads=7"), "not a multiple of num_attention_heads=7"),
+        (("tiny", "start", "--tokenizer", "."), "holds no tokenizer"),
+    ],
+)
+def test_what_no_model_can_have_is_refused(arguments, named, tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = cli(make_model, *arguments)
+    assert code == 1 and named in last_line(errors) and not (tmp_path / "start").exists()
