@@ -122,7 +122,7 @@ SECTIONS = {
     "Paired heads": (("paired_heads",), list, ("0.01",)),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ()),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
-    "Theorems 2 and 4": (("theorem2_inclusion", "cpm3"), list, ()),
+    "Theorems 2 and 4": (("theorems",), list, ()),
     "Rate of the mixing": (("mixing_rate",), list, ()),
     "The paper's own gains": ((), paper_more, ("1.96", "95%")),
 }
