@@ -4,7 +4,7 @@
    modules at the best multiple of that rate. What was tried is kept.
 2. On every seed all variants start from the weights that they share with the first, and read the same rows in the same
    order.
-3. There are at least FEWEST_SEEDS, and more until the 95% interval of each difference from the first variant is no
+3. There are at least FEWEST_SEEDS, or fewer where `--most-seeds` says so, and more until the 95% interval of each difference from the first variant is no
    wider than the smallest effect worth having to both sides, or there are `--most-seeds`. This rule looks at the width
    of the intervals and not at the differences, so that it favours no result. But it stops where they happen to be
    narrow: with 6 to 12 seeds they hold the true difference in 93 to 95% of the cases (simulated for normal losses).
@@ -34,6 +34,7 @@ from research.experiments.study import differences, run_once
 
 
 TUNING_SEED, FEWEST_SEEDS = 1000, 6
+LEAST_MOST_SEEDS = 3  # a number that is fixed before looks at no interval, so that fewer seeds only widen them
 FIRST_RATE, RATE_FACTOR, MIXING_FACTOR = 4e-3, 2.0, 4.0
 # Form of the cost model -> the budget that it counts.
 COUNTS = {"sdpa": "FLOPs", "paper": "FLOPs as the paper counts"}
@@ -161,6 +162,7 @@ def compare_tuned(
     setting: dict,
     run: Callable[[str, int, float, float], dict],
     config_of: Callable[[str], IHAConfig],
+    first: float | None = None,
 ) -> tuple[dict[str, Rates], dict[str, list[dict]]]:
     """Tune each of `args.kinds`, the variants, and run it on seeds 0, 1, ... as the protocol says.
 
@@ -168,6 +170,7 @@ def compare_tuned(
         run: returns from a variant, a seed, a rate and a multiple for the mixing a record with a "curve", whose last
             entry ends with the loss, [step, loss, ...], and the "seconds" of training.
         config_of: returns the config of a variant.
+        first: the rate at which the tuning begins, or FIRST_RATE.
 
     Returns:
         the rates, and the runs by seed, of each variant.
@@ -175,8 +178,8 @@ def compare_tuned(
     Raises:
         UserError: for too few seeds.
     """
-    if args.most_seeds < FEWEST_SEEDS:
-        raise UserError(f"--most-seeds {args.most_seeds}: expected at least {FEWEST_SEEDS}.")
+    if args.most_seeds < LEAST_MOST_SEEDS:
+        raise UserError(f"--most-seeds {args.most_seeds}: expected at least {LEAST_MOST_SEEDS}.")
 
     def result(name: str, seed: int, rate: float, mixing: float) -> dict:
         path = args.output / f"{name}-{rate:g}-{mixing:g}-{seed}.json"
@@ -184,7 +187,7 @@ def compare_tuned(
 
     with sole_writer(args.output):
         rates = {
-            name: tune(lambda *rates: end(result(name, TUNING_SEED, *rates)), has_mixing(config_of(name)))
+            name: tune(lambda *rates: end(result(name, TUNING_SEED, *rates)), has_mixing(config_of(name)), first)
             for name in args.kinds
         }
         runs = {name: [] for name in args.kinds}
