@@ -4,10 +4,11 @@
    modules at the best multiple of that rate. What was tried is kept.
 2. On every seed all variants start from the weights that they share with the first, and read the same rows in the same
    order.
-3. There are at least FEWEST_SEEDS, or fewer where `--most-seeds` says so, and more until the 95% interval of each difference from the first variant is no
+3. There are at least FEWEST_SEEDS, and more until the 95% interval of each difference from the first variant is no
    wider than the smallest effect worth having to both sides, or there are `--most-seeds`. This rule looks at the width
    of the intervals and not at the differences, so that it favours no result. But it stops where they happen to be
    narrow: with 6 to 12 seeds they hold the true difference in 93 to 95% of the cases (simulated for normal losses).
+   A `--most-seeds` below FEWEST_SEEDS is a number fixed before, which looks at no interval.
 4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
    loss for four budgets: equal steps, equal FLOPs within the windows, equal FLOPs as the paper of IHA counts them
    (`counted_pairs` in kind_facts/cost.py has both counts), and equal time on this machine.
@@ -34,7 +35,7 @@ from research.experiments.study import differences, run_once
 
 
 TUNING_SEED, FEWEST_SEEDS = 1000, 6
-LEAST_MOST_SEEDS = 3  # a number that is fixed before looks at no interval, so that fewer seeds only widen them
+LEAST_SEEDS = 3  # of `--most-seeds`
 FIRST_RATE, RATE_FACTOR, MIXING_FACTOR = 4e-3, 2.0, 4.0
 # Form of the cost model -> the budget that it counts.
 COUNTS = {"sdpa": "FLOPs", "paper": "FLOPs as the paper counts"}
@@ -178,8 +179,8 @@ def compare_tuned(
     Raises:
         UserError: for too few seeds.
     """
-    if args.most_seeds < LEAST_MOST_SEEDS:
-        raise UserError(f"--most-seeds {args.most_seeds}: expected at least {LEAST_MOST_SEEDS}.")
+    if args.most_seeds < LEAST_SEEDS:
+        raise UserError(f"--most-seeds {args.most_seeds}: expected at least {LEAST_SEEDS}.")
 
     def result(name: str, seed: int, rate: float, mixing: float) -> dict:
         path = args.output / f"{name}-{rate:g}-{mixing:g}-{seed}.json"
