@@ -153,7 +153,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             runs = [run_once(path, partial(learned, name, seed), {"steps": STEPS}) for seed, path in paths.items()]
             found[name] = {each: spread([run[each] for run in runs]) for each in runs[0]}
     largest = {name: max(errors[name] for errors in exact) for name in exact[0]}
-    setting = {"cells": CELLS, "reach": REACH, "agents": AGENTS, "rows": ROWS, "steps": STEPS, "seeds": args.seeds}
+    setting = {
+        "cells": CELLS,
+        "reach": REACH,
+        "agents": AGENTS,
+        "training_rows": ROWS,
+        "steps": STEPS,
+        "seeds": args.seeds,
+    }
     write(args, plot, **setting, largest_error_of_constructions=largest, learned=found)
 
 

@@ -126,6 +126,8 @@ SECTIONS = {
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ()),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
     "Theorems 2 and 4": (("theorems",), list, ("2.5",)),
+    "Interactions": (("interactions",), list, ("3,000", "3.1", "4.9")),
+    "Recall": ((), list, ("4,000",)),
     "Rate of the mixing": (("mixing_rate",), list, ()),
     "The paper's own gains": ((), paper_more, ("1.96", "95%")),
 }
