@@ -52,32 +52,42 @@ def linear_core(module, query, key, value, attention_mask, **kwargs) -> tuple[to
     return (weights @ value).transpose(1, 2), weights
 
 
+def hard_core(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend at temperature 0 without a mask: the keys of the highest score share the weight."""
+    scores = query @ key.transpose(-1, -2)
+    highest = (scores == scores.amax(dim=-1, keepdim=True)).to(value.dtype)
+    weights = highest / highest.sum(dim=-1, keepdim=True)
+    return (weights @ value).transpose(1, 2), weights
+
+
 AttentionInterface.register("linear", linear_core)
+AttentionInterface.register("hard", hard_core)
 
 
-class LinearAttention(nn.Module):
-    """Hold a layer of the package as the theorems have it: linear, without positions and output projection.
+class BareAttention(nn.Module):
+    """Hold a layer of the package as the theorems have it: without output projection.
 
-    Queries, keys and values are `head_dim` wide, or one more to be even.
+    Queries, keys and values are `head_dim` wide, or one more to be even. `core` is a name that Transformers'
+    registry has for the map from scores to weights, and `overrides` are other fields of the config.
     """
 
-    def __init__(self, kind: str, width: int, num_heads: int, head_dim: int, initializer_range: float = 1.0):
+    def __init__(self, kind: str, width: int, num_heads: int, head_dim: int, core: str = "linear", **overrides):
         super().__init__()
-        config = IHAConfig.from_preset(
-            "tiny",
-            attention_kinds=kind,
-            layer_types="full_attention",
-            num_hidden_layers=1,
-            hidden_size=width,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_heads,
-            head_dim=head_dim + head_dim % 2,  # RoPE rotates pairs
-            num_pseudo_heads=num_heads,
-            pseudo_positions="shared",
-            pseudo_collapse="all_heads",
-            initializer_range=initializer_range,
-        )
-        model = IHAModel._from_config(config, attn_implementation="linear")
+        fields = {
+            "attention_kinds": kind,
+            "layer_types": "full_attention",
+            "num_hidden_layers": 1,
+            "hidden_size": width,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "head_dim": head_dim + head_dim % 2,  # RoPE rotates pairs
+            "num_pseudo_heads": num_heads,
+            "pseudo_positions": "shared",
+            "pseudo_collapse": "all_heads",
+            "initializer_range": 1.0,
+        }
+        config = IHAConfig.from_preset("tiny", **{**fields, **overrides})
+        model = IHAModel._from_config(config, attn_implementation=core)
         self.layer, self.rotary = model.layers[0].self_attn, model.rotary_emb
         self.layer.o_proj = nn.Identity()
 
@@ -86,10 +96,16 @@ class LinearAttention(nn.Module):
         heads = self.layer.config.num_attention_heads
         return [getattr(self.layer, name).weight.unflatten(0, (heads, -1)) for name in names]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the heads' outputs side by side, [batch, N, heads * head_dim], of inputs [batch, N, width]."""
-        nowhere = torch.zeros(1, x.shape[1], dtype=torch.long)
-        return self.layer(x, self.rotary.tables(x, nowhere), None)[0]
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the heads' outputs side by side, [batch, N, heads * head_dim], of inputs [batch, N, width].
+
+        `mask` is over virtual tokens. Without `positions`, [1, N], RoPE rotates nothing.
+        """
+        if positions is None:
+            positions = torch.zeros(1, x.shape[1], dtype=torch.long)
+        return self.layer(x, self.rotary.tables(x, positions), mask)[0]
 
 
 def adjacency(graph: networkx.Graph) -> np.ndarray:
@@ -115,7 +131,7 @@ def root(k: int) -> int:
     return math.isqrt(k - 1) + 1
 
 
-def constructed(kind: str, matrix: np.ndarray, features: int, k: int) -> LinearAttention:
+def constructed(kind: str, matrix: np.ndarray, features: int, k: int, core: str = "linear") -> BareAttention:
     """Return the layer of Theorem 1 ("mha", k heads) or of Theorem 3 ("iha", H = P = ceil(sqrt(k))).
 
     Head h of "mha" holds A^h X in its first d channels. Head h of "iha" holds [A^(h H) X, ..., A^(h H + H - 1) X] in
@@ -123,7 +139,7 @@ def constructed(kind: str, matrix: np.ndarray, features: int, k: int) -> LinearA
     """
     nodes = len(matrix)
     heads, blocks = (root(k), root(k)) if kind == "iha" else (k, 1)
-    layer = LinearAttention(kind, features + nodes, heads, max(nodes, features * blocks)).double()
+    layer = BareAttention(kind, features + nodes, heads, max(nodes, features * blocks), core).double()
     module = layer.layer
     steps = [torch.from_numpy(power.astype(np.float64)) for power in powers(matrix, heads * blocks)]
     with torch.no_grad():
@@ -145,7 +161,7 @@ def constructed(kind: str, matrix: np.ndarray, features: int, k: int) -> LinearA
 
 
 @torch.no_grad()
-def filter_bank(layer: LinearAttention, x: torch.Tensor, k: int) -> torch.Tensor:
+def filter_bank(layer: BareAttention, x: torch.Tensor, k: int) -> torch.Tensor:
     """Return the first k blocks of the heads of a constructed layer, [k, rows, d], of X [rows, d]."""
     module, features = layer.layer, x.shape[1]
     heads, nodes = module.config.num_attention_heads, module.q_proj.in_features - features
@@ -186,7 +202,7 @@ class FilterLayer(nn.Module):
 
     def __init__(self, kind: str, heads: int, nodes: int):
         super().__init__()
-        self.attention = LinearAttention(kind, 1 + nodes, heads, nodes, initializer_range=0.1)
+        self.attention = BareAttention(kind, 1 + nodes, heads, nodes, initializer_range=0.1)
         self.readout = nn.Linear(heads * nodes, LEARNED_FILTERS, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

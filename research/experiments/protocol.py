@@ -8,6 +8,7 @@
    wider than the smallest effect worth having to both sides, or there are `--most-seeds`. This rule looks at the width
    of the intervals and not at the differences, so that it favours no result. But it stops where they happen to be
    narrow: with 6 to 12 seeds they hold the true difference in 93 to 95% of the cases (simulated for normal losses).
+   A `--most-seeds` below FEWEST_SEEDS is a number fixed before, which looks at no interval.
 4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
    loss for four budgets: equal steps, equal FLOPs within the windows, equal FLOPs as the paper of IHA counts them
    (`counted_pairs` in kind_facts/cost.py has both counts), and equal time on this machine.
@@ -34,6 +35,7 @@ from research.experiments.study import differences, run_once
 
 
 TUNING_SEED, FEWEST_SEEDS = 1000, 6
+LEAST_SEEDS = 3  # of `--most-seeds`
 FIRST_RATE, RATE_FACTOR, MIXING_FACTOR = 4e-3, 2.0, 4.0
 # Form of the cost model -> the budget that it counts.
 COUNTS = {"sdpa": "FLOPs", "paper": "FLOPs as the paper counts"}
@@ -161,6 +163,7 @@ def compare_tuned(
     setting: dict,
     run: Callable[[str, int, float, float], dict],
     config_of: Callable[[str], IHAConfig],
+    first: float | None = None,
 ) -> tuple[dict[str, Rates], dict[str, list[dict]]]:
     """Tune each of `args.kinds`, the variants, and run it on seeds 0, 1, ... as the protocol says.
 
@@ -168,6 +171,7 @@ def compare_tuned(
         run: returns from a variant, a seed, a rate and a multiple for the mixing a record with a "curve", whose last
             entry ends with the loss, [step, loss, ...], and the "seconds" of training.
         config_of: returns the config of a variant.
+        first: the rate at which the tuning begins, or FIRST_RATE.
 
     Returns:
         the rates, and the runs by seed, of each variant.
@@ -175,8 +179,8 @@ def compare_tuned(
     Raises:
         UserError: for too few seeds.
     """
-    if args.most_seeds < FEWEST_SEEDS:
-        raise UserError(f"--most-seeds {args.most_seeds}: expected at least {FEWEST_SEEDS}.")
+    if args.most_seeds < LEAST_SEEDS:
+        raise UserError(f"--most-seeds {args.most_seeds}: expected at least {LEAST_SEEDS}.")
 
     def result(name: str, seed: int, rate: float, mixing: float) -> dict:
         path = args.output / f"{name}-{rate:g}-{mixing:g}-{seed}.json"
@@ -184,7 +188,7 @@ def compare_tuned(
 
     with sole_writer(args.output):
         rates = {
-            name: tune(lambda *rates: end(result(name, TUNING_SEED, *rates)), has_mixing(config_of(name)))
+            name: tune(lambda *rates: end(result(name, TUNING_SEED, *rates)), has_mixing(config_of(name)), first)
             for name in args.kinds
         }
         runs = {name: [] for name in args.kinds}

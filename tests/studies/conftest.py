@@ -59,6 +59,7 @@ def run_protocol(run_study, tmp_path, monkeypatch):
         module, sizes: dict, kinds: list[str], *words: str, changed: dict | None = None
     ) -> tuple[dict, dict[str, list[dict]]]:
         monkeypatch.setattr(protocol, "FEWEST_SEEDS", 1)
+        monkeypatch.setattr(protocol, "LEAST_SEEDS", 1)
         monkeypatch.setattr(protocol, "FIRST_RATE", 4.096)  # near the best one of so few steps: a short walk
         monkeypatch.setattr(language_models, "HELD_OUT_ROWS", 4)
         monkeypatch.setattr(language_models, "EVALUATIONS", 1)

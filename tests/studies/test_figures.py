@@ -1,4 +1,4 @@
-"""Compare every figure of research/experiments/README.md with the table of its study.
+"""Compare every figure of research/experiments/README.md, and of the claims of research/README.md, with its table.
 
 A figure of a section must be a number of its tables, rounded to the digits that it has, and an interval one of theirs.
 A line of a table in the document must be of the row that it names. What a section says beyond its tables is computed
@@ -9,10 +9,13 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
 
 from iha_io.command_io import ROOT, read_json
+from kind_facts.model_cost import model as cost_of
+from modeling_iha import IHAConfig
 from research.experiments.language_models import others_of
 from research.experiments.protocol import BUDGETS, COUNTS
 
@@ -92,8 +95,9 @@ def unknown(content: str, studies: tuple[str, ...], more: list[Number], given: t
 
 def tasks_more() -> list[Number]:
     by_kind = rows("dcmha_tasks", "kind")
-    seen = {kind: row["groups"]["all"].get("seen_more_than_mha", {"p_holm": 1}) for kind, row in by_kind.items()}
-    assert {kind for kind, value in seen.items() if value["p_holm"] < 0.05} == {"dcmha", "diff_v2", "multi_token"}
+    compared = [row[group] for row in by_kind.values() for group in row if isinstance(row[group], dict)]
+    differences = [each for group in compared for key, each in group.items() if key.endswith("minus_base")]
+    assert len(differences) == 70 and all(each["p_holm"] > 0.05 for each in differences)
     return [row["seconds"]["mean"] / by_kind["mha"]["seconds"]["mean"] for row in by_kind.values()]
 
 
@@ -120,9 +124,11 @@ SECTIONS = {
     "Warm start": (WARM_STARTS, list, ("3e-5", "2e-3", "4e-3", "1,000")),
     "Language models": (("language_models", "language_models_512"), list, ()),
     "Paired heads": (("paired_heads",), list, ("0.01",)),
-    "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ()),
+    "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
-    "Theorems 2 and 4": (("theorem2_inclusion", "cpm3"), list, ()),
+    "Theorems 2 and 4": (("theorems",), list, ("2.5",)),
+    "Interactions": (("interactions",), list, ("3,000", "3.1", "4.9")),
+    "Recall": ((), list, ("4,000",)),
     "Rate of the mixing": (("mixing_rate",), list, ()),
     "The paper's own gains": ((), paper_more, ("1.96", "95%")),
 }
@@ -166,3 +172,62 @@ def test_differences_of_language_models_and_what_is_undecided(heading, tables):
     lines = section("research/experiments/README.md", heading).splitlines()
     expected = [line for name in tables for line in difference_lines(name)]
     assert [line for line in lines if line.startswith("| `")] == expected
+
+
+# The claims of research/README.md
+
+VERDICTS = re.compile(
+    r"reproduced|reproduced with a correction|not reproduced|undecided|not run here"
+    r"|needs [\d,]+ GPU-hours( and more)?"
+)
+
+
+def claims() -> list[dict[str, str]]:
+    """Return the rows of the table, by its columns."""
+    lines = (ROOT / "research" / "README.md").read_text(encoding="utf-8").splitlines()
+    columns, _, *cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
+    return [dict(zip(columns, row, strict=True)) for row in cells]
+
+
+CLAIMS = claims()
+
+
+def is_there(command: str) -> bool:
+    """Return if a command's module can be imported, its test is written, or its recipe exists."""
+    words = command.split()
+    if words[:3] == ["python", "-m", "pytest"]:
+        path, _, test = words[3].partition("::")
+        return f"def {test}(" in (ROOT / path).read_text(encoding="utf-8")
+    if words[:2] == ["python", "-m"]:
+        return find_spec(words[2]) is not None
+    return (ROOT / command).is_file()
+
+
+@pytest.mark.parametrize("row", CLAIMS, ids=lambda row: row["claim"])
+def test_each_claim_has_a_verdict_and_a_command_that_exists(row):
+    assert VERDICTS.fullmatch(row["verdict"])
+    commands = re.findall("`([^`]+)`", row["command"])
+    assert all(is_there(command) for command in commands)
+    # A verdict needs a command, and a recipe alone bears none.
+    bears = "reproduced" in row["verdict"] or row["verdict"] == "undecided"
+    assert bool(commands) or not (bears or "GPU" in row["verdict"])
+    assert (row["ours"] != "–") == bears
+
+
+@pytest.mark.parametrize("row", [row for row in CLAIMS if "](" in row["ours"]], ids=lambda row: row["claim"])
+def test_figures_of_the_claims_are_those_of_their_tables(row):
+    for shown, path in re.findall(r"\[([^\]]+)\]\(([^)]+)\)", row["ours"]):
+        known = list(numbers(read_json(ROOT / "research" / path)))
+        figures = FIGURE.findall(shown)
+        assert figures and all(is_of(known, *figure, True) for figure in figures), shown
+
+
+def test_parameters_of_dcmha_are_those_of_its_table_2():
+    (row,) = (row for row in CLAIMS if row["claim"].startswith("DCMHA, Table 2"))
+    shares = []
+    for preset in ("dcformer-1.4b", "dcformer-6.9b"):
+        config = IHAConfig.from_preset(preset)
+        plain = cost_of(IHAConfig.from_preset(preset, attention_kinds="mha"), 1).parameters
+        embeddings = 2 * config.vocab_size * config.hidden_size  # untied
+        shares.append(f"{(cost_of(config, 1).parameters - plain) / (plain - embeddings):.1%}")
+    assert row["ours"] == f"{', '.join(shares)}, without embeddings"

@@ -66,8 +66,10 @@ def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path, monkeypatch):
     tuning = [seed for _, seed, _, _ in ran if seed == protocol.TUNING_SEED]
     assert len(tuning) == 8  # three rates each, and two multiples of the mixing for one
     assert [key[:2] for key in ran[8:]] == [(name, seed) for seed in range(6) for name in ("base", "other")]
-    with pytest.raises(UserError, match="--most-seeds 5: expected at least 6"):
-        compared(tmp_path, 5, 0.01)
+    with pytest.raises(UserError, match="--most-seeds 2: expected at least 3"):
+        compared(tmp_path, 2, 0.01)
+    fixed = compared(tmp_path / "fixed", 3, 0.01)[1]
+    assert {len(of_variant) for of_variant in fixed.values()} == {3}
     for fewest, most in ((6, 9), (2, 3)):
         monkeypatch.setattr(protocol, "FEWEST_SEEDS", fewest)
         runs = compared(tmp_path / f"wide-{most}", most, 1.0)[1]
@@ -211,23 +213,32 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, mon
 
 
 @pytest.mark.parametrize("grid", [False, True])
-def test_every_key_is_asked_once_and_its_answer_is_the_label_before_it(grid):
+def test_keys_that_were_listed_are_asked_and_their_answers_are_the_labels(grid):
     task = recall.Task(4, grid)
-    rows, labels = task.rows(3, torch.Generator().manual_seed(0))
-    assert rows.shape == labels.shape == (3, task.tokens)
-    size = 3 if grid else 2
-    for row, answers in zip(rows.unflatten(1, (-1, size)).tolist(), labels.tolist()):
-        listed, asked = row[:4], row[4:]
-        assert sorted(listed) == sorted(asked) and len({tuple(pair[:-1]) for pair in listed}) == 4
-        expected = [-100] * (4 * size)
-        for *key, value in asked:
-            expected += [-100] * (len(key) - 1) + [value, -100]
-        assert answers == expected
+    for pairs in (2, 3, 4):
+        rows, labels = task.rows(3, pairs, torch.Generator().manual_seed(0))
+        assert rows.shape == labels.shape == (3, task.tokens)
+        size = 3 if grid else 2
+        for row, answers in zip(rows.unflatten(1, (-1, size)).tolist(), labels.unflatten(1, (-1, size)).tolist()):
+            values = {tuple(key): value for *key, value in row[:pairs]}
+            assert len(values) == pairs and answers[:pairs] == [[-100] * size] * pairs
+            for (*key, filler), answer in zip(row[pairs:], answers[pairs:], strict=True):
+                assert filler == recall.FILLER
+                assert answer == [-100] * (size - 2) + [values[tuple(key)], -100]
+
+
+@pytest.mark.parametrize("name", recall.VARIANTS)
+def test_the_first_layer_of_a_recalling_model_sees_two_tokens(name):
+    config = recall.config_of(recall.Task(4, False), 2, **recall.VARIANTS[name])
+    window = "full_attention" if name == "mha_global" else "sliding_attention"
+    assert config.layer_types == [window, "full_attention"] and config.attention_kinds[0] == "mha"
+    assert config.sliding_window == (None if name == "mha_global" else 2)
+    assert config.attention_kinds[1] == name.removesuffix("_global")
 
 
 def test_recall_averages_the_share_of_wrong_answers_over_a_run(monkeypatch):
     task = recall.Task(4, False)
-    _, labels = task.rows(recall.HELD_OUT_ROWS, torch.Generator().manual_seed(3001))
+    _, labels = task.rows(recall.HELD_OUT_ROWS, 4, torch.Generator().manual_seed(3001))
     wrong, right = torch.zeros_like(labels), labels.clamp_min(0)
 
     def answers(tokens: torch.Tensor):
@@ -242,7 +253,8 @@ def test_recall_averages_the_share_of_wrong_answers_over_a_run(monkeypatch):
 
 
 def test_recall_goes_on_where_it_stopped(run_protocol):
-    small = recall.sized(width=16, ffn=48, layers=5, heads=4, rows_per_step=2, steps=4)
-    table, runs = run_protocol(recall, {"SMALL": small, "EVALUATIONS": 2, "HELD_OUT_ROWS": 4}, ["mha", "paired_2_far"])
+    small = recall.sized(width=16, ffn=48, layers=2, heads=2, rows_per_step=2, steps=4)
+    sizes = {"SMALL": small, "EVALUATIONS": 2, "HELD_OUT_ROWS": 4, "FIRST_RATE": 4.096}
+    table, runs = run_protocol(recall, sizes, ["mha", "paired_heads"], changed={"EVALUATIONS": 1})
     for row in table["rows"]:
         assert row["wrong"]["values"] == [run["curve"][-1][1] for run in runs[row["variant"]]]

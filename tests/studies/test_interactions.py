@@ -1,0 +1,27 @@
+"""Test that the constructions of the third paper are exact, and that the command runs in small."""
+
+import pytest
+import torch
+
+from research.experiments import interactions
+
+
+def test_constructions_are_exact():
+    errors = interactions.constructed(seed=0)
+    assert len(errors) == 3 and max(errors.values()) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["one-hot", "sinusoidal"])
+def test_embeddings_are_orthonormal(name):
+    vectors = interactions.embedding(name)
+    torch.testing.assert_close(vectors @ vectors.T, torch.eye(interactions.CELLS).double())
+
+
+def test_interactions_are_learned_in_small(run_study, monkeypatch):
+    """Take a ring of 4 cells, whose interaction a few steps find, for other numbers of agents too."""
+    sizes = {"CELLS": 4, "REACH": 0, "LABELS": 2, "AGENTS": 4, "OTHER_NUMBERS": (2, 6), "STEPS": 300}
+    result, made = run_study(interactions, ["--seeds", "0"], sizes, {"STEPS": 2})
+    assert made == [2, 0]
+    for errors in result["learned"].values():
+        assert set(errors) == {"training", "new rows", "2 agents", "6 agents", "interaction"}
+        assert max(error["mean"] for error in errors.values()) < 1e-2
