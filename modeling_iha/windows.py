@@ -22,8 +22,8 @@ except ImportError:  # a build of PyTorch without it
 
 # The fewest queries of a block. A longer one copies fewer keys and computes more pairs outside the window.
 MIN_BLOCK = 128
-# The longest rows that are joined to one: more copies and masks then cost what fewer calls save.
-JOINED_ROW = 512
+# Heads times tokens of the longest rows that are joined to one: then copies and masks cost what fewer calls save.
+JOINED_ROW = 2048
 
 
 def has_first_keys(mask: Any) -> bool:
@@ -159,7 +159,7 @@ def window_attention(
     block of queries gets the keys that its window reaches, and all go through the core in one call, as a batch with
     one small mask, at a cost of O(L * window). Blocks of keys overlap, and are views: copies would be kept for the
     backward pass, (block + window) / block times the states."""
-    (batch, _, length, _), window = query.shape, sliding_window
+    (batch, heads, length, _), window = query.shape, sliding_window
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
     if length - window <= MIN_BLOCK:
@@ -168,7 +168,7 @@ def window_attention(
     if torch.compiler.is_compiling():
         return compiled_blocks(core, module, query, key, value, window, **kwargs)
     # Overlapping blocks of several rows are no view, but those of one row that joins them are.
-    if batch > 1 and length <= JOINED_ROW:
+    if batch > 1 and heads * length <= JOINED_ROW:
         states = (query, key, value)
         query, key, value = (each.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for each in states)
         output = _attend_in_blocks(core, module, query, key, value, window, length, **kwargs)

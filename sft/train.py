@@ -52,7 +52,9 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
         # Without an end: a resume passes over the batches that were seen, in however many passes over the rows. Before
         # TRL packs, a thousand copies of a short stream would be packed at a time.
         trainer.train_dataset = trainer.train_dataset.repeat(None)
-    if eval_rows is not None and "text" in eval_rows.column_names:
+    packs = args.packing if args.eval_packing is None else args.eval_packing
+    is_whole = args.max_length is None or (packs and args.packing_strategy == "bfd_split")
+    if is_whole and eval_rows is not None and "text" in eval_rows.column_names:
         trainer.eval_bytes = sum(len(text.encode()) for text in eval_rows["text"])
     return trainer
 
