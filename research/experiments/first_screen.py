@@ -33,7 +33,8 @@ def plot(losses: dict, gpu: dict) -> Figure:
     ends = {row["variant"]: row["loss"]["mean"] for row in losses["rows"]}
     message = (
         f"In {losses['steps']} steps paired heads end {ends['global_local'] - ends['paired_4']:.2f} nats below "
-        f"windows alone and {ends['mha'] - ends['paired_4']:.2f} below global attention, at the cost of windows alone"
+        f"windows alone and {ends['mha'] - ends['paired_4']:.2f} below global attention; on a GPU they cost the same "
+        "as windows alone"
     )
     figure, (by_steps, by_time, by_context) = plots.panels(message, 3, 3, 2.9)
     trained = [row for row in gpu["rows"] if row["part"] == "schedule" and row["backward"]]
@@ -52,7 +53,7 @@ def plot(losses: dict, gpu: dict) -> Figure:
         axes.set(xlabel=label, ylim=(min(ends.values()) - 0.05, HIGHEST_LOSS))
     by_steps.set_title("held-out loss, nats per byte", fontsize="medium")
     by_time.set_title("the same, by time", fontsize="medium")
-    by_context.set_title("H100: attention, forward and backward", fontsize="small")
+    by_context.set_title("five attention layers, H100", fontsize="medium")
     by_context.set(xlabel="context, × 1,024 tokens", xscale="log", ylim=(0, None))
     plots.ticks(by_context, "x", [row["tokens"] // 1024 for row in trained])
     for axes in (by_steps, by_time):
