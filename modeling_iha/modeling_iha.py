@@ -193,11 +193,11 @@ class IHAModel(IHAPreTrainedModel):
         self, inputs_embeds, attention_mask, cache, position_ids, counted=False, **kwargs
     ) -> dict[str, torch.Tensor | None]:
         """Check the inputs, and return the mask of each layer type. `kwargs` of the forward may declare documents."""
-        inputs = (self.config, inputs_embeds, attention_mask, cache, position_ids)
-        check_inputs(*inputs[:-1], None if counted else position_ids, **kwargs)
+        inputs = (self.config, inputs_embeds, attention_mask, cache)
+        check_inputs(*inputs, None if counted else position_ids, **kwargs)
         for layer in [layer for layer in self.layers if layer.self_attn.convolves][:1]:
             layer.self_attn.check_holes(attention_mask)
-        return create_masks(*inputs, counted)
+        return create_masks(*inputs, position_ids, counted)
 
     @takes_cache
     @merge_with_config_defaults

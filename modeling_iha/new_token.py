@@ -53,7 +53,7 @@ def absorbed_attention(
         query: [batch, H, 1, head_dim], rotated as the cached keys are.
         key, value: [batch, G, N, head_dim]. Without a mask the last one is the new token's.
         scaling: factor of the scores.
-        window: W in tokens, or `None`; ignored with a mask.
+        window: W in tokens, or `None`; ignored with a mask. There are no more than W + 1 keys.
         attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
         product_dtype: dtype of the products where those of the cache's own are slow, or `None`."""
     # Autocast would round what is in float32 on purpose.
@@ -61,9 +61,6 @@ def absorbed_attention(
         batch, heads, _, head_dim = query.shape
         num_pseudo_heads, dtype = weights.collapse.shape[1], value.dtype
         fast_dtype = product_dtype or dtype
-        if attention_mask is None and window is not None:
-            # For all pseudo-heads but the last, the window begins one token earlier.
-            key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
         groups, num_keys = key.shape[1:3]
         query = query.to(fast_dtype)
         q_mix, k_mix, v_mix = (alpha.to(fast_dtype) for alpha in weights[:3])

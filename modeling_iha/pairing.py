@@ -69,9 +69,6 @@ class PairedHeads(NamedTuple):
         The P queries of a virtual head are multiplied with the cached keys of each of its P heads where they lie, and
         one softmax goes over all of these."""
         pseudo_heads, dtype = self.num_pseudo_heads, value.dtype
-        if attention_mask is None and window is not None:
-            # For all virtual tokens but the last of a token, the window begins one token earlier.
-            key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
         # Autocast would round what is in float32 on purpose.
         with torch.autocast(query.device.type, enabled=False):
             query, key, value = (states.to(product_dtype or dtype) for states in (query, key, value))

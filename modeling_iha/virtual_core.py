@@ -67,6 +67,9 @@ def virtual_attention(
 
     if num_queries == 1 and is_absorbed(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        if attention_mask is None and window is not None:
+            # For all virtual tokens but the last of a token, the window begins one token earlier.
+            key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
         return heads.step(query, key, value, scaling, window, attention_mask, product_dtype), None
     if attention_mask is None and "flash" not in core:
         if num_queries == 1:

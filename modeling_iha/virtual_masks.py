@@ -20,7 +20,15 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from .windows import Documents, documents_of, has_first_keys, plain_window, plain_window_mask
+from .windows import (
+    Documents,
+    documents_of,
+    first_keys_of,
+    has_first_keys,
+    latest,
+    plain_window,
+    plain_window_mask,
+)
 
 
 # Each checkpoint brings a copy of this code, and copies in one process share the registries. The name of each
@@ -134,9 +142,6 @@ def _first_keys(
     def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return mask_function(rows, head, query, key).expand(batch_size, -1)
 
-    def latest(begins: torch.Tensor) -> torch.Tensor:
-        return torch.where(begins, place, 0).cummax(dim=-1).values
-
     begins = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
     first = torch.maximum(latest(begins), place - window + 1)
     checks = [sees(place, first).all(), (~sees(place, (first - 1).clamp(min=0)) | (first == 0)).all()]
@@ -153,9 +158,7 @@ def _first_keys(
         begins = begins | torch.nn.functional.pad(real[:, 1:] != real[:, :-1], (1, 0))
     if not torch.stack(checks).all():
         return None
-    virtual = torch.arange(q_length * num_pseudo_heads, device=device)
-    first = (latest(begins) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
-    return torch.maximum(first, virtual - window * num_pseudo_heads + 1).int()[:, None, :, None]
+    return first_keys_of(begins, num_pseudo_heads, window)
 
 
 def token_mask(mask: Any, num_pseudo_heads: int) -> Any:

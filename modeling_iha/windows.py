@@ -51,14 +51,21 @@ def document_keys(position_ids: torch.Tensor, batch: int, num_pseudo_heads: int,
     A document begins where positions [batch or 1, N] do not go on, as Transformers finds packed ones. The columns are
     one in memory, and their number is the window, which compiled code then knows."""
     begins = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
-    place = torch.arange(position_ids.shape[1], device=position_ids.device)
-    first = torch.where(begins, place, 0).cummax(dim=-1).values.expand(batch, -1)
-    first = (first * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
-    if window is not None:
-        virtual = torch.arange(first.shape[1], device=first.device)
-        first = torch.maximum(first, virtual - window * num_pseudo_heads + 1)
-    width = 1 if window is None else window * num_pseudo_heads
-    return first.int()[:, None, :, None].expand(-1, -1, -1, width)
+    first = first_keys_of(begins.expand(batch, -1), num_pseudo_heads, window or begins.shape[1])
+    return first.expand(-1, -1, -1, 1 if window is None else window * num_pseudo_heads)
+
+
+def latest(begins: torch.Tensor) -> torch.Tensor:
+    """Return the place of the last beginning up to each token of [batch, N]."""
+    place = torch.arange(begins.shape[1], device=begins.device)
+    return torch.where(begins, place, 0).cummax(dim=-1).values
+
+
+def first_keys_of(begins: torch.Tensor, num_pseudo_heads: int, window: int) -> torch.Tensor:
+    """Return the first keys [batch, 1, N * P, 1] of a window in tokens and documents, by which tokens begin one."""
+    first = (latest(begins) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
+    virtual = torch.arange(first.shape[1], device=first.device)
+    return torch.maximum(first, virtual - window * num_pseudo_heads + 1).int()[:, None, :, None]
 
 
 def is_exported() -> bool:
@@ -214,7 +221,7 @@ def _attend_in_blocks(core: Callable, module, query, key, value, window: int, ro
 
 def compiled_blocks(
     core: Callable, module, query, key, value, window: int, first_keys: torch.Tensor | None = None, **kwargs
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, None]:
     """Return what `window_attention` returns, by one call whose shapes hold for every length.
 
     Pieces that depend on the length would be compiled for each. All rows are joined and padded to whole blocks.
@@ -237,7 +244,7 @@ def compiled_blocks(
     place = torch.arange(blocks, device=device)[:, None, None] * block - window + j
     seen = ((i < j) & (j <= i + window) & (place >= first)).repeat(1, groups, 1)[:, None]
     view = Overlay(module, num_key_value_groups=1)
-    output, weights = core(view, query.flatten(2, 3), key, value, seen, **kwargs)
+    output, _ = core(view, query.flatten(2, 3), key, value, seen, **kwargs)
     output = output.unflatten(1, (groups, block)).permute(0, 2, 3, 1, 4)  # [blocks, block, G, groups, head_dim]
     return output.reshape(blocks * block, heads, -1)[:total].unflatten(0, (batch, length)), None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from transformers import PreTrainedTokenizerBase
 
 from iha_io.checkpoint_io import load_tokenizer
 from iha_io.command_io import UserError, new_directory, one_line, run_cli
@@ -21,7 +22,7 @@ from sft.make_tokenizer import byte_tokenizer
 DETAILS = "## Training\n\nNone: the weights are random (`python -m sft.make_model`)."
 
 
-def config_of(preset: str, tokenizer, changes: list[str]) -> IHAConfig:
+def config_of(preset: str, tokenizer: PreTrainedTokenizerBase, changes: list[str]) -> IHAConfig:
     """Return a preset's configuration for a tokenizer, with `FIELD=VALUE` changes. Raise `UserError`."""
     fields = {"vocab_size": max(tokenizer.get_vocab().values()) + 1, "pad_token_id": tokenizer.pad_token_id}
     fields |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -36,26 +37,31 @@ def config_of(preset: str, tokenizer, changes: list[str]) -> IHAConfig:
         raise UserError(one_line(error.__cause__ or error)) from error
 
 
+def write_start(dst: Path, config: IHAConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0, **card) -> int:
+    """Write a model with random weights, its tokenizer and a card with the arguments `card`; return its parameters."""
+    torch.manual_seed(seed)
+    model = IHAForCausalLM(config)
+    with new_directory(dst) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        (directory / "README.md").write_text(render_card(model.config, dst.name, **card), encoding="utf-8")
+    return model.num_parameters()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Write a model. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", help="a name in configuration_iha, such as paired-small")
     parser.add_argument("dst", type=Path, help="new directory")
     parser.add_argument("--tokenizer", help="directory or id on the Hub (a tokenizer of bytes)")
-    where = "fields of the configuration in place of the preset's; what depends on them follows"
+    where = "fields of the configuration in place of the preset's; others that depend on them follow"
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help=where)
     parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
     args = parser.parse_args(argv)
     tokenizer = load_tokenizer(args.tokenizer, sys.maxsize) if args.tokenizer else byte_tokenizer()
     config = config_of(args.preset, tokenizer, args.set)
-    torch.manual_seed(args.seed)
-    model = IHAForCausalLM(config)
-    with new_directory(args.dst) as directory:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        card = render_card(model.config, args.dst.name, details=DETAILS)
-        (directory / "README.md").write_text(card, encoding="utf-8")
-    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters with random weights")
+    parameters = write_start(args.dst, config, tokenizer, args.seed, details=DETAILS)
+    print(f"Wrote {args.dst}, {parameters:,} parameters with random weights")
 
 
 if __name__ == "__main__":

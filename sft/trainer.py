@@ -6,6 +6,7 @@ They get checkpoints that are whole or passed over, and a stop at anything that 
 import math
 import shutil
 import time
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -186,12 +187,18 @@ class MixingTrainer(RecipeTrainer, SFTTrainer):
         # First of all, so that the others print and report what it adds.
         self.callback_handler.callbacks.insert(0, CountTokens())
 
+    @cached_property
+    def eval_tokens(self) -> int:
+        """Count the tokens of the rows to evaluate on that have a loss: all but the first of each packed document."""
+        rows = self.eval_dataset
+        documents = sum(map(len, rows["seq_lengths"])) if "seq_lengths" in rows.column_names else len(rows)
+        return sum(map(len, rows["labels"])) - documents
+
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """Evaluate, and log the loss of plain text in bits per byte too, which compares tokenizers."""
         metrics = super().evaluate(*args, **kwargs)
         if self.eval_bytes and "eval_loss" in metrics:
-            tokens = sum(label != -100 for row in self.eval_dataset["labels"] for label in row[1:])
-            bits = metrics["eval_loss"] * tokens / self.eval_bytes / math.log(2)
+            bits = metrics["eval_loss"] * self.eval_tokens / self.eval_bytes / math.log(2)
             metrics["eval_bits_per_byte"] = bits
             self.state.log_history[-1]["eval_bits_per_byte"] = bits
             self.accelerator.print(f"Held-out text: {bits:.4f} bits per byte.")

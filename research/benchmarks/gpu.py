@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
 
-from iha_io.command_io import UserError, one_line, read_json, run_cli, sole_writer, write_json
+from iha_io.command_io import UserError, current_commit, one_line, read_json, run_cli, sole_writer, write_json
 from kind_facts import model_cost as cost
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.cache_names import CACHE
@@ -39,7 +39,7 @@ from research.benchmarks.options import OUTPUTS
 from research.benchmarks.schedule import schedules
 
 
-# What is measured; users look for the first parts first.
+# Parts of the measurement; users look for the first ones first.
 PARTS = ("schedule", "decoder", "training", "decoding", "compiled training", "compiled decoder", "layer")
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 PARSER.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (all)")
@@ -420,7 +420,7 @@ def main() -> None:
     until = time.monotonic() + args.seconds
     if DEVICE == "cpu" and not args.dry:
         raise UserError("PyTorch sees no CUDA device here: --dry runs tiny sizes on a CPU.")
-    commit = args.commit or harness.commit()
+    commit = args.commit or current_commit()
     shared = {"dry": args.dry, "device": device_name(), **harness.versions()}
     directory = args.out / re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
     path = directory / "gpu.json"

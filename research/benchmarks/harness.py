@@ -1,12 +1,10 @@
 """Share what benchmarks and studies need: layers of one size, times, peaks of memory, and tables."""
 
-import contextlib
 import multiprocessing
 import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +18,7 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from iha_io.command_io import ROOT, write_json
+from iha_io.command_io import current_commit, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_core
 from modeling_iha.masks import create_masks
 
@@ -183,17 +181,9 @@ def environment(command: str) -> dict:
         "command": f"python -m {command}",
         "machine": processor(),
         "threads": torch.get_num_threads(),
-        "commit": commit(),
+        "commit": current_commit(),
         **versions(),
     }
-
-
-def commit() -> str | None:
-    """Return the commit of the working tree, with "-dirty" where it was changed, or `None` without git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return None
 
 
 def versions() -> dict[str, str]:

@@ -9,12 +9,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from iha_io.command_io import new_directory, run_cli
-from model_cards.render import render_card
-from modeling_iha import IHAConfig, IHAForCausalLM
+from iha_io.command_io import run_cli
+from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from sft.make_model import write_start
 from sft.make_tokenizer import byte_tokenizer
 
 
@@ -31,14 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     fields |= {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True, "attention_kinds": args.kind}
     if args.kind == "iha":
         fields["num_pseudo_heads"] = 2
-    torch.manual_seed(0)
-    model = IHAForCausalLM(IHAConfig.from_preset("tiny", **fields))
-    with new_directory(args.dst) as directory:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        card = render_card(model.config, args.dst.name, license="apache-2.0", details=DETAILS)
-        (directory / "README.md").write_text(card, encoding="utf-8")
-    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters")
+    config = IHAConfig.from_preset("tiny", **fields)
+    parameters = write_start(args.dst, config, tokenizer, license="apache-2.0", details=DETAILS)
+    print(f"Wrote {args.dst}, {parameters:,} parameters")
 
 
 if __name__ == "__main__":
