@@ -100,8 +100,9 @@ def rows_of(text: torch.Tensor, starts: torch.Tensor, tokens: int) -> torch.Tens
 
 
 def losses_of(model: IHAForCausalLM, rows: torch.Tensor) -> torch.Tensor:
-    """Return the losses in nats per byte, [rows, tokens]."""
-    logits = model(rows[:, :-1], use_cache=False).logits
+    """Return the losses in nats per byte, [rows, tokens]. On a GPU the model computes in bfloat16 autocast."""
+    with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda):
+        logits = model(rows[:, :-1], use_cache=False).logits
     return cross_entropy(logits.transpose(1, 2).float(), rows[:, 1:], reduction="none")
 
 

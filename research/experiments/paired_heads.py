@@ -13,7 +13,8 @@ and the smallest difference worth having is 0.01 nats per byte.
 
 After all variants have been trained, their training steps are timed in turn. The machine should be quiet then. The
 text is the source of Python's standard library, or the topics of its manual (`--text prose`); the last tenth is held
-out.
+out. On a GPU (`--device cuda`) the models learn in bfloat16 autocast. Runs of several commands, a variant each and at
+once, can be copied into one directory: the command that names it and all of them writes the table.
 
 example: python -m research.experiments.paired_heads --tokens 512 --kinds global_local wide_4_64 paired_4
 """
@@ -76,7 +77,10 @@ SIZES = {
     64: language_models.SMALL,
     128: sized(width=128, ffn=352, layers=5, heads=8, tokens_per_step=2048, steps=600),
     256: sized(width=256, ffn=704, layers=5, heads=8, tokens_per_step=2048, steps=800),
+    512: sized(width=512, ffn=1408, layers=5, heads=8, tokens_per_step=32768, steps=400),  # for a GPU
 }
+# The rate at which the tuning of a size begins, where it is not FIRST_RATE.
+BEGIN_AT = {512: 1e-3}
 EFFECT = 0.01  # nats per byte
 WARM_STEPS, TIMED_STEPS, TIMED_ROUNDS = 3, 10, 11
 LINES = {  # of the plot by time
@@ -104,7 +108,7 @@ def model_of(size: dict, name: str, seed: int) -> IHAForCausalLM:
         model.model.rotary_emb.mixed = True
         for layer in model.model.layers[:-1]:
             layer.self_attn.rope_table = "interleaved"
-    return model
+    return model.to(size["device"])
 
 
 def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, mixing: float) -> dict:
@@ -112,10 +116,20 @@ def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, m
     return language_models.train(name, model_of(size, name, seed), seed, size, text, rate, mixing)
 
 
-def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
-    """Return the CPU seconds of a training step of each variant: the median of rounds that take all in turn.
+def now(device: str) -> float:
+    """Return the seconds that this process took on the CPU, or with a GPU those of a clock, once its work is done."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
-    Every round builds the models anew, because their places in memory change the time by some percent."""
+
+def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Return the seconds of a training step of each variant, as `now` counts them.
+
+    They are the median of rounds that take all variants in turn. Every round builds the models anew, because their
+    places in memory change the time by some percent.
+    """
     starts = torch.arange(size["batch"]) * size["tokens"]
     rows, seconds = rows_of(text, starts, size["tokens"]), {name: [] for name in names}
     for _ in range(TIMED_ROUNDS):
@@ -124,11 +138,11 @@ def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[s
             optimizer = torch.optim.AdamW(model.parameters())
             for step in range(WARM_STEPS + TIMED_STEPS):
                 if step == WARM_STEPS:
-                    start = time.process_time()
+                    start = now(size["device"])
                 optimizer.zero_grad()
                 losses_of(model, rows).mean().backward()
                 optimizer.step()
-            seconds[name].append((time.process_time() - start) / TIMED_STEPS)
+            seconds[name].append((now(size["device"]) - start) / TIMED_STEPS)
     return {name: median(values) for name, values in seconds.items()}
 
 
@@ -164,14 +178,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
     parser.add_argument("--width", type=int, default=64, choices=SIZES, help="of the model (64)")
     parser.add_argument("--text", default="python", choices=("python", "prose"), help="(python)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
     args = parser.parse_args(argv)
-    for given, usual in ((args.tokens, 256), (args.width, 64), (args.text, "python")):
-        args.study += f"_{given}" * (given != usual)
+    usual = {"tokens": 256, "width": 64, "text": "python", "device": "cpu"}
+    args.study += "".join(f"_{getattr(args, name)}" for name, value in usual.items() if getattr(args, name) != value)
     begin(args)
-    size, text = size_of(SIZES[args.width], args.tokens), read_text(args.text)
-    setting = {**size, "text": args.text, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest()}
-    run = partial(one_run, size, text)
-    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]))
+    size = {**size_of(SIZES[args.width], args.tokens), "device": args.device}
+    text = read_text(args.text)
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
+    digest = hashlib.sha256(text.numpy().tobytes()).hexdigest()
+    setting = {**size, "gpu": gpu, "text": args.text, "text_sha256": digest}
+    text = text.to(args.device)
+    run, first = partial(one_run, size, text), BEGIN_AT.get(args.width)
+    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]), first)
     seconds = step_seconds(size, text, args.kinds)
     for name, of_variant in runs.items():
         for each in of_variant:
