@@ -30,7 +30,7 @@ import torch
 from matplotlib.figure import Figure
 
 from iha_io import plots
-from iha_io.command_io import run_cli
+from iha_io.command_io import UserError, run_cli
 from modeling_iha import IHAForCausalLM
 from research.experiments import language_models
 from research.experiments.language_models import (
@@ -108,17 +108,17 @@ def model_of(size: dict, name: str, seed: int) -> IHAForCausalLM:
         model.model.rotary_emb.mixed = True
         for layer in model.model.layers[:-1]:
             layer.self_attn.rope_table = "interleaved"
-    return model.to(size["device"])
+    return model
 
 
 def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, mixing: float) -> dict:
     """Train a new model of a variant."""
-    return language_models.train(name, model_of(size, name, seed), seed, size, text, rate, mixing)
+    return language_models.train(name, model_of(size, name, seed).to(text.device), seed, size, text, rate, mixing)
 
 
-def now(device: str) -> float:
+def now(device: torch.device) -> float:
     """Return the seconds that this process took on the CPU, or with a GPU those of a clock, once its work is done."""
-    if device == "cpu":
+    if device.type == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
     return time.perf_counter()
@@ -134,15 +134,15 @@ def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[s
     rows, seconds = rows_of(text, starts, size["tokens"]), {name: [] for name in names}
     for _ in range(TIMED_ROUNDS):
         for name in names:
-            model = model_of(size, name, 0)
+            model = model_of(size, name, 0).to(text.device)
             optimizer = torch.optim.AdamW(model.parameters())
             for step in range(WARM_STEPS + TIMED_STEPS):
                 if step == WARM_STEPS:
-                    start = now(size["device"])
+                    start = now(text.device)
                 optimizer.zero_grad()
                 losses_of(model, rows).mean().backward()
                 optimizer.step()
-            seconds[name].append((now(size["device"]) - start) / TIMED_STEPS)
+            seconds[name].append((now(text.device) - start) / TIMED_STEPS)
     return {name: median(values) for name, values in seconds.items()}
 
 
@@ -163,11 +163,12 @@ def plot(table: dict) -> Figure:
         low, high = ([each["mean"] + sign * h for each, h in zip(spreads, half)] for sign in (-1, 1))
         by_time.fill_between(seconds, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     lowest = min(row["loss"]["mean"] for row in table["rows"])
-    by_time.set(xlabel="training CPU seconds, one thread", ylabel="held-out loss")
+    clock = f"seconds on {table['gpu']}" if table.get("gpu") else "CPU seconds, one thread"
+    by_time.set(xlabel=f"training {clock}", ylabel="held-out loss")
     by_time.set(ylim=(lowest - 0.05, HIGHEST_LOSS))
     by_time.legend(fontsize="small", loc="upper right")
     plots.dots(differences, list(compared), by_budget(compared), (-0.3, 0.3), mark=0)
-    differences.set(xlabel="difference of losses (below 0 the first is better)")
+    differences.set(xlabel="difference (below 0 the first is better)")
     return figure
 
 
@@ -183,8 +184,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     usual = {"tokens": 256, "width": 64, "text": "python", "device": "cpu"}
     args.study += "".join(f"_{getattr(args, name)}" for name, value in usual.items() if getattr(args, name) != value)
     begin(args)
-    size = {**size_of(SIZES[args.width], args.tokens), "device": args.device}
-    text = read_text(args.text)
+    size, text = size_of(SIZES[args.width], args.tokens), read_text(args.text)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch sees no CUDA device here.")
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     digest = hashlib.sha256(text.numpy().tobytes()).hexdigest()
     setting = {**size, "gpu": gpu, "text": args.text, "text_sha256": digest}

@@ -18,6 +18,7 @@ from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAConfig
 from research.experiments.language_models import others_of
 from research.experiments.protocol import BUDGETS, COUNTS
+from research.experiments.study import differences
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"
@@ -101,6 +102,16 @@ def tasks_more() -> list[Number]:
     return [row["seconds"]["mean"] / by_kind["mha"]["seconds"]["mean"] for row in by_kind.values()]
 
 
+PAIRED = ("paired_heads", "paired_heads_1024_512_cuda")
+
+
+def paired_more() -> list[Number]:
+    """Return the differences from windows alone at each evaluation of the wider models."""
+    losses = {name: [[loss for _, loss in run] for run in of] for name, of in table(PAIRED[1])["runs"].items()}
+    at_each = [zip(*losses[name]) for name in ("paired_4", "global_local")]
+    return [pair(differences(ours, theirs)) for ours, theirs in zip(*at_each)]
+
+
 def paper_gain(task: str, questions: int, other: str) -> tuple[float, float]:
     """Return by how many points the paper's IHA is above another model, and its standard error.
 
@@ -123,7 +134,7 @@ WARM_STARTS = ("warm_start_python", "warm_start_prose", "warm_start_lookup")
 SECTIONS = {
     "Warm start": (WARM_STARTS, list, ("3e-5", "2e-3", "4e-3", "1,000")),
     "Language models": (("language_models", "language_models_512"), list, ()),
-    "Paired heads": (("paired_heads",), list, ("0.01",)),
+    "Paired heads": (PAIRED, paired_more, ("0.01", "-0.03")),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
     "Theorems 2 and 4": (("theorems",), list, ("2.5",)),
@@ -166,7 +177,7 @@ def difference_lines(name: str) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("heading", "tables"),
-    [("Language models", ("language_models", "language_models_512")), ("Paired heads", ("paired_heads",))],
+    [("Language models", ("language_models", "language_models_512")), ("Paired heads", PAIRED)],
 )
 def test_differences_of_language_models_and_what_is_undecided(heading, tables):
     lines = section("research/experiments/README.md", heading).splitlines()
