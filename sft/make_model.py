@@ -1,6 +1,6 @@
 """Write a model with random weights from a preset, beside a tokenizer, for sft.train to begin from.
 
-example: python -m sft.make_model paired-small outputs/start --set num_hidden_layers=5
+example: python -m sft.make_model small-10m-paired-heads outputs/start --set num_hidden_layers=5
 """
 
 import argparse
@@ -51,7 +51,7 @@ def write_start(dst: Path, config: IHAConfig, tokenizer: PreTrainedTokenizerBase
 def main(argv: Sequence[str] | None = None) -> None:
     """Write a model. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", help="a name in configuration_iha, such as paired-small")
+    parser.add_argument("preset", help="a name in configuration_iha, such as small-10m-paired-heads")
     parser.add_argument("dst", type=Path, help="new directory")
     parser.add_argument("--tokenizer", help="directory or id on the Hub (a tokenizer of bytes)")
     where = "fields of the configuration in place of the preset's; others that depend on them follow"

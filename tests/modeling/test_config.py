@@ -20,6 +20,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+import configuration_iha
 import modeling_iha
 from configuration_iha import PRESETS
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -342,6 +343,14 @@ def test_a_window_of_a_preset_that_is_none_is_refused():
 # Weights in matrices and norms of the IHA paper's models, and of GPT-3 small without its learned positions and biases.
 PAPER = 26 * (4 * 2560**2 + 2 * 2560 * 10240) + 128256 * 2560 + (2 * 26 + 1) * 2560
 GPT3_SMALL = 12 * (4 * 768**2 + 2 * 768 * 3072) + 50257 * 768 + 25 * 768
+# "10, 32 and 106 million" of the table in configuration_iha/README.md
+SMALL = {
+    "10m": 10 * (4 * 256**2 + 3 * 256 * 1024) + 256 * 256 + (2 * 10 + 1) * 256,
+    "30m": 10 * (4 * 512**2 + 3 * 512 * 1408) + 256 * 512 + (2 * 10 + 1) * 512,
+    "100m": 15 * (4 * 768**2 + 3 * 768 * 2048) + 256 * 768 + (2 * 15 + 1) * 768,
+}
+FOLDER = Path(configuration_iha.__file__).parent
+SMALL_LAYERS = {"10m": (10, 8, 32), "30m": (10, 8, 64), "100m": (15, 12, 64)}  # layers, heads, head_dim
 # IHA adds 3 H^2 P + H P in each of 21 mixing layers; the others 2 H^2 or 4 d in each of 26. HyperAttention without
 # sharing has a second key and value. The sizes of DCFormers are those of their names.
 PRESET_SIZES = {
@@ -351,8 +360,11 @@ PRESET_SIZES = {
     "paper-2.4b-talking-heads": PAPER + 26 * 2 * 20**2,
     "paper-2.4b-diff": PAPER + 26 * 4 * 128,
     "paper-2.4b-paired-heads": PAPER,
-    # "About 18 million" of the table in configuration_iha/README.md
-    "paired-small": 10 * (4 * 384**2 + 3 * 384 * 1024) + 2 * 256 * 384 + (2 * 10 + 1) * 384,
+    **{f"small-{size}-{form}": count for size, count in SMALL.items() for form in ("global", "global-local")},
+    **{f"small-{size}-paired-heads": count for size, count in SMALL.items()},
+    **{f"small-{size}-talking-heads": SMALL[size] + n * 2 * h**2 for size, (n, h, _) in SMALL_LAYERS.items()},
+    **{f"small-{size}-diff": SMALL[size] + n * 4 * d for size, (n, _, d) in SMALL_LAYERS.items()},
+    **{f"small-{size}-iha": SMALL[size] + n * 4 // 5 * (3 * h**3 + h**2) for size, (n, h, _) in SMALL_LAYERS.items()},
     **dict.fromkeys(
         [f"gpt3-small{name}" for name in ("", "-hyper-feature", "-hyper-feature-v2", "-hyper")], GPT3_SMALL
     ),
@@ -374,12 +386,27 @@ def test_presets_have_the_size_of_their_papers(preset):
         assert not config.tie_word_embeddings
 
 
+@pytest.mark.parametrize("size", SMALL)
+def test_small_presets_differ_by_their_form_alone(size):
+    """Give IHA the window that a change of the context gives it, and P = H."""
+    forms = ("global", "global-local", "iha", "talking-heads", "diff", "paired-heads")
+    files = {form: json.loads((FOLDER / f"small-{size}-{form}.json").read_text()) for form in forms}
+    own = {"attention_kinds", "layer_types", "sliding_window", "num_pseudo_heads"}
+    shared = [{name: value for name, value in fields.items() if name not in own} for fields in files.values()]
+    assert all(fields == shared[0] for fields in shared)
+    config = IHAConfig.from_preset(f"small-{size}-iha")
+    assert config.num_pseudo_heads == config.num_attention_heads
+    assert files["iha"]["sliding_window"] == config.sliding_window  # which from_preset computes
+    windows = files["global-local"]["sliding_window"]
+    assert windows == config.max_position_embeddings // 16 == 4 * files["paired-heads"]["sliding_window"]
+
+
 def test_the_windows_of_paired_presets_hold_as_many_pairs_as_plain_ones():
     plain, paired = (IHAConfig.from_preset(f"paper-2.4b-{name}") for name in ("global-local", "paired-heads"))
     assert paired.num_pseudo_heads * paired.sliding_window == plain.sliding_window
     assert paired.layer_types == plain.layer_types
-    small = IHAConfig.from_preset("paired-small")
-    for config in (paired, small):
+    small = [IHAConfig.from_preset(f"small-{size}-paired-heads") for size in SMALL]
+    for config in (paired, *small):
         kinds = dict(zip(config.layer_types, config.attention_kinds))
         assert kinds == {"sliding_attention": "paired_heads", "full_attention": "mha"}
         assert config.num_pseudo_heads * config.sliding_window == config.max_position_embeddings // 16

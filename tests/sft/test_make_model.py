@@ -22,7 +22,7 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
 
     seeds = {"one": 1, "again": 1, "other": 2}
     for name, seed in seeds.items():
-        arguments = ("paired-small", tmp_path / name, "--tokenizer", tmp_path / "tokenizer", "--seed", seed)
+        arguments = ("small-10m-paired-heads", tmp_path / name, "--tokenizer", tmp_path / "tokenizer", "--seed", seed)
         assert cli(make_model, *arguments, "--set", *SIZES.split())[0] == 0
     models = {name: AutoModelForCausalLM.from_pretrained(tmp_path / name, trust_remote_code=True) for name in seeds}
     config = models["one"].config
