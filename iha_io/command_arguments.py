@@ -252,23 +252,38 @@ def check_pull(repo_id: str, directory: str | os.PathLike, **others) -> None:
 def cost_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the arguments of `cost`. Raise `UserError`."""
     parser = new_parser(
-        "Print the parameters, FLOPs and cached values of a model: of each kind of layer, of the whole, and as ratios "
-        'to the same model with "mha" in every layer.',
-        "--preset paper-2.4b-iha --tokens 8192",
+        "Print the parameters, FLOPs, cached values and training memory of a model: of each kind of layer, of the "
+        'whole, and beside the same model with "mha" in every layer.',
+        "--preset paper-2.4b-iha --num-pseudo-heads 4 --tokens 8192",
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", help="name of a preset of IHAConfig.from_preset")
-    model.add_argument("--config", help="IHA model: a directory with a config.json, or a Hub id")
+    config = "model, interleaved model or Llama-like base: a directory with a config.json, or a Hub id"
+    model.add_argument("--config", help=config)
     parser.add_argument("--tokens", type=int, required=True, help="length of the sequence")
+    parser.add_argument("--batch", type=int, default=1, help="number of sequences (1)")
+    virtual = "P in place of the model's; a plain base gets it in every layer, or with --window in four of five"
+    parser.add_argument("--num-pseudo-heads", type=int, help=virtual)
+    parser.add_argument("--window", type=int, help="window in tokens in place of the model's")
     arguments = vars(parser.parse_args(argv))
     check_cost(**arguments)
     return arguments
 
 
-def check_cost(preset: str | None, config: str | os.PathLike | None, tokens: int) -> None:
+def check_cost(
+    preset: str | None,
+    config: str | os.PathLike | None,
+    tokens: int,
+    batch: int,
+    num_pseudo_heads: int | None,
+    window: int | None,
+) -> None:
     """Refuse arguments of `cost` that cannot work. Raise `UserError`."""
-    if tokens < 1:
-        raise UserError(f"--tokens {tokens}: expected at least 1.")
+    for name, value in (("tokens", tokens), ("batch", batch), ("num-pseudo-heads", num_pseudo_heads)):
+        if value is not None and value < 1:
+            raise UserError(f"--{name} {value}: expected at least 1.")
+    if window is not None and window < 2:
+        raise UserError(f"--window {window}: expected at least 2.")
     if config is not None:
         check_source(config)
     elif preset not in (names := preset_names()):

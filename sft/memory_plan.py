@@ -1,28 +1,23 @@
 """Plan what a training run takes in memory, and refuse one that cannot fit before it starts.
 
-PyTorch counts: a step runs on a copy of the model without data (FakeTensorMode), and the bytes of each tensor count
-from when it is made until it is freed. research/benchmarks/training_plan.py compares the plan with the peaks of real
-processes.
+A step runs on a copy of the model without data (iha_io/step_memory.py). research/benchmarks/training_plan.py compares
+the plan with the peaks of real processes.
 """
 
 import copy
 import os
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import psutil
 import torch
 from peft import LoraConfig, get_peft_model
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel, Trainer, masking_utils
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from transformers import PreTrainedModel, Trainer
 from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from iha_io.command_io import UserError, one_line, run_cli
+from iha_io.step_memory import StepMemory, count_step
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, run_config
 from sft.distributed import asks_for_fsdp
@@ -40,71 +35,12 @@ ALLOCATOR = 1.25
 LOSS_OUTPUTS = ("log_probs", "entropy", "is_top1")  # of TRL's loss
 
 
-class Counter(TorchDispatchMode):
-    """Count the bytes of the tensors that are alive, `now`, and the most that ever were, `peak`.
-
-    PyTorch's MemTracker counts the same to the byte, and each module apart: 30 layers take it a minute.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._alive: set[int] = set()
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._alive:
-            self._alive.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, key, size)
-
-    def _drop(self, key: int, size: int) -> None:
-        self._alive.discard(key)
-        self.now -= size
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.add(tensor)
-        return result
-
-
-@contextmanager
-def one_document() -> Iterator[None]:
-    """Have Transformers take a row without data for one document.
-
-    It takes each for a packed one, and would build its mask [N, N]; nothing public tells it that there is no packing.
-    Rows with data, such as another thread's, are asked as before."""
-    find = masking_utils.find_packed_sequence_indices
-
-    def find_in_data(position_ids: torch.Tensor) -> torch.Tensor | None:
-        return None if isinstance(position_ids, FakeTensor) else find(position_ids)
-
-    masking_utils.find_packed_sequence_indices = find_in_data
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = find
-
-
-class Plan(NamedTuple):
-    """Hold the bytes of what stays from step to step, and of a step at its peak, in one process."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    peak: int
-
-
-def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -> Plan:
+def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -> StepMemory:
     """Count a step of `sft/train.py` on `model` and a row that is one document, with the kernels of a CPU.
 
     Raise whatever a model or an optimizer raises that looks at data.
     """
-    mode, counter = FakeTensorMode(allow_non_fake_inputs=True), Counter()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     adapted = get_peft_model(model, adapters) if adapters else None  # PEFT cannot adapt a model without data
     with FakeCopyMode(mode):
         model = copy.deepcopy(model if adapted is None else adapted).train()
@@ -117,9 +53,7 @@ def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -
             model.enable_input_require_grads()
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         optimizer = optimizer_class([weight for weight in model.parameters() if weight.requires_grad], **options)
-        for tensor in (*model.parameters(), *model.buffers()):
-            counter.add(tensor)
-        weights, ids = counter.now, torch.zeros(args.per_device_train_batch_size, args.max_length, dtype=torch.long)
+        ids = torch.zeros(args.per_device_train_batch_size, args.max_length, dtype=torch.long)
         half = torch.bfloat16 if args.bf16 else torch.float16
 
         def backward() -> None:
@@ -127,15 +61,7 @@ def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -
                 loss = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True).loss
             loss.backward()
 
-        with counter, one_document():
-            backward()
-            optimizer.step()
-            whole = counter.now
-            optimizer.zero_grad()
-            kept = counter.now
-            for _ in range(min(2, args.gradient_accumulation_steps)):
-                backward()
-    return Plan(weights, whole - kept, kept - weights, counter.peak)
+        return count_step(model, optimizer, backward, min(2, args.gradient_accumulation_steps))
 
 
 def check_memory(model: PreTrainedModel, run: RunArguments, args: SFTConfig) -> None:

@@ -1,53 +1,149 @@
-"""Print the parameters, FLOPs and cached values of a model.
+"""Print the parameters, FLOPs, cached values and training memory of a model.
 
 The table gives each kind of layer, the whole model, and ratios to the same model with "mha" in every layer. The
-figures are those of kind_facts/model_cost.py.
+figures are those of kind_facts/model_cost.py, and the memory is that of iha_io/step_memory.py.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import astuple
 
+from transformers import PreTrainedConfig
+
+from conversion_scripts.convert_llama_to_iha import iha_config
 from iha_io.checkpoint_io import load_config
 from iha_io.command_arguments import check_cost, cost_arguments
-from iha_io.command_io import UserError, run_cli
+from iha_io.command_io import UserError, one_line, run_cli
+from iha_io.step_memory import of_training
+from kind_facts import interleaved_kind, is_interleaved
 from kind_facts.cost import Cost
 from kind_facts.model_cost import attention, ffn, head, model, with_mha
 from modeling_iha import IHAConfig
+from modeling_iha.configuration_interleaved import FIELDS
+from modeling_iha.virtual_masks import virtual_tokens
 
 
-def row(title: str, cost: Cost, tokens: int) -> str:
+def changed(config: IHAConfig, **fields) -> IHAConfig:
+    """Return a config with other fields. Raise `UserError` for one that cannot be."""
+    try:
+        return IHAConfig(**{**config.to_dict(), **fields})
+    except Exception as error:  # huggingface_hub wraps what a validator raises in a type of its own
+        raise UserError(one_line(error.__cause__ or error)) from error
+
+
+def plain(source: PreTrainedConfig) -> IHAConfig:
+    """Return the config of "mha" layers that cost what a base does. Raise `UserError` for an unknown architecture."""
+    return with_mha(iha_config(source, num_pseudo_heads=1))
+
+
+def of_interleaved(source: PreTrainedConfig, fields: dict) -> IHAConfig:
+    """Return a model of kind "iha" or "paired_heads" that costs what an interleaved decoder does.
+
+    `fields` replace its `num_pseudo_heads` and `sliding_window`. Raise `UserError` for an architecture that the
+    conversions do not know, or with windows of two lengths."""
+    own = {*FIELDS, "mixing_scale", "interleaved_layers", "base_model_type", "auto_map", "model_type"}
+    entries = {name: value for name, value in source.to_dict().items() if name not in own}
+    base = plain(type(source).__base__.from_dict(entries))
+    kinds, types = list(base.attention_kinds), list(base.layer_types)
+    window = fields.get("sliding_window", source.interleaved_window)
+    for name in source.interleaved_layers:
+        layer = int(re.findall(r"\d+", name)[-1])  # such as "layers.3.self_attn"
+        kinds[layer] = interleaved_kind(source)
+        if window is not None:
+            types[layer] = "sliding_attention"
+    others = {types[i] for i, layer_kind in enumerate(kinds) if layer_kind == "mha"}
+    if window is not None and "sliding_attention" in others and window != base.sliding_window:
+        raise UserError(
+            f"Its windows are of {window} and of {base.sliding_window} tokens: the cost model takes one length."
+        )
+    return changed(
+        base,
+        attention_kinds=kinds,
+        layer_types=types,
+        sliding_window=window or base.sliding_window,
+        num_pseudo_heads=fields.get("num_pseudo_heads", source.num_pseudo_heads),
+        pseudo_collapse=source.pseudo_collapse,
+    )
+
+
+def settings_of(
+    preset: str | None, config: str | None, num_pseudo_heads: int | None = None, window: int | None = None
+) -> IHAConfig:
+    """Return the config of a preset, a checkpoint or a base, with another P and another window where they are given.
+
+    A plain base gets "iha" layers by `num_pseudo_heads`, and with a window the paper's schedule: four layers in five.
+    Raise `UserError`.
+    """
+    given = {"num_pseudo_heads": num_pseudo_heads, "sliding_window": window}
+    fields = {name: value for name, value in given.items() if value is not None}
+    if preset is not None:
+        try:
+            settings = IHAConfig.from_preset(preset, **fields)
+        except Exception as error:
+            raise UserError(one_line(error.__cause__ or error)) from error
+    else:
+        source = load_config(config)
+        if isinstance(source, IHAConfig):
+            settings = changed(source, **fields)
+        elif is_interleaved(source):
+            settings = of_interleaved(source, fields)
+        elif num_pseudo_heads is None:
+            settings = changed(plain(source), **fields)
+        else:
+            settings = iha_config(source, num_pseudo_heads, "hybrid" if window else "global", window)
+    if (num_pseudo_heads or 1) > 1 and virtual_tokens(settings) == 1:
+        raise UserError(f"--num-pseudo-heads {num_pseudo_heads}: no layer of this model has pseudo-heads.")
+    if window is not None and "sliding_attention" not in settings.layer_types:
+        raise UserError(f"--window {window}: no layer of this model has a window.")
+    return settings
+
+
+def row(title: str, cost: Cost, tokens: int, batch: int) -> str:
     """Return a line of the table: parameters in millions, FLOPs (two for each multiply-add), and cached values."""
     figures = (
         f"{cost.parameters / 1e6:.3f} M",
-        *(f"{2 * products / 1e9:.3f} G" for products in (cost.prefill, cost.training, cost.decode)),
+        *(f"{2 * batch * products / 1e9:.3f} G" for products in (cost.prefill, cost.training, cost.decode)),
         f"{cost.cache / tokens:.0f}",
     )
     return f"{title:<30}{''.join(f'{figure:>16}' for figure in figures)}"
 
 
-def cost(preset: str | None, config: str | None, tokens: int) -> None:
-    """Print the table of a preset, or of a checkpoint's `config`, for `tokens` tokens. Raise `UserError`."""
-    check_cost(preset, config, tokens)
-    if config is not None:
-        settings = load_config(config)
-        if not isinstance(settings, IHAConfig):
-            wrong = f"{config} is a {settings.model_type!r} model"
-            raise UserError(f"{wrong}; expected 'iha', as the conversions write.")
-    else:
-        settings = IHAConfig.from_preset(preset)
+def memory(settings: IHAConfig, batch: int, tokens: int) -> str:
+    """Return a line on the memory of a training step, with and without checkpointing of activations."""
+    plain, checkpointed = (of_training(settings, batch, tokens, checkpointing) for checkpointing in (False, True))
+    parts = (f"{name} {getattr(plain, name) / 1e9:.2f}" for name in ("weights", "gradients", "optimizer"))
+    peaks = f"{plain.peak / 1e9:.2f} GB, {checkpointed.peak / 1e9:.2f} with activation checkpointing"
+    return f"{peaks} ({', '.join(parts)})"
 
+
+def cost(
+    preset: str | None,
+    config: str | None,
+    tokens: int,
+    batch: int = 1,
+    num_pseudo_heads: int | None = None,
+    window: int | None = None,
+) -> None:
+    """Print the table of a preset, or of a model's `config`, for rows of `tokens` tokens. Raise `UserError`."""
+    check_cost(preset, config, tokens, batch, num_pseudo_heads, window)
+    settings = settings_of(preset, config, num_pseudo_heads, window)
     columns = ("parameters", "prefill FLOPs", "training FLOPs", "decode FLOPs", "cached / token")
     print(f"{'':<30}{''.join(f'{name:>16}' for name in columns)}")
     for kind, layer_type in dict.fromkeys(zip(settings.attention_kinds, settings.layer_types)):
         figures = attention(settings, kind, layer_type, tokens)
-        print(row(f"{kind}, {layer_type}", figures, tokens))
-    print(row("FFN", ffn(settings, tokens), tokens))
-    print(row("embedding, last norm, head", head(settings, tokens), tokens))
+        print(row(f"{kind}, {layer_type}", figures, tokens, batch))
+    print(row("FFN", ffn(settings, tokens), tokens, batch))
+    print(row("embedding, last norm, head", head(settings, tokens), tokens, batch))
     whole = model(settings, tokens)
-    print(row("whole model", whole, tokens))
-    for title, other in (("mha", with_mha(settings)), ("global mha", with_mha(settings, "full_attention"))):
+    print(row("whole model", whole, tokens, batch))
+    others = {"mha": with_mha(settings), "global mha": with_mha(settings, "full_attention")}
+    for title, other in others.items():
         ratios = (a / b for a, b in zip(astuple(whole), astuple(model(other, tokens))))
         print(f"{f'ratio to {title} everywhere':<30}{''.join(f'{ratio:>16.3f}' for ratio in ratios)}")
+    print(f"cache in bfloat16: {2 * batch * whole.cache / 1e9:.3f} GB")
+    print("training step, float32 weights, AdamW, bfloat16 autocast:")
+    for title, each in {"this model": settings, "global mha": others["global mha"]}.items():
+        print(f"  {title}: {memory(each, batch, tokens)}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,13 +6,16 @@ import sys
 import pytest
 import torch
 from helpers import random_ids, random_model, set_core, small_config
+from tiny_training import decoder
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 import kind_facts.iha
 from iha_io.command_io import UserError
+from iha_io.step_memory import Counter, of_training
 from kind_facts import model_cost as cost
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.cache_names import CACHE
 from modeling_iha.package import flop_matched_window
 from research.benchmarks import cost as cost_command
@@ -163,3 +166,78 @@ def test_command(monkeypatch, capsys, tmp_path, source):
     assert [line.split("  ")[0] for line in lines[1:3]] == ["iha, sliding_attention", "mha, full_attention"]
     total = next(line for line in lines if line.startswith("whole model"))
     assert float(total.split()[2]) == pytest.approx(2373.707)
+    assert any("GB, " in line and line.startswith("  this model: ") for line in lines)
+
+
+SMOLLM2 = {
+    **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9},
+    **{"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 8192},
+}
+
+
+@pytest.mark.parametrize(("window", "ratio"), [(1024, 0.98), (None, 2.54)])
+def test_a_plain_base_costs_what_the_readme_says(tmp_path, window, ratio):
+    LlamaConfig(**SMOLLM2).save_pretrained(tmp_path)
+    base, ours = (cost_command.settings_of(None, tmp_path, *changes) for changes in ((), (2, window)))
+    assert set(base.attention_kinds) == {"mha"} and set(base.layer_types) == {"full_attention"}
+    assert cost.model(ours, 8192).prefill / cost.model(base, 8192).prefill == pytest.approx(ratio, abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("how", ["paper", "global", "paired"])
+def test_an_interleaved_checkpoint_costs_what_its_model_has(tmp_path, name, how):
+    model = decoder(name, num_hidden_layers=5)
+    if how == "paired":
+        pair_heads(model, 2)
+    else:
+        window = {"layers": "paper", "sliding_window": 5} if how == "paper" else {}
+        interleave_heads(model, 2, **window)
+    model.save_pretrained(tmp_path)
+    if name == "mistral" and how == "paper":
+        with pytest.raises(UserError, match="Its windows are of 5 and of"):
+            cost_command.settings_of(None, tmp_path)
+        return
+    settings = cost_command.settings_of(None, tmp_path)
+    assert cost.model(settings, 16).parameters == parameters_of(settings) == model.num_parameters()
+    kinds = {"paper": ["iha"] * 4 + ["mha"], "global": ["iha"] * 5, "paired": ["paired_heads"] * 5}[how]
+    windows = {"llama": ["full_attention"] * 5, "mistral": ["sliding_attention"] * 5}[name]
+    if how == "paper":
+        windows = ["sliding_attention"] * 4 + ["full_attention"]
+        assert settings.sliding_window == 5
+    assert (settings.attention_kinds, settings.layer_types) == (kinds, windows)
+    if how != "paired":  # whose heads no group of four divides
+        assert cost_command.settings_of(None, tmp_path, 4).num_pseudo_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (("paper-2.4b-global", None, 4), "--num-pseudo-heads 4: no layer of this model has pseudo-heads"),
+        (("paper-2.4b-global", None, None, 64), "would have no effect"),
+        (("paper-2.4b-iha", None, 300), "leaves no window at 8192 tokens"),
+    ],
+)
+def test_a_change_without_effect_is_refused(source, message):
+    with pytest.raises(UserError, match=message):
+        cost_command.settings_of(*source)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_memory_of_a_training_step_is_that_of_a_real_one(checkpointing):
+    config = small_config(attention_kinds=["iha", "mha"], **WINDOWS)
+    counted = of_training(config, 2, 64, checkpointing)
+    model, counter = random_model(config).train(), Counter()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    optimizer, ids = torch.optim.AdamW(model.parameters()), random_ids(2, 64)
+    for tensor in (*model.parameters(), *model.buffers()):
+        counter.add(tensor)
+    with counter:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert counted.peak == pytest.approx(counter.peak, rel=0.05)
+    assert counted.gradients == pytest.approx(sum(weight.nbytes for weight in model.parameters()), rel=0.02)

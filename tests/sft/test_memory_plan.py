@@ -13,11 +13,12 @@ from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from iha_io.command_io import UserError
+from iha_io.step_memory import Counter, StepMemory, one_document
 from modeling_iha import interleave_heads
 from sft import memory_plan, train
 from sft.arguments import RecipeParser
 from sft.base_model import lora_config
-from sft.memory_plan import Counter, Plan, plan
+from sft.memory_plan import plan
 
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
@@ -62,7 +63,7 @@ def test_a_step_without_data_takes_what_a_real_one_does(name, autocast):
 def test_rows_with_data_are_asked_for_documents_meanwhile():
     """Plan in one thread while another attends to packed rows."""
     packed, find = torch.tensor([[0, 1, 0, 1, 2]]), masking_utils.find_packed_sequence_indices
-    with memory_plan.one_document(), memory_plan.one_document():
+    with one_document(), one_document():
         with ThreadPoolExecutor(1) as executor:
             found = executor.submit(lambda: masking_utils.find_packed_sequence_indices(packed)).result()
         with FakeTensorMode():
@@ -74,7 +75,7 @@ def test_adapters_and_accumulated_steps_are_counted():
     model = interleave_heads(decoder("llama"), 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
-    def planned(**keys) -> Plan:
+    def planned(**keys) -> StepMemory:
         run, args = parsed(**keys)
         return plan(model, lora_config(run, model), args)
 
