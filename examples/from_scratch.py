@@ -1,4 +1,6 @@
-"""Train a small model with the paper's schedule from scratch on the bytes of a text, save it, and load it.
+"""Train a small model with the paper's schedule from scratch on the bytes of a text, save it, and let it write.
+
+The same command goes on where it was stopped. OUT/curve.png has the loss.
 
 python examples/from_scratch.py text.txt small-iha --max_steps 1000
 """
@@ -6,34 +8,33 @@ python examples/from_scratch.py text.txt small-iha --max_steps 1000
 from argparse import ArgumentParser
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 
-LENGTH = 512
-
 parser = ArgumentParser(description=__doc__)
 parser.add_argument("text", help="any file")
 parser.add_argument("out", help="the directory to make")
-parser.add_argument("--max_steps", type=int, default=-1)
+parser.add_argument("--max_steps", type=int, default=1000)
 args = parser.parse_args()
 
-config = IHAConfig.from_preset(
-    "paper-2.4b-iha",  # four "iha" layers with a window of N / (2 P^2) tokens, then a global "mha" layer
-    **{"vocab_size": 256, "bos_token_id": None, "eos_token_id": None},
-    **{"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5, "num_attention_heads": 4},
-    num_pseudo_heads=2,
-    max_position_embeddings=LENGTH,
-)
+# Four "iha" layers with a window of N / (2 P^2) tokens, then a global "mha" layer.
+config = IHAConfig.from_preset("small-10m-iha", num_hidden_layers=5, num_pseudo_heads=2, max_position_embeddings=512)
 tokens = torch.frombuffer(bytearray(Path(args.text).read_bytes()), dtype=torch.uint8).long()
-rows = [{"input_ids": row, "labels": row} for row in tokens.split(LENGTH) if len(row) == LENGTH]
-options = TrainingArguments(args.out, max_steps=args.max_steps, learning_rate=1e-3, lr_scheduler_type="cosine")
+rows = [{"input_ids": row, "labels": row} for row in tokens.split(512) if len(row) == 512]
+options = TrainingArguments(args.out, max_steps=args.max_steps, learning_rate=1e-3, save_steps=100, logging_steps=10)
 trainer = Trainer(IHAForCausalLM(config), options, train_dataset=rows)
-trainer.train()
+trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if Path(args.out).is_dir() else None)
 trainer.save_model()  # with the model's code
+losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+plt.plot(*zip(*losses) if losses else [])
+plt.savefig(Path(args.out, "curve.png"))
 
 # In any process, without this package:
 loaded = AutoModelForCausalLM.from_pretrained(args.out, trust_remote_code=True)
-print(f"{loaded.num_parameters():,} parameters, {loaded.config.attention_kinds}: {args.out}")
+written = loaded.generate(tokens[None, :40], max_new_tokens=60, do_sample=True)
+print(bytes(written[0].tolist()).decode(errors="replace"))

@@ -16,6 +16,7 @@ import torch
 from helpers import DOCUMENTS
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer, preset_config, saved
+from transformers import Trainer
 
 import modeling_iha
 from iha_io.command_io import ROOT
@@ -231,14 +232,64 @@ def base_and_rows(directory: Path) -> list[str]:
     return [str(directory / "base"), str(directory / "rows")]
 
 
-@pytest.mark.parametrize("name", ["sft", "lora", "from_scratch"])
-def test_an_example_trains_and_loads_what_it_saved(name, tmp_path, monkeypatch):
-    path = ROOT / "examples" / f"{name}.py"
-    given = [str(path)] if name == "from_scratch" else base_and_rows(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(path), *given, str(tmp_path / "out"), "--max_steps", "2"])
-    left = runpy.run_path(str(path))
+def assert_loads_what_it_trained(left: dict) -> None:
     trained, loaded, tokens = left["trainer"].model.eval(), left["loaded"].eval(), torch.arange(3, 40)[None]
     with torch.no_grad():
         assert trained(tokens).logits.equal(loaded(tokens).logits)
     assert max(weight.abs().max() for weight in mixing_parameters(trained)) > 0
+
+
+@pytest.mark.parametrize("name", ["sft", "lora"])
+def test_an_example_trains_and_loads_what_it_saved(name, tmp_path, monkeypatch):
+    path = ROOT / "examples" / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), *base_and_rows(tmp_path), str(tmp_path / "out"), "--max_steps", "2"])
+    assert_loads_what_it_trained(runpy.run_path(str(path)))
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
+
+
+def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeypatch):
+    path, counted, training_step = ROOT / "examples" / "from_scratch.py", [], Trainer.training_step
+    step = lambda self, *args, **others: counted.append(1) or training_step(self, *args, **others)  # noqa: E731
+    monkeypatch.setattr(Trainer, "training_step", step)
+    for steps_in_all, made in (("1", 1), ("2", 1), ("2", 0)):
+        monkeypatch.setattr(sys, "argv", [str(path), str(path), str(tmp_path), "--max_steps", steps_in_all])
+        counted.clear()
+        left = runpy.run_path(str(path))
+        assert len(counted) == made and left["trainer"].state.global_step == int(steps_in_all)
+        assert left["written"].shape == (1, 100)
+        assert_loads_what_it_trained(left)
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+# The page on training from scratch
+
+FROM_SCRATCH = (ROOT / "docs" / "FROM_SCRATCH.md").read_text(encoding="utf-8")
+TINY_SCRATCH = {
+    "sft.make_tokenizer": ["--vocab-size", "300"],
+    "sft.train": shlex.split(
+        "--max_steps 4 --eval_steps 2 --save_steps 2 --warmup_steps 1 --use_cpu true --bf16 false"
+    ),
+    "conversion_scripts.push_to_hub": ["--dry-run"],
+}
+
+
+def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    (tmp_path / "sft").symlink_to(ROOT / "sft")
+    for name in ("train", "held"):
+        (tmp_path / f"{name}.txt").write_text(README)
+    blocks, ran = re.findall(r"^```(sh|python)\n(.*?)^```", FROM_SCRATCH, re.DOTALL | re.MULTILINE), []
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, "FROM_SCRATCH.md", "exec"), {})
+            continue
+        for command in block.replace("\\\n", " ").splitlines():
+            command = re.sub("^iha ", "python -m iha_commands.run ", command)
+            ran.append(command.split()[2])
+            run(command, TINY_SCRATCH)
+    assert {*TINY_SCRATCH, "sft.make_model", "iha_commands.run"} == {*ran}
+    card = (tmp_path / "run" / "final" / "README.md").read_text(encoding="utf-8")
+    assert "rained from scratch" in card and (tmp_path / "run" / "final" / "curves.png").exists()
+    assert "def main(" in capsys.readouterr().out
