@@ -287,6 +287,8 @@ def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
             continue
         for command in block.replace("\\\n", " ").splitlines():
             command = re.sub("^iha ", "python -m iha_commands.run ", command)
+            if "-m research." in command:  # tests/studies runs it in small
+                continue
             ran.append(command.split()[2])
             run(command, TINY_SCRATCH)
     assert {*TINY_SCRATCH, "sft.make_model", "iha_commands.run"} == {*ran}

@@ -12,9 +12,10 @@ and the smallest difference worth having is 0.01 nats per byte.
 - `iha_P` is the paper's schedule.
 
 After all variants have been trained, their training steps are timed in turn. The machine should be quiet then. The
-text is the source of Python's standard library, or the topics of its manual (`--text prose`); the last tenth is held
-out. On a GPU (`--device cuda`) the models learn in bfloat16 autocast. Runs of several commands, a variant each and at
-once, can be copied into one directory: the command that names it and all of them writes the table.
+text is the source of Python's standard library, the topics of its manual (`--text prose`), or a file of your own
+(`--text train.txt`); the last tenth is held out. On a GPU (`--device cuda`) models learn in bfloat16 autocast. Runs
+of several commands, a variant each and at once, can be copied into one directory: the command that names it and all of
+them writes the table.
 
 example: python -m research.experiments.paired_heads --tokens 512 --kinds global_local wide_4_64 paired_4
 """
@@ -24,13 +25,14 @@ import pydoc_data.topics
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 
 import torch
 from matplotlib.figure import Figure
 
 from iha_io import plots
-from iha_io.command_io import UserError, run_cli
+from iha_io.command_io import UserError, one_line, run_cli
 from modeling_iha import IHAForCausalLM
 from research.experiments import language_models
 from research.experiments.language_models import (
@@ -44,7 +46,7 @@ from research.experiments.language_models import (
     size_of,
     sized,
 )
-from research.experiments.options import protocol_parser
+from research.experiments.options import path_from_root, protocol_parser
 from research.experiments.protocol import compare_tuned, new_model
 from research.experiments.study import begin, interval, write
 
@@ -92,12 +94,25 @@ LINES = {  # of the plot by time
 HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before
 
 
-def read_text(name: str) -> torch.Tensor:
-    """Return the bytes of a text, as uint8."""
+def given_text(name: str) -> str:
+    """Return the name of a text; of a file the path from the root of the checkout, where the study runs."""
+    return name if name in ("python", "prose") else str(path_from_root(name))
+
+
+def read_text(name: str, tokens: int) -> torch.Tensor:
+    """Return the bytes of a text, as uint8. Raise `UserError` for a file that is not there, or too short for rows."""
     if name == "python":
         return language_models.read_text()
-    manual = "\n".join(pydoc_data.topics.topics.values()).encode()
-    return torch.frombuffer(bytearray(manual), dtype=torch.uint8)
+    if name == "prose":
+        content = "\n".join(pydoc_data.topics.topics.values()).encode()
+    else:
+        try:
+            content = Path(name).read_bytes()
+        except OSError as error:
+            raise UserError(f"--text {name}: expected python, prose or a file ({one_line(error)}).") from error
+    if len(content) < (least := 20 * (tokens + 1)):  # two rows in the held-out tenth
+        raise UserError(f"--text {name} has {len(content):,} bytes: expected at least {least:,}.")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def model_of(size: dict, name: str, seed: int) -> IHAForCausalLM:
@@ -178,13 +193,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.set_defaults(kinds=USUAL)
     parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
     parser.add_argument("--width", type=int, default=64, choices=SIZES, help="of the model (64)")
-    parser.add_argument("--text", default="python", choices=("python", "prose"), help="(python)")
+    parser.add_argument("--text", default="python", type=given_text, help="python, prose or any file (python)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
     args = parser.parse_args(argv)
     usual = {"tokens": 256, "width": 64, "text": "python", "device": "cpu"}
-    args.study += "".join(f"_{getattr(args, name)}" for name, value in usual.items() if getattr(args, name) != value)
+    others = (getattr(args, name) for name, value in usual.items() if getattr(args, name) != value)
+    args.study += "".join(f"_{Path(str(value)).stem}" for value in others)
     begin(args)
-    size, text = size_of(SIZES[args.width], args.tokens), read_text(args.text)
+    size, text = size_of(SIZES[args.width], args.tokens), read_text(args.text, args.tokens)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no CUDA device here.")
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None

@@ -198,7 +198,7 @@ def test_wide_windows_have_the_positions_of_interleaved_tokens_in_their_windows_
 def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, monkeypatch):
     monkeypatch.setattr(paired_heads, "TIMED_STEPS", 1)
     monkeypatch.setattr(paired_heads, "TIMED_ROUNDS", 1)
-    monkeypatch.setattr(paired_heads, "read_text", lambda name: TEXT)
+    monkeypatch.setattr(paired_heads, "read_text", lambda *given: TEXT)
     names, sizes = ["global_local", "paired_4"], {64: {**TINY, "tokens_per_step": 128}}
     changed = {"SIZES": {64: {**sizes[64], "heads": 1}}}
     table, runs = run_protocol(paired_heads, {"SIZES": sizes}, names, "--tokens", "128", changed=changed)
@@ -207,6 +207,17 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, mon
         table["step_seconds"]["paired_4"] / table["step_seconds"]["global_local"]
     )
     assert row["parameters"] == base["parameters"] and runs.keys() == set(names)
+
+
+def test_paired_heads_learn_a_file_of_ones_own(tmp_path):
+    file = tmp_path / "my.txt"
+    file.write_bytes(bytes(range(256)) * 20)
+    assert bytes(paired_heads.read_text(str(file), 254).tolist()) == file.read_bytes()
+    with pytest.raises(UserError, match=r"my.txt has 5,120 bytes: expected at least 5,140"):
+        paired_heads.read_text(str(file), 256)
+    for argument, message in (("absent.txt", "expected python, prose or a file"), (str(file), "has 5,120 bytes")):
+        with pytest.raises(UserError, match=message):
+            paired_heads.main(["--text", argument, "--output", str(tmp_path), "--results", str(tmp_path)])
 
 
 # Recall
