@@ -69,7 +69,7 @@ setup(
         "flash": ["flash-attn-4[cu13]>=4.0.0b36; platform_system == 'Linux'"],
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
-            *("coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff"),
+            *("coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff", "transformers-mlinter"),
             *("bitsandbytes", "fastapi", "openai", "rich", "torchao", "uvicorn"),
         ],
     },

@@ -102,14 +102,18 @@ class IHAMLP(LlamaMLP):
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
+        # CODEPATH: the paper's 2.4B models and GPT-3 small have two matrices; converted Llamas and DCFormers three.
         if not config.gated_mlp:
             del self.gate_proj
+        # CODEPATH: released DCFormers ("mgate").
         if config.mlp_gate_groups is not None:
             self.group_gate = nn.Linear(config.hidden_size, config.mlp_gate_groups, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         channels = self.up_proj(x)
+        # CODEPATH: as in __init__.
         channels = self.act_fn(self.gate_proj(x)) * channels if self.config.gated_mlp else self.act_fn(channels)
+        # CODEPATH: released DCFormers ("mgate").
         if self.config.mlp_gate_groups is not None:
             scores = self.group_gate(x)
             gate = torch.softmax(scores.float(), dim=-1).to(scores.dtype)

@@ -265,6 +265,7 @@ def attach_mixing(model: PreTrainedModel) -> None:
             continue  # A generic task head has a decoder of this package within.
         module.attended = module.was_traced = False  # see `noted_attention` and `_check_attention`
         module._forward_hooks[HOOK], module._forward_hooks_with_kwargs[HOOK] = _check_attention, True
+        # CODEPATH: decoders of `pair_heads` are paired, those of `interleave_heads` mixed.
         module.virtual_heads = PairedHeads if config.virtual_heads == "paired" else MixedHeads
         if module.virtual_heads is PairedHeads:
             continue
@@ -432,6 +433,7 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
     if layers and (window := _window(decoder)):
         # One mask serves all sliding layers, also those that are not interleaved.
         keep_window_edge(cache, [1] * len(layers), window)
+    # CODEPATH: bases without windows, whose changed layers have one of their own (`sliding_window=...`).
     elif layers and config.interleaved_window:
         fresh = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
         for module in decoder.modules() if fresh else ():
