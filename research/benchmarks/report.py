@@ -71,13 +71,18 @@ def ratios_of(name: str, result: dict) -> tuple[str, list[str], dict[str, list[l
     return base, list(columns), {ratio.removesuffix(f" / {base}"): lists for ratio, lists in found.items()}
 
 
+def commit_of(result: dict) -> str:
+    """Return which commit a table measured, as far as it says."""
+    return f"commit {result['commit'][:7]}" if "commit" in result else "a commit that it does not record"
+
+
 def benchmark_lines(name: str, result: dict) -> list[str]:
     """Return the section of a benchmark: how it was measured, its ratios, and their plot."""
     base, columns, found = ratios_of(name, result)
     lines = {ratio: [span(values) for values in lists] for ratio, lists in found.items()}
     return [
         f"## {name}",
-        f"[Figures]({name}.json): `{result['command']}`",
+        f"[Figures]({name}.json): `{result['command']}`, {commit_of(result)}",
         "",
         *table([f"/ {base}" if base else "", *columns], lines),
         "",
@@ -115,7 +120,7 @@ def default_lines(results: list[dict]) -> list[str]:
         for number, result in enumerate(results, 1)
         for name, busy in (("idle", False), ("busy", True))
     }
-    machines = [f"CPU {number}: {result['machine']}." for number, result in enumerate(results, 1)]
+    machines = [f"CPU {number}: {result['machine']}; {commit_of(result)}." for number, result in enumerate(results, 1)]
     fields = ("pass", "tokens", "pseudo_heads", "window")
     settings = dict.fromkeys(setting_of(row, fields) for rows in columns.values() for row in rows)
     lines = {
