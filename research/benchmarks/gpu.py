@@ -60,8 +60,8 @@ LONGEST = 131072
 ENDED = "ended the process, or was stopped"
 # The longest that a form may take. A kernel or a compiler that hangs hears no signal: the process ends.
 FORM_SECONDS = 90
-# Seconds that the timed runs of a form take, of which there are 3 to 20.
-TIMED_SECONDS = 0.5 if DEVICE == "cuda" else 0
+# Seconds that the timed runs of a form take, and their fewest and most.
+TIMED_SECONDS, FEWEST_RUNS, MOST_RUNS = (0.5, 3, 20) if DEVICE == "cuda" else (0, 1, 1)
 # About 10 ms on a GPU.
 SLEEP_CYCLES = 20_000_000
 
@@ -369,7 +369,7 @@ def measure(work: Work) -> dict[str, float]:
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = [seconds_of(work.run)]
-    repeats = max(3, min(20, int(TIMED_SECONDS / times[0])))
+    repeats = max(FEWEST_RUNS, min(MOST_RUNS, int(TIMED_SECONDS / times[0])))
     times += [seconds_of(work.run) for _ in range(repeats - 1)]
     figures = {"seconds": statistics.median(times), "peak_bytes": torch.cuda.max_memory_allocated()}
     for unit, amount in work.amounts.items():
