@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 
 
 def keep_window_edge(cache: Cache, more: list[int], sliding_window: int | None) -> None:
-    """Make each sliding layer of a fresh stock cache keep as many more tokens as `more` says, one where P > 1.
+    """Make sliding layer i of a fresh stock cache keep `more[i]` more tokens: one where P > 1.
 
     A window of W * P virtual tokens reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last still
     see token n - W, which a cache for a window of W tokens has dropped."""

@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hold the weights that mix heads, and learn them at a rate of their own (IHA, Algorithm 1, steps 2 and 5)."""
+"""Hold the weights that mix heads, and learn them at `scale` times the rate (IHA, Algorithm 1, steps 2 and 5)."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from transformers import initialization as init
 
 
 class Mixing(nn.Module):
-    """Hold weights of order 1 that mix heads, and learn them at a rate of their own.
+    """Hold weights of order 1 that mix heads, and learn them at a multiple of the optimizer's rate.
 
     Adam moves a weight by its rate at each step, which is far too little for entries of order 1. A weight is therefore
     the change w from a start, the value is start + s * w, and the gradient of w is that of the value. Any optimizer
@@ -31,7 +31,7 @@ class Mixing(nn.Module):
     def begin(self, name: str, value: torch.Tensor):
         """Initialise a weight at a value, as far as it was not loaded.
 
-        Checkpoints of earlier versions hold no scale, which is then the configuration's, and where it is 1 no start.
+        Checkpoints of earlier versions hold no scale: it is the configuration's. Where that is 1 they hold no start.
         Raise a ValueError for any other weight without its start."""
         weight = self.get_parameter(name)
         start, scale = self.get_buffer(f"{name}_start"), self.get_buffer(f"{name}_scale")
@@ -40,7 +40,10 @@ class Mixing(nn.Module):
                 f"The weights of a {type(self).__name__} hold changes and no starts: save a model by save_pretrained "
                 "or its state_dict, not its parameters alone."
             )
-        first, change = (start, weight) if self.built_scale != 1 else (weight, start)
+        if self.built_scale != 1:
+            first, change = start, weight
+        else:
+            first, change = weight, start
         init.copy_(first, value.to(weight).expand_as(weight))
         init.zeros_(change)
         init.constant_(scale, self.built_scale)

@@ -28,7 +28,7 @@ def create_masks(
     position_ids: torch.Tensor | None,
     counted: bool = False,
 ) -> dict[str, Any]:
-    """Return the mask of each layer type, over virtual tokens where the model has "iha" layers (see `virtual_mask`).
+    """Return the mask of each layer type, over virtual tokens where the model has virtual heads (see `virtual_mask`).
 
     Args:
         inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.

@@ -199,8 +199,9 @@ class IHAModel(IHAPreTrainedModel):
         """Check the inputs, and return the mask of each layer type. `kwargs` of the forward may declare documents."""
         inputs = (self.config, inputs_embeds, attention_mask, cache)
         check_inputs(*inputs, None if counted else position_ids, **kwargs)
-        for layer in [layer for layer in self.layers if layer.self_attn.convolves][:1]:
-            layer.self_attn.check_holes(attention_mask)
+        convolving = next((layer for layer in self.layers if layer.self_attn.convolves), None)
+        if convolving is not None:
+            convolving.self_attn.check_holes(attention_mask)
         return create_masks(*inputs, position_ids, counted)
 
     @takes_cache
@@ -219,7 +220,7 @@ class IHAModel(IHAPreTrainedModel):
         r"""Run as [`LlamaModel.forward`] does, with every argument in tokens.
 
         `attention_mask` is [batch, cached + N], [batch, heads or 1, N, cached + N], or a mask of `create_masks` for
-        each layer type. The `attentions` of "iha" layers are over virtual tokens: see `token_attentions`."""
+        each layer type. Layers with virtual heads give `attentions` over virtual tokens: see `token_attentions`."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 

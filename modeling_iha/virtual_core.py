@@ -49,7 +49,8 @@ def virtual_attention(
     num_pseudo_heads = virtual_tokens(module.config)
     _check_mask(core, attention_mask)
     attend, view = core_function(core, module), stock_view(module, core, num_pseudo_heads)
-    if has_first_keys(attention_mask):  # in which the window of the base is, and no place of a static cache behind
+    if has_first_keys(attention_mask):
+        # First keys include the window of the base, and stand for no unused place of a static cache.
         attend, kwargs["sliding_window"] = partial(first_key_attention, attend), None
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if virtual_heads(module) is None:
@@ -99,14 +100,14 @@ def layer_mask(
                 f"attention_mask is {list(mask.shape)} for {length} x {width} virtual tokens on {core!r}: pass "
                 "attention_mask [batch, tokens] or [batch, 1, queries, keys] to the model by its name."
             )
-    return in_window(mask, window and window * num_pseudo_heads)
+    return in_window(mask, None if window is None else window * num_pseudo_heads)
 
 
 def new_token_mask(num_keys: int, window: int | None, num_pseudo_heads: int, device: torch.device) -> torch.Tensor:
     """Return the mask of one new token, boolean [1, 1, P, keys * P], where the layers of the base need none."""
     places = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=device)
     mask = places.tril((num_keys - 1) * num_pseudo_heads)[None, None]
-    return in_window(mask, window and window * num_pseudo_heads)
+    return in_window(mask, None if window is None else window * num_pseudo_heads)
 
 
 def core_function(core: str, module: nn.Module) -> Callable:

@@ -70,8 +70,8 @@ def virtual_tokens(config: PreTrainedConfig) -> int:
 def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
     """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
 
-    Pseudo-head p of token n sees what token n sees, less the pseudo-heads after p of the oldest and of its own token,
-    and with these of the token before the oldest: in a window of W tokens, the last W * P virtual tokens.
+    Pseudo-head p of token n sees the tokens that n sees, except the pseudo-heads after p of n itself. It also sees the
+    pseudo-heads after p of the token just before the window: in a window of W tokens, the last W * P virtual tokens.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (`_first_keys`)."""
     make_mask, num_pseudo_heads = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config), virtual_tokens(config)
@@ -94,9 +94,10 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
         token, cached, later = query // num_pseudo_heads, key // num_pseudo_heads, key % num_pseudo_heads
         same = mask_function(batch, head, token, cached)
         before = mask_function(batch, head, token - 1, cached) & mask_function(batch, head, token, token - 1)
-        before = (before & (cached < token)) | (same & (cached > token))  # tokens of an image may see later ones
-        seen = later <= query % num_pseudo_heads
-        return (seen & same) | (~seen & before)  # ONNX Runtime loads no `where` of three booleans
+        # Tokens of an image may see later ones.
+        visible_after_p = (before & (cached < token)) | (same & (cached > token))
+        is_after_p = later > query % num_pseudo_heads
+        return (~is_after_p & same) | (is_after_p & visible_after_p)  # ONNX Runtime loads no `where` of three booleans
 
     if attention_mask is not None:
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
@@ -128,9 +129,10 @@ def _first_keys(
     accelerate and FSDP, checkpointing and compiled layers take, slice, move and trace tensors: an object would be
     refused, and what hangs on a tensor alone would be lost. It is int32, as no other mask is, and FSDP casts no int.
 
-    The mask function tells the documents: one begins where a token does not see the one before it. Both ends of what
-    each token sees, and tokens at distances of powers of two, are compared with the answer. Chunks are documents,
-    padding is a document of its own, and blocks that see each other both ways are none."""
+    The mask function tells the documents: one begins where a token does not see the one before it. The result is
+    checked against the mask function at both ends of what each token sees, and at distances of powers of two. Chunks
+    are documents, padding is a document of its own, and for blocks that see each other both ways the result is `None`.
+    """
     place = torch.arange(q_length, device=device)
     if q_length == 1 or kv_length < q_length or use_vmap or is_tracing(place) or place.is_meta:
         return None
@@ -174,7 +176,9 @@ def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
         if mask.shape[-1] > 1:
             return tokens.expand(-1, -1, -1, mask.shape[-1] // num_pseudo_heads)
         if not torch.compiler.is_compiling():
-            tokens.documents = Documents(*(each // num_pseudo_heads for each in documents_of(mask)))
+            bounds, longest, reach = documents_of(mask)
+            virtual = num_pseudo_heads
+            tokens.documents = Documents(bounds // virtual, longest // virtual, reach // virtual)
         return tokens
     last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
     return mask[:, last] if mask.ndim == 2 else mask[..., last, last]

@@ -108,8 +108,9 @@ def first_key_attention(
     """Return the output [batch, L, H, head_dim] of attention under a mask of first keys and a window.
 
     Query v sees the keys u with first_keys[v] <= u <= v and v - sliding_window < u. The mask is that of documents and
-    a window. Documents go one by one, or on a GPU in half precision in one call of PyTorch's FlashAttention, and no
-    dense mask is made of more than MIN_BLOCK queries. In an "iha" layer the cost is O(N W P^2).
+    a window. Documents go one by one, or on a GPU in half precision in one call of PyTorch's FlashAttention. A dense
+    mask is made only where L exceeds the window by at most MIN_BLOCK, and in compiled code for documents without a
+    window. In an "iha" layer the cost is O(N W P^2).
 
     Args:
         core: an attention function of Transformers that takes a boolean mask.
@@ -162,10 +163,10 @@ def window_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output [batch, L, H, head_dim] of causal attention, within `sliding_window` keys unless it is `None`.
 
-    A dense mask costs O(L^2) time and memory, whatever the window, and is faster where L is little longer. Else every
-    block of queries gets the keys that its window reaches, and all go through the core in one call, as a batch with
-    one small mask, at a cost of O(L * window). Blocks of keys overlap, and are views: copies would be kept for the
-    backward pass, (block + window) / block times the states."""
+    A dense mask costs O(L^2) time and memory regardless of the window, and is faster where L is only slightly longer
+    than the window. Elsewhere every block of queries gets the keys that its window reaches, and all go through the
+    core in one call, as a batch with one small mask, at a cost of O(L * window). Blocks of keys overlap, and are
+    views: copies would be kept for the backward pass, (block + window) / block times the states."""
     (batch, heads, length, _), window = query.shape, sliding_window
     if window is None or length <= window:
         return core(module, query, key, value, None, **kwargs)
