@@ -102,7 +102,7 @@ def tasks_more() -> list[Number]:
     return [row["seconds"]["mean"] / by_kind["mha"]["seconds"]["mean"] for row in by_kind.values()]
 
 
-PAIRED = ("paired_heads", "paired_heads_1024_512_cuda")
+PAIRED = ("paired_heads", "paired_heads_1024_512_cuda", "paired_heads_prose")
 
 
 def paired_more() -> list[Number]:
