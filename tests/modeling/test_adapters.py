@@ -325,7 +325,7 @@ for i in (0, 1):
 """
 
 
-@pytest.mark.parametrize("wrapped_twice", [False, True])
+@pytest.mark.parametrize("wrapped_twice", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("with_package", [False, True])
 def test_two_copies_of_the_code_know_each_others_adapters(with_package, wrapped_twice, base, tmp_path):
     places = [str(tmp_path / name) for name in ("one", "other")][: 1 if with_package else 2]

@@ -84,7 +84,7 @@ for model in models:
 """
 
 
-@pytest.mark.parametrize("scale", [40.0, 1.0])
+@pytest.mark.parametrize("scale", [40.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_the_package_knows_the_mixing_of_a_checkpoints_own_code(scale, tmp_path):
     model = interleave_heads(decoder("llama"), 2, mixing_scale=scale)
     model.save_pretrained(tmp_path / "untrained")

@@ -151,8 +151,14 @@ def test_compiled_models_are_whole_graphs(compiled, checkpointing):
 @pytest.mark.parametrize(
     ("compiled", "replace", "layers"),
     [
-        *(("whole", "forward", [1]), ("whole", "module", [1]), ("whole", "module", [0, 1, 2])),
-        *(("layers", "forward", [1]), ("layers", "module", [1]), ("layers", "forward of a layer", [1])),
+        *(("whole", "module", [1]), ("layers", "forward", [1])),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("whole", "forward", [1]), ("whole", "module", [0, 1, 2])),
+                *(("layers", "module", [1]), ("layers", "forward of a layer", [1])),
+            )
+        ),
     ],
 )
 def test_compiled_code_attends_by_the_mixing(compiled, replace, layers, fullgraph):
