@@ -24,6 +24,7 @@ from iha_io.checkpoint_io import (
 )
 from iha_io.command_io import UserError, locate_checkpoint, new_directory, one_line, typed
 from model_cards.render import markdown, render_card, source_license, source_name
+from modeling_iha import IHAConfig
 from modeling_iha.configuration_iha import SIZES
 
 
@@ -80,6 +81,14 @@ def new_config(config_class: type[Config], **fields) -> Config:
         return config_class(**fields)
     except (StrictDataclassError, TypeError, ValueError) as error:
         raise UserError(f"No {config_class.__name__} can be built: {one_line(error.__cause__ or error)}") from error
+
+
+def preset_config(name: str, **fields) -> IHAConfig:
+    """Return a preset with `fields` in place of its own, or raise `UserError` if there is none or they do not fit."""
+    try:
+        return IHAConfig.from_preset(name, **fields)
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        raise UserError(one_line(error.__cause__ or error)) from error
 
 
 def build(

@@ -30,8 +30,8 @@ options = TrainingArguments(args.out, max_steps=args.max_steps, learning_rate=1e
 trainer = Trainer(IHAForCausalLM(config), options, train_dataset=rows)
 trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if Path(args.out).is_dir() else None)
 trainer.save_model()  # with the model's code
-losses = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-plt.plot(*zip(*losses) if losses else [])
+logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+plt.plot([entry["step"] for entry in logged], [entry["loss"] for entry in logged])
 plt.savefig(Path(args.out, "curve.png"))
 
 # In any process, without this package:

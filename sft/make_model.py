@@ -12,8 +12,9 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
+from conversion_scripts.conversion import preset_config
 from iha_io.checkpoint_io import load_tokenizer
-from iha_io.command_io import UserError, new_directory, one_line, run_cli
+from iha_io.command_io import UserError, new_directory, run_cli
 from model_cards.render import render_card
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft.make_tokenizer import byte_tokenizer
@@ -31,10 +32,7 @@ def config_of(preset: str, tokenizer: PreTrainedTokenizerBase, changes: list[str
         if not equals:
             raise UserError(f"--set {change}: expected FIELD=VALUE.")
         fields[name] = yaml.safe_load(value)
-    try:
-        return IHAConfig.from_preset(preset, **fields)
-    except Exception as error:  # huggingface_hub wraps what a validator raises in a type of its own
-        raise UserError(one_line(error.__cause__ or error)) from error
+    return preset_config(preset, **fields)
 
 
 def write_start(dst: Path, config: IHAConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0, **card) -> int:

@@ -10,10 +10,11 @@ from dataclasses import astuple
 
 from transformers import PreTrainedConfig
 
+from conversion_scripts.conversion import new_config, preset_config
 from conversion_scripts.convert_llama_to_iha import iha_config
 from iha_io.checkpoint_io import load_config
 from iha_io.command_arguments import check_cost, cost_arguments
-from iha_io.command_io import UserError, one_line, run_cli
+from iha_io.command_io import UserError, run_cli
 from iha_io.step_memory import of_training
 from kind_facts import interleaved_kind, is_interleaved
 from kind_facts.cost import Cost
@@ -25,10 +26,7 @@ from modeling_iha.virtual_masks import virtual_tokens
 
 def changed(config: IHAConfig, **fields) -> IHAConfig:
     """Return a config with other fields. Raise `UserError` for one that cannot be."""
-    try:
-        return IHAConfig(**{**config.to_dict(), **fields})
-    except Exception as error:  # huggingface_hub wraps what a validator raises in a type of its own
-        raise UserError(one_line(error.__cause__ or error)) from error
+    return new_config(IHAConfig, **{**config.to_dict(), **fields})
 
 
 def plain(source: PreTrainedConfig) -> IHAConfig:
@@ -77,10 +75,7 @@ def settings_of(
     given = {"num_pseudo_heads": num_pseudo_heads, "sliding_window": window}
     fields = {name: value for name, value in given.items() if value is not None}
     if preset is not None:
-        try:
-            settings = IHAConfig.from_preset(preset, **fields)
-        except Exception as error:
-            raise UserError(one_line(error.__cause__ or error)) from error
+        settings = preset_config(preset, **fields)
     else:
         source = load_config(config)
         if isinstance(source, IHAConfig):
@@ -110,9 +105,9 @@ def row(title: str, cost: Cost, tokens: int, batch: int) -> str:
 
 def memory(settings: IHAConfig, batch: int, tokens: int) -> str:
     """Return a line on the memory of a training step, with and without checkpointing of activations."""
-    plain, checkpointed = (of_training(settings, batch, tokens, checkpointing) for checkpointing in (False, True))
-    parts = (f"{name} {getattr(plain, name) / 1e9:.2f}" for name in ("weights", "gradients", "optimizer"))
-    peaks = f"{plain.peak / 1e9:.2f} GB, {checkpointed.peak / 1e9:.2f} with activation checkpointing"
+    whole, checkpointed = (of_training(settings, batch, tokens, checkpointing) for checkpointing in (False, True))
+    parts = (f"{name} {getattr(whole, name) / 1e9:.2f}" for name in ("weights", "gradients", "optimizer"))
+    peaks = f"{whole.peak / 1e9:.2f} GB, {checkpointed.peak / 1e9:.2f} with activation checkpointing"
     return f"{peaks} ({', '.join(parts)})"
 
 
