@@ -106,10 +106,11 @@ PAIRED = ("paired_heads", "paired_heads_1024_512_cuda", "paired_heads_prose")
 
 
 def paired_more() -> list[Number]:
-    """Return the differences from windows alone at each evaluation of the wider models."""
+    """Return, of the wider models, the differences from windows alone at each evaluation, and how "iha_4" was tuned."""
+    tried = [loss for _, _, loss in rows(PAIRED[1], "variant")["iha_4"]["tried"]]
     losses = {name: [[loss for _, loss in run] for run in of] for name, of in table(PAIRED[1])["runs"].items()}
     at_each = [zip(*losses[name]) for name in ("paired_4", "global_local")]
-    return [pair(differences(ours, theirs)) for ours, theirs in zip(*at_each)]
+    return [*tried, *(pair(differences(ours, theirs)) for ours, theirs in zip(*at_each))]
 
 
 def paper_gain(task: str, questions: int, other: str) -> tuple[float, float]:
