@@ -113,6 +113,9 @@ class IHAConfig(LlamaConfig):
             DCFormers (44). `None` leaves that gate out.
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             `True` for an RMSNorm over each head's query and key, before RoPE and the mixing (as in Qwen3).
+        rope_parameters (`dict`, *optional*):
+            RoPE of all layers, or `{"full_attention": {...}, "sliding_attention": {...}}` for a RoPE of its own for
+            the layers with a window, as in Gemma 3.
         no_rope_layers (`list[int]`, *optional*, given and stored as `attention_kinds` is):
             1 for a layer with RoPE (default), 0 for one in which neither a token nor a pseudo-head has a position.
         attention_options (`dict[str, dict]`, *optional*):
@@ -241,20 +244,39 @@ class IHAConfig(LlamaConfig):
                 f"gated_mlp={self.gated_mlp}; it must be a divisor of intermediate_size, with gated_mlp=True, or None."
             )
 
+    @property
+    def has_local_rope(self) -> bool:
+        """Return whether the layers with a window have RoPE parameters of their own."""
+        return any(name in self.rope_parameters for name in LAYER_TYPES)
+
+    def rope_of(self, layer_type: str) -> dict:
+        """Return the RoPE parameters of the layers of a type."""
+        return self.rope_parameters[layer_type] if self.has_local_rope else self.rope_parameters
+
     def _validate_rope(self):
-        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
-        rope_type = self.rope_parameters.get("rope_type")
+        if self.has_local_rope and not set(self.rope_parameters) == set(self.layer_types) == set(LAYER_TYPES):
+            raise ValueError(
+                f"rope_parameters={self.rope_parameters} with layers of {', '.join(sorted(set(self.layer_types)))}; "
+                "it must be one set of parameters for all layers or, in a model with both layer types, one set for "
+                f"each of {', '.join(map(repr, LAYER_TYPES))} and no other key."
+            )
+        for layer_type in LAYER_TYPES:
+            self._validate_rope_of(layer_type)
+
+    def _validate_rope_of(self, layer_type: str):
+        parameters, rope_types = self.rope_of(layer_type), ("default", *ROPE_INIT_FUNCTIONS)
+        rope_type = parameters.get("rope_type") if isinstance(parameters, dict) else None
         if rope_type not in rope_types:
             raise ValueError(
                 f"rope_parameters={self.rope_parameters}; its rope_type must be one of "
-                f"{', '.join(map(repr, rope_types))}, and all layers share one set of parameters."
+                f"{', '.join(map(repr, rope_types))}."
             )
         # Yarn and longrope find a factor of None from the lengths; None anywhere else is an option that is not set.
         needed = ("rope_theta",) if rope_type in ("yarn", "longrope") else ("rope_theta", "factor")
-        for name, value in self.rope_parameters.items():
+        for name, value in parameters.items():
             if value is not None or name in needed:
                 _check_number(name, value, "rope_parameters has ")
-        factor = self.rope_parameters.get("partial_rotary_factor", 1.0)
+        factor = parameters.get("partial_rotary_factor", 1.0)
         if factor != 1.0 and rope_type != "proportional":
             raise ValueError(
                 f"rope_parameters has partial_rotary_factor={factor}; the whole head is rotated, so it must be 1.0 "
@@ -298,6 +320,8 @@ class IHAConfig(LlamaConfig):
         check_scale(config_dict, kwargs)
         if "rope_theta" in kwargs:  # beside `rope_parameters` it would be ignored
             parameters = kwargs.get("rope_parameters") or config_dict.get("rope_parameters") or {}
+            if any(name in parameters for name in LAYER_TYPES):
+                raise ValueError("rope_theta: each layer type has a base of its own; give them in rope_parameters.")
             kwargs["rope_parameters"] = parameters | {"rope_theta": kwargs.pop("rope_theta")}
         ours = IHAConfig.__annotations__ | LlamaConfig.__annotations__
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in ours}

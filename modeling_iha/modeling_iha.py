@@ -3,6 +3,7 @@
 """Define Llama with an attention mechanism chosen per layer, by default Interleaved Head Attention (IHA)."""
 
 import sys
+from copy import copy
 
 import torch
 from torch import nn
@@ -44,9 +45,13 @@ MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["iha"] = "IHAForCausalLM"
 
 
 class IHARotaryEmbedding(LlamaRotaryEmbedding):
-    """Compute Llama's rotary tables and those of interleaved virtual positions."""
+    """Compute Llama's rotary tables and those of interleaved virtual positions, for the layers of one type."""
 
-    def __init__(self, config: IHAConfig):
+    def __init__(self, config: IHAConfig, layer_type: str = "full_attention"):
+        # CODEPATH: layers with a window may have RoPE parameters of their own, and Llama's table knows one set.
+        if config.has_local_rope:
+            config, shared = copy(config), config
+            config.rope_parameters = shared.rope_of(layer_type)
         super().__init__(config)
         self.num_pseudo_heads = config.num_pseudo_heads
         interleaved = config.pseudo_positions == "interleaved"
@@ -184,6 +189,8 @@ class IHAModel(IHAPreTrainedModel):
         self.layers = nn.ModuleList([IHADecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = IHARotaryEmbedding(config=config)
+        # CODEPATH: layers with a window may have RoPE parameters of their own, as in Gemma 3.
+        self.rotary_emb_local = IHARotaryEmbedding(config, "sliding_attention") if config.has_local_rope else None
         self.gradient_checkpointing = False
         build_at(self, config.mixing_scale)
         self.post_init()
@@ -248,13 +255,16 @@ class IHAModel(IHAPreTrainedModel):
             masks = self.create_masks(inputs_embeds, attention_mask, cached, position_ids, counted, **kwargs)
 
         hidden_states = inputs_embeds
-        position_embeddings = self.rotary_emb.tables(hidden_states, position_ids)
+        tables = self.rotary_emb.tables(hidden_states, position_ids)
+        position_embeddings = {"full_attention": tables, "sliding_attention": tables}
+        if self.rotary_emb_local is not None:
+            position_embeddings["sliding_attention"] = self.rotary_emb_local.tables(hidden_states, position_ids)
 
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
                 hidden_states,
                 attention_mask=masks[decoder_layer.self_attn.layer_type],
-                position_embeddings=position_embeddings,
+                position_embeddings=position_embeddings[decoder_layer.self_attn.layer_type],
                 position_ids=position_ids,
                 use_cache=use_cache,
                 **{CACHE: cache},

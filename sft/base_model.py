@@ -83,7 +83,7 @@ def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
 
 
 def rope_reach(config: IHAConfig) -> float:
-    """Return the longest wavelength of the RoPE table, in positions.
+    """Return the longest wavelength of the RoPE table of full attention, in positions.
 
     No rotation can tell the order of two positions that are further apart.
     """
@@ -92,7 +92,7 @@ def rope_reach(config: IHAConfig) -> float:
 
 def _check_reach(config: IHAConfig, length: int) -> None:
     virtual = virtual_tokens(config) if config.pseudo_positions == "interleaved" else 1
-    reach, theta, dim = rope_reach(config), config.rope_parameters["rope_theta"], config.head_dim
+    reach, theta, dim = rope_reach(config), config.rope_of("full_attention")["rope_theta"], config.head_dim
     if length * virtual > reach and dim > 2:
         # The slowest of the dim / 2 rotations has the frequency theta^(2 / dim - 1).
         needed = theta * (length * virtual / reach) ** (dim / (dim - 2))

@@ -132,6 +132,27 @@ DECODER_FIELDS = {
 }
 
 
+# A RoPE for each layer type. YaRN scales its rotations too.
+LOCAL_ROPE = {
+    "attention_kinds": ["iha", "mha", "paired_heads", "mha"],
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 6,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    "sliding_window": 3,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "sliding_attention": {
+            "rope_type": "yarn",
+            "rope_theta": 10.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}
+
+
 # What a checkpoint of "iha" and "mha" layers ships.
 IHA_CODE = {
     *("configuration_iha.py", "modeling_iha.py", "masks.py", "virtual_core.py"),

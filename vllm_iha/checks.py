@@ -66,6 +66,8 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
         return f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM"
     if architecture == "IHAForCausalLM" and 0 in (getattr(config, "no_rope_layers", None) or ()):
         return "no_rope_layers is not served by vLLM"
+    if architecture == "IHAForCausalLM" and "sliding_attention" in (getattr(config, "rope_parameters", None) or {}):
+        return "rope_parameters of each layer type are not served by vLLM"
     if getattr(config, "kv_lora_rank", None):
         return "Multi-head latent attention caches no keys that interleaved heads could mix"
     if others := sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}):

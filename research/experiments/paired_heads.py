@@ -51,16 +51,23 @@ from research.experiments.protocol import compare_tuned, new_model
 from research.experiments.study import begin, interval, write
 
 
+def wide(windows: int, factor: int) -> dict:
+    """Return the fields of windows of N / `windows` tokens whose positions are times `factor`."""
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    local = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 1 / factor}
+    return {"windows": windows, "rope_parameters": {"full_attention": plain, "sliding_attention": local}}
+
+
 PAIRED_2 = {"attention_kinds": "paired_heads", "num_pseudo_heads": 2, "windows": 32, "control": "wide_2_32"}
 PAIRED_4 = {"attention_kinds": "paired_heads", "num_pseudo_heads": 4, "windows": 64, "control": "wide_4_64"}
 PAIRED_8 = {"attention_kinds": "paired_heads", "num_pseudo_heads": 8, "windows": 128, "control": "wide_4_64"}
-# See `VARIANTS` of language_models.py. The names of `WIDE` have their positions times `num_pseudo_heads`.
+# See `VARIANTS` of language_models.py.
 VARIANTS: dict[str, dict] = {
     "global_local": {"windows": 16},
     "mha": {},
-    "wide_4_16": {"windows": 16, "num_pseudo_heads": 4},
-    "wide_2_32": {"windows": 32, "num_pseudo_heads": 2},
-    "wide_4_64": {"windows": 64, "num_pseudo_heads": 4},
+    "wide_4_16": wide(16, 4),
+    "wide_2_32": wide(32, 2),
+    "wide_4_64": wide(64, 4),
     "paired_2": PAIRED_2,
     "paired_4": PAIRED_4,
     "paired_4_twice": {**PAIRED_4, "windows": 32, "control": "paired_4"},
@@ -73,7 +80,6 @@ VARIANTS: dict[str, dict] = {
     "gated": {"attention_kinds": "gated", "windows": 16},
     "diff_v2": {"attention_kinds": "diff_v2", "windows": 16},
 }
-WIDE = ("wide_4_16", "wide_2_32", "wide_4_64")
 USUAL = [name for name in VARIANTS if name not in ("paired_8", "iha_1", "gated", "diff_v2")]
 SIZES = {
     64: language_models.SMALL,
@@ -117,13 +123,7 @@ def read_text(name: str, tokens: int) -> torch.Tensor:
 
 def model_of(size: dict, name: str, seed: int) -> IHAForCausalLM:
     """Build the model of a variant, with the common weights of a seed."""
-    model = new_model(config_of(size, **VARIANTS[name]), build(size), seed)
-    if name in WIDE:
-        # The table of interleaved positions has n * P for token n.
-        model.model.rotary_emb.mixed = True
-        for layer in model.model.layers[:-1]:
-            layer.self_attn.rope_table = "interleaved"
-    return model
+    return new_model(config_of(size, **VARIANTS[name]), build(size), seed)
 
 
 def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, mixing: float) -> dict:

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers import IHA_CODE, last_line, random_model, small_config
+from helpers import IHA_CODE, LOCAL_ROPE, last_line, random_model, small_config
 from tiny_sources import (
     CHAT_TEMPLATE,
     OTHER_SOURCES,
@@ -329,6 +329,7 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
         ({"attention_kinds": "talking_heads"}, "Layer 0 is of kind 'talking_heads'"),
         ({"attention_kinds": "mha", "no_rope_layers": [1, 0], "use_qk_norm": True}, r"no_rope_layers=\[1, 0\]"),
         ({"pseudo_positions": "interleaved"}, "pseudo_positions='interleaved'"),
+        ({**LOCAL_ROPE, "attention_kinds": "mha"}, "RoPE of its own in the layers with a window"),
     ],
 )
 def test_no_stock_architecture_is_refused(fields, message):

@@ -34,6 +34,8 @@ def rope(rope_type, **parameters):
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 100.0, **parameters}}
 
 
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 BAD = [
     ({"num_pseudo_heads": 0}, "num_pseudo_heads=0.*at least 1"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3.*divide.*num_attention_heads=4"),
@@ -53,6 +55,20 @@ BAD = [
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.*rope_type.*linear.*factor"),
     ({"rope_parameters": {"rope_type": "alibi", "rope_theta": 1e4}}, "rope_parameters.*'alibi'.*'default'.*'yarn'"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.*one set"),
+    ({**LOCAL, "rope_parameters": {"sliding_attention": PLAIN}}, "rope_parameters.*one set for each"),
+    ({"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}}, "layers of full_attention;.*one set"),
+    (
+        {**LOCAL, "rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN, "factor": 2.0}},
+        "rope_parameters.*no other key",
+    ),
+    (
+        {**LOCAL, "rope_parameters": {"full_attention": PLAIN, "sliding_attention": {**PLAIN, "rope_theta": 0}}},
+        "rope_theta=0; .* above 0",
+    ),
+    (
+        {**LOCAL, "rope_parameters": {"full_attention": PLAIN, "sliding_attention": None}},
+        "rope_parameters.*rope_type must be one of",
+    ),
     (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         "rope_parameters.*partial_rotary_factor=0.5.*1.0",

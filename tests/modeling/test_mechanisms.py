@@ -17,6 +17,7 @@ from helpers import (
     FP32,
     FP64,
     HALVES,
+    LOCAL_ROPE,
     assert_attention_matches,
     assert_close,
     assert_gradients_match,
@@ -323,7 +324,8 @@ def test_remote_code(tmp_path):
     """Compare logits with those of a process that has the checkpoint's own code only."""
     input_ids, expected, directories = random_ids(2, 5), {}, {}
     configs = {name: mechanism.hybrid_config() for name, mechanism in OF_EACH_KIND.items()}
-    for name, config in (configs | {"all": small_config(**EVERY_KIND)}).items():
+    configs |= {"all": small_config(**EVERY_KIND), "local_rope": small_config(num_pseudo_heads=3, **LOCAL_ROPE)}
+    for name, config in configs.items():
         model = random_model(config)
         model.save_pretrained(tmp_path / name)
         directories[name], expected[name] = str(tmp_path / name), uncached_logits(model, input_ids)

@@ -14,9 +14,11 @@ from helpers import (
     FP64_EXACT,
     HYBRID,
     LLAMA,
+    LOCAL_ROPE,
     assert_attention_matches,
     assert_gradients_match,
     gradients,
+    greedy,
     kind_config,
     logits_in_chunks,
     random_ids,
@@ -26,6 +28,7 @@ from helpers import (
     relative_error,
     set_core,
     small_config,
+    uncached_logits,
 )
 from references.iha import causal_lm, iha_attention, mha_attention
 from references.options import AttentionOptions, llama_inv_freq
@@ -111,8 +114,13 @@ def test_attention_matches_reference(num_pseudo_heads, collapse, positions, head
         {"head_dim": 6, "pseudo_positions": "shared", "pseudo_collapse": "all_heads"},
         {**HYBRID, "sliding_window": 2, "use_qk_norm": True, "attention_bias": True, "mlp_bias": True},
         {"attention_kinds": ["iha", "mha", "talking_heads", "diff"], "num_hidden_layers": 4},
+        LOCAL_ROPE,
+        {**LOCAL_ROPE, "pseudo_positions": "shared"},
     ],
-    ids=["qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid_everything", "four_kinds"],
+    ids=[
+        *("qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid_everything", "four_kinds"),
+        *("local_rope", "local_rope_shared"),
+    ],
 )
 def test_model_matches_reference(overrides):
     model = random_model(small_config(num_pseudo_heads=3, **overrides), dtype=torch.float64)
@@ -161,6 +169,21 @@ def test_rope_types(core, rope_type, positions):
     assert relative_error(logits, expected) < FP32
 
     assert relative_error(logits_in_chunks(model, input_ids, [1] * 9), expected) < FP32
+
+
+def test_rope_of_each_layer_type_in_use(tmp_path):
+    """Generate, in float32 and in bfloat16 (whose frequencies stay in float32), and load what was saved."""
+    model, prompt = random_model(small_config(num_pseudo_heads=3, **LOCAL_ROPE)), random_ids(2, 5)
+    tokens = model.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert torch.equal(tokens, greedy(model, prompt, 6))
+    model.save_pretrained(tmp_path)
+    loaded = IHAForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.rope_parameters == model.config.rope_parameters
+    assert torch.equal(uncached_logits(loaded, tokens), uncached_logits(model, tokens))
+    frequencies = model.model.rotary_emb_local.inv_freq.clone()
+    assert torch.equal(model.to(torch.bfloat16).model.rotary_emb_local.inv_freq, frequencies)
+    with pytest.raises(ValueError, match="^rope_theta: each layer type has a base of its own"):
+        IHAForCausalLM.from_pretrained(tmp_path, rope_theta=5.0)
 
 
 # What the paper claims of the layer

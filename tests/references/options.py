@@ -42,11 +42,13 @@ def llama_inv_freq(head_dim: int, theta: float) -> Tensor:
 
 def layer_options(config, layer_idx: int) -> AttentionOptions:
     """Return the geometry of a layer; frequencies of a RoPE type other than the plain one are Transformers'."""
-    rope = config.rope_parameters
+    layer_type, rope = config.layer_types[layer_idx], config.rope_parameters
+    own = {"layer_type": layer_type} if layer_type in rope else {}
+    rope = rope.get(layer_type, rope)
     if rope["rope_type"] == "default":
         inv_freq, scaling = llama_inv_freq(config.head_dim, rope["rope_theta"]), 1.0
     else:
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, **own)
     return AttentionOptions(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,

@@ -106,7 +106,7 @@ PAIRED = ("paired_heads", "paired_heads_1024_512_cuda", "paired_heads_prose")
 
 
 def paired_more() -> list[Number]:
-    """Return, of the wider models, the differences from windows alone at each evaluation, and how "iha_4" was tuned."""
+    """Return what the wider models' section says: differences at each evaluation, and the tuning of "iha_4"."""
     tried = [loss for _, _, loss in rows(PAIRED[1], "variant")["iha_4"]["tried"]]
     losses = {name: [[loss for _, loss in run] for run in of] for name, of in table(PAIRED[1])["runs"].items()}
     at_each = [zip(*losses[name]) for name in ("paired_4", "global_local")]

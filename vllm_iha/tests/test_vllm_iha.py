@@ -344,6 +344,15 @@ REFUSED_MODELS = {
     "kind": ({"attention_kinds": ["iha", "diff"]}, {}, "'diff', and vLLM serves 'iha', 'paired_heads', 'mha'"),
     "mlp_gate_groups": ({"mlp_gate_groups": 4}, {}, "mlp_gate_groups=4"),
     "no_rope_layers": ({"no_rope_layers": [1, 0]}, {}, "no_rope_layers is not served"),
+    "local_rope": (
+        {
+            **WINDOWS,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), YARN),
+        },
+        {},
+        "rope_parameters of each layer type",
+    ),
     "rope": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "'dynamic'"),
     "head_dim": ({"head_dim": 16}, {}, "head_dim=16, .* takes 32, 64"),
     "wrong_word": ({}, {"hf_overrides": {"pseudo_positions": "interleave"}}, "allowed are 'interleaved', 'shared'"),
