@@ -148,6 +148,7 @@ class IHAConfig(LlamaConfig):
     gated_mlp: bool = True
     mlp_gate_groups: int | None = None
     use_qk_norm: bool = False
+    rope_parameters: dict | None = None
     no_rope_layers: list[int] | None = None
     attention_options: dict | None = None
 
