@@ -23,6 +23,12 @@ class MixedHeads(NamedTuple):
     # (cos, sin) of R_p, each [P, head_dim]. R_p rotates pseudo-head p within its token; `None` for shared positions.
     rotation: tuple[torch.Tensor, torch.Tensor] | None
 
+    expands = True  # virtual tokens take memory of their own
+
+    @property
+    def num_pseudo_heads(self) -> int:
+        return self.q_mix.shape[-1]
+
     @classmethod
     def of(cls, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation) -> "MixedHeads":
         """Return the weights of a module for base states."""
@@ -45,7 +51,7 @@ class MixedHeads(NamedTuple):
         key = expand(key, self.k_mix, self.rotation)
         value = expand(value, self.v_mix)
         output, attn_weights = core(query, key, value, attention_mask, **kwargs)
-        return collapse(output, self.collapse, self.q_mix.shape[-1]), attn_weights
+        return collapse(output, self.collapse, self.num_pseudo_heads), attn_weights
 
     def step(self, *args) -> torch.Tensor:
         """Return the output of one new token, by `absorbed_attention` of the arguments."""

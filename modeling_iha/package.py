@@ -40,6 +40,7 @@ PACKAGE_ONLY = {
 INTERLEAVED_FILES = (
     "adapter_records.py",
     "cache_names.py",
+    "chunks.py",
     "configuration_interleaved.py",
     "exact_start.py",
     "interleaving.py",

@@ -18,6 +18,8 @@ class PairedHeads(NamedTuple):
 
     num_pseudo_heads: int  # P
 
+    expands = False  # virtual tokens are views
+
     @classmethod
     def of(cls, module: Any, *states) -> "PairedHeads":
         return cls(module.config.num_pseudo_heads)

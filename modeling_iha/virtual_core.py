@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .chunks import attend_in_chunks, chunk_window
 from .interleaving import virtual_kwargs
 from .new_token import is_absorbed
 from .overlay import Overlay
@@ -48,10 +49,11 @@ def virtual_attention(
     """
     num_pseudo_heads = virtual_tokens(module.config)
     _check_mask(core, attention_mask)
-    attend, view = core_function(core, module), stock_view(module, core, num_pseudo_heads)
+    stock, view = core_function(core, module), stock_view(module, core, num_pseudo_heads)
+    attend = stock
     if has_first_keys(attention_mask):
         # First keys include the window of the base, and stand for no unused place of a static cache.
-        attend, kwargs["sliding_window"] = partial(first_key_attention, attend), None
+        attend, kwargs["sliding_window"] = partial(first_key_attention, stock), None
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     if virtual_heads(module) is None:
         return attend(view, query, key, value, token_mask(attention_mask, num_pseudo_heads), **kwargs)
@@ -77,8 +79,13 @@ def virtual_attention(
             attention_mask = new_token_mask(num_keys, window, num_pseudo_heads, query.device)
         else:  # causal from position 0 on, whatever a static cache holds behind
             key, value = key[:, :, :num_queries], value[:, :, :num_queries]
-            attend = partial(window_attention, attend)
+            attend = partial(window_attention, stock)
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
+    if attend is not stock:
+        chunked = chunk_window(heads, query, key, value, attention_mask, kwargs.get("sliding_window"))
+        if chunked is not None:
+            kwargs["sliding_window"] = chunked
+            return attend_in_chunks(heads, stock, view, query, key, value, **kwargs), None
     return heads.attend(partial(attend, view), query, key, value, attention_mask, **kwargs)
 
 

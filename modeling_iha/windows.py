@@ -83,6 +83,10 @@ class Documents(NamedTuple):
     longest: int
     reach: int  # the most keys that a query sees
 
+    def are_rows(self, batch: int, length: int) -> bool:
+        """Return whether each row of `length` tokens is one document."""
+        return self.longest == length and len(self.bounds) == batch + 1
+
 
 def documents_of(first_keys: torch.Tensor) -> Documents:
     """Return the documents of a mask of first keys, found once and kept beside it. A GPU waits for the answer."""
@@ -93,6 +97,20 @@ def documents_of(first_keys: torch.Tensor) -> Documents:
         longest, reach = torch.stack((bounds.diff().max(), seen.max())).tolist()
         first_keys.documents = Documents(bounds, longest, reach)
     return first_keys.documents
+
+
+def row_window(mask: torch.Tensor | None, window: int | None) -> int | None:
+    """Return the window of causal attention that hides nothing else, in keys.
+
+    It is `None` without a window, and where a mask of first keys hides other documents or padding. `window` is the
+    layer's own, beside that of a mask."""
+    if mask is None:
+        return window
+    if (plain := plain_window(mask)) is not None:
+        return min(plain, window or plain)
+    documents = documents_of(mask)
+    reach = min(documents.reach, window or documents.reach)
+    return reach if documents.are_rows(mask.shape[0], mask.shape[2]) else None
 
 
 def first_key_attention(
@@ -138,7 +156,7 @@ def first_key_attention(
     window = min(documents.reach, sliding_window or documents.reach)  # as long as a document, it hides nothing
     if fast:
         return varlen_attention(documents, module, query, key, value, window, **kwargs)
-    if documents.longest == length and len(documents.bounds) == batch + 1:
+    if documents.are_rows(batch, length):
         return window_attention(core, module, query, key, value, None, window, **kwargs)
     # The gradient of a split is one concatenation; that of each slice would be a tensor as long as all documents.
     lengths = documents.bounds.diff().tolist()
@@ -168,15 +186,16 @@ def window_attention(
     core in one call, as a batch with one small mask, at a cost of O(L * window). Blocks of keys overlap, and are
     views: copies would be kept for the backward pass, (block + window) / block times the states."""
     (batch, heads, length, _), window = query.shape, sliding_window
-    if window is None or length <= window:
+    before = key.shape[2] - length
+    if window is None or before + length <= window:
         return core(module, query, key, value, None, **kwargs)
-    if length - window <= MIN_BLOCK:
+    if length - window <= MIN_BLOCK and before == 0:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         return core(module, query, key, value, mask[None, None], **kwargs)
     if torch.compiler.is_compiling():
         return compiled_blocks(core, module, query, key, value, window, **kwargs)
     # Overlapping blocks of several rows are no view, but those of one row that joins them are.
-    if batch > 1 and heads * length <= JOINED_ROW:
+    if batch > 1 and heads * length <= JOINED_ROW and before == 0:
         states = (query, key, value)
         query, key, value = (each.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for each in states)
         output = _attend_in_blocks(core, module, query, key, value, window, length, **kwargs)
@@ -191,8 +210,9 @@ def _attend_in_blocks(core: Callable, module, query, key, value, window: int, ro
 
     The L tokens are of rows of `row` tokens, which do not see one another."""
     (_, heads, length, _), groups = query.shape, query.shape[1] // key.shape[1]
-    block = min(block_size(window), length - window)
-    last = (length - window) % block
+    alone = window - (key.shape[2] - length)  # queries with fewer keys before them than the window has
+    block = min(block_size(window), length - alone)
+    last = (length - alone) % block
     i = torch.arange(block, device=query.device)[:, None]
     j = torch.arange(block + window, device=query.device)
     mask, view = (i < j) & (j <= i + window), Overlay(module, num_key_value_groups=1)
@@ -212,9 +232,12 @@ def _attend_in_blocks(core: Callable, module, query, key, value, window: int, ro
     # The first queries see every key before them. As a view they would keep all queries for the backward pass. The
     # others go in blocks, the last one shorter, each with its keys and the `window` before. No query sees the first of
     # these. Without it, or with slices of the queries, autograd would fill zeros as long as the states.
-    start, query, end = query.split((window, length - window - last, last), dim=2)
-    output, _ = core(module, start.contiguous(), key[:, :, :window], value[:, :, :window], None, **kwargs)
-    outputs = [output, attend(query, key[:, :, : length - last], value[:, :, : length - last], window, block)]
+    start, query, end = query.split((alone, length - alone - last, last), dim=2)
+    outputs = []
+    if alone > 0:
+        outputs.append(core(module, start.contiguous(), key[:, :, :window], value[:, :, :window], None, **kwargs)[0])
+    reached = key.shape[2] - last
+    outputs.append(attend(query, key[:, :, :reached], value[:, :, :reached], window, block))
     if last > 0:
         outputs.append(attend(end, key[:, :, -window - last :], value[:, :, -window - last :], length - last, last))
     return torch.cat(outputs, dim=1)
