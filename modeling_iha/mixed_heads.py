@@ -23,11 +23,14 @@ class MixedHeads(NamedTuple):
     # (cos, sin) of R_p, each [P, head_dim]. R_p rotates pseudo-head p within its token; `None` for shared positions.
     rotation: tuple[torch.Tensor, torch.Tensor] | None
 
-    expands = True  # virtual tokens take memory of their own
-
     @property
     def num_pseudo_heads(self) -> int:
         return self.q_mix.shape[-1]
+
+    @property
+    def expands(self) -> bool:
+        """Return whether virtual tokens take memory of their own."""
+        return True
 
     @classmethod
     def of(cls, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation) -> "MixedHeads":

@@ -18,7 +18,10 @@ class PairedHeads(NamedTuple):
 
     num_pseudo_heads: int  # P
 
-    expands = False  # virtual tokens are views
+    @property
+    def expands(self) -> bool:
+        """Return whether virtual tokens take memory of their own: they are views."""
+        return False
 
     @classmethod
     def of(cls, module: Any, *states) -> "PairedHeads":
