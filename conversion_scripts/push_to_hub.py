@@ -27,7 +27,7 @@ from iha_io.command_arguments import check_push, push_arguments
 from iha_io.command_io import UserError, checked, read_text, run_cli
 from iha_io.foreign_code import CUSTOM_GENERATE
 from kind_facts import is_ours
-from model_cards.render import MAX_CARD, parse_card, render_card, with_name
+from model_cards.render import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_name
 from modeling_iha.package import PACKAGE
 
 
@@ -115,8 +115,8 @@ def _changed(api: HfApi, stage: Path, repo_id: str, revision: str) -> list[str]:
 def completed_card(directory: Path, repo_id: str, license: str | None, base_model: str | None) -> str:
     """Return the model card in `directory`, or a new one, with the licence and base model that it lacks.
 
-    A card of this package also gets the name `repo_id`. A `base_model` of "none" says that there is none. Raise
-    `UserError` if the card cannot be read, states neither, or states something else.
+    A card of this package also gets the name `repo_id`. A `base_model` of "none" says that there is none, as the tag
+    of a card from scratch does. Raise `UserError` if the card cannot be read, states neither, or states something else.
     """
     path = directory / "README.md"
     config = load_config(directory)
@@ -125,6 +125,8 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
     text = read_text(path, MAX_CARD).removeprefix("\ufeff") if path.is_file() else render_card(config, repo_id)
     card = parse_card(text, path)
     added = False
+    if FROM_SCRATCH in (card.data.tags or []) and not card.data.get("base_model"):
+        base_model = base_model or "none"
     for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
         stated = card.data.get(name) or None
         if stated is None and value is None:

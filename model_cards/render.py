@@ -45,6 +45,7 @@ from modeling_iha.virtual_masks import virtual_tokens
 TEMPLATE = Path(__file__).with_name("template.md")
 MAX_CARD = 2**20  # bytes
 NOT_EVALUATED = "Not evaluated."
+FROM_SCRATCH = "trained-from-scratch"  # the tag of a model without a base model
 # A results.json of `python -m evaluation.run`, as far as cards and comparisons read it
 
 
@@ -128,18 +129,24 @@ def render_card(
     base_model: str | None = None,
     license: str | None = None,
     datasets: list[str] | None = None,
+    from_scratch: bool = False,
     details: str = "",
 ) -> str:
     """Return a checkpoint's README.md: metadata for the Hub, how to use the model, and its attention layers.
 
     Its title and the usage example have `name`, a directory's or a Hub id. `base_model`, `license` and `datasets` are
-    identifiers of the Hub; `details` are Markdown sections on how the checkpoint was made and what holds for it.
+    identifiers of the Hub. A card `from_scratch` says so by a tag. `details` are Markdown sections on how the checkpoint was made and what holds for it.
     """
     name = one_printable_line(name)
+    tags = ["custom_code", "iha"]
+    if "iha" in described(config).attention_kinds:
+        tags.append("interleaved-head-attention")
+    if from_scratch:
+        tags.append(FROM_SCRATCH)
     metadata = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["custom_code", "iha"] + ["interleaved-head-attention"] * ("iha" in described(config).attention_kinds),
+        tags=tags,
         base_model=base_model,
         license=license,
         datasets=datasets,

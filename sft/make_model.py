@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     tokenizer = load_tokenizer(args.tokenizer, sys.maxsize) if args.tokenizer else byte_tokenizer()
     config = config_of(args.preset, tokenizer, args.set)
-    parameters = write_start(args.dst, config, tokenizer, args.seed, details=DETAILS)
+    parameters = write_start(args.dst, config, tokenizer, args.seed, from_scratch=True, details=DETAILS)
     print(f"Wrote {args.dst}, {parameters:,} parameters with random weights")
 
 

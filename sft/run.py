@@ -291,6 +291,7 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
         base_model=source_base_model(run.model_name_or_path),
         license=source_license(run.model_name_or_path),
         datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
+        from_scratch=scratch,
         details=details,
     )
 

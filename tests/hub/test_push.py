@@ -242,6 +242,9 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     push()
     card = hub.head("me/iha")["README.md"].content.decode()
     assert 'name = "me/iha"\n' in card and "base_model: me/b" in card and "a-directory" not in card
+    (directory / "README.md").write_text(render_card(small_config(), "a-directory", license="mit", from_scratch=True))
+    push()
+    assert "base_model" not in hub.head("me/iha")["README.md"].content.decode()
     (directory / "README.md").write_text("---\nlicense: mit\n---\nMine.\n", encoding="utf-8-sig")
     push("--base-model", "me/base")
     card = hub.head("me/iha")["README.md"].content.decode()
