@@ -135,7 +135,8 @@ def render_card(
     """Return a checkpoint's README.md: metadata for the Hub, how to use the model, and its attention layers.
 
     Its title and the usage example have `name`, a directory's or a Hub id. `base_model`, `license` and `datasets` are
-    identifiers of the Hub. A card `from_scratch` says so by a tag. `details` are Markdown sections on how the checkpoint was made and what holds for it.
+    identifiers of the Hub. A card `from_scratch` says so by a tag. `details` are Markdown sections on how the
+    checkpoint was made and what holds for it.
     """
     name = one_printable_line(name)
     tags = ["custom_code", "iha"]

@@ -125,10 +125,10 @@ class MultiHeadAttention(LlamaAttention):
 
     def attend_in_product_dtype(self, query_states: torch.Tensor, *args, **kwargs):
         """Call `attend` with states in the dtype whose products are fast."""
-        # Products with one query are fast in every dtype, and cached keys then need no copy.
-        return (self.attend if query_states.shape[2] == 1 else in_product_dtype(self.attend))(
-            query_states, *args, **kwargs
-        )
+        # A product with one query is fast in every dtype, and cached keys are not copied for a conversion.
+        if query_states.shape[2] == 1:
+            return self.attend(query_states, *args, **kwargs)
+        return in_product_dtype(self.attend)(query_states, *args, **kwargs)
 
     def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the heads [batch, N, H, head_dim] of the layer, made from those of `attend` and the layer's input."""

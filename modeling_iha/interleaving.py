@@ -15,7 +15,8 @@ def mix(states: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     num_heads, _, num_pseudo_heads = alpha.shape
     alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
     states = states.transpose(1, 2)
-    # With one matrix for all tokens `matmul` would join tokens and head_dim, and copy the result into this layout.
+    # With one matrix for all tokens, `matmul` would fold tokens into head_dim and copy its result. One matrix for each
+    # token, an expanded view, writes this layout directly.
     alpha = alpha.expand(*states.shape[:2], -1, -1)
     return torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, num_heads))
 
@@ -46,7 +47,8 @@ def expand(
 
 def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
     """Collapse virtual tokens [batch, N * P, H, head_dim] to heads [batch, N, H, head_dim] by R (step 5)."""
-    states, weight = states.unflatten(1, (-1, num_pseudo_heads)), weight.to(states.dtype)
+    states = states.unflatten(1, (-1, num_pseudo_heads))
+    weight = weight.to(states.dtype)
     if weight.shape[1] == num_pseudo_heads:
         # A product and a sum keep no copy of the states for the backward pass.
         return (states * weight.t().unsqueeze(-1)).sum(dim=2)
@@ -64,9 +66,13 @@ def token_attentions(
     maps stay as they are."""
     maps = []
     for weights, is_paired in zip(attentions, paired, strict=True):
-        split = (-1, weights.shape[-2] // num_tokens)
-        of_keys = weights.unflatten(-1, split).sum(-1).unflatten(-2, split)  # [batch, heads, N, P, keys]
-        maps.append(of_keys.movedim(3, 1).flatten(1, 2) if is_paired else of_keys.mean(-2))
+        size = weights.shape[-2] // num_tokens  # P, or 1 in a layer without virtual tokens
+        by_key = weights.unflatten(-1, (-1, size)).sum(-1)
+        by_query = by_key.unflatten(-2, (-1, size))  # [batch, heads, N, P, keys]
+        if is_paired:
+            maps.append(by_query.movedim(3, 1).flatten(1, 2))
+        else:
+            maps.append(by_query.mean(-2))
     return tuple(maps)
 
 

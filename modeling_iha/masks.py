@@ -3,7 +3,6 @@
 """Make the mask of every type of layer, and refuse inputs that would silently compute something else."""
 
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +47,10 @@ def create_masks(
         if counted:
             return {name: plain_mask(config, name, inputs_embeds) for name in config.layer_types}
         if torch.compiler.is_compiling() and cache is None:
-            keys = partial(document_keys, position_ids, len(inputs_embeds), num_pseudo_heads)
-            windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-            return {name: keys(windows[name]) for name in config.layer_types}
+            return _document_masks(config, position_ids, len(inputs_embeds))
     if counted and not is_tracing(inputs_embeds):
-        position_ids = None  # or a GPU would be waited for
+        # Transformers would search them for packed documents, and a GPU would wait for the answer.
+        position_ids = None
     # Cores such as those of vLLM make no masks.
     name = register_masks(core) if core in ALL_MASK_ATTENTION_FUNCTIONS else core
     view: Any = Overlay(config, _attn_implementation=name)
@@ -75,16 +73,17 @@ def create_masks(
             if layer_type == "sliding_attention":
                 mask = in_window(mask, config.sliding_window * num_pseudo_heads)
         elif isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
+            # The eager core takes its softmax in float32, where the lowest float64 is -inf.
             mask = mask.clamp_min(LOWEST[torch.float64])
         masks[layer_type] = mask
     return masks
 
 
 def is_whole(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cache | None) -> bool:
-    """Return whether a call has neither padding nor cached tokens, whatever the values.
+    """Return whether a call is known from its shapes to have no padding and no cached tokens.
 
-    A traced or exported model may see other lengths than its example. The kinds that compute the score matrix need
-    other masks."""
+    It is False under export and tracing, where later calls may have other lengths, and for the kinds that compute the
+    score matrix, which take other masks."""
     if attention_mask is not None or not {"mha", *VIRTUAL_KINDS}.issuperset(config.attention_kinds):
         return False
     if is_exported() or (is_tracing() and not torch.compiler.is_compiling()):
@@ -92,9 +91,20 @@ def is_whole(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cach
     return cache is None or (not cache.is_compileable and cache.get_seq_length() == 0)
 
 
+def _document_masks(config: IHAConfig, position_ids: torch.Tensor, batch: int) -> dict[str, torch.Tensor]:
+    """Return the mask of each layer type for compiled code, where positions that do not go on begin a document."""
+    windows = {"full_attention": None, "sliding_attention": config.sliding_window}
+    num_pseudo_heads = virtual_tokens(config)
+    return {
+        layer_type: document_keys(position_ids, batch, num_pseudo_heads, windows[layer_type])
+        for layer_type in config.layer_types
+    }
+
+
 def plain_mask(config: IHAConfig, layer_type: str, inputs_embeds: torch.Tensor) -> torch.Tensor | None:
     """Return the mask of a layer type for a call without documents, padding and cached tokens."""
-    length, window = inputs_embeds.shape[1], config.sliding_window
+    length = inputs_embeds.shape[1]
+    window = config.sliding_window
     if layer_type == "full_attention" or window is None or window >= length:
         return None
     num_pseudo_heads = virtual_tokens(config)
@@ -122,26 +132,34 @@ def check_inputs(
     if is_tracing(embeds) or embeds.is_meta or (mask is not None and mask.ndim != 2):
         return  # There are no values to look at, or a custom mask decides.
 
-    restarts, is_cached, length = False, False, embeds.shape[1]
+    length = embeds.shape[1]
     past = 0 if cache is None else cache.get_seq_length()
-    past = past if length == 1 else int(past)  # that of a static cache waits for a GPU
+    if length != 1:
+        # The length of a static cache is a tensor, and reading it makes a GPU wait. One new token needs no check.
+        past = int(past)
     is_short = mask is not None and isinstance(past, int) and mask.shape[1] < past + length
+    restarts = False
+    begins_again = False  # positions begin at 0 although tokens are cached
     if position_ids is not None and length > 1 and not is_short:
-        restart, first = position_ids.diff(dim=-1) < 1, position_ids < 1
+        restart = position_ids.diff(dim=-1) < 1
+        first = position_ids < 1
         if mask is not None:
-            # `generate` counts from the first real token, so positions of padding may restart. A mask may be longer.
+            # `generate` counts from the first real token, so positions of padding may restart. The mask may have
+            # columns for tokens to come.
             real = mask[:, : past + length][:, -length:].to(restart.device).bool()
             restart = restart & real[:, 1:] & real[:, :-1]
             first = first & real & mask[:, :past].any(dim=-1, keepdim=True).to(restart.device)
         restarts = bool(restart.any())
-        is_cached = past > 0 and not restarts and bool(first.any())
-    # Short masks would hide the newest tokens. Assisted decoding on a cache passes these, or cached tokens again.
-    if is_cached or is_short:
+        begins_again = past > 0 and not restarts and bool(first.any())
+    # A short mask would hide the newest tokens. Assisted decoding that is given a cache passes one, or passes cached
+    # tokens a second time.
+    if begins_again or is_short:
         raise ValueError(
             f"{length} tokens come after {past} cached ones, but position_ids begin at 0 or attention_mask has fewer "
             f"than {past + length} columns: pass new tokens alone and a mask over all tokens, or no cache."
         )
-    if not restarts and (cu_seq_lens is None or len(cu_seq_lens) <= 2):
+    declares_documents = restarts or (cu_seq_lens is not None and len(cu_seq_lens) > 2)
+    if not declares_documents:
         return
 
     if flash:

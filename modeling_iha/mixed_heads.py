@@ -28,6 +28,11 @@ class MixedHeads(NamedTuple):
         return self.q_mix.shape[-1]
 
     @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        """Return the weights that may need gradients."""
+        return (self.q_mix, self.k_mix, self.v_mix, self.collapse)
+
+    @property
     def expands(self) -> bool:
         """Return whether virtual tokens take memory of their own."""
         return True

@@ -40,7 +40,8 @@ from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 
 
-# By this name Trainer's label smoothing shifts the labels, and a pipeline knows the model.
+# Trainer's label smoothing and `pipeline` look up causal models here, and no public function adds one. Two copies of
+# this code write the same entry.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["iha"] = "IHAForCausalLM"
 
 
@@ -50,8 +51,9 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     def __init__(self, config: IHAConfig, layer_type: str = "full_attention"):
         # CODEPATH: layers with a window may have RoPE parameters of their own, and Llama's table knows one set.
         if config.has_local_rope:
-            config, shared = copy(config), config
-            config.rope_parameters = shared.rope_of(layer_type)
+            rope_parameters = config.rope_of(layer_type)
+            config = copy(config)  # the caller's keeps the parameters of both layer types
+            config.rope_parameters = rope_parameters
         super().__init__(config)
         self.num_pseudo_heads = config.num_pseudo_heads
         interleaved = config.pseudo_positions == "interleaved"
@@ -70,17 +72,17 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         return super()._apply(move, recurse)
 
     def tables(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return (cos, sin) tables in the dtype of x for token positions n [batch, N].
+        """Return the (cos, sin) tables for token positions n, `position_ids` [batch, N], in the dtype of `x`.
 
-        `"token"` is at n, [batch, N, head_dim]. Interleaved positions n * P + p add `"interleaved"` at n * P,
-        [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim], for "iha" layers, which rotate by both: only
-        `"interleaved"` is scaled by `attention_scaling`. For layers of paired heads they add `"paired"` at n * P + p,
-        [batch, P, N, head_dim]. RoPE types that depend on the length take it in tokens."""
+        - `"token"` is at n, [batch, N, head_dim].
+        - `"interleaved"` is at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. "iha" layers with
+          interleaved positions rotate by both, so `attention_scaling` is in the first alone.
+        - `"paired"` is at n * P + p, [batch, P, N, head_dim], for layers of paired heads with interleaved positions.
+
+        RoPE types that depend on the length count it in tokens."""
         tables = {"token": self(x, position_ids)}
-        first, pseudo_heads = (
-            position_ids * self.num_pseudo_heads,
-            torch.arange(self.num_pseudo_heads, device=x.device),
-        )
+        first = position_ids * self.num_pseudo_heads  # n * P
+        pseudo_heads = torch.arange(self.num_pseudo_heads, device=x.device)  # p
         if self.mixed:
             tables["interleaved"] = self._table(first, x, self.attention_scaling)
             tables["pseudo_head"] = self._table(pseudo_heads, x)
@@ -117,7 +119,10 @@ class IHAMLP(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         channels = self.up_proj(x)
         # CODEPATH: as in __init__.
-        channels = self.act_fn(self.gate_proj(x)) * channels if self.config.gated_mlp else self.act_fn(channels)
+        if self.config.gated_mlp:
+            channels = self.act_fn(self.gate_proj(x)) * channels
+        else:
+            channels = self.act_fn(channels)
         # CODEPATH: released DCFormers ("mgate").
         if self.config.mlp_gate_groups is not None:
             scores = self.group_gate(x)
@@ -203,13 +208,13 @@ class IHAModel(IHAPreTrainedModel):
     def create_masks(
         self, inputs_embeds, attention_mask, cache, position_ids, counted=False, **kwargs
     ) -> dict[str, torch.Tensor | None]:
-        """Check the inputs, and return the mask of each layer type. `kwargs` of the forward may declare documents."""
-        inputs = (self.config, inputs_embeds, attention_mask, cache)
-        check_inputs(*inputs, None if counted else position_ids, **kwargs)
+        """Return the mask of each layer type, after `check_inputs`. `kwargs` of the forward may declare documents."""
+        given_positions = None if counted else position_ids
+        check_inputs(self.config, inputs_embeds, attention_mask, cache, given_positions, **kwargs)
         convolving = next((layer for layer in self.layers if layer.self_attn.convolves), None)
         if convolving is not None:
             convolving.self_attn.check_holes(attention_mask)
-        return create_masks(*inputs, position_ids, counted)
+        return create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, counted)
 
     @takes_cache
     @merge_with_config_defaults
@@ -243,16 +248,18 @@ class IHAModel(IHAPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        pages = cache if isinstance(cache, PagedAttentionCache) else None  # of continuous batching
+        # Continuous batching gives its pages as the cache.
+        pages = cache if isinstance(cache, PagedAttentionCache) else None
         if pages is not None and not self.is_llama:
             requests = PagedRequests(self, pages, position_ids=position_ids, **kwargs)
             masks = dict.fromkeys(self.config.layer_types, requests.attention_mask)
-            cache, kwargs = None, kwargs | {"paged_requests": requests}
+            kwargs["paged_requests"] = requests
+            cache = None  # the requests hold the pages
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = attention_mask
         else:
-            cached = cache if pages is None else None
-            masks = self.create_masks(inputs_embeds, attention_mask, cached, position_ids, counted, **kwargs)
+            cache_of_masks = None if pages is not None else cache  # pages have no length to ask for
+            masks = self.create_masks(inputs_embeds, attention_mask, cache_of_masks, position_ids, counted, **kwargs)
 
         hidden_states = inputs_embeds
         tables = self.rotary_emb.tables(hidden_states, position_ids)

@@ -12,19 +12,23 @@ from .interleaving import rotate
 from .windows import is_exported
 
 
-# Cached tokens that are converted at a time where products of the cache's dtype are slow.
+# How many cached tokens are converted to `product_dtype` at a time.
 WIDENED_TOKENS = 1024
-# Cached tokens whose values one processor of a GPU sums up. On an H200, 8,193 tokens took 0.09 ms, unsplit 0.22.
+# How many cached tokens one processor of a GPU sums. On an H200, 8,193 tokens took 0.09 ms, and 0.22 without a split.
 SPLIT_TOKENS = 512
 
 
 def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
-    """Return whether `step` of virtual heads takes one new token: where it can and is faster."""
-    # On a CPU, expanding is faster for few tokens (research/benchmarks/default_form.py). A comparison of lengths would
-    # bound exports.
-    few = states.device.type == "cpu" and (is_exported() or num_keys < 64 or len(states) * num_keys < 128)
-    can = config.num_pseudo_heads > 1 and config.pseudo_collapse == "per_head" and not dropout
-    return core == "sdpa" and can and not few
+    """Return whether `step` computes one new token: where it can, and where building virtual tokens is slower."""
+    can_step = config.num_pseudo_heads > 1 and config.pseudo_collapse == "per_head" and not dropout
+    if core != "sdpa" or not can_step:
+        return False
+    if states.device.type != "cpu":
+        return True
+    if is_exported():
+        return False  # the comparison below would bound the lengths of the export
+    # On a CPU virtual tokens are faster where few are cached (research/benchmarks/default_form.py).
+    return num_keys >= 64 and len(states) * num_keys >= 128
 
 
 def absorbed_attention(
@@ -59,12 +63,14 @@ def absorbed_attention(
     # Autocast would round what is in float32 on purpose.
     with torch.autocast(query.device.type, enabled=False):
         batch, heads, _, head_dim = query.shape
-        num_pseudo_heads, dtype = weights.collapse.shape[1], value.dtype
+        num_pseudo_heads = weights.collapse.shape[1]
+        dtype = value.dtype
         fast_dtype = product_dtype or dtype
         groups, num_keys = key.shape[1:3]
         query = query.to(fast_dtype)
-        q_mix, k_mix, v_mix = (alpha.to(fast_dtype) for alpha in weights[:3])
-        k_mix, v_mix = (alpha.repeat_interleave(heads // groups, dim=1) for alpha in (k_mix, v_mix))
+        q_mix = weights.q_mix.to(fast_dtype)
+        k_mix = weights.k_mix.to(fast_dtype).repeat_interleave(heads // groups, dim=1)
+        v_mix = weights.v_mix.to(fast_dtype).repeat_interleave(heads // groups, dim=1)
         chunk = num_keys if key.dtype == fast_dtype else WIDENED_TOKENS
 
         query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
@@ -79,16 +85,7 @@ def absorbed_attention(
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # `cat` copies one tensor too
         scores = scores.view(batch, heads, num_pseudo_heads, num_pseudo_heads, num_keys)
 
-        if attention_mask is not None:
-            # [batch, heads, i, N * j] as [batch, heads, i, j, N]
-            mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
-            lowest = torch.finfo(scores.dtype).min  # padding sees nothing, and -inf alone would give NaN
-            scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
-        else:
-            hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
-            scores[..., -1] += hidden.triu(1)
-            if window is not None and num_keys == window + 1:
-                scores[..., 0] += hidden.tril()
+        scores = _hide(scores, attention_mask, window)
         # The softmax is in float32 at least, as in the eager core.
         probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(fast_dtype, torch.float32))
 
@@ -99,6 +96,23 @@ def absorbed_attention(
         output = sum(_weighted_sum(shares, values.to(fast_dtype)) for shares, values in pairs)
         output = output.unflatten(2, (heads, num_pseudo_heads))  # [batch, m, H, j, head_dim]
         return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1).to(dtype)
+
+
+def _hide(scores: torch.Tensor, attention_mask: torch.Tensor | None, window: int | None) -> torch.Tensor:
+    """Return scores [batch, H, i, j, N] with hidden keys at the lowest value. Without a mask they change in place."""
+    num_pseudo_heads, num_keys = scores.shape[-2:]
+    if attention_mask is not None:
+        # [batch, heads, i, N * j] as [batch, heads, i, j, N]
+        mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
+        if mask.dtype != torch.bool:
+            return scores + mask
+        # Padding sees nothing, and a row of -inf would become NaN.
+        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
+    scores[..., -1] += hidden.triu(1)  # pseudo-head i sees those up to i of its own token,
+    if window is not None and num_keys == window + 1:
+        scores[..., 0] += hidden.tril()  # and those after i of the token before the window
+    return scores
 
 
 def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

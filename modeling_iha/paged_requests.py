@@ -64,15 +64,18 @@ class PagedRequests:
     """
 
     def __init__(self, decoder: PreTrainedModel, cache: PagedAttentionCache, **row):
-        self.cache, self.row, self.attended = cache, row, set[int]()
+        self.cache = cache
+        self.row = row
+        self.attended = set[int]()  # the layers that have filled their pages
         config = paged_config(decoder)
-        self.layer_types = types = config.layer_types
-        # Transformers makes no mask beside one of four dimensions. Each batch of requests has its own.
+        self.layer_types = config.layer_types
+        # Transformers returns a mask of four dimensions as it is. Each batch of requests has masks of its own.
         self.attention_mask = torch.zeros(1, 1, 1, 1, dtype=decoder.dtype, device=decoder.device)
-        starts, lengths = row["cu_seq_lens_q"][:-1].long(), row["cu_seq_lens_q"].diff()
+        starts = row["cu_seq_lens_q"][:-1].long()
+        lengths = row["cu_seq_lens_q"].diff()
         past = row["position_ids"][0, starts.clamp_max(row["position_ids"].shape[1] - 1)]
         # The cached tokens that pages keep for each request, by layer type. A window's keep W: see `WINDOW_EDGE`.
-        kept = dict.fromkeys(types, past)
+        kept = dict.fromkeys(self.layer_types, past)
         if "sliding_attention" in kept:
             kept["sliding_attention"] = past.clamp(max=config.sliding_window)
         # A fork whose prompt is in shared pages has no new token: no position tells its past, and `read` does.
@@ -81,7 +84,7 @@ class PagedRequests:
         counts = {name: (kept[name] + lengths).where(lengths > 0, read[name].diff()) for name in kept}
         ends = {name: count.cumsum(0) for name, count in counts.items()}
         self.num_keys = {name: int(end[-1]) for name, end in ends.items()}
-        # The row as a whole is not causal, so Transformers says is_causal=False for the time of the forward.
+        # The packed row is not causal, so Transformers sets is_causal=False for this forward. Each request is causal.
         core = register_masks(core_of(config._attn_implementation))
         config = Overlay(config, is_causal=True, _attn_implementation=core)
         self.batches = []
@@ -89,14 +92,24 @@ class PagedRequests:
             rows = lengths == length
             tokens = starts[rows, None] + torch.arange(length, device=starts.device)
             keys = {name: _places(ends[name][rows], counts[name][rows]) for name in kept}
-            longest, padding = int(past[rows].max()), None
-            if bool((past[rows] != longest).any()):
-                padding = torch.arange(longest + length, device=starts.device) >= longest - past[rows, None]
-            cached = KeyLengths(longest, [keys[t].shape[1] for t in types])
-            arguments: tuple[Any, ...] = (config, self.attention_mask.new_empty(*tokens.shape, 0), padding, cached)
-            masks = {t: CREATE_MASK[t](*arguments, layer_idx=types.index(t)) for t in kept}
+            masks = self._masks(config, tokens, keys, past[rows])
             self.batches.append(RequestBatch(tokens, keys, masks))
         self.order = torch.cat([batch.tokens.flatten() for batch in self.batches]).argsort()
+
+    def _masks(self, config: Any, tokens: torch.Tensor, keys: dict, past: torch.Tensor) -> dict[str, Any]:
+        """Return the mask of each layer type for requests of N tokens each, with `past` tokens [rows] before them."""
+        longest = int(past.max())
+        is_real = None
+        if bool((past != longest).any()):
+            places = torch.arange(longest + tokens.shape[1], device=past.device)
+            is_real = places >= longest - past[:, None]
+        cached = KeyLengths(longest, [keys[layer_type].shape[1] for layer_type in self.layer_types])
+        embeds = self.attention_mask.new_empty(*tokens.shape, 0)
+        masks = {}
+        for layer_type in keys:
+            index = self.layer_types.index(layer_type)
+            masks[layer_type] = CREATE_MASK[layer_type](config, embeds, is_real, cached, layer_idx=index)
+        return masks
 
     def attend(
         self,
@@ -117,13 +130,17 @@ class PagedRequests:
         else:  # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim]
             states = cache.update(key_states, value_states, layer_idx, row["read_index"], row["write_index"])
             states = [pages.transpose(0, 1).unsqueeze(0) for pages in states]
-        layer_type, outputs = self.layer_types[layer_idx], []
-        if states[0].shape[2] != (expected := self.num_keys[layer_type]):
+        layer_type = self.layer_types[layer_idx]
+        num_keys = states[0].shape[2]
+        expected = self.num_keys[layer_type]
+        if num_keys != expected:
             raise RuntimeError(
-                f"The pages of layer {layer_idx} hold {states[0].shape[2]} keys, and its requests need {expected}: "
+                f"The pages of layer {layer_idx} hold {num_keys} keys, and its requests need {expected}: "
                 "this version of Transformers lays pages out in another way. Use generate, which takes batches too."
             )
+        # The row's arguments describe the packed row, and `attend` gets one batch.
         kwargs = {name: value for name, value in kwargs.items() if name not in self.row}
+        outputs = []
         for batch in self.batches:
             keys, values = (_pick(each, batch.keys[layer_type]) for each in states)
             output, _ = attend(_pick(query_states, batch.tokens), keys, values, batch.masks[layer_type], **kwargs)
@@ -197,20 +214,27 @@ def init_requests(
             "Continuous batching of this model runs without CUDA graphs and compilation: leave use_cuda_graph, "
             "varlen_compile_config, decode_compile_config and default_compile_level unset."
         )
-    batching.use_cuda_graph, batching.max_blocks_per_request, batching.auto_switch_to_flash = False, 0, False
-    text = paged_config(decoder)
-    edge = Overlay(text, sliding_window=text.sliding_window and text.sliding_window + WINDOW_EDGE)
+    batching.use_cuda_graph = False
+    batching.max_blocks_per_request = 0
+    batching.auto_switch_to_flash = False
+    config = paged_config(decoder)
+    window = config.sliding_window
+    if window:
+        window += WINDOW_EDGE
+    config_of_pages = Overlay(config, sliding_window=window)
     # Transformers asks by name whether the core takes pages, and makes no masks for this name.
     paged: Any = Overlay(model, config=Overlay(model.config, _attn_implementation="paged|eager"))
     manager = init(paged, generation_config, batching, workload_hints)
     manager.model = model
 
     def create_batch_processor():
-        manager.model = Overlay(model, config=Overlay(model.config, get_text_config=lambda: edge))
+        manager.model = Overlay(model, config=Overlay(model.config, get_text_config=lambda: config_of_pages))
         try:
             return type(manager)._create_batch_processor(manager)
         finally:
             manager.model = model
 
+    # Transformers builds the pages from the model's config and takes no other. This manager alone is changed, and only
+    # while it builds them, so another copy of this code is not affected.
     manager._create_batch_processor = create_batch_processor
     return manager

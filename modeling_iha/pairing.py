@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .windows import has_first_keys
+
 
 class PairedHeads(NamedTuple):
     """Make virtual tokens of paired heads. It is the `virtual_heads` of a layer, as `MixedHeads` is of another."""
@@ -54,7 +56,7 @@ class PairedHeads(NamedTuple):
         """Return the mask of virtual heads, [batch, H / P, N * P, keys], of one with a mask for each of the H heads.
 
         Row (n, p) of virtual head i is that of its head, p * (H / P) + i. Return any other mask as it is."""
-        if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.shape[1] == 1:
+        if not isinstance(mask, torch.Tensor) or has_first_keys(mask) or mask.ndim != 4 or mask.shape[1] == 1:
             return mask
         rows = mask.unflatten(2, (-1, self.num_pseudo_heads)).unflatten(1, (self.num_pseudo_heads, -1))
         return rows.diagonal(dim1=1, dim2=4).movedim(-1, 3).flatten(2, 3)

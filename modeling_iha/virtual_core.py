@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
 
 from .chunks import attend_in_chunks, chunk_window
 from .interleaving import virtual_kwargs
 from .new_token import is_absorbed
 from .overlay import Overlay
 from .virtual_masks import in_window, token_mask, virtual_tokens
-from .windows import first_key_attention, has_first_keys, plain_window, window_attention
+from .windows import first_key_attention, has_first_keys, narrower, plain_window, window_attention
 
 
 def virtual_heads(module: Any) -> Any:
@@ -43,48 +44,59 @@ def virtual_attention(
 
     Args:
         attention_mask: mask of `virtual_mask` for the core.
-        rotation: that of pseudo-heads within their token (see `MixedHeads`), `None` for shared positions.
-        product_dtype: dtype of products with the cache where those of its own are slow, or `None`.
+        rotation: (cos, sin) that rotate pseudo-heads within their token (see `MixedHeads`); `None` where they share
+            its position.
+        product_dtype: dtype for products with the cache, or `None` for the cache's own.
         kwargs: keyword arguments of the core, in tokens.
     """
     num_pseudo_heads = virtual_tokens(module.config)
     _check_mask(core, attention_mask)
-    stock, view = core_function(core, module), stock_view(module, core, num_pseudo_heads)
+    stock = core_function(core, module)
+    view = stock_view(module, core, num_pseudo_heads)
     attend = stock
     if has_first_keys(attention_mask):
-        # First keys include the window of the base, and stand for no unused place of a static cache.
-        attend, kwargs["sliding_window"] = partial(first_key_attention, stock), None
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+        attend = partial(first_key_attention, stock)
+        # The first keys contain the window of the base model, and say nothing about unused places of a static cache.
+        kwargs["sliding_window"] = None
+        key = key[:, :, : query.shape[2]]
+        value = value[:, :, : query.shape[2]]
     if virtual_heads(module) is None:
-        return attend(view, query, key, value, token_mask(attention_mask, num_pseudo_heads), **kwargs)
+        mask = token_mask(attention_mask, num_pseudo_heads)
+        return attend(view, query, key, value, mask, **kwargs)
 
     window = getattr(module.config, "interleaved_window", None)
-    num_queries, num_keys = query.shape[2], key.shape[2]
+    num_queries = query.shape[2]
+    num_keys = key.shape[2]
     attention_mask = layer_mask(attention_mask, core, window, num_pseudo_heads, num_queries, num_keys)
     if window is not None:
-        kwargs["sliding_window"] = min(window, kwargs.get("sliding_window") or window)
+        kwargs["sliding_window"] = narrower(window, kwargs.get("sliding_window"))
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = view.sinks
     heads = virtual_heads(module).of(module, query, key, value, rotation)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
+    # Autocast leaves rotated queries and keys in float32.
+    query = query.to(value.dtype)
+    key = key.to(value.dtype)
 
     if num_queries == 1 and is_absorbed(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         if attention_mask is None and window is not None:
-            # For all virtual tokens but the last of a token, the window begins one token earlier.
-            key, value = key[:, :, -window - 1 :], value[:, :, -window - 1 :]
+            # Every pseudo-head but the last sees one token more than the window.
+            key = key[:, :, -window - 1 :]
+            value = value[:, :, -window - 1 :]
         return heads.step(query, key, value, scaling, window, attention_mask, product_dtype), None
     if attention_mask is None and "flash" not in core:
         if num_queries == 1:
             attention_mask = new_token_mask(num_keys, window, num_pseudo_heads, query.device)
-        else:  # causal from position 0 on, whatever a static cache holds behind
-            key, value = key[:, :, :num_queries], value[:, :, :num_queries]
+        else:
+            # The queries begin at position 0. A static cache has unused places after their keys.
+            key = key[:, :, :num_queries]
+            value = value[:, :, :num_queries]
             attend = partial(window_attention, stock)
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
     if attend is not stock:
-        chunked = chunk_window(heads, query, key, value, attention_mask, kwargs.get("sliding_window"))
-        if chunked is not None:
-            kwargs["sliding_window"] = chunked
+        window_of_chunks = chunk_window(heads, query, key, value, attention_mask, kwargs.get("sliding_window"))
+        if window_of_chunks is not None:
+            kwargs["sliding_window"] = window_of_chunks
             return attend_in_chunks(heads, stock, view, query, key, value, **kwargs), None
     return heads.attend(partial(attend, view), query, key, value, attention_mask, **kwargs)
 
@@ -92,26 +104,34 @@ def virtual_attention(
 def layer_mask(
     mask: Any, core: str, window: int | None, num_pseudo_heads: int, num_queries: int, num_keys: int
 ) -> Any:
-    """Return the mask of a layer with virtual heads and a `window` of its own in tokens, or none.
+    """Return the mask of a layer with virtual heads. `window` is the layer's own window in tokens, or `None`.
 
     Raise a ValueError for a mask that is not over virtual tokens."""
-    length, width = num_queries * num_pseudo_heads, num_keys * num_pseudo_heads
-    is_plain = has_first_keys(mask) and plain_window(mask) is not None
-    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and not is_plain:
-        if has_first_keys(mask):
-            width = mask.shape[-1]
-        elif window is not None:
-            mask = mask[..., -width:]  # other layers may cache more tokens
-        if mask.shape[-2:] != (length, width):
-            raise ValueError(
-                f"attention_mask is {list(mask.shape)} for {length} x {width} virtual tokens on {core!r}: pass "
-                "attention_mask [batch, tokens] or [batch, 1, queries, keys] to the model by its name."
-            )
+    length = num_queries * num_pseudo_heads
+    width = num_keys * num_pseudo_heads
+    if has_first_keys(mask):
+        if plain_window(mask) is None:
+            _check_size(mask, core, length, mask.shape[-1])
+        return mask  # `first_key_attention` takes the window as an argument
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+        # Other layers may cache more tokens. A view would lose what `in_window` keeps on the mask.
+        if window is not None and (is_tracing(mask) or mask.shape[-1] != width):
+            mask = mask[..., -width:]
+        _check_size(mask, core, length, width)
     return in_window(mask, None if window is None else window * num_pseudo_heads)
 
 
+def _check_size(mask: torch.Tensor, core: str, length: int, width: int) -> None:
+    """Raise a ValueError for a mask that is not over `length` x `width` virtual tokens."""
+    if mask.shape[-2:] != (length, width):
+        raise ValueError(
+            f"attention_mask is {list(mask.shape)} for {length} x {width} virtual tokens on {core!r}: pass "
+            "attention_mask [batch, tokens] or [batch, 1, queries, keys] to the model by its name."
+        )
+
+
 def new_token_mask(num_keys: int, window: int | None, num_pseudo_heads: int, device: torch.device) -> torch.Tensor:
-    """Return the mask of one new token, boolean [1, 1, P, keys * P], where the layers of the base need none."""
+    """Return the boolean mask [1, 1, P, keys * P] of one new token, for calls where the base model needs no mask."""
     places = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=device)
     mask = places.tril((num_keys - 1) * num_pseudo_heads)[None, None]
     return in_window(mask, None if window is None else window * num_pseudo_heads)
@@ -120,13 +140,17 @@ def new_token_mask(num_keys: int, window: int | None, num_pseudo_heads: int, dev
 def core_function(core: str, module: nn.Module) -> Callable:
     """Return the attention function of a core; "eager" is in the modeling file of the base model."""
     if core == "eager":
-        files = (sys.modules[each.__module__] for each in type(module).__mro__)  # a subclass may stand elsewhere
+        files = (
+            sys.modules[each.__module__] for each in type(module).__mro__
+        )  # a subclass may be defined in another file
         return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
     return ALL_ATTENTION_FUNCTIONS[core]
 
 
 def stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
-    """Show a module to its core: flash cores read their own name, and a sink stands beside P copies of each key."""
+    """Return the module as its core must see it.
+
+    A flash core reads its own name from the config. Each key has P virtual copies, so a sink grows by log P."""
     overrides: dict = {}
     if "flash" in core:
         overrides["config"] = Overlay(module.config, _attn_implementation=core)

@@ -34,8 +34,8 @@ from .windows import (
 # Each checkpoint brings a copy of this code, and copies in one process share the registries. The name of each
 # copy's package is unique. It is hashed here, because "flash" in it would ask for a flash core.
 PREFIX = "iha_" if __package__ == "modeling_iha" else f"iha_{zlib.crc32(__package__.encode()):08x}_"
-CORES: dict[str, str] = {}  # by the names of `register_masks`
-WINDOWED = "windowed_"  # before the names for models with a window that their base lacks
+CORES: dict[str, str] = {}  # from a name of `register_masks` to its core
+WINDOWED = "windowed_"  # prefix of names for models with a window of their own, which the base model lacks
 # The attention kinds of `IHAConfig` whose layers make P virtual tokens of each token.
 VIRTUAL_KINDS = {"iha", "paired_heads"}
 CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -70,34 +70,41 @@ def virtual_tokens(config: PreTrainedConfig) -> int:
 def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
     """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
 
-    Pseudo-head p of token n sees the tokens that n sees, except the pseudo-heads after p of n itself. It also sees the
-    pseudo-heads after p of the token just before the window: in a window of W tokens, the last W * P virtual tokens.
+    Let token n see token m. Then pseudo-head p of n sees the pseudo-heads up to p of m. It sees the later ones of m
+    where token n - 1 sees m too: none of its own token, and those of the token just before the window. So a window of
+    W tokens is the last W * P virtual tokens.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (`_first_keys`)."""
-    make_mask, num_pseudo_heads = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config), virtual_tokens(config)
-    of_tokens = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
-    # Where Transformers needs no mask none is made, and a GPU need not wait for an answer.
-    whole = attention_mask is None and kwargs["q_length"] == kwargs["kv_length"] and kwargs.get("local_size") is None
-    skips = kwargs.get("allow_is_causal_skip", True) and (whole or kwargs["q_length"] == 1)
-    if core == "sdpa" and skips and of_tokens() is None:
-        return None
+    num_pseudo_heads = virtual_tokens(config)
+    make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config)
+    make_token_mask = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    may_skip = kwargs.get("allow_is_causal_skip", True)
+    if core == "sdpa" and may_skip and _may_need_no_mask(attention_mask, **kwargs):
+        # Transformers decides this from shapes. `_first_keys` looks at values, for which a GPU would wait.
+        if make_token_mask() is None:
+            return None
     if core == "sdpa" and hasattr(config, "num_pseudo_heads"):
         first_keys = _first_keys(num_pseudo_heads, mask_function, attention_mask, **kwargs)
-        if first_keys is not None and first_keys.any():
-            return first_keys
-        if first_keys is not None and kwargs.get("allow_is_causal_skip", True):
-            return None  # causal from the first token on
+        if first_keys is not None:
+            if first_keys.any():
+                return first_keys
+            if may_skip:
+                return None  # all queries see from the first key on: plain causal attention
     if num_pseudo_heads == 1:
-        return of_tokens()
+        return make_token_mask()
 
     def sees(batch, head, query, key):
-        token, cached, later = query // num_pseudo_heads, key // num_pseudo_heads, key % num_pseudo_heads
-        same = mask_function(batch, head, token, cached)
-        before = mask_function(batch, head, token - 1, cached) & mask_function(batch, head, token, token - 1)
-        # Tokens of an image may see later ones.
-        visible_after_p = (before & (cached < token)) | (same & (cached > token))
-        is_after_p = later > query % num_pseudo_heads
-        return (~is_after_p & same) | (is_after_p & visible_after_p)  # ONNX Runtime loads no `where` of three booleans
+        query_token = query // num_pseudo_heads
+        key_token = key // num_pseudo_heads
+        sees_token = mask_function(batch, head, query_token, key_token)
+        # Pseudo-heads after the query's own are seen where the token before sees them too, in the same document.
+        token_before_sees = mask_function(batch, head, query_token - 1, key_token)
+        continues = mask_function(batch, head, query_token, query_token - 1)
+        is_earlier = token_before_sees & continues & (key_token < query_token)
+        is_later = sees_token & (key_token > query_token)  # tokens of an image may see later ones
+        is_after = key % num_pseudo_heads > query % num_pseudo_heads
+        # ONNX Runtime loads no `where` of three booleans.
+        return (~is_after & sees_token) | (is_after & (is_earlier | is_later))
 
     if attention_mask is not None:
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
@@ -105,8 +112,15 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     kwargs |= {name: kwargs[name] * num_pseudo_heads for name in sizes if kwargs.get(name) is not None}
     mask = make_mask(mask_function=sees, attention_mask=attention_mask, **kwargs)
     if isinstance(mask, BlockMask):
-        mask.of_tokens = of_tokens()  # for layers that are not interleaved
+        mask.of_tokens = make_token_mask()  # for layers that are not interleaved
     return mask
+
+
+def _may_need_no_mask(attention_mask, q_length: int, kv_length: int, local_size: int | None = None, **kwargs) -> bool:
+    """Return whether a call is one new token, or tokens without a cache, padding or window."""
+    if q_length == 1:
+        return True
+    return attention_mask is None and q_length == kv_length and local_size is None
 
 
 def _first_keys(
@@ -134,11 +148,14 @@ def _first_keys(
     are documents, padding is a document of its own, and for blocks that see each other both ways the result is `None`.
     """
     place = torch.arange(q_length, device=device)
-    if q_length == 1 or kv_length < q_length or use_vmap or is_tracing(place) or place.is_meta:
+    if q_length == 1 or kv_length < q_length:
         return None
+    if use_vmap or is_tracing(place) or place.is_meta:
+        return None  # there are no values to look at
     if q_offset != 0 or kv_offset != 0:
-        return None
-    rows, head = torch.arange(batch_size, device=device)[:, None], torch.zeros((), dtype=torch.long, device=device)
+        return None  # cached tokens come first
+    rows = torch.arange(batch_size, device=device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=device)
     window = local_size or q_length
 
     def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -146,21 +163,32 @@ def _first_keys(
 
     begins = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
     first = torch.maximum(latest(begins), place - window + 1)
-    checks = [sees(place, first).all(), (~sees(place, (first - 1).clamp(min=0)) | (first == 0)).all()]
+    sees_first = sees(place, first).all()
+    sees_none_before = (~sees(place, (first - 1).clamp(min=0)) | (first == 0)).all()
+    checks = [sees_first, sees_none_before]
     for distance in [0] + [2**power for power in range((q_length - 1).bit_length())]:
-        later, earlier = place[distance:], place[: q_length - distance]
+        later = place[distance:]
+        earlier = place[: q_length - distance]
         checks.append((sees(later, earlier) == (first[:, distance:] <= earlier)).all())
-        checks.append(~sees(earlier, later).any() if distance else checks[0])
+        if distance > 0:
+            checks.append(~sees(earlier, later).any())
     if attention_mask is not None:
         real = torch.nn.functional.pad(attention_mask, (0, q_length - attention_mask.shape[-1])).to(device).bool()
-        before = real.cumsum(dim=-1) - real.long()
-        # Padding between tokens of one document parts them, and they see each other.
-        resumes = torch.nn.functional.pad(real[:, 1:] & ~real[:, :-1], (1, 0)) & ~begins
-        checks.append(~(resumes & (before > before.gather(1, latest(begins)))).any())
+        # This needs the documents without padding, so it comes before padding becomes a document.
+        checks.append(~_resumes_after_padding(real, begins).any())
         begins = begins | torch.nn.functional.pad(real[:, 1:] != real[:, :-1], (1, 0))
     if not torch.stack(checks).all():
         return None
     return first_keys_of(begins, num_pseudo_heads, window)
+
+
+def _resumes_after_padding(real: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+    """Return where a real token follows padding and sees real tokens of its document before that padding.
+
+    First keys cannot say this, because padding is a document of its own. All are boolean [batch, N]."""
+    before = real.cumsum(dim=-1) - real.long()
+    follows = torch.nn.functional.pad(real[:, 1:] & ~real[:, :-1], (1, 0)) & ~begins
+    return follows & (before > before.gather(1, latest(begins)))
 
 
 def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
@@ -168,34 +196,52 @@ def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
     if mask is None or num_pseudo_heads == 1:
         return mask
     if not isinstance(mask, torch.Tensor):
-        return mask.of_tokens
+        return mask.of_tokens  # a BlockMask
     if has_first_keys(mask):
-        if (window := plain_window(mask)) is not None:
-            return plain_window_mask(mask.shape[1] // num_pseudo_heads, window // num_pseudo_heads, mask.device)
-        tokens = mask[:, :, num_pseudo_heads - 1 :: num_pseudo_heads, :1] // num_pseudo_heads
-        if mask.shape[-1] > 1:
-            return tokens.expand(-1, -1, -1, mask.shape[-1] // num_pseudo_heads)
-        if not torch.compiler.is_compiling():
-            bounds, longest, reach = documents_of(mask)
-            virtual = num_pseudo_heads
-            tokens.documents = Documents(bounds // virtual, longest // virtual, reach // virtual)
-        return tokens
+        return _first_keys_over_tokens(mask, num_pseudo_heads)
     last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
-    return mask[:, last] if mask.ndim == 2 else mask[..., last, last]
+    if mask.ndim == 2:
+        return mask[:, last]
+    return mask[..., last, last]
+
+
+def _first_keys_over_tokens(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
+    """Return the first keys of tokens from those of virtual tokens: the ones of the last pseudo-heads."""
+    window = plain_window(mask)
+    if window is not None:
+        return plain_window_mask(mask.shape[1] // num_pseudo_heads, window // num_pseudo_heads, mask.device)
+    first_keys = mask[:, :, num_pseudo_heads - 1 :: num_pseudo_heads, :1] // num_pseudo_heads
+    width = mask.shape[-1]
+    if width > 1:
+        return first_keys.expand(-1, -1, -1, width // num_pseudo_heads)
+    if not torch.compiler.is_compiling():
+        # To look for the documents again would make a GPU wait.
+        documents = documents_of(mask)
+        first_keys.documents = Documents(
+            bounds=documents.bounds // num_pseudo_heads,
+            longest=documents.longest // num_pseudo_heads,
+            reach=documents.reach // num_pseudo_heads,
+        )
+    return first_keys
 
 
 def in_window(mask: Any, window: int | None) -> Any:
-    """Return a mask that also hides what is `window` keys back, made once for all layers.
+    """Return the mask with the keys hidden that lie `window` or more before a query's own key.
 
-    A core of first keys gets the window by itself. Else the last keys are the queries' own, unless a static cache has
-    more places: then a query's own key is the last that it sees."""
-    if mask is None or window is None or has_first_keys(mask) or (isinstance(mask, torch.Tensor) and mask.ndim == 2):
+    The result is kept on the mask, because all layers ask for it. The queries' own keys are the last ones. A static
+    cache may have unused places after them; there a query's own key is the last key that it sees."""
+    if mask is None or window is None:
         return mask
     if not isinstance(mask, torch.Tensor):
         raise ValueError("flex_attention takes no sliding_window of interleaved layers: use sdpa, eager or flash.")
-    if (made := getattr(mask, "in_window", None)) is not None:
+    if has_first_keys(mask) or mask.ndim == 2:
+        return mask  # their cores take the window as an argument
+    # The layers of a model share one window, so the mask alone is the key.
+    made = getattr(mask, "in_window", None)
+    if made is not None:
         return made
-    (length, width), device = mask.shape[-2:], mask.device
+    length, width = mask.shape[-2:]
+    device = mask.device
     places = torch.arange(width, dtype=torch.int32, device=device)
     own = torch.arange(width - length, width, dtype=torch.int32, device=device)[:, None]
     if width > length:

@@ -2,8 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attend within windows and documents on a stock core, without a dense mask.
 
-A mask of first keys says from which key on each query sees all keys up to its own. Blocks of queries, documents one by
-one, or PyTorch's FlashAttention then compute it."""
+A mask of first keys holds, for each query, the first key that it sees; it sees all keys from there to its own.
+Attention is then computed in blocks of queries, document by document, or by PyTorch's FlashAttention. Such a mask is
+an int32 tensor, and no other mask is:
+
+    shape                    made by               says
+    [1, L, window, 0]        plain_window_mask     a window alone; the tensor is empty
+    [batch, 1, L, 1]         first_keys_of         documents, padding and a window
+    [batch, 1, L, window]    document_keys         the same for compiled code, one column expanded
+
+It is a tensor because the hooks of FSDP and accelerate keep tensors, and lose objects."""
 
 import inspect
 from collections.abc import Callable
@@ -20,14 +28,15 @@ except ImportError:  # a build of PyTorch without it
     varlen_attn = None
 
 
-# The fewest queries of a block. A longer one copies fewer keys and computes more pairs outside the window.
+# The smallest block of queries. Larger blocks copy fewer keys and compute more pairs outside the window.
 MIN_BLOCK = 128
-# Heads times tokens of the longest rows that are joined to one: then copies and masks cost what fewer calls save.
+# Rows are joined into one while heads * tokens is at most this. In longer rows copies and masks cost as much as the
+# saved calls.
 JOINED_ROW = 2048
 
 
 def has_first_keys(mask: Any) -> bool:
-    """Return whether a mask is of first keys, int32 [batch, 1, L, 1] or of `plain_window_mask`, as no other mask is.
+    """Return whether a mask is one of first keys, in any of the three layouts.
 
     Query v sees the keys u with first_keys[v] <= u <= v."""
     return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
@@ -36,7 +45,8 @@ def has_first_keys(mask: Any) -> bool:
 def plain_window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
     """Return the mask of a window of `window` keys without documents or padding: empty, int32 [1, L, window, 0].
 
-    Its shape says all, so that compiled code knows the window, and nothing has to be looked up or takes memory."""
+    The shape holds the window, so compiled code has it as a constant. The tensor is empty: it takes no memory, and
+    reading it makes no GPU wait."""
     return torch.empty(1, length, window, 0, dtype=torch.int32, device=device)
 
 
@@ -48,8 +58,8 @@ def plain_window(mask: torch.Tensor) -> int | None:
 def document_keys(position_ids: torch.Tensor, batch: int, num_pseudo_heads: int, window: int | None) -> torch.Tensor:
     """Return the first keys of documents, int32 [batch, 1, N * P, window in virtual tokens or 1], for compiled code.
 
-    A document begins where positions [batch or 1, N] do not go on, as Transformers finds packed ones. The columns are
-    one in memory, and their number is the window, which compiled code then knows."""
+    A document begins where positions [batch or 1, N] do not go on, as Transformers finds packed ones. The last
+    dimension is one expanded column. Its size is the window, so compiled code has it as a constant."""
     begins = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
     first = first_keys_of(begins.expand(batch, -1), num_pseudo_heads, window or begins.shape[1])
     return first.expand(-1, -1, -1, 1 if window is None else window * num_pseudo_heads)
@@ -62,7 +72,9 @@ def latest(begins: torch.Tensor) -> torch.Tensor:
 
 
 def first_keys_of(begins: torch.Tensor, num_pseudo_heads: int, window: int) -> torch.Tensor:
-    """Return the first keys [batch, 1, N * P, 1] of a window in tokens and documents, by which tokens begin one."""
+    """Return first keys [batch, 1, N * P, 1] for a `window` in tokens and for documents.
+
+    `begins` [batch, N] is true at the first token of each document."""
     first = (latest(begins) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
     virtual = torch.arange(first.shape[1], device=first.device)
     return torch.maximum(first, virtual - window * num_pseudo_heads + 1).int()[:, None, :, None]
@@ -71,7 +83,7 @@ def first_keys_of(begins: torch.Tensor, num_pseudo_heads: int, window: int) -> t
 def is_exported() -> bool:
     """Return whether `torch.export` traces this call, other than by Dynamo.
 
-    In PyTorch 2.11 whatever Dynamo traces, also for `torch.compile`, is told that it is exported."""
+    In PyTorch 2.11 `is_exporting` is true for everything that Dynamo traces, `torch.compile` included."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
@@ -99,18 +111,24 @@ def documents_of(first_keys: torch.Tensor) -> Documents:
     return first_keys.documents
 
 
-def row_window(mask: torch.Tensor | None, window: int | None) -> int | None:
-    """Return the window of causal attention that hides nothing else, in keys.
+def narrower(window: int, other: int | None) -> int:
+    """Return the smaller of two windows, where the other may be missing."""
+    return min(window, other) if other else window
 
-    It is `None` without a window, and where a mask of first keys hides other documents or padding. `window` is the
-    layer's own, beside that of a mask."""
+
+def row_window(mask: torch.Tensor | None, window: int | None) -> int | None:
+    """Return the window in keys if each row is one document without padding, and `None` otherwise.
+
+    `window` is the layer's own window, or `None`. The smaller of it and the mask's window counts."""
     if mask is None:
         return window
-    if (plain := plain_window(mask)) is not None:
-        return min(plain, window or plain)
+    plain = plain_window(mask)
+    if plain is not None:
+        return narrower(plain, window)
     documents = documents_of(mask)
-    reach = min(documents.reach, window or documents.reach)
-    return reach if documents.are_rows(mask.shape[0], mask.shape[2]) else None
+    if not documents.are_rows(mask.shape[0], mask.shape[2]):
+        return None
+    return narrower(documents.reach, window)
 
 
 def first_key_attention(
@@ -135,37 +153,57 @@ def first_key_attention(
         query, key, value: [batch, H or G, L, head_dim].
     """
     batch, _, length, _ = query.shape
-    fast = query.shape[-1] == value.shape[-1] and has_varlen(query, query.shape[-1], kwargs.get("dropout", 0))
-    if (plain := plain_window(first_keys)) is not None:
-        window = min(plain, sliding_window or plain)
-        if fast:
+    has_kernel = query.shape[-1] == value.shape[-1] and has_varlen(query, query.shape[-1], kwargs.get("dropout", 0))
+    plain = plain_window(first_keys)
+    if plain is not None:
+        window = narrower(plain, sliding_window)
+        if has_kernel:
             bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
-            return varlen_attention(Documents(bounds, length, window), module, query, key, value, window, **kwargs)
+            rows = Documents(bounds, length, window)
+            return varlen_attention(rows, module, query, key, value, window, **kwargs)
         return window_attention(core, module, query, key, value, None, window, **kwargs)
-    width, first_keys = first_keys.shape[-1], first_keys[..., :1]
-    if width > 1 and length - width > MIN_BLOCK:
-        return compiled_blocks(core, module, query, key, value, width, first_keys, **kwargs)
+    width = first_keys.shape[-1]  # the window, where compiled code was given it, and 1 elsewhere
+    if width > 1:
+        # Only then, because a view would lose the documents that are kept on the mask.
+        first_keys = first_keys[..., :1]
+        if length - width > MIN_BLOCK:
+            return compiled_blocks(core, module, query, key, value, width, first_keys, **kwargs)
     if torch.compiler.is_compiling() or length <= MIN_BLOCK:
-        place = torch.arange(length, device=query.device)
-        distance = place[:, None] - place
-        mask = (distance >= 0) & (place >= first_keys)
-        if sliding_window is not None:
-            mask = mask & (distance < sliding_window)
+        mask = _dense_mask(first_keys, length, sliding_window)
         return core(module, query, key, value, mask, **kwargs)
     documents = documents_of(first_keys)
-    window = min(documents.reach, sliding_window or documents.reach)  # as long as a document, it hides nothing
-    if fast:
+    window = narrower(documents.reach, sliding_window)  # as long as a document, it hides nothing
+    if has_kernel:
         return varlen_attention(documents, module, query, key, value, window, **kwargs)
     if documents.are_rows(batch, length):
         return window_attention(core, module, query, key, value, None, window, **kwargs)
-    # The gradient of a split is one concatenation; that of each slice would be a tensor as long as all documents.
+    return _attend_by_document(core, module, query, key, value, documents, window, **kwargs)
+
+
+def _dense_mask(first_keys: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+    """Return the boolean mask [batch, 1, L, L] of first keys [batch, 1, L, 1] and a window."""
+    place = torch.arange(length, device=first_keys.device)
+    distance = place[:, None] - place
+    mask = (distance >= 0) & (place >= first_keys)
+    if window is not None:
+        mask = mask & (distance < window)
+    return mask
+
+
+def _attend_by_document(
+    core: Callable, module, query, key, value, documents: Documents, window: int, **kwargs
+) -> tuple[torch.Tensor, None]:
+    """Return the output of `first_key_attention`, computed for one document after the other."""
+    batch, _, length, _ = query.shape
     lengths = documents.bounds.diff().tolist()
-    rows = zip(*(states.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for states in (query, key, value)))
-    outputs = [
-        # Blocks copy the queries. One document that keeps a view would keep all of them for the backward pass.
-        window_attention(core, module, q[None].contiguous(), k[None], v[None], None, window, **kwargs)[0]
-        for q, k, v in rows
-    ]
+    # The gradient of a split is one concatenation. That of each slice would be as long as all documents.
+    split = (states.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for states in (query, key, value))
+    outputs = []
+    for queries, keys, values in zip(*split):
+        # A block keeps a copy of its queries. A view of one document would keep the queries of all.
+        states = (queries[None].contiguous(), keys[None], values[None])
+        output, _ = window_attention(core, module, *states, None, window, **kwargs)
+        outputs.append(output)
     return torch.cat(outputs, dim=1).view(batch, length, *outputs[0].shape[2:]), None
 
 
@@ -185,8 +223,9 @@ def window_attention(
     than the window. Elsewhere every block of queries gets the keys that its window reaches, and all go through the
     core in one call, as a batch with one small mask, at a cost of O(L * window). Blocks of keys overlap, and are
     views: copies would be kept for the backward pass, (block + window) / block times the states."""
-    (batch, heads, length, _), window = query.shape, sliding_window
-    before = key.shape[2] - length
+    batch, heads, length, _ = query.shape
+    window = sliding_window
+    before = key.shape[2] - length  # keys of tokens before the queries: none, or those of a window
     if window is None or before + length <= window:
         return core(module, query, key, value, None, **kwargs)
     if length - window <= MIN_BLOCK and before == 0:
@@ -194,64 +233,84 @@ def window_attention(
         return core(module, query, key, value, mask[None, None], **kwargs)
     if torch.compiler.is_compiling():
         return compiled_blocks(core, module, query, key, value, window, **kwargs)
-    # Overlapping blocks of several rows are no view, but those of one row that joins them are.
     if batch > 1 and heads * length <= JOINED_ROW and before == 0:
-        states = (query, key, value)
-        query, key, value = (each.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for each in states)
-        output = _attend_in_blocks(core, module, query, key, value, window, length, **kwargs)
-        return output.view(batch, length, *output.shape[2:]), None
+        return _attend_in_joined_rows(core, module, query, key, value, window, **kwargs), None
     rows = zip(*(states.split(1) for states in (query, key, value)))
     outputs = [_attend_in_blocks(core, module, q, k, v, window, length, **kwargs) for q, k, v in rows]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), None
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output, None
 
 
-def _attend_in_blocks(core: Callable, module, query, key, value, window: int, row: int, **kwargs) -> torch.Tensor:
-    """Return the output of `window_attention` for more queries than the window has keys.
+def _attend_in_joined_rows(core: Callable, module, query, key, value, window: int, **kwargs) -> torch.Tensor:
+    """Return the output of `window_attention` for short rows, joined into one.
 
-    The L tokens are of rows of `row` tokens, which do not see one another."""
-    (_, heads, length, _), groups = query.shape, query.shape[1] // key.shape[1]
-    alone = window - (key.shape[2] - length)  # queries with fewer keys before them than the window has
-    block = min(block_size(window), length - alone)
-    last = (length - alone) % block
+    Overlapping blocks of several rows are no view, and those of one row are."""
+    batch, _, length, _ = query.shape
+    states = (query, key, value)
+    query, key, value = (each.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for each in states)
+    output = _attend_in_blocks(core, module, query, key, value, window, length, **kwargs)
+    return output.view(batch, length, *output.shape[2:])
+
+
+def _attend_in_blocks(
+    core: Callable, module, query, key, value, window: int, row_length: int, **kwargs
+) -> torch.Tensor:
+    """Return the output of `window_attention` for more keys than the window has.
+
+    The L tokens form rows of `row_length` tokens, and rows do not see one another."""
+    _, heads, length, _ = query.shape
+    num_keys = key.shape[2]
+    groups = heads // key.shape[1]
+    num_first = window - (num_keys - length)  # the queries whose windows would begin before the first key
+    block = min(block_size(window), length - num_first)
+    num_last = (length - num_first) % block
     i = torch.arange(block, device=query.device)[:, None]
     j = torch.arange(block + window, device=query.device)
-    mask, view = (i < j) & (j <= i + window), Overlay(module, num_key_value_groups=1)
+    mask = (i < j) & (j <= i + window)
+    view = Overlay(module, num_key_value_groups=1)
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int, block: int) -> torch.Tensor:
+    def attend_blocks(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int, size: int):
         # The heads of a group are rows of one head, because a core would copy the keys for each of them.
-        query = query.unflatten(2, (-1, block)).unflatten(1, (-1, groups)).permute(0, 3, 1, 2, 4, 5)
-        query = query.flatten(3, 4).flatten(0, 1)  # [blocks, G, groups * block, head_dim]
-        key, value = (x.unfold(2, block + window, block).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (key, value))
-        seen = mask[None, :block, : block + window]
-        if row < length:
-            places = torch.arange(first, first + len(query) * block, device=query.device).view(-1, block, 1)
-            seen = seen & (places[:, :1] - window + j[: block + window] >= places // row * row)
+        query = query.unflatten(2, (-1, size)).unflatten(1, (-1, groups)).permute(0, 3, 1, 2, 4, 5)
+        query = query.flatten(3, 4).flatten(0, 1)  # [blocks, G, groups * size, head_dim]
+        key, value = (x.unfold(2, size + window, size).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (key, value))
+        seen = mask[None, :size, : size + window]
+        if row_length < length:
+            places = torch.arange(first, first + len(query) * size, device=query.device).view(-1, size, 1)
+            seen = seen & (places[:, :1] - window + j[: size + window] >= places // row_length * row_length)
         output, _ = core(view, query, key, value, seen.repeat(1, groups, 1)[:, None], **kwargs)
-        return output.unflatten(1, (groups, block)).permute(0, 2, 3, 1, 4).reshape(1, -1, heads, value.shape[-1])
+        return output.unflatten(1, (groups, size)).permute(0, 2, 3, 1, 4).reshape(1, -1, heads, value.shape[-1])
 
-    # The first queries see every key before them. As a view they would keep all queries for the backward pass. The
-    # others go in blocks, the last one shorter, each with its keys and the `window` before. No query sees the first of
-    # these. Without it, or with slices of the queries, autograd would fill zeros as long as the states.
-    start, query, end = query.split((alone, length - alone - last, last), dim=2)
+    # Slices of the queries would have gradients as long as the states, so the queries are split.
+    sizes = (num_first, length - num_first - num_last, num_last)
+    first_queries, block_queries, last_queries = query.split(sizes, dim=2)
     outputs = []
-    if alone > 0:
-        outputs.append(core(module, start.contiguous(), key[:, :, :window], value[:, :, :window], None, **kwargs)[0])
-    reached = key.shape[2] - last
-    outputs.append(attend(query, key[:, :, :reached], value[:, :, :reached], window, block))
-    if last > 0:
-        outputs.append(attend(end, key[:, :, -window - last :], value[:, :, -window - last :], length - last, last))
+    if num_first > 0:
+        # A view of the first queries would keep all queries for the backward pass.
+        states = (first_queries.contiguous(), key[:, :, :window], value[:, :, :window])
+        outputs.append(core(module, *states, None, **kwargs)[0])
+    # Block queries see the keys before their block, up to `window`. No query sees the first of these keys, but slices
+    # that leave it out would have gradients as long as the states.
+    reached = num_keys - num_last
+    outputs.append(attend_blocks(block_queries, key[:, :, :reached], value[:, :, :reached], window, block))
+    if num_last > 0:
+        seen = slice(num_keys - window - num_last, num_keys)
+        outputs.append(attend_blocks(last_queries, key[:, :, seen], value[:, :, seen], length - num_last, num_last))
     return torch.cat(outputs, dim=1)
 
 
 def compiled_blocks(
     core: Callable, module, query, key, value, window: int, first_keys: torch.Tensor | None = None, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Return what `window_attention` returns, by one call whose shapes hold for every length.
+    """Return what `window_attention` returns, by one call.
 
-    Pieces that depend on the length would be compiled for each. All rows are joined and padded to whole blocks.
-    `first_keys` [batch, 1, L, 1] are those of documents."""
-    (batch, heads, length, _), groups, device = query.shape, query.shape[1] // key.shape[1], query.device
-    block, total = block_size(window), batch * length
+    Its graph serves every length, because rows are joined and padded to whole blocks. `first_keys` [batch, 1, L, 1]
+    separate documents."""
+    batch, heads, length, _ = query.shape
+    groups = heads // key.shape[1]
+    device = query.device
+    block = block_size(window)
+    total = batch * length
     blocks = (total + block - 1) // block
     behind = blocks * block - total
 
@@ -264,7 +323,8 @@ def compiled_blocks(
     starts = torch.arange(batch, device=device)[:, None] * length
     first = (starts if first_keys is None else starts + first_keys[:, 0, :, 0]).expand(batch, length).flatten()
     first = torch.nn.functional.pad(first, (0, behind)).view(blocks, block, 1)
-    i, j = torch.arange(block, device=device)[:, None], torch.arange(block + window, device=device)
+    i = torch.arange(block, device=device)[:, None]
+    j = torch.arange(block + window, device=device)
     place = torch.arange(blocks, device=device)[:, None, None] * block - window + j
     seen = ((i < j) & (j <= i + window) & (place >= first)).repeat(1, groups, 1)[:, None]
     view = Overlay(module, num_key_value_groups=1)
@@ -289,9 +349,11 @@ def varlen_attention(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Compute `first_key_attention` by one call of FlashAttention on the tokens of all rows."""
-    bounds, longest = documents.bounds, documents.longest
-    batch, length = query.shape[0], query.shape[2]
-    options: dict = {"scale": scaling, "window_size": (-1 if window >= longest else window - 1, 0)}
+    bounds = documents.bounds
+    longest = documents.longest
+    batch, _, length, _ = query.shape
+    left = -1 if window >= longest else window - 1  # keys before a query's own; -1 stands for all
+    options: dict = {"scale": scaling, "window_size": (left, 0)}
     if query.shape[1] > key.shape[1]:
         if varlen_has_groups():
             options["enable_gqa"] = True

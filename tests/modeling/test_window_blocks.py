@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import fake_flash
 import pytest
 import torch
-from helpers import HYBRID, assert_close, logits_and_gradients, random_ids, random_model, small_config
+from helpers import HYBRID, assert_close, decoder, logits_and_gradients, random_ids, random_model, small_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from modeling_iha import windows
+from modeling_iha import interleave_heads, windows
 from modeling_iha.windows import first_key_attention, window_attention
 
 
@@ -171,3 +171,25 @@ def test_where_varlen_is_taken(monkeypatch):
     assert takes(dtype=torch.float32)
     capability = (7, 5)
     assert not takes()
+
+
+def test_the_documents_of_a_mask_are_looked_for_once(small_blocks, monkeypatch):
+    """Run more layers than layer types on padded rows: a GPU would wait each time."""
+    found, documents = [], windows.Documents
+    monkeypatch.setattr(windows, "Documents", lambda *fields: found.append(fields) or documents(*fields))
+    model = random_model(small_config(**{**HYBRID, "sliding_window": 9}))
+    model.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        model(**inputs_of("left_padding", 2, 38))
+    assert len(found) == len(set(model.config.layer_types)) < len(model.model.layers)
+
+
+def test_the_window_of_a_mask_is_made_once(monkeypatch):
+    """Run three layers of an eager decoder with a window of its own."""
+    made, masked_fill = [], torch.Tensor.masked_fill
+    monkeypatch.setattr(torch.Tensor, "masked_fill", lambda *args: made.append(1) or masked_fill(*args))
+    model = interleave_heads(decoder("llama", core="eager"), 2, sliding_window=4)
+    made.clear()
+    with torch.no_grad():
+        model(random_ids(2, 9), use_cache=False)
+    assert len(made) == 1
