@@ -101,8 +101,8 @@ def interleave_heads(
         layers: the indices of the layers to interleave, "paper" for four of every five (IHA, Appendix C), or `None`
             for all causal self-attention layers.
         sliding_window: a window for the interleaved layers in tokens, "paper" for N / (2 P^2) with the N of
-            `max_position_embeddings` (IHA, Appendix C), or `None` for the base model's own. Only inputs within the
-            window are computed as before.
+            `max_position_embeddings` (IHA, Appendix C), or `None` for the base model's own. For inputs
+            longer than the window the outputs change.
         collapse: "per_head" (Algorithm 1) or "all_heads" (Definition 3).
         seed: of the value offsets, which make the pseudo-heads of a head differ; `None` for none.
         mixing_scale: how many times the optimizer's rate the mixing learns at. Its entries are of order 1, and at a

@@ -23,8 +23,8 @@ def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
     the model. An optimizer takes the weights as a group, such as `{"params": mixing_parameters(model),
     "weight_decay": 0.0}`. They need no rate of their own where `mixing_scale` is not 1.
 
-    Without their starts and scales, which are buffers, the weights do not say what a model computes: copy its
-    `state_dict()`, and not its `parameters()`, into a model of another seed or scale."""
+    The weights hold changes from starts, times a scale, and the starts and scales are buffers. To copy a model into
+    one with another seed or scale, copy its `state_dict()`, not only its `parameters()`."""
     weights = [getattr(module, name) for module in model.modules() for name in weight_names(module)]
     return [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
 
@@ -57,7 +57,7 @@ def values(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def set_mixing_scale(model: nn.Module, scale: float) -> None:
-    """Have the mixing of a model learn at another multiple of the optimizer's rate, and compute what it computed.
+    """Change the multiple of the optimizer's rate at which the mixing of a model learns, and nothing that it computes.
 
     The present values become the starts, to which weight decay pulls, and the weights become zero.
 

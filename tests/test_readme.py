@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DOCUMENTS
+from helpers import DOCUMENTS, decoder, small_config
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer, preset_config, saved
 from transformers import Trainer
@@ -260,6 +260,30 @@ def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeyp
         assert_loads_what_it_trained(left)
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
     assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("way", ["iha", "interleaved", "paired"])
+def test_the_example_of_patterns_draws_every_pair(way, tmp_path, monkeypatch, capsys):
+    """Compare a pattern with the weights of the model, and refuse a head and a layer that are not there."""
+    model = IHAForCausalLM(small_config(attention_kinds=["mha", "iha"])) if way == "iha" else decoder("llama")
+    if way != "iha":
+        (modeling_iha.interleave_heads if way == "interleaved" else modeling_iha.pair_heads)(model, 2)
+    model.save_pretrained(tmp_path / "model")
+    path, picture = ROOT / "examples" / "attention_patterns.py", tmp_path / "patterns.png"
+    monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "model"), "\n\t\n", str(picture), "--head", "1"])
+    left = runpy.run_path(str(path))
+    assert left["layer"] == (1 if way == "iha" else 0) and picture.stat().st_size > 10_000
+    size = left["num_pseudo_heads"]
+    assert left["weights"].shape == (3, size, 3, size)
+    assert left["weights"].sum(dim=(2, 3)) == pytest.approx(torch.ones(3, size), abs=1e-5)
+    last = left["attentions"][left["layer"]][0, 1, -1]  # the last pseudo-head of the last token
+    assert left["weights"][-1, -1].flatten().equal(last)
+    for wrong in (["--head", "9"], ["--layer", "7"]):
+        monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "model"), "\n", str(picture), *wrong])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(path))
+        assert "expected a layer among" in capsys.readouterr().err
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 65
 
 
 # The page on training from scratch
