@@ -17,6 +17,7 @@ example: python -m research.experiments.language_models --tokens 512 --kinds mha
 
 import hashlib
 import sysconfig
+from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -131,9 +132,9 @@ def train(
     return {"curve": curve, "seconds": seconds}
 
 
-def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, mixing: float) -> dict:
-    """Train a new model of a variant, `name`, as `train` does."""
-    model = new_model(config_of(size, **VARIANTS[name]), build(size), seed)
+def one_run(size: dict, variants: dict, text: torch.Tensor, name: str, seed: int, rate: float, mixing: float) -> dict:
+    """Train a new model of one of the variants, `name`, as `train` does."""
+    model = new_model(config_of(size, **variants[name]), build(size), seed)
     return train(name, model, seed, size, text, rate, mixing)
 
 
@@ -230,13 +231,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.tokens != 256:
         args.study += f"_{args.tokens}"
     begin(args)
-    size, text = size_of(SMALL, args.tokens), read_text()
+    compare(args, size_of(SMALL, args.tokens), VARIANTS)
+
+
+def compare(args: Namespace, size: dict, variants: dict[str, dict]) -> None:
+    """Train and compare `args.kinds` among the variants, and write the table. Raise `UserError`."""
+    text = read_text()
     # All that a run depends on besides its variant, its rates and its seed.
     setting = {**size, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest()}
-    run = partial(one_run, size, text)
-    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]))
+    run = partial(one_run, size, variants, text)
+    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **variants[name]))
     curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
-    write(args, plot, **setting, rows=summaries(size, VARIANTS, rates, runs), runs=curves)
+    write(args, plot, **setting, rows=summaries(size, variants, rates, runs), runs=curves)
 
 
 if __name__ == "__main__":

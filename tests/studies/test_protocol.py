@@ -11,7 +11,7 @@ import torch
 from iha_io.command_io import UserError
 from kind_facts.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
-from research.experiments import language_models, paired_heads, protocol, recall
+from research.experiments import hyper_language, language_models, paired_heads, protocol, recall
 from research.experiments.language_models import VARIANTS, config_of, size_of
 
 
@@ -165,6 +165,15 @@ def test_the_held_out_text_is_never_trained_on(monkeypatch):
     monkeypatch.setattr(language_models, "losses_of", watch)
     one_run({**size_of(TINY, 32), "batch": 200}, text)
     assert seen == {True: {0}, False: {1}}
+
+
+def test_three_layers_of_hyper_feature_attention_learn_in_small(run_protocol):
+    size = language_models.sized(width=24, ffn=48, layers=3, heads=2, tokens_per_step=256, steps=4)
+    kinds = ["mha", "hyper_feature_3"]
+    table, runs = run_protocol(hyper_language, {"SIZE": size}, kinds, changed={"SIZE": {**size, "steps": 5}})
+    base, row = table["rows"]
+    assert row["parameters"] == base["parameters"] and row["minus_base"]["steps"]["cost"] == 1
+    assert runs.keys() == set(kinds)
 
 
 # Paired heads
