@@ -1,10 +1,27 @@
 """Describe kind "hyper_feature"."""
 
+from modeling_iha import IHAConfig
+
 from . import Companion
+from .cost import Cost, linear, score_matrix
+
+
+def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
+    """Return the cost of a score matrix, and of the further values of a value product.
+
+    The features of a head divide its channels, so their scores cost together what one score does."""
+    options, groups = config.options_of("hyper_feature"), config.num_key_value_heads
+    further = 0
+    if options.value_product:
+        orders = options.of_heads(config.num_attention_heads)[:: config.num_attention_heads // groups]
+        further = (sum(orders) - groups) * config.head_dim
+    values = linear(tokens, config.hidden_size, further, config.attention_bias)
+    return score_matrix(config, tokens, window, form) + values
 
 
 COMPANION = Companion(
     card="HyperFeatureAttention: a head's scores are products of several features' scores.",
     paper="A Theoretical Study of (Hyper) Self-Attention through the Lens of Interactions: "
     "Representation, Training, Generalization",
+    cost=cost,
 )

@@ -52,6 +52,12 @@ OTHER_KINDS = {
             "dcmha": {"rank": 1, "gate": False, "base_map": True, "stages": "pre", "sides": "query", "num_groups": 2}
         },
     },
+    "hyper_feature": {"attention_kinds": "hyper_feature"},
+    "hyper_feature, value product": {
+        "attention_kinds": "hyper_feature",
+        "attention_bias": True,
+        "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
+    },
     "multi_token": {"attention_kinds": "multi_token"},
     "multi_token, other options": {
         "attention_kinds": ["mha", "multi_token", "multi_token", "multi_token"],
