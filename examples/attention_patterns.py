@@ -24,7 +24,8 @@ args = parser.parse_args()
 # Only the eager core returns attention weights.
 model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=True, attn_implementation="eager").eval()
 try:
-    input_ids = AutoTokenizer.from_pretrained(args.model)(args.prompt, return_tensors="pt").input_ids
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=True)
+    input_ids = tokenizer(args.prompt, return_tensors="pt").input_ids
 except (OSError, ValueError):  # no tokenizer
     input_ids = torch.tensor([list(args.prompt.encode())])
 with torch.no_grad():
