@@ -126,7 +126,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
     text = read_text(path, MAX_CARD).removeprefix("\ufeff") if path.is_file() else render_card(config, repo_id)
     card = parse_card(text, path)
     added = False
-    if FROM_SCRATCH in (card.data.tags or []) and not card.data.get("base_model"):
+    if FROM_SCRATCH in (card.data.get("tags") or []) and not card.data.get("base_model"):
         base_model = base_model or "none"
     for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
         stated = card.data.get(name) or None

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configure the IHA model: Llama's fields, and each layer's mechanism. The folder `configuration_iha` has presets."""
 
+from copy import deepcopy
 from dataclasses import fields
 from difflib import get_close_matches
 from math import inf
@@ -175,7 +176,13 @@ class IHAConfig(LlamaConfig):
         self.num_pseudo_heads = self.num_attention_heads if self.num_pseudo_heads is None else self.num_pseudo_heads
         self.attention_options = {} if self.attention_options is None else self.attention_options
 
+        self.rope_parameters = deepcopy(self.rope_parameters)  # Transformers completes it in place
+        names = list(self.rope_parameters or ())
+        self._validate_rope_types()
         super().__post_init__(**kwargs)
+        if self.has_local_rope:
+            # Transformers 5.17 adds a base beside those of the layer types, which nothing would read.
+            self.rope_parameters = {name: self.rope_parameters[name] for name in names}
 
     def validate_architecture(self):
         """Raise a ValueError for a field that cannot be built or would silently be ignored.
@@ -248,19 +255,22 @@ class IHAConfig(LlamaConfig):
     @property
     def has_local_rope(self) -> bool:
         """Return whether the layers with a window have RoPE parameters of their own."""
-        return any(name in self.rope_parameters for name in LAYER_TYPES)
+        return any(name in LAYER_TYPES for name in self.rope_parameters or ())
 
     def rope_of(self, layer_type: str) -> dict:
         """Return the RoPE parameters of the layers of a type."""
         return self.rope_parameters[layer_type] if self.has_local_rope else self.rope_parameters
 
-    def _validate_rope(self):
+    def _validate_rope_types(self):
         if self.has_local_rope and not set(self.rope_parameters) == set(self.layer_types) == set(LAYER_TYPES):
             raise ValueError(
                 f"rope_parameters={self.rope_parameters} with layers of {', '.join(sorted(set(self.layer_types)))}; "
                 "it must be one set of parameters for all layers or, in a model with both layer types, one set for "
                 f"each of {', '.join(map(repr, LAYER_TYPES))} and no other key."
             )
+
+    def _validate_rope(self):
+        self._validate_rope_types()
         for layer_type in LAYER_TYPES:
             self._validate_rope_of(layer_type)
 
@@ -272,6 +282,8 @@ class IHAConfig(LlamaConfig):
                 f"rope_parameters={self.rope_parameters}; its rope_type must be one of "
                 f"{', '.join(map(repr, rope_types))}."
             )
+        if "rope_theta" not in parameters:
+            raise ValueError(f"rope_parameters={self.rope_parameters} has no rope_theta for the {layer_type} layers.")
         # Yarn and longrope find a factor of None from the lengths; None anywhere else is an option that is not set.
         needed = ("rope_theta",) if rope_type in ("yarn", "longrope") else ("rope_theta", "factor")
         for name, value in parameters.items():
