@@ -136,6 +136,7 @@ SECTIONS = {
     "Warm start": (WARM_STARTS, list, ("3e-5", "2e-3", "4e-3", "1,000")),
     "Language models": (("language_models", "language_models_512"), list, ()),
     "Paired heads": (PAIRED, paired_more, ("0.01", "-0.03")),
+    "HyperFeatureAttention": (("hyper_language",), list, ("27.97", "28.70")),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
     "Theorems 2 and 4": (("theorems",), list, ("2.5",)),
@@ -178,7 +179,11 @@ def difference_lines(name: str) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     ("heading", "tables"),
-    [("Language models", ("language_models", "language_models_512")), ("Paired heads", PAIRED)],
+    [
+        ("Language models", ("language_models", "language_models_512")),
+        ("Paired heads", PAIRED),
+        ("HyperFeatureAttention", ("hyper_language",)),
+    ],
 )
 def test_differences_of_language_models_and_what_is_undecided(heading, tables):
     lines = section("research/experiments/README.md", heading).splitlines()
