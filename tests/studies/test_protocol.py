@@ -122,7 +122,7 @@ def test_language_models_compare_and_go_on_where_they_stopped(run_protocol, tmp_
 
 
 def one_run(size: dict, text: torch.Tensor, variant: str = "mha", seed: int = 0) -> dict:
-    return language_models.one_run(size, text, variant, seed, 1e-2, 1.0)
+    return language_models.one_run(size, VARIANTS, text, variant, seed, 1e-2, 1.0)
 
 
 def test_variants_of_a_seed_start_from_common_weights_and_read_the_same_rows(monkeypatch):
