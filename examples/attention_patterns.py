@@ -17,8 +17,8 @@ parser = ArgumentParser(description=__doc__)
 parser.add_argument("model", help="a directory or a Hub id; its code runs")
 parser.add_argument("prompt")
 parser.add_argument("out", help="the picture to write")
-parser.add_argument("--layer", type=int, help="one with virtual tokens (the first)")
-parser.add_argument("--head", type=int, default=0, help="of paired heads, the group (0)")
+parser.add_argument("--layer", type=int, help="index of a layer with virtual tokens (the first)")
+parser.add_argument("--head", type=int, default=0, help="index of the head, or of the group of paired heads (0)")
 args = parser.parse_args()
 
 # Only the eager core returns attention weights.
@@ -32,6 +32,8 @@ with torch.no_grad():
     attentions = model(input_ids, use_cache=False, output_attentions=True).attentions
 
 modules = {each.layer_idx: each for each in model.modules() if getattr(each, "virtual_heads", None) is not None}
+if not modules:
+    parser.error(f"{args.model} has no layer with virtual tokens")
 layer = min(modules) if args.layer is None else args.layer
 if layer not in modules or not 0 <= args.head < attentions[layer].shape[1]:
     count = attentions[min(modules)].shape[1]

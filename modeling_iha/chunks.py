@@ -27,7 +27,7 @@ def chunk_window(
     tokens of the whole row anyway, and a GPU would wait for many small calls.
 
     Args:
-        heads: what makes virtual tokens. Those of paired heads are views, and take no memory.
+        heads: what makes virtual tokens. Paired heads make them as views, which take no memory.
         query, key, value: base states [batch, H or G, N, head_dim].
         mask: `None` for causal attention within the `window`, or a mask of first keys, which has its own.
     """

@@ -177,12 +177,11 @@ class IHAConfig(LlamaConfig):
         self.attention_options = {} if self.attention_options is None else self.attention_options
 
         self.rope_parameters = deepcopy(self.rope_parameters)  # Transformers completes it in place
-        names = list(self.rope_parameters or ())
         self._validate_rope_types()
         super().__post_init__(**kwargs)
         if self.has_local_rope:
             # Transformers 5.17 adds a base beside those of the layer types, which nothing would read.
-            self.rope_parameters = {name: self.rope_parameters[name] for name in names}
+            self.rope_parameters.pop("rope_theta", None)
 
     def validate_architecture(self):
         """Raise a ValueError for a field that cannot be built or would silently be ignored.
@@ -275,7 +274,8 @@ class IHAConfig(LlamaConfig):
             self._validate_rope_of(layer_type)
 
     def _validate_rope_of(self, layer_type: str):
-        parameters, rope_types = self.rope_of(layer_type), ("default", *ROPE_INIT_FUNCTIONS)
+        parameters = self.rope_of(layer_type)
+        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
         rope_type = parameters.get("rope_type") if isinstance(parameters, dict) else None
         if rope_type not in rope_types:
             raise ValueError(

@@ -196,7 +196,7 @@ def _attend_by_document(
     """Return the output of `first_key_attention`, computed for one document after the other."""
     batch, _, length, _ = query.shape
     lengths = documents.bounds.diff().tolist()
-    # The gradient of a split is one concatenation. That of each slice would be as long as all documents.
+    # `split` has one concatenation as its gradient. Each slice would have a gradient as long as all documents.
     split = (states.transpose(0, 1).flatten(1, 2).split(lengths, dim=1) for states in (query, key, value))
     outputs = []
     for queries, keys, values in zip(*split):

@@ -286,6 +286,15 @@ def test_the_example_of_patterns_draws_every_pair(way, tmp_path, monkeypatch, ca
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 65
 
 
+def test_the_example_of_patterns_refuses_a_model_without_virtual_tokens(tmp_path, monkeypatch, capsys):
+    IHAForCausalLM(small_config(attention_kinds="mha")).save_pretrained(tmp_path / "model")
+    path = ROOT / "examples" / "attention_patterns.py"
+    monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "model"), "a", str(tmp_path / "patterns.png")])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(path))
+    assert "has no layer with virtual tokens" in capsys.readouterr().err
+
+
 # The page on training from scratch
 
 FROM_SCRATCH = (ROOT / "docs" / "FROM_SCRATCH.md").read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,15 @@ def test_config_round_trip(preset, tmp_path):
         assert loaded.to_diff_dict() | {"_name_or_path": ""} == config.to_diff_dict() | {"_name_or_path": ""}
         assert loaded.rope_parameters == {"rope_type": "default", "rope_theta": 123.0}
     assert IHAConfig.from_preset(preset, rope_theta=7.0).rope_parameters["rope_theta"] == 7.0
+
+
+@pytest.mark.parametrize("given", [{"rope_theta": 5.0}, {"full_attention": dict(PLAIN), "sliding_attention": PLAIN}])
+def test_the_callers_rope_parameters_stay_as_they_are(given):
+    """Transformers completes what it is given, in some versions beside the layer types."""
+    before = deepcopy(given)
+    for _ in range(2):
+        small_config(**LOCAL, rope_parameters=given)
+    assert given == before
 
 
 def test_patterns_are_saved_expanded():

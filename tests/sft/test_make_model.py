@@ -5,6 +5,7 @@ import torch
 from helpers import last_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conversion_scripts.push_to_hub import completed_card
 from sft import make_model, make_tokenizer, run
 
 
@@ -31,6 +32,7 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
     heads = {name: model.lm_head.weight for name, model in models.items()}
     assert torch.equal(heads["one"], heads["again"]) and not torch.equal(heads["one"], heads["other"])
     assert run.is_untrained(tmp_path / "one") and not run.is_untrained(tmp_path / "tokenizer")
+    assert "base_model" not in completed_card(tmp_path / "one", "me/one", "mit", None)  # and it asks for none
 
 
 def test_bytes_are_the_tokens_without_a_tokenizer(tmp_path, cli):

@@ -173,6 +173,8 @@ def test_three_layers_of_hyper_feature_attention_learn_in_small(run_protocol):
     table, runs = run_protocol(hyper_language, {"SIZE": size}, kinds, changed={"SIZE": {**size, "steps": 5}})
     base, row = table["rows"]
     assert row["parameters"] == base["parameters"] and row["minus_base"]["steps"]["cost"] == 1
+    config = config_of(size_of(size, 256), **hyper_language.VARIANTS["hyper_feature_3"])
+    assert config.options_of("hyper_feature").orders == 3
     assert runs.keys() == set(kinds)
 
 
