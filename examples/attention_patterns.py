@@ -23,6 +23,9 @@ args = parser.parse_args()
 
 # Only the eager core returns attention weights.
 model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=True, attn_implementation="eager").eval()
+modules = {each.layer_idx: each for each in model.modules() if getattr(each, "virtual_heads", None) is not None}
+if not modules:
+    parser.error(f"{args.model} has no layer with virtual tokens")
 try:
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=True)
     input_ids = tokenizer(args.prompt, return_tensors="pt").input_ids
@@ -31,9 +34,6 @@ except (OSError, ValueError):  # no tokenizer
 with torch.no_grad():
     attentions = model(input_ids, use_cache=False, output_attentions=True).attentions
 
-modules = {each.layer_idx: each for each in model.modules() if getattr(each, "virtual_heads", None) is not None}
-if not modules:
-    parser.error(f"{args.model} has no layer with virtual tokens")
 layer = min(modules) if args.layer is None else args.layer
 if layer not in modules or not 0 <= args.head < attentions[layer].shape[1]:
     count = attentions[min(modules)].shape[1]
