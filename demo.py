@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 
-from iha_io.checkpoint_io import load_config, load_in_clean_process, load_model, load_tokenizer, smollm2_gguf
-from iha_io.command_io import ROOT, UserError, new_directory, read_json, run_cli, run_command
+from iha.checkpoints import load_config, load_model, load_tokenizer, smollm2_gguf
+from iha.errors import ROOT, UserError, run_cli
+from iha.files import new_directory, read_json
+from iha.processes import load_in_clean_process, run_command
 
 
 OUTPUT = Path("outputs/demo")

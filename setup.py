@@ -14,8 +14,6 @@ def constant(file: str, name: str) -> str:
 
 
 OLDEST, FIRST_UNTESTED = (constant("tested_versions.py", name) for name in ("OLDEST", "FIRST_UNTESTED"))
-# The commands that `iha` runs come along inside iha_commands: their names are too common for anybody's site-packages.
-ROOMS = ["iha_io", "kind_facts", "model_cards", "conversion_scripts"]
 
 setup(
     name="modeling-iha",
@@ -38,16 +36,16 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    packages=["modeling_iha", "configuration_iha", "iha_commands", *(f"iha_commands.{room}" for room in ROOMS)],
-    py_modules=["iha_commands.research.benchmarks.cost"],
-    package_dir={f"iha_commands.{room}": room for room in (*ROOMS, "research")},
+    packages=["modeling_iha", "configuration_iha", "iha", "iha.kinds", "iha.conversion_scripts"],
+    # Its own name is too common for anybody's site-packages.
+    package_dir={"iha.conversion_scripts": "conversion_scripts"},
     package_data={
         "modeling_iha": ["py.typed"],
         "configuration_iha": ["*.json", "py.typed"],
-        "iha_commands.model_cards": ["template.md"],
-        "iha_commands.conversion_scripts": ["verify_text.txt"],
+        "iha": ["card_template.md"],
+        "iha.conversion_scripts": ["verify_text.txt"],
     },
-    entry_points={"console_scripts": ["iha = iha_commands.run:main"]},
+    entry_points={"console_scripts": ["iha = iha.cli:main"]},
     python_requires=">=3.11",
     license_expression="Apache-2.0",
     install_requires=[

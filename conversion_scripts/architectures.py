@@ -14,9 +14,10 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from conversion_scripts.conversion import check_fields
-from iha_io.command_io import UserError
-from kind_facts import is_interleaved
+from iha.errors import UserError
+from iha.kinds import is_interleaved
+
+from .conversion import check_fields
 
 
 @dataclass(frozen=True)

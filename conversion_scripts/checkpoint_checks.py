@@ -14,7 +14,7 @@ from transformers.utils import (
     SAFE_WEIGHTS_NAME,
 )
 
-from iha_io.checkpoint_io import (
+from iha.checkpoints import (
     load_config,
     load_config_dict,
     load_generation_config,
@@ -22,8 +22,8 @@ from iha_io.checkpoint_io import (
     load_tokenizer,
     weight_files,
 )
-from iha_io.command_io import UserError, refusing
-from iha_io.foreign_code import refuse_foreign_code
+from iha.errors import UserError, refusing
+from iha.foreign_code import refuse_foreign_code
 
 
 # What Transformers reads beside weights and code.

@@ -13,7 +13,8 @@ from pydantic import Field
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_utils import load_state_dict
 
-from iha_io.checkpoint_io import (
+from iha.cards import markdown, render_card, source_license, source_name
+from iha.checkpoints import (
     check_filled,
     check_no_adapter,
     lacks_tokenizer,
@@ -22,8 +23,9 @@ from iha_io.checkpoint_io import (
     load_tokenizer,
     weight_files,
 )
-from iha_io.command_io import UserError, locate_checkpoint, new_directory, one_line, typed
-from model_cards.render import markdown, render_card, source_license, source_name
+from iha.errors import UserError, one_line
+from iha.files import new_directory, typed
+from iha.sources import locate_checkpoint
 from modeling_iha import IHAConfig
 from modeling_iha.configuration_iha import SIZES
 

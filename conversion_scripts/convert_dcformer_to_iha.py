@@ -16,7 +16,14 @@ from pydantic import Field
 from transformers import GenerationConfig, PreTrainedConfig
 from typing_extensions import TypedDict
 
-from conversion_scripts.conversion import (
+from iha.arguments import converter_parser
+from iha.checkpoints import check_finite, load_config_dict, load_generation_config, load_weights
+from iha.errors import UserError, run_cli
+from iha.files import typed
+from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.configuration_iha import MAX_LAYERS
+
+from .conversion import (
     Size,
     build,
     check_known,
@@ -25,11 +32,6 @@ from conversion_scripts.conversion import (
     read_tokenizer,
     write_checkpoint,
 )
-from iha_io.checkpoint_io import check_finite, load_config_dict, load_generation_config, load_weights
-from iha_io.command_arguments import converter_parser
-from iha_io.command_io import UserError, run_cli, typed
-from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.configuration_iha import MAX_LAYERS
 
 
 # Field of a DCFormer's config -> IHA's, where the names differ, and those of the same name.

@@ -10,7 +10,11 @@ from collections.abc import Sequence
 
 from transformers import DiffLlamaForCausalLM, PreTrainedConfig
 
-from conversion_scripts.conversion import (
+from iha.arguments import add_dtype, converter_parser
+from iha.errors import UserError, run_cli
+from modeling_iha import IHAConfig, IHAForCausalLM
+
+from .conversion import (
     SHARED_FIELDS,
     build,
     check_fields,
@@ -19,9 +23,6 @@ from conversion_scripts.conversion import (
     read_source,
     write_checkpoint,
 )
-from iha_io.command_arguments import add_dtype, converter_parser
-from iha_io.command_io import UserError, run_cli
-from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 def iha_config(source: PreTrainedConfig) -> IHAConfig:

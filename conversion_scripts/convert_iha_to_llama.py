@@ -12,8 +12,14 @@ from collections.abc import Sequence
 import torch
 from transformers import CONFIG_MAPPING, DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from conversion_scripts.architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
-from conversion_scripts.conversion import (
+from iha.arguments import add_dtype, converter_parser
+from iha.errors import UserError, run_cli
+from iha.kinds import iha
+from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.mixing import values
+
+from .architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
+from .conversion import (
     SHARED_FIELDS,
     build,
     check_iha,
@@ -21,11 +27,6 @@ from conversion_scripts.conversion import (
     read_source,
     write_checkpoint,
 )
-from iha_io.command_arguments import add_dtype, converter_parser
-from iha_io.command_io import UserError, run_cli
-from kind_facts import iha
-from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.mixing import values
 
 
 @torch.no_grad()

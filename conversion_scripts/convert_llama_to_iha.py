@@ -1,6 +1,6 @@
 """Convert a pretrained Llama-like checkpoint to "iha" or another attention kind without changing what it computes.
 
-The file of a kind in kind_facts/ gives the values at which its parameters start.
+The file of a kind in iha/kinds/ gives the values at which its parameters start.
 """
 
 import copy
@@ -12,8 +12,16 @@ from typing import Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from conversion_scripts.architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
-from conversion_scripts.conversion import (
+from iha.arguments import check_attention, check_conversion, convert_arguments
+from iha.errors import UserError, run_cli
+from iha.files import checked, typed
+from iha.kinds import companion_of
+from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
+from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.package import flop_matched_window
+
+from .architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
+from .conversion import (
     SHARED_FIELDS,
     Size,
     build,
@@ -22,12 +30,6 @@ from conversion_scripts.conversion import (
     read_source,
     write_checkpoint,
 )
-from iha_io.command_arguments import check_attention, check_conversion, convert_arguments
-from iha_io.command_io import UserError, checked, run_cli, typed
-from kind_facts import companion_of
-from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.package import flop_matched_window
 
 
 def iha_config(

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from huggingface_hub import HfApi
 from transformers.utils import CONFIG_NAME
 
-from conversion_scripts.checkpoint_checks import check_checkpoint, checkpoint_files, loading_code, refuse_pickles
-from iha_io.checkpoint_io import load_in_clean_process
-from iha_io.command_arguments import check_pull, pull_arguments
-from iha_io.command_io import UserError, checked, new_directory, run_cli
+from iha.arguments import check_pull, pull_arguments
+from iha.errors import UserError, run_cli
+from iha.files import checked, new_directory
+from iha.processes import load_in_clean_process
+
+from .checkpoint_checks import check_checkpoint, checkpoint_files, loading_code, refuse_pickles
 
 
 @checked

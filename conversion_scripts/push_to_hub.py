@@ -15,20 +15,23 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants
 from transformers.utils import CHAT_TEMPLATE_DIR
 
-from conversion_scripts.checkpoint_checks import (
+from iha.arguments import check_push, push_arguments
+from iha.cards import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_name
+from iha.checkpoints import load_config
+from iha.errors import UserError, run_cli
+from iha.files import checked, read_text
+from iha.foreign_code import CUSTOM_GENERATE
+from iha.kinds import is_ours
+from iha.processes import load_in_clean_process
+from modeling_iha.package import PACKAGE
+
+from .checkpoint_checks import (
     EVAL_RESULTS,
     LOADED_NAMES,
     check_checkpoint,
     checkpoint_files,
     loading_code,
 )
-from iha_io.checkpoint_io import load_config, load_in_clean_process
-from iha_io.command_arguments import check_push, push_arguments
-from iha_io.command_io import UserError, checked, read_text, run_cli
-from iha_io.foreign_code import CUSTOM_GENERATE
-from kind_facts import is_ours
-from model_cards.render import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_name
-from modeling_iha.package import PACKAGE
 
 
 # Names of weights, in one file or several, of any variant, as Transformers looks for them.

@@ -14,13 +14,13 @@ from typing import Any
 import typer
 from transformers.cli.serve import Serve
 
-from iha_io.command_io import run_cli
+from iha.errors import run_cli
 
 
 @wraps(Serve)
 def start(**options: Any) -> None:
     """Start the server on models of this package too. Raise `UserError` for a model that it cannot serve."""
-    from conversion_scripts import served_models  # when the options are known to be right
+    from . import served_models  # when the options are known to be right
 
     served_models.find_models()
     if options["force_model"] is not None:

@@ -6,7 +6,7 @@ from typing import Any
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-from iha_io.checkpoint_io import check_filled, check_no_adapter, load_config_dict
+from iha.checkpoints import check_filled, check_no_adapter, load_config_dict
 from modeling_iha import IHAForCausalLM
 from modeling_iha.modeling_interleaved import InterleavedPreTrainedModel
 

@@ -14,14 +14,16 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from conversion_scripts.architectures import exact_length
-from conversion_scripts.conversion import check_iha
-from iha_io.checkpoint_io import load_config, load_model, load_tokenizer
-from iha_io.command_arguments import check_verification, verify_arguments
-from iha_io.command_io import MAX_TEXT, UserError, checked, read_text, run_cli, write_json
-from iha_io.foreign_code import note_foreign_code
-from kind_facts import companion_of, interleaved_kind, is_interleaved
+from iha.arguments import check_verification, verify_arguments
+from iha.checkpoints import load_config, load_model, load_tokenizer
+from iha.errors import UserError, run_cli
+from iha.files import MAX_TEXT, checked, read_text, write_json
+from iha.foreign_code import note_foreign_code
+from iha.kinds import companion_of, interleaved_kind, is_interleaved
 from modeling_iha.modeling_interleaved import backbone_of
+
+from .architectures import exact_length
+from .conversion import check_iha
 
 
 DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")

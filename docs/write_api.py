@@ -11,12 +11,12 @@ from pathlib import Path
 from textwrap import fill
 
 import modeling_iha
-from iha_commands import api
+from iha import api
 
 
 START = """# API
 What `from modeling_iha import ...` gives, from the docstrings (`python docs/write_api.py`)."""
-COMMANDS = """`from iha_commands.api import convert, verify, push, pull` gives the commands as functions. Their
+COMMANDS = """`from iha.api import convert, verify, push, pull` gives the commands as functions. Their
 arguments are the options of the commands, which `iha COMMAND --help` explains."""
 
 

@@ -16,9 +16,10 @@ from typing import NotRequired
 from scipy.stats import sem
 from typing_extensions import TypedDict
 
-from iha_io import plots
-from iha_io.command_io import UserError, check_output_file, read_json, read_jsonl, run_cli, whole_file
-from model_cards.render import Results, Task, figure_text, markdown_table
+from iha import plots
+from iha.cards import Results, Task, figure_text, markdown_table
+from iha.errors import UserError, run_cli
+from iha.files import check_output_file, read_json, read_jsonl, whole_file
 
 
 # What two evaluations must have in common in a task; its shots are a part of the hash.

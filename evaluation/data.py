@@ -13,8 +13,9 @@ from pathlib import Path
 
 from datasets import Dataset, load_dataset
 
-from iha_io import command_io
-from iha_io.command_io import UserError, read_json, read_jsonl, refusing
+from iha import files
+from iha.errors import UserError, refusing
+from iha.files import read_json, read_jsonl
 
 
 MANIFEST = read_json(Path(__file__).with_name("data_manifest.json"))
@@ -22,7 +23,7 @@ MANIFEST = read_json(Path(__file__).with_name("data_manifest.json"))
 SMOKE = Path(__file__).with_name("smoke_data")
 
 
-file_sha256 = cache(command_io.file_sha256)  # text of many megabytes is asked for by every task
+file_sha256 = cache(files.file_sha256)  # text of many megabytes is asked for by every task
 
 
 def locate(name: str, directory: str | os.PathLike) -> Path:

@@ -10,8 +10,9 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from iha_io.checkpoint_io import load_model
-from iha_io.command_io import UserError, locate_checkpoint
+from iha.checkpoints import load_model
+from iha.errors import UserError
+from iha.sources import locate_checkpoint
 
 
 # Llama's chat template names a day: the same one tomorrow, when a run goes on.

@@ -18,7 +18,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from evaluation import data, run_code, scores
-from iha_io.command_io import UserError, check_output_file, run_cli, write_json
+from iha.errors import UserError, run_cli
+from iha.files import check_output_file, write_json
 
 
 # Each returns a gold and a broken reply to a row.

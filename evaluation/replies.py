@@ -17,7 +17,7 @@ from math_verify import parse, verify
 from sympy import Basic, Eq, Union
 from sympy.core.relational import Relational
 
-from iha_io.thoughts import after_thoughts
+from iha.thoughts import after_thoughts
 
 
 def final_part(reply: str) -> str:

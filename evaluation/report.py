@@ -5,8 +5,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from evaluation import ruler
-from iha_io.command_io import read_json, whole_file
-from model_cards.render import figure_text, markdown_table
+from iha.cards import figure_text, markdown_table
+from iha.files import read_json, whole_file
 
 
 PAPER = read_json(Path(__file__).with_name("paper.json"))

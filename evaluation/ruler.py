@@ -16,7 +16,7 @@ import numpy as np
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
-from iha_io.command_io import UserError
+from iha.errors import UserError
 
 
 # Multi-key retrieval first: it is where the paper sees the largest difference.

@@ -36,19 +36,11 @@ from transformers import PreTrainedTokenizerBase
 
 from evaluation import data, report, run_code, suites
 from evaluation.model import Model
-from iha_io.checkpoint_io import fingerprint, load_config, load_tokenizer, note_slow_dtype
-from iha_io.command_io import (
-    UserError,
-    current_commit,
-    read_json,
-    refusing,
-    run_cli,
-    sole_writer,
-    write_json,
-    write_jsonl,
-)
-from iha_io.foreign_code import note_foreign_code
-from model_cards.render import source_name
+from iha.cards import source_name
+from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype
+from iha.errors import UserError, refusing, run_cli
+from iha.files import current_commit, read_json, sole_writer, write_json, write_jsonl
+from iha.foreign_code import note_foreign_code
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")

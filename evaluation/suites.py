@@ -12,8 +12,8 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
 from evaluation import data, ruler
-from iha_io.command_io import refusing
-from iha_io.thoughts import THOUGHTS
+from iha.errors import refusing
+from iha.thoughts import THOUGHTS
 
 
 TASKS = Path(__file__).with_name("tasks")

@@ -12,7 +12,8 @@ import yaml
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from iha_io.command_io import UserError, read_text, refusing
+from iha.errors import UserError, refusing
+from iha.files import read_text
 
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from peft import LoraConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from trl import get_peft_config
 
-from iha_io.checkpoint_io import load_config, load_model, load_tokenizer, note_slow_dtype
-from iha_io.command_io import UserError, one_line, refusing
-from kind_facts import is_interleaved, own_modules
+from iha.checkpoints import load_config, load_model, load_tokenizer, note_slow_dtype
+from iha.errors import UserError, one_line, refusing
+from iha.kinds import is_interleaved, own_modules
 from modeling_iha import IHAConfig, interleave_heads, mixing_parameters, set_mixing_scale
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.virtual_masks import virtual_tokens

@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 from typing_extensions import TypedDict
 
-from iha_io.command_io import UserError, read_yaml, refusing, typed
+from iha.errors import UserError, refusing
+from iha.files import read_yaml, typed
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}

@@ -7,7 +7,7 @@ from accelerate.utils import DistributedType
 from peft import PeftModel, get_peft_model
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from iha_io.command_io import UserError
+from iha.errors import UserError
 from sft.arguments import RunArguments
 from sft.sequence_parallel import check_shared_sequence
 

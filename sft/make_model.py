@@ -13,9 +13,10 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from conversion_scripts.conversion import preset_config
-from iha_io.checkpoint_io import load_tokenizer
-from iha_io.command_io import UserError, new_directory, run_cli
-from model_cards.render import render_card
+from iha.cards import render_card
+from iha.checkpoints import load_tokenizer
+from iha.errors import UserError, run_cli
+from iha.files import new_directory
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft.make_tokenizer import byte_tokenizer
 

@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from iha_io.command_io import UserError, check_output_file, read_jsonl, refusing, run_cli, write_jsonl
-from iha_io.thoughts import after_thoughts
+from iha.errors import UserError, refusing, run_cli
+from iha.files import check_output_file, read_jsonl, write_jsonl
+from iha.thoughts import after_thoughts
 
 
 EXAMPLE = """example:

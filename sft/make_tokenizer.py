@@ -10,7 +10,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from iha_io.command_io import UserError, new_directory, run_cli
+from iha.errors import UserError, run_cli
+from iha.files import new_directory
 
 
 # Those of sft/chat_templates: the first pads, and the last ends a text.

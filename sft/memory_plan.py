@@ -1,6 +1,6 @@
 """Plan what a training run takes in memory, and refuse one that cannot fit before it starts.
 
-A step runs on a copy of the model without data (iha_io/step_memory.py). research/benchmarks/training_plan.py compares
+A step runs on a copy of the model without data (iha/step_memory.py). research/benchmarks/training_plan.py compares
 the plan with the peaks of real processes.
 """
 
@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, Trainer
 from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from iha_io.command_io import UserError, one_line, run_cli
-from iha_io.step_memory import StepMemory, count_step
+from iha.errors import UserError, one_line, run_cli
+from iha.step_memory import StepMemory, count_step
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, run_config
 from sft.distributed import asks_for_fsdp

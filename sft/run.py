@@ -18,20 +18,12 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 from typing_extensions import TypedDict
 
-from iha_io import plots
-from iha_io.checkpoint_io import load_config_dict
-from iha_io.command_io import (
-    UserError,
-    current_commit,
-    file_sha256,
-    new_directory,
-    read_json,
-    refusing,
-    sole_writer,
-    write_json,
-)
-from kind_facts import is_ours
-from model_cards.render import markdown, render_card, source_base_model, source_license, source_name
+from iha import plots
+from iha.cards import markdown, render_card, source_base_model, source_license, source_name
+from iha.checkpoints import load_config_dict
+from iha.errors import UserError, refusing
+from iha.files import current_commit, file_sha256, new_directory, read_json, sole_writer, write_json
+from iha.kinds import is_ours
 from sft import make_model
 from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
 from sft.data import sources

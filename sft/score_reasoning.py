@@ -6,15 +6,8 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from iha_io.command_io import (
-    UserError,
-    check_output_file,
-    open_regular,
-    read_jsonl,
-    run_cli,
-    time_limit,
-    write_json,
-)
+from iha.errors import UserError, run_cli, time_limit
+from iha.files import check_output_file, open_regular, read_jsonl, write_json
 
 
 EXAMPLE = """example:
@@ -47,7 +40,7 @@ import torch
 from reasoning_gym.factory import DATASETS
 from tqdm import tqdm
 
-from iha_io.checkpoint_io import load_model, load_tokenizer, note_slow_dtype
+from iha.checkpoints import load_model, load_tokenizer, note_slow_dtype
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 

@@ -11,8 +11,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from iha_io.checkpoint_io import load_config
-from iha_io.command_io import UserError, refusing
+from iha.checkpoints import load_config
+from iha.errors import UserError, refusing
 from sft.arguments import RunArguments
 
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from datasets import IterableDataset
 from trl import SFTConfig
 
-from iha_io.command_io import run_cli
+from iha.errors import run_cli
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_of_turn
 from sft.memory_plan import check_memory

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from trl import DPOConfig, DPOTrainer
 from typing_extensions import TypedDict
 
-from iha_io.command_io import UserError, run_cli, typed
+from iha.errors import UserError, run_cli
+from iha.files import typed
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import load_base_model, lora_config, prepare_model, run_config
 from sft.data import TURNS, UNREAD_COLUMNS, Messages, load_rows, rendering, to_messages

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from iha_io.command_io import UserError, refusing, run_cli
+from iha.errors import UserError, refusing, run_cli
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import CONFIG_KEYS, lora_config, prepare_model, run_config
 from sft.run import begun, train

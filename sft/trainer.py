@@ -17,8 +17,9 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
-from iha_io.checkpoint_io import check_finite, load_model
-from iha_io.command_io import UserError, whole_file
+from iha.checkpoints import check_finite, load_model
+from iha.errors import UserError
+from iha.files import whole_file
 from modeling_iha.mixing import mixing_parameters
 from sft.distributed import whole_model
 from sft.sequence_parallel import share_sequence

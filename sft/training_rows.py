@@ -6,7 +6,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, SFTTrainer
 
-from iha_io.command_io import UserError, refusing
+from iha.errors import UserError, refusing
 from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import RunArguments
 from sft.data import Rows, check_chat_template, check_source, load_rows, mix, sources

@@ -15,7 +15,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from helpers import command  # noqa: E402
 
-from iha_io.command_io import ROOT  # noqa: E402
+from iha.files import ROOT  # noqa: E402
 from modeling_iha import IHAForCausalLM, attention_hyper, score_matrix, tuple_attention, windows  # noqa: E402
 
 

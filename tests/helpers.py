@@ -15,7 +15,7 @@ from references.iha import causal_lm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.activations import ACT2FN
 
-from iha_io.command_io import ROOT, run_cli
+from iha.errors import ROOT, run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, virtual_core
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.cache_names import CACHE

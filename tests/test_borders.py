@@ -14,8 +14,9 @@ from helpers import last_line
 from pydantic import FiniteFloat
 from typing_extensions import TypedDict
 
-from iha_io import command_io
-from iha_io.command_io import UserError, read_json, read_jsonl, read_yaml, run_cli, whole_file
+from iha import errors, files
+from iha.errors import UserError, run_cli
+from iha.files import read_json, read_jsonl, read_yaml, whole_file
 
 
 # What is left of an exception
@@ -28,7 +29,7 @@ def failing(error=KeyError("value\n")):
 @pytest.fixture
 def fails(monkeypatch, capsys, tmp_path):
     """Return a function that runs a `main` as a command with arguments, and returns its line on stderr."""
-    monkeypatch.setattr(command_io.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(errors.tempfile, "tempdir", str(tmp_path))
 
     def fails(main, *arguments):
         monkeypatch.setattr(sys, "argv", ["room/command.py", *arguments])
@@ -46,7 +47,7 @@ def test_a_defect_is_one_line_that_names_its_traceback(fails, monkeypatch, tmp_p
     (file,) = tmp_path.iterdir()
     assert line.endswith(f"--traceback shows more, as does {file}.")
     assert file.read_text().startswith("Traceback") and "in failing" in file.read_text()
-    monkeypatch.setattr(command_io.tempfile, "tempdir", "/proc/nowhere")
+    monkeypatch.setattr(errors.tempfile, "tempdir", "/proc/nowhere")
     panic = type("PanicException", (BaseException,), {})  # of a library in Rust
     assert re.search("PanicException: `None`; --traceback shows more.$", fails(partial(failing, panic("`None`"))))
 
@@ -87,8 +88,8 @@ YAML_BOMB = "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n"
     ],
 )
 def test_what_is_read_is_bounded(read, content, words, tmp_path, monkeypatch):
-    monkeypatch.setattr(command_io, "MAX_TEXT", 10**7 if content[:1] == b"{" else 1000)
-    monkeypatch.setattr(command_io, "MAX_YAML", 1000)
+    monkeypatch.setattr(files, "MAX_TEXT", 10**7 if content[:1] == b"{" else 1000)
+    monkeypatch.setattr(files, "MAX_YAML", 1000)
     path = tmp_path / "file"
     path.write_bytes(content)
     start = time.process_time()

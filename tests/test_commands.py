@@ -13,17 +13,17 @@ from contextlib import suppress
 import pytest
 from helpers import DOCUMENTS
 
-from iha_commands.run import COMMANDS as COMMANDS_OF_IHA
-from iha_io.command_io import ROOT, UserError, locate_checkpoint
+from iha.cli import COMMANDS as COMMANDS_OF_IHA
+from iha.errors import ROOT, UserError
+from iha.sources import locate_checkpoint
 
 
 # Started by path, Python looks beside the script only. This line adds its checkout.
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 ROOMS = (
-    *("modeling_iha", "configuration_iha", "iha_io", "kind_facts", "model_cards", "conversion_scripts"),
-    *("sft", "evaluation", "research/benchmarks", "iha_commands", "research/experiments", "research/checkpoints"),
-    "vllm_iha",
+    *("modeling_iha", "configuration_iha", "iha", "conversion_scripts", "sft", "evaluation"),
+    *("research/benchmarks", "research/experiments", "research/checkpoints", "vllm_iha"),
 )
 BY_PATH = ("sft/train.py", "sft/train_dpo.py", "sft/train_grpo.py", "evaluation/run.py")
 # TRL's parser shows their keys, and needs PyTorch for it.
@@ -80,26 +80,25 @@ def test_a_command_answers_help_with_an_example(path, monkeypatch, capsys):
     out = " ".join(capsys.readouterr().out.lower().split())
     assert "usage:" in out
     if name != "demo":
-        assert "example" in out and path.stem in out
+        assert "example" in out and ("iha convert" if name == "iha.cli" else path.stem) in out
         assert documented_options(name) <= {*re.findall(r"--[\w-]+", out)}
 
 
 def test_a_wheel_brings_its_commands(tmp_path):
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", tmp_path]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    missing = [name for name in COMMANDS_OF_IHA.values() if not list(tmp_path.glob(f"*/{name.replace('.', '/')}.py"))]
-    assert not missing and {path.name for path in tmp_path.iterdir()} == {
-        "configuration_iha",
-        "iha_commands",
-        "modeling_iha",
-    }
+    missing = [name for name in COMMANDS_OF_IHA.values() if not (tmp_path / f"{name.replace('.', '/')}.py").exists()]
+    assert not missing
+    assert {path.name for path in tmp_path.iterdir()} == {"configuration_iha", "iha", "modeling_iha"}
     program = """
 import sys
 sys.path.insert(0, "")
-from iha_commands import api, run
-assert api.convert.__module__ == "conversion_scripts.convert_llama_to_iha" and not api.__file__.startswith(sys.argv[1])
+before = list(sys.path)
+from iha import api, cli
+assert api.convert.__module__ == "iha.conversion_scripts.convert_llama_to_iha" and sys.path == before
+assert not any(module.__file__.startswith(sys.argv[1]) for module in (api, sys.modules[api.convert.__module__]))
 sys.argv[:] = ["iha", "convert", "me/model", "new", "--num-pseudo-heads", "0"]
-run.main()
+cli.main()
 """
     command = [sys.executable, "-I", "-c", program, ROOT]
     process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -133,10 +132,10 @@ def test_wrong_arguments_are_refused_before_pytorch_is_imported(words, said, tmp
     program = f"""
 import atexit, os, sys
 sys.path.insert(0, {str(ROOT)!r})
-from iha_commands import run
+from iha import cli
 sys.argv[1:] = {words!r}
 atexit.register(lambda: os._exit(3) if "torch" in sys.modules or "transformers" in sys.modules else None)
-run.main()
+cli.main()
 """
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", program]

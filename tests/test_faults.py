@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, save_tiny_source, shards, tiny_tokenizer
 
 from conversion_scripts import convert_dcformer_to_iha, convert_llama_to_iha
-from iha_io.command_io import new_directory, run_cli
+from iha.errors import run_cli
+from iha.files import new_directory
 
 
 # Kind of the source checkpoint -> the command that converts it.

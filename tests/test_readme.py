@@ -19,7 +19,7 @@ from tiny_training import byte_tokenizer, preset_config, saved
 from transformers import Trainer
 
 import modeling_iha
-from iha_io.command_io import ROOT
+from iha.errors import ROOT
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
 from sft.arguments import RecipeParser
@@ -319,12 +319,12 @@ def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
             exec(compile(block, "FROM_SCRATCH.md", "exec"), {})
             continue
         for command in block.replace("\\\n", " ").splitlines():
-            command = re.sub("^iha ", "python -m iha_commands.run ", command)
+            command = re.sub("^iha ", "python -m iha.cli ", command)
             if "-m research." in command:  # tests/studies runs it in small
                 continue
             ran.append(command.split()[2])
             run(command, TINY_SCRATCH)
-    assert {*TINY_SCRATCH, "sft.make_model", "iha_commands.run"} == {*ran}
+    assert {*TINY_SCRATCH, "sft.make_model", "iha.cli"} == {*ran}
     card = (tmp_path / "run" / "final" / "README.md").read_text(encoding="utf-8")
     assert "rained from scratch" in card and (tmp_path / "run" / "final" / "curves.png").exists()
     assert "def main(" in capsys.readouterr().out

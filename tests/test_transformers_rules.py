@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from iha_io.command_io import ROOT
+from iha.errors import ROOT
 
 
 # Rule -> why it is off here. Any other rule has to hold.

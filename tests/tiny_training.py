@@ -13,7 +13,7 @@ import pytest
 from helpers import small_config
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from iha_io.command_io import ROOT
+from iha.errors import ROOT
 from modeling_iha import IHAConfig
 from sft import make_tokenizer
 

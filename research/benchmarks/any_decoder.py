@@ -16,7 +16,7 @@ from itertools import product
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from iha_io.command_io import run_cli
+from iha.errors import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
 from modeling_iha.cache_names import CACHE
 from research.benchmarks.harness import medians, reported, training, wall_seconds, write

@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from conversion_scripts.convert_llama_to_iha import convert_model
-from iha_io.checkpoint_io import load_model, smollm2_gguf
-from iha_io.command_io import run_cli
-from kind_facts.model_cost import attention
+from iha.checkpoints import load_model, smollm2_gguf
+from iha.errors import run_cli
+from iha.model_cost import attention
 from modeling_iha.cache_names import CACHE
 from research.benchmarks.harness import medians, ratios, reported, write
 from research.benchmarks.options import arguments

@@ -21,7 +21,8 @@ from unittest import mock
 import torch
 from transformers.cache_utils import DynamicCache
 
-from iha_io.command_io import UserError, read_json, run_cli
+from iha.errors import UserError, run_cli
+from iha.files import read_json
 from modeling_iha import attention_mha, virtual_masks
 from research.benchmarks.harness import (
     Attention,

@@ -26,8 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
 
-from iha_io.command_io import UserError, current_commit, one_line, read_json, run_cli, sole_writer, write_json
-from kind_facts import model_cost as cost
+from iha import model_cost as cost
+from iha.errors import UserError, one_line, run_cli
+from iha.files import current_commit, read_json, sole_writer, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.cache_names import CACHE
 from modeling_iha.masks import create_masks

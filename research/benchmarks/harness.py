@@ -18,7 +18,7 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from iha_io.command_io import current_commit, write_json
+from iha.files import current_commit, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_core
 from modeling_iha.masks import create_masks
 

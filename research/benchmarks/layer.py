@@ -10,9 +10,9 @@ from itertools import product
 
 import torch
 
-from iha_io.command_io import run_cli
-from kind_facts.cost import score_products
-from kind_facts.model_cost import attention
+from iha.errors import run_cli
+from iha.flops import score_products
+from iha.model_cost import attention
 from research.benchmarks.harness import Attention, inference, medians, reported, training, write
 from research.benchmarks.options import arguments
 

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from iha_io.command_io import ROOT
+from iha.errors import ROOT
 
 
 RESULTS = ROOT / "research" / "benchmarks" / "results"  # what git tracks

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from iha_io.command_io import run_cli
-from kind_facts.model_cost import head, model
+from iha.errors import run_cli
+from iha.model_cost import head, model
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import CONTEXT, causal_lm, extra_bytes, inference, medians, ratios, reported, write
 from research.benchmarks.options import arguments

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from iha_io import plots
-from iha_io.command_io import read_json, run_cli, whole_file
+from iha import plots
+from iha.errors import run_cli
+from iha.files import read_json, whole_file
 from research.benchmarks.options import RESULTS
 
 

@@ -11,8 +11,8 @@ from itertools import product
 
 import torch
 
-from iha_io.command_io import run_cli
-from kind_facts.model_cost import attention, model
+from iha.errors import run_cli
+from iha.model_cost import attention, model
 from modeling_iha import IHAConfig
 from modeling_iha.package import flop_matched_window
 from research.benchmarks.harness import (

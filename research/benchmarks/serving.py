@@ -19,8 +19,8 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from conversion_scripts.convert_llama_to_iha import convert_model
-from iha_io.checkpoint_io import load_config, load_model, load_tokenizer, smollm2_gguf
-from iha_io.command_io import ROOT, run_cli
+from iha.checkpoints import load_config, load_model, load_tokenizer, smollm2_gguf
+from iha.errors import ROOT, run_cli
 from modeling_iha import interleave_heads
 from research.benchmarks.harness import medians, ratios, reported, write
 from research.benchmarks.options import arguments

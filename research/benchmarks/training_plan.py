@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from iha_io.command_io import run_cli
+from iha.errors import run_cli
 from modeling_iha import IHAConfig, interleave_heads
 from research.benchmarks.harness import PRELOADED, extra_bytes, reported, write
 from research.benchmarks.options import arguments

@@ -25,18 +25,11 @@ import numpy as np
 import torch
 from typing_extensions import TypedDict
 
-from iha_io.checkpoint_io import load_config, smollm2_gguf
-from iha_io.command_io import (
-    ROOT,
-    UserError,
-    file_sha256,
-    new_directory,
-    read_json,
-    run_cli,
-    run_command,
-    write_json,
-)
-from model_cards.render import read_results, source_name, update
+from iha.cards import read_results, source_name, update
+from iha.checkpoints import load_config, smollm2_gguf
+from iha.errors import ROOT, UserError, run_cli
+from iha.files import file_sha256, new_directory, read_json, write_json
+from iha.processes import run_command
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import processor
 

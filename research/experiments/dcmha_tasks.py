@@ -27,8 +27,8 @@ import torch
 from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
-from iha_io import plots
-from iha_io.command_io import run_cli
+from iha import plots
+from iha.errors import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.language_models import config_of, sized
 from research.experiments.options import protocol_parser

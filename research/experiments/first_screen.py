@@ -10,8 +10,9 @@ import argparse
 
 from matplotlib.figure import Figure
 
-from iha_io import plots
-from iha_io.command_io import ROOT, read_json, run_cli
+from iha import plots
+from iha.errors import ROOT, run_cli
+from iha.files import read_json
 from research.benchmarks.options import RESULTS as BENCHMARKS
 from research.experiments.options import RESULTS
 from research.experiments.study import interval

@@ -12,7 +12,7 @@ example: python -m research.experiments.hyper_language --most-seeds 6
 
 from collections.abc import Sequence
 
-from iha_io.command_io import run_cli
+from iha.errors import run_cli
 from research.experiments.language_models import compare, size_of, sized
 from research.experiments.options import protocol_parser
 from research.experiments.study import begin

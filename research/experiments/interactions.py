@@ -21,8 +21,9 @@ from functools import partial
 import torch
 from matplotlib.figure import Figure
 
-from iha_io import plots
-from iha_io.command_io import run_cli, sole_writer
+from iha import plots
+from iha.errors import run_cli
+from iha.files import sole_writer
 from research.experiments.options import study_parser
 from research.experiments.polynomial_filters import BareAttention
 from research.experiments.study import begin, points, run_once, spread, write

@@ -26,9 +26,9 @@ import torch
 from matplotlib.figure import Figure
 from torch.nn.functional import cross_entropy
 
-from iha_io import plots
-from iha_io.command_io import UserError, run_cli
-from kind_facts.model_cost import model as cost_of
+from iha import plots
+from iha.errors import UserError, run_cli
+from iha.model_cost import model as cost_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.options import protocol_parser
 from research.experiments.protocol import BUDGETS, COUNTS, Rates, budgets, compare_tuned, end, fit, new_model

@@ -38,8 +38,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from iha_io.checkpoint_io import run_in_clean_process
-from iha_io.command_io import ROOT, UserError, run_cli, write_json
+from iha.errors import ROOT, UserError, run_cli
+from iha.files import write_json
+from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads
 from modeling_iha.mixing import mixing_parameters
 from research.benchmarks.harness import environment

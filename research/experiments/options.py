@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from iha_io.command_io import ROOT
+from iha.errors import ROOT
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"  # the tables and plots that git tracks

@@ -31,8 +31,8 @@ from statistics import median
 import torch
 from matplotlib.figure import Figure
 
-from iha_io import plots
-from iha_io.command_io import UserError, one_line, run_cli
+from iha import plots
+from iha.errors import UserError, one_line, run_cli
 from modeling_iha import IHAForCausalLM
 from research.experiments import language_models
 from research.experiments.language_models import (

@@ -24,8 +24,9 @@ from matplotlib.figure import Figure
 from torch import nn
 from transformers import AttentionInterface
 
-from iha_io import plots
-from iha_io.command_io import run_cli, sole_writer
+from iha import plots
+from iha.errors import run_cli
+from iha.files import sole_writer
 from modeling_iha import IHAConfig, IHAModel
 from modeling_iha.virtual_masks import virtual_tokens
 from research.experiments.options import study_parser

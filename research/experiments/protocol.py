@@ -11,7 +11,7 @@
    A `--most-seeds` below FEWEST_SEEDS is a number fixed before, which looks at no interval.
 4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
    loss for four budgets: equal steps, equal FLOPs within the windows, equal FLOPs as the paper of IHA counts them
-   (`counted_pairs` in kind_facts/cost.py has both counts), and equal time on this machine.
+   (`counted_pairs` in iha/flops.py has both counts), and equal time on this machine.
 """
 
 import argparse
@@ -28,7 +28,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from iha_io.command_io import UserError, sole_writer
+from iha.errors import UserError
+from iha.files import sole_writer
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing import mixing_parameters
 from research.experiments.study import differences, run_once

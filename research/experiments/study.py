@@ -10,8 +10,9 @@ import torch
 from matplotlib.figure import Figure
 from scipy import stats
 
-from iha_io import plots
-from iha_io.command_io import ROOT, UserError, check_output_file, read_json, write_json
+from iha import plots
+from iha.errors import ROOT, UserError
+from iha.files import check_output_file, read_json, write_json
 from research.benchmarks.harness import environment
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from iha_io import plots
-from iha_io.command_io import run_cli
+from iha import plots
+from iha.errors import run_cli
 from research.experiments.options import study_parser
 from research.experiments.polynomial_filters import BareAttention, constructed, filter_bank, root
 from research.experiments.study import begin, write

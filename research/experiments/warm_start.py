@@ -40,8 +40,9 @@ from torch.nn.functional import cross_entropy
 from transformers import MinistralConfig, MinistralForCausalLM, PreTrainedModel
 
 from conversion_scripts.convert_llama_to_iha import convert_model
-from iha_io import plots
-from iha_io.command_io import run_cli, sole_writer, whole_file
+from iha import plots
+from iha.errors import run_cli
+from iha.files import sole_writer, whole_file
 from modeling_iha import interleave_heads
 from modeling_iha.head_mixing import HeadCollapse
 from modeling_iha.package import flop_matched_window

@@ -46,10 +46,11 @@ from conversion_scripts import (
 from conversion_scripts.architectures import exact_length
 from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert_model, iha_config
-from iha_io import checkpoint_io
-from iha_io.checkpoint_io import load_in_clean_process, load_model, run_in_clean_process, smollm2_gguf
-from iha_io.command_arguments import KINDS
-from iha_io.command_io import UserError
+from iha import processes
+from iha.arguments import KINDS
+from iha.checkpoints import load_model, smollm2_gguf
+from iha.errors import UserError
+from iha.processes import load_in_clean_process, run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.exact_start import last_pseudo_head
 from modeling_iha.mixing import values
@@ -429,7 +430,7 @@ def test_clean_process_refuses_what_does_not_load(converted, tmp_path, monkeypat
     for program in ("raise SystemExit('where\\nwhy')", leaks):
         with pytest.raises(UserError, match="^why$"):
             run_in_clean_process(program, {})
-    monkeypatch.setattr(checkpoint_io, "run_in_clean_process", run_here)
+    monkeypatch.setattr(processes, "run_in_clean_process", run_here)
     broken = shutil.copytree(converted / "iha", tmp_path / "broken")
     edit_weights(broken, lambda w: w.pop("model.layers.4.self_attn.collapse.weight"))
     with pytest.raises(

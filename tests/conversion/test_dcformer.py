@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from conversion_scripts import convert_dcformer_to_iha
 from conversion_scripts.convert_dcformer_to_iha import convert_model, iha_config
-from iha_io.command_io import UserError
+from iha.errors import UserError
 
 
 # An older config, as of the first release: no QK-norm, no gate of the FFN, and its fields absent.

@@ -6,7 +6,7 @@ from tiny_sources import tiny_source
 
 from conversion_scripts.convert_diffllama_to_iha import iha_config
 from conversion_scripts.convert_iha_to_llama import convert_back
-from iha_io.command_io import UserError
+from iha.errors import UserError
 
 
 @pytest.mark.parametrize(

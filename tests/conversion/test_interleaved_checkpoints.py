@@ -15,9 +15,9 @@ from conversion_scripts import (
     push_to_hub,
     verify_conversion,
 )
-from iha_io.checkpoint_io import load_config, load_model
-from iha_io.command_io import UserError
-from model_cards.render import render_card
+from iha.cards import render_card
+from iha.checkpoints import load_config, load_model
+from iha.errors import UserError
 from modeling_iha import interleave_heads
 from modeling_iha.package import INTERLEAVED_FILES
 from sft.score_reasoning import generate_replies

@@ -13,7 +13,7 @@ from transformers import AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conversion_scripts import serve
-from iha_io.command_io import UserError
+from iha.errors import UserError
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
 

@@ -25,8 +25,9 @@ from math_verify import parse, verify
 
 from evaluation import compare, data, replay_gold, replies, report, ruler, run, scores, suites
 from evaluation.model import Model
-from iha_io.checkpoint_io import load_model
-from iha_io.command_io import UserError, read_json, read_jsonl, sole_writer, write_json, write_jsonl
+from iha.checkpoints import load_model
+from iha.errors import UserError
+from iha.files import read_json, read_jsonl, sole_writer, write_json, write_jsonl
 
 
 # The full data files are no part of the repository.

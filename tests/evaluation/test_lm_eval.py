@@ -6,7 +6,7 @@ from helpers import GEOMETRIES, random_model, small_config
 from tiny_sources import tiny_tokenizer
 from tiny_training import write_jsonl
 
-from iha_io.checkpoint_io import run_in_clean_process
+from iha.processes import run_in_clean_process
 
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")

@@ -16,8 +16,8 @@ from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, decoder, recipe, saved, sizes, training_rows, write_jsonl
 
 from conversion_scripts import convert_llama_to_iha, push_to_hub
-from iha_io.checkpoint_io import load_in_clean_process, run_in_clean_process
-from iha_io.command_io import ROOT
+from iha.errors import ROOT
+from iha.processes import load_in_clean_process, run_in_clean_process
 from modeling_iha import IHAForCausalLM
 from modeling_iha.configuration_iha import AUTO_MAP
 from sft import train

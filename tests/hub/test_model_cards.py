@@ -15,11 +15,12 @@ from helpers import random_model, small_config
 from huggingface_hub import ModelCard
 from tiny_training import byte_config, saved
 
-from iha_io.checkpoint_io import fingerprint
-from iha_io.command_io import UserError, read_json
-from kind_facts.model_cost import model as cost_of_model
-from model_cards import render
-from model_cards.render import render_card, with_name, with_results
+from iha import cards
+from iha.cards import render_card, with_name, with_results
+from iha.checkpoints import fingerprint
+from iha.errors import ROOT, UserError
+from iha.files import read_json
+from iha.model_cost import model as cost_of_model
 from modeling_iha import IHAConfig
 from research.checkpoints import make_checkpoints
 
@@ -74,19 +75,19 @@ def test_a_card_says_what_the_model_costs_and_what_is_not_known():
 
 
 def test_no_name_breaks_a_card():
-    cards = [
-        ModelCard(render_card(small_config(), name, license=render.one_printable_line(name)))
+    models = [
+        ModelCard(render_card(small_config(), name, license=cards.one_printable_line(name)))
         for name in (NASTY, "plain")
     ]
-    lines, expected = (card.text.splitlines() for card in cards)
+    lines, expected = (card.text.splitlines() for card in models)
     different = [pair for pair in zip(lines, expected, strict=True) if pair[0] != pair[1]]
     assert len(different) == 4
     assert all(line.startswith(("# ", "name = ", "name=", "The code in")) for line, _ in different)
     read = {}
     exec(next(line for line in lines if line.startswith("name = ")), read)
-    assert read["name"] == render.one_printable_line(NASTY)
-    assert cards[0].data.to_dict().keys() == cards[1].data.to_dict().keys()
-    str(cards[0]).encode()
+    assert read["name"] == cards.one_printable_line(NASTY)
+    assert models[0].data.to_dict().keys() == models[1].data.to_dict().keys()
+    str(models[0]).encode()
 
 
 def test_the_shell_reads_the_name_of_a_card(checkpoint):
@@ -118,14 +119,14 @@ def test_the_command_adds_results_and_renames(checkpoint, tmp_path, cli):
     (tmp_path / "results.json").write_text(json.dumps(results))
     (tmp_path / "of_another").mkdir()
     (tmp_path / "of_another" / "results.json").write_text(json.dumps(RESULTS))
-    code, _, err = cli(render, checkpoint, "--results", tmp_path / "of_another")
+    code, _, err = cli(cards, checkpoint, "--results", tmp_path / "of_another")
     assert code == 1 and "The results are of another checkpoint than" in err
-    code, _, _ = cli(render, checkpoint, "--name", "me/iha", "--results", tmp_path)
+    code, _, _ = cli(cards, checkpoint, "--name", "me/iha", "--results", tmp_path)
     card = (checkpoint / "README.md").read_text(encoding="utf-8")
     assert code == 0 and "54.2 ± 1.4" in card and "\n# me/iha\n" in card
     assert '\nname = "me/iha"\n' in card and "\nname=me/iha\n" in card and checkpoint.name not in card
     assert ModelCard(card).data.model_name == "me/iha"
-    code, _, _ = cli(render, checkpoint, "--name", "me/other")
+    code, _, _ = cli(cards, checkpoint, "--name", "me/other")
     assert code == 0 and (checkpoint / "README.md").read_text(encoding="utf-8") == card.replace("me/iha", "me/other")
     titled = card.replace("\n# me/iha\n", "\n# A title of my own\n")
     assert "\n# A title of my own\n" in (renamed := with_name(titled, "me/other")) and "me/iha" not in renamed
@@ -136,7 +137,7 @@ def test_no_link_in_a_checkpoint_leads_to_a_file_that_changes(checkpoint, tmp_pa
     (checkpoint / "README.md").symlink_to(outside)
     before = outside.read_bytes()
     with pytest.raises(UserError, match="README.md is a link, and a file elsewhere would change"):
-        render.update(checkpoint, "me/iha")
+        cards.update(checkpoint, "me/iha")
     assert before == outside.read_bytes()
 
 
@@ -150,7 +151,7 @@ def index(tmp_path, monkeypatch):
     """Return a copy of the folders of model_cards, which takes its place, as another folder does of the outputs'."""
     monkeypatch.setattr(make_checkpoints, "OUTPUT", tmp_path / "made")
     monkeypatch.setattr(make_checkpoints, "INDEX", tmp_path / "index")
-    return shutil.copytree(render.TEMPLATE.parent, tmp_path / "index", ignore=shutil.ignore_patterns("*.py", "__*"))
+    return shutil.copytree(ROOT / "model_cards", tmp_path / "index")
 
 
 @pytest.fixture
@@ -206,7 +207,7 @@ FOLDERS = sorted(path.parent.name for path in make_checkpoints.INDEX.glob("*/rec
 def test_a_card_says_what_the_cost_model_and_the_template_say(folder):
     """Render the card again; how the model was made is the card's own, and its results may stand beside a twin's."""
     path = make_checkpoints.INDEX / folder
-    record, results = read_json(path / "record.json"), render.read_results(path)
+    record, results = read_json(path / "record.json"), cards.read_results(path)
     card = ModelCard.load(path / "README.md")
     details = re.search(r"^## (Conversion|Fine-tuning)\n.*?(?=^## Evaluation)", card.text, re.DOTALL | re.MULTILINE)[0]
     made_from = {key: card.data.get(key) for key in ("base_model", "license", "datasets")}

@@ -12,9 +12,10 @@ from tiny_sources import edit_config
 
 from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
-from iha_io import foreign_code
-from iha_io.checkpoint_io import load_config, load_in_clean_process
-from iha_io.command_io import UserError
+from iha import foreign_code
+from iha.checkpoints import load_config
+from iha.errors import UserError
+from iha.processes import load_in_clean_process
 
 
 @pytest.fixture

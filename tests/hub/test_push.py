@@ -18,9 +18,9 @@ from tiny_sources import edit_weights, tiny_tokenizer
 
 from conversion_scripts import push_to_hub
 from conversion_scripts.checkpoint_checks import checkpoint_files
-from iha_io.checkpoint_io import run_in_clean_process
-from iha_io.command_io import UserError
-from model_cards.render import render_card
+from iha.cards import render_card
+from iha.errors import UserError
+from iha.processes import run_in_clean_process
 
 
 CHECKPOINT = IHA_CODE | {

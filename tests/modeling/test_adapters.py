@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
-from iha_io.checkpoint_io import run_in_clean_process
-from iha_io.command_io import ROOT
+from iha.errors import ROOT
+from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, load_adapter, remove_interleaving, save_mixing, set_mixing_scale
 from modeling_iha.mixing import mixing_parameters
 from modeling_iha.modeling_interleaved import MIXING_MODULES

@@ -10,10 +10,9 @@ from helpers import EVERY_KIND, LLAMA, assert_close, random_ids, random_model, s
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
-import kind_facts
-from iha_io.command_arguments import KINDS
-from kind_facts import iha
-from model_cards.render import render_card
+from iha.arguments import KINDS
+from iha.cards import render_card
+from iha.kinds import companion_of, iha
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.mixing import mixing_parameters
@@ -31,7 +30,7 @@ def test_a_checkpoint_ships_what_its_code_imports(kind, tmp_path):
 
 
 def test_what_is_derived():
-    assert KINDS == sorted(kind for kind in ATTENTION_CLASSES if kind_facts.companion_of(kind).start)
+    assert KINDS == sorted(kind for kind in ATTENTION_CLASSES if companion_of(kind).start)
     assert KINDS == ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "talking_heads"]
     of_scores = {"score_mix", "weight_mix", "score_conv", "weight_conv", "pre_base", "post_base"}
     names = {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
@@ -44,7 +43,7 @@ def test_what_is_derived():
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
 def test_a_card_describes_every_kind(kind):
     config = small_config(attention_kinds=kind)
-    text = kind_facts.companion_of(kind).card.format(config=config)
+    text = companion_of(kind).card.format(config=config)
     assert text.endswith(".") and "{" not in text and f'- "{kind}": {text}' in render_card(config, "name")
 
 

@@ -10,7 +10,7 @@ from helpers import BF16_OUTPUT, FP32, GEOMETRIES, random_ids, random_model, set
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-from iha_io.checkpoint_io import run_in_clean_process
+from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, paged_requests, pair_heads
 from research.experiments.model_types import tiny_model
 

@@ -1,4 +1,4 @@
-"""Compare the cost model (kind_facts/model_cost.py) with what models are and do."""
+"""Compare the cost model (iha/model_cost.py) with what models are and do."""
 
 import math
 import sys
@@ -11,14 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
-import kind_facts.iha
-from iha_io.command_io import UserError
-from iha_io.step_memory import Counter, of_training
-from kind_facts import model_cost as cost
+import iha.kinds.iha
+from iha import cost as cost_command
+from iha import model_cost as cost
+from iha.errors import UserError
+from iha.step_memory import Counter, of_training
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.cache_names import CACHE
 from modeling_iha.package import flop_matched_window
-from research.benchmarks import cost as cost_command
 
 
 VARIANTS = {
@@ -98,8 +98,8 @@ def test_cache_of_other_kinds(variant):
 def test_flop_matched_window(count, schedule):
     """Give a sliding layer about as many pairs as a causal global layer, for which IHA, Appendix C counts N^2."""
     tokens, virtual = 8192, 4
-    window = kind_facts.cost.counted_pairs(count, tokens, virtual, flop_matched_window(tokens, virtual))
-    whole = kind_facts.cost.counted_pairs(count, tokens)
+    window = iha.flops.counted_pairs(count, tokens, virtual, flop_matched_window(tokens, virtual))
+    whole = iha.flops.counted_pairs(count, tokens)
     assert (4 * window + whole) / (5 * whole) == pytest.approx(schedule, rel=0.04)
 
 
@@ -157,7 +157,7 @@ def test_decode_and_cache(variant, windows, form):
 
 
 def test_unknown_kind_is_refused(monkeypatch):
-    monkeypatch.setattr(kind_facts.iha, "COMPANION", kind_facts.Companion())
+    monkeypatch.setattr(iha.kinds.iha, "COMPANION", iha.kinds.Companion())
     with pytest.raises(UserError, match="'mha', .*not 'iha': add its function"):
         cost.model(small_config(), 16)
 

@@ -37,7 +37,7 @@ from helpers import (
 from mechanism_checks import all_mechanisms
 from transformers import DynamicCache, StaticCache
 
-from iha_io.checkpoint_io import run_in_clean_process
+from iha.processes import run_in_clean_process
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.cache_names import CACHE

@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-from iha_io.checkpoint_io import load_model
-from iha_io.command_io import UserError
+from iha.checkpoints import load_model
+from iha.errors import UserError
 from modeling_iha import (
     IHAConfig,
     IHAForCausalLM,

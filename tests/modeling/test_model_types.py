@@ -20,8 +20,8 @@ from tiny_sources import edit_weights, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
 
 from conversion_scripts import serve
-from iha_io.checkpoint_io import run_in_clean_process
-from iha_io.command_io import ROOT, UserError
+from iha.errors import ROOT, UserError
+from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving
 from modeling_iha.mixing import mixing_parameters
 from research.experiments import model_types

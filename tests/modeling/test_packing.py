@@ -20,7 +20,7 @@ from tiny_training import byte_tokenizer, one_step
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig
 
-from iha_io.command_io import UserError
+from iha.errors import UserError
 from sft.trainer import MixingTrainer
 from sft.training_rows import check_packing
 

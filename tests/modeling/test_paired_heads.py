@@ -23,7 +23,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from references import reference_attention
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from iha_io.checkpoint_io import run_in_clean_process
+from iha.processes import run_in_clean_process
 from modeling_iha import (
     IHAConfig,
     IHAForCausalLM,

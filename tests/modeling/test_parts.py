@@ -14,8 +14,8 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from iha_io.checkpoint_io import run_in_clean_process
-from iha_io.command_io import ROOT
+from iha.errors import ROOT
+from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving
 from modeling_iha.configuration_interleaved import MIXING_MODULES
 from research.experiments.model_types import tiny_model

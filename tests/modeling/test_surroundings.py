@@ -24,8 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
-from iha_io.checkpoint_io import run_in_clean_process
-from iha_io.command_io import ROOT
+from iha.errors import ROOT
+from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving, virtual_masks
 from modeling_iha.mixing import mixing_parameters, values
 from research.experiments.model_types import MULTIMODAL, tiny_model

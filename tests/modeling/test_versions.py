@@ -15,8 +15,8 @@ import torch
 from helpers import assert_close, greedy, random_ids, random_model, small_config, train_mixing, uncached_logits
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from iha_io.checkpoint_io import run_in_clean_process
-from iha_io.command_io import ROOT
+from iha.errors import ROOT
+from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, tested_versions
 from modeling_iha.cache_names import CACHE
 

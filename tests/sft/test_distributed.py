@@ -21,7 +21,7 @@ from distributed_driver import train_run, whole_gradients
 from safetensors.torch import load_file
 from tiny_training import decoder, preset_config, recipe, saved, sizes, training_rows, write_jsonl
 
-from iha_io.command_io import ROOT, UserError
+from iha.errors import ROOT, UserError
 from modeling_iha import IHAConfig, IHAForCausalLM, pair_heads
 from sft import train
 from sft.arguments import RunArguments

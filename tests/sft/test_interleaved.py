@@ -20,8 +20,9 @@ from tiny_training import (
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from iha_io.checkpoint_io import load_in_clean_process, load_model
-from iha_io.command_io import UserError
+from iha.checkpoints import load_model
+from iha.errors import UserError
+from iha.processes import load_in_clean_process
 from modeling_iha import interleave_heads
 from modeling_iha.mixing import mixing_parameters, values
 from sft import train

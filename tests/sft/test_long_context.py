@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from iha_io.command_io import UserError
+from iha.errors import UserError
 from modeling_iha import IHAConfig, interleave_heads
 from sft.arguments import RecipeParser
 from sft.base_model import rope_reach, run_config

@@ -12,8 +12,8 @@ from transformers import masking_utils
 from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from iha_io.command_io import UserError
-from iha_io.step_memory import Counter, StepMemory, one_document
+from iha.errors import UserError
+from iha.step_memory import Counter, StepMemory, one_document
 from modeling_iha import interleave_heads
 from sft import memory_plan, train
 from sft.arguments import RecipeParser

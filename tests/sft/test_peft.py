@@ -35,8 +35,8 @@ from tiny_training import (
 from trl import SFTConfig
 from trl.scripts import sft as trl_sft
 
-from iha_io.command_io import UserError
-from model_cards.render import render_card
+from iha.cards import render_card
+from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.kind_options import OPTIONS_CLASSES

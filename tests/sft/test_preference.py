@@ -12,7 +12,7 @@ from helpers import GEOMETRIES, random_model, train_mixing
 from tiny_training import byte_config, decoder, interrupted_at, preset_config, saved, sizes, write_jsonl
 from trl import DPOConfig, GRPOConfig
 
-from iha_io.command_io import UserError
+from iha.errors import UserError
 from modeling_iha import IHAForCausalLM, interleave_heads
 from modeling_iha.mixing import mixing_parameters
 from sft import data, make_reasoning_data, score_reasoning, train_dpo, train_grpo

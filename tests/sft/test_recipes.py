@@ -7,9 +7,9 @@ import yaml
 from datasets import Dataset
 from tiny_training import ROOT, byte_tokenizer, decoder, saved, sizes, write_jsonl
 
-from iha_io.checkpoint_io import load_config
-from iha_io.command_io import UserError
-from kind_facts import is_interleaved
+from iha.checkpoints import load_config
+from iha.errors import UserError
+from iha.kinds import is_interleaved
 from modeling_iha import IHAForCausalLM
 from sft import train
 from sft.data import mix, sources

@@ -8,8 +8,8 @@ from helpers import random_model
 from tiny_training import byte_config, byte_tokenizer, recipe, sizes, with_template
 from transformers import GenerationConfig
 
-from iha_io.checkpoint_io import load_in_clean_process
-from iha_io.command_io import UserError
+from iha.errors import UserError
+from iha.processes import load_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import make_reasoning_data, score_reasoning, train
 from sft.data import load_rows

@@ -11,7 +11,7 @@ from helpers import small_config
 from tiny_training import TEMPLATES, byte_tokenizer, training_rows, with_template, write_jsonl
 from trl import SFTConfig
 
-from iha_io.command_io import UserError
+from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from sft.arguments import RunArguments
 from sft.data import check_chat_template, load_rows, to_messages

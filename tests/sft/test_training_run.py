@@ -17,7 +17,8 @@ from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, s
 from trl import SFTConfig, SFTTrainer
 
 from conversion_scripts.checkpoint_checks import checkpoint_files
-from iha_io.command_io import ROOT, UserError, run_cli, sole_writer
+from iha.errors import ROOT, UserError, run_cli
+from iha.files import sole_writer
 from sft import run as sft_run
 from sft import train
 from sft.trainer import RECORD, MixingTrainer, newest_whole_checkpoint

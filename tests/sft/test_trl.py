@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_sources import tiny_tokenizer
 from tiny_training import one_step
 
-from iha_io.checkpoint_io import run_in_clean_process
+from iha.processes import run_in_clean_process
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_iha import InterleavedHeadAttention
 

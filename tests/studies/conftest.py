@@ -5,7 +5,8 @@ import json
 import pytest
 from matplotlib.figure import Figure
 
-from iha_io.command_io import UserError, sole_writer
+from iha.errors import UserError
+from iha.files import sole_writer
 from research.experiments import language_models, protocol
 
 

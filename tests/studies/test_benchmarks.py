@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_sources import tiny_source
 
-from iha_io.command_io import ROOT, UserError
+from iha.errors import ROOT, UserError
 from modeling_iha import cpu_precision
 from research.benchmarks import (
     any_decoder,

@@ -13,8 +13,9 @@ from importlib.util import find_spec
 
 import pytest
 
-from iha_io.command_io import ROOT, read_json
-from kind_facts.model_cost import model as cost_of
+from iha.errors import ROOT
+from iha.files import read_json
+from iha.model_cost import model as cost_of
 from modeling_iha import IHAConfig
 from research.experiments.language_models import others_of
 from research.experiments.protocol import BUDGETS, COUNTS

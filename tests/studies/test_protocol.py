@@ -8,8 +8,8 @@ from statistics import mean
 import pytest
 import torch
 
-from iha_io.command_io import UserError
-from kind_facts.model_cost import model as cost_of
+from iha.errors import UserError
+from iha.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 from research.experiments import hyper_language, language_models, paired_heads, protocol, recall
 from research.experiments.language_models import VARIANTS, config_of, size_of

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from iha_io.command_io import UserError
+from iha.errors import UserError
 from research.experiments import study
 
 

@@ -38,8 +38,9 @@ from vllm import SamplingParams
 from vllm.model_executor.models.transformers.base import Base
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from iha_io.checkpoint_io import smollm2_gguf
-from iha_io.command_io import ROOT, run_command
+from iha.checkpoints import smollm2_gguf
+from iha.errors import ROOT
+from iha.processes import run_command
 from modeling_iha import IHAConfig, pair_heads
 from modeling_iha.configuration_interleaved import config_class
 from vllm_iha.model import VirtualAttention

@@ -5,10 +5,10 @@ Exact start: linear maps are identities. The MLP of the values has U = D = I and
 
 import torch
 
+from iha.flops import Cost
 from modeling_iha import IHAConfig
 
 from . import Companion, mha
-from .cost import Cost
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:

@@ -9,24 +9,24 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
-from iha_io.command_arguments import (
+from iha.arguments import (
     convert_arguments,
     cost_arguments,
     pull_arguments,
     push_arguments,
     verify_arguments,
 )
-from iha_io.command_io import run_cli
+from iha.errors import run_cli
 
 
 # Each is imported when its arguments have been checked: PyTorch takes seconds. Its function has the command's name.
 COMMANDS = {
-    "convert": "conversion_scripts.convert_llama_to_iha",
-    "verify": "conversion_scripts.verify_conversion",
-    "push": "conversion_scripts.push_to_hub",
-    "pull": "conversion_scripts.pull_from_hub",
-    "cost": "research.benchmarks.cost",
-    "serve": "conversion_scripts.serve",
+    "convert": "iha.conversion_scripts.convert_llama_to_iha",
+    "verify": "iha.conversion_scripts.verify_conversion",
+    "push": "iha.conversion_scripts.push_to_hub",
+    "pull": "iha.conversion_scripts.pull_from_hub",
+    "cost": "iha.cost",
+    "serve": "iha.conversion_scripts.serve",
 }
 ARGUMENTS: dict[str, Callable[[], dict]] = {
     "convert": convert_arguments,

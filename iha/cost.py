@@ -1,24 +1,25 @@
 """Print the parameters, FLOPs, cached values and training memory of a model.
 
 The table gives each kind of layer, the whole model, and ratios to the same model with "mha" in every layer. The
-figures are those of kind_facts/model_cost.py, and the memory is that of iha_io/step_memory.py.
+figures are those of iha/model_cost.py, and the memory is that of iha/step_memory.py.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import astuple
+from typing import Any
 
 from transformers import PreTrainedConfig
 
-from conversion_scripts.conversion import new_config, preset_config
-from conversion_scripts.convert_llama_to_iha import iha_config
-from iha_io.checkpoint_io import load_config
-from iha_io.command_arguments import check_cost, cost_arguments
-from iha_io.command_io import UserError, run_cli
-from iha_io.step_memory import of_training
-from kind_facts import interleaved_kind, is_interleaved
-from kind_facts.cost import Cost
-from kind_facts.model_cost import attention, ffn, head, model, with_mha
+from iha.arguments import check_cost, cost_arguments
+from iha.checkpoints import load_config
+from iha.conversion_scripts.conversion import new_config, preset_config
+from iha.conversion_scripts.convert_llama_to_iha import iha_config
+from iha.errors import UserError, run_cli
+from iha.flops import Cost
+from iha.kinds import interleaved_kind, is_interleaved
+from iha.model_cost import attention, ffn, head, model, with_mha
+from iha.step_memory import of_training
 from modeling_iha import IHAConfig
 from modeling_iha.configuration_interleaved import FIELDS
 from modeling_iha.virtual_masks import virtual_tokens
@@ -41,7 +42,8 @@ def of_interleaved(source: PreTrainedConfig, fields: dict) -> IHAConfig:
     conversions do not know, or with windows of two lengths."""
     own = {*FIELDS, "mixing_scale", "interleaved_layers", "base_model_type", "auto_map", "model_type"}
     entries = {name: value for name, value in source.to_dict().items() if name not in own}
-    base = plain(type(source).__base__.from_dict(entries))
+    base_class: Any = type(source).__base__
+    base = plain(base_class.from_dict(entries))
     kinds, types = list(base.attention_kinds), list(base.layer_types)
     window = fields.get("sliding_window", source.interleaved_window)
     for name in source.interleaved_layers:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from iha_io.command_io import whole_file
+from iha.files import whole_file
 
 
 WIDTH, DOTS_PER_INCH = 8, 100

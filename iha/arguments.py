@@ -16,17 +16,12 @@ from typing import Any
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from iha_io.command_io import (
-    UserError,
-    check_new_directory,
-    check_on_hub,
-    check_output_file,
-    locate_checkpoint,
-    one_line,
-)
+from iha.errors import UserError, one_line
+from iha.files import check_new_directory, check_output_file
+from iha.sources import check_on_hub, locate_checkpoint
 
 
-# The attention kinds with an exact start from Llama: those whose file in kind_facts/ has one.
+# The attention kinds with an exact start from Llama: those whose file in iha/kinds/ has one.
 KINDS = ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "talking_heads"]
 
 

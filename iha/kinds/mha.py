@@ -1,9 +1,9 @@
 """Describe kind "mha", multi-head attention."""
 
+from iha.flops import Cost, score_products
 from modeling_iha import IHAConfig
 
 from . import Companion
-from .cost import Cost, score_products
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:

@@ -1,204 +1,34 @@
-"""Hold what every command does in the same way.
-
-An error is one line. What comes from outside is read with a bound, and has the types that its reader expects. An
-output is written whole or not at all. One command runs another.
-"""
+"""Read files from outside with a bound on their size and by type, and write an output whole or not at all."""
 
 import hashlib
-import importlib
 import inspect
 import json
 import os
 import reprlib
 import secrets
-import shlex
 import shutil
 import signal
 import stat
 import subprocess
-import sys
-import tempfile
 import threading
-import time
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
-from importlib.util import find_spec
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 from filelock import FileLock, Timeout
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-from huggingface_hub.utils import validate_repo_id
 from pydantic import TypeAdapter, ValidationError
 
+from iha.errors import ROOT, UserError, one_line, refusing
 
-ROOT = Path(__file__).resolve().parents[1]
 
 MAX_TEXT = 2**26  # bytes of a JSON file or of one row: far more than any record here
 MAX_YAML = 2**17  # bytes: PyYAML reads a megabyte in half a minute
-# The files of a checkpoint's directory that decide what is loaded.
-LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 _validator = cache(TypeAdapter)
-
-
-class UserError(Exception):
-    """Report a mistake that the user can fix, in one line: what was wrong, what was expected, what to do."""
-
-
-def run_cli(main: Callable[[], object]) -> None:
-    """Run a command's `main` and turn its errors into one line on stderr and an exit code.
-
-    The code is 130 for Ctrl-C and 1 for every exception. Of one that is neither a mistake of the user nor a refusal of
-    the machine, such as a full disk, the line names a file with the traceback. The option --traceback of every command
-    shows it instead. Help names the command as it was started.
-    """
-    if not sys.stderr.isatty():  # a log would keep every state of a progress bar
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for Transformers too, if it is imported later
-        if "transformers" in sys.modules:
-            sys.modules["transformers"].utils.logging.disable_progress_bar()
-    if not sys.warnoptions:
-        for category in (FutureWarning, SyntaxWarning):  # of a library, to whoever calls it: our tests show them
-            warnings.simplefilter("ignore", category)
-    given, arguments = sys.argv, [word for word in sys.argv if word != "--traceback"]
-    if (file := Path(arguments[0].removesuffix(".py"))).is_relative_to(ROOT):
-        arguments[0] = f"python -m {'.'.join(file.relative_to(ROOT).parts)}"
-    sys.argv = arguments
-    try:
-        if "" in arguments[1:]:  # as a path it would be the current directory
-            empty = f"argument {arguments.index('', 1)} is empty"
-            raise UserError(f"{empty}: expected a value; is a variable of the shell not set?")
-        main()
-    except KeyboardInterrupt as interrupt:
-        print("Interrupted.", *getattr(interrupt, "__notes__", ()), file=sys.stderr)
-        sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
-    except SystemExit:
-        raise
-    except BaseException as error:  # the panics of Rust's libraries are no `Exception`
-        if "--traceback" in given:
-            raise
-        print(f"Error: {_explained(error, arguments)}", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        sys.argv = given
-
-
-def _explained(error: BaseException, arguments: list[str]) -> str:
-    """Return one line on an exception that ended a command, which names a file with the traceback of a defect."""
-    # Libraries wrap the system's error in exception types of their own, and keep its wording.
-    refused = ("(os error ", "can't allocate memory")
-    if isinstance(error, (UserError, OSError, MemoryError)) or any(text in str(error) for text in refused):
-        return one_line(error)
-    if type(error).__module__.partition(".")[0] in ("httpx", "httpx2"):  # the Hub's client, of two generations
-        return f"the Hub does not answer: {one_line(error)}"
-    name = getattr(error, "name", None) or ""
-    if isinstance(error, ModuleNotFoundError) and name and find_spec(name := name.partition(".")[0]) is None:
-        extras = "serve" if name == "uvicorn" else "scripts,evaluation"
-        how = f'pip install "modeling-iha[{extras}]"; in a checkout give -e ".[{extras}]"'
-        return f"the package {name} is not installed: {how}."
-    ours = [call for call in traceback.extract_tb(error.__traceback__) if "site-packages" not in call.filename]
-    doing = " ".join([Path(arguments[0]).name, *arguments[1:]])
-    place = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}"
-    what = f"{doing:.300} failed in {place}: {type(error).__name__}: {one_line(error):.500}; --traceback shows more"
-    with suppress(OSError), tempfile.NamedTemporaryFile("w", prefix="traceback-", suffix=".txt", delete=False) as file:
-        traceback.print_exception(error, file=file)
-        what += f", as does {file.name}"
-    return f"{what}."
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of `error` on one line, or the name of its class when it has no message."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-@contextmanager
-def refusing(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn these exceptions of the block into a `UserError` that says `what` and the library's message."""
-    try:
-        yield
-    except errors as error:
-        raise UserError(f"{what}: {one_line(error)}") from error
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in a block that takes longer, such as a chat template that loops, in the main thread."""
-
-    def stop(number, frame):
-        raise TimeoutError(f"it takes more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
-    """Return the first argument of `from_pretrained` for `source` and, for a GGUF file, its keyword argument.
-
-    Raise `UserError` for what is no directory, GGUF file or Hub id, and for a name in a folder that exists, which is a
-    mistyped path. Raise it too for a directory with a folder, a FIFO or a broken link in the place of a file, which a
-    load would pass over in silence or wait for.
-    """
-    path = Path(source).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise UserError(f"{source} does not exist: expected a GGUF file.")
-        return str(path.parent), {"gguf_file": path.name}
-    if path.is_dir():
-        for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
-            if file.suffix in LOADED and not file.is_file():
-                raise UserError(f"{file} is no file, or a link to none: remove it, or fetch what it stood for.")
-        return str(path), {}
-    if path.parent != Path() and path.parent.is_dir():  # to ask the Hub takes a minute without a network
-        there = f"{path.parent} is one: expected a directory in it, or a Hub id such as org/name."
-        raise UserError(f"{source} is no directory, and {there}")
-    try:
-        validate_repo_id(str(source))
-    except HFValidationError:
-        raise UserError(f"{source} is neither a directory, nor a GGUF file, nor a Hub id such as org/name.") from None
-    return str(source), {}
-
-
-def check_on_hub(source: str) -> None:
-    """Refuse a Hub id that the Hub does not have, or that is not in the cache where the Hub does not answer.
-
-    One question finds that out. Transformers asks for several files, each of them six times in 23 s. Raise
-    `UserError`.
-    """
-    if os.path.isdir(source) or try_to_load_from_cache(source, "config.json") is not None:
-        return
-    try:
-        get_hf_file_metadata(hf_hub_url(source, "config.json"))
-    except RepositoryNotFoundError:
-        hidden = "or shows it to nobody without a token (hf auth login)"
-        raise UserError(f"{source} is no directory, and the Hub has no such model, {hidden}.") from None
-    except HfHubHTTPError:
-        pass  # such as a server that is busy, which Transformers asks again, or a repository without that file
-    except Exception as error:  # of whichever library holds the connection
-        wrong = f"{source} is no directory, and the Hub does not answer: {one_line(error)}"
-        raise UserError(f"{wrong}. Give a directory, or a Hub id and a network.") from error
-
-
-def run_command(result: str | os.PathLike, module: str, *arguments: object) -> None:
-    """Run the `main` of a command in this process, which spares its imports, unless its `result` exists already."""
-    if os.path.exists(result):
-        print(f"{result} is there: done before", flush=True)
-        return
-    words = [str(argument) for argument in arguments]
-    print(f"$ python -m {shlex.join([module, *words])}", flush=True)
-    start = time.monotonic()
-    importlib.import_module(module).main(words)
-    print(f"   {time.monotonic() - start:.0f} s", flush=True)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from transformers.utils import CONFIG_NAME
 
-from iha_io.command_io import UserError, read_json
+from iha.errors import UserError
+from iha.files import read_json
 from modeling_iha.configuration_interleaved import InterleavedConfig
 from modeling_iha.package import INTERLEAVED_FILES, PACKAGE, shipped_code
 

@@ -1,9 +1,9 @@
 """Describe kind "hyper_feature"."""
 
+from iha.flops import Cost, linear, score_matrix
 from modeling_iha import IHAConfig
 
 from . import Companion
-from .cost import Cost, linear, score_matrix
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:

@@ -2,7 +2,7 @@
 
 The converters and trainers write the card: one template, filled from the config and from how the model was made.
 
-example: python -m model_cards.render smollm2-iha --name me/smollm2-iha --results outputs/evaluation/smollm2-iha
+example: python -m iha.cards smollm2-iha --name me/smollm2-iha --results outputs/evaluation/smollm2-iha
 """
 
 import argparse
@@ -24,25 +24,18 @@ from transformers import AutoModel
 from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
-from iha_io.checkpoint_io import fingerprint
-from iha_io.command_io import (
-    UserError,
-    parse_yaml,
-    read_json,
-    read_text,
-    refusing,
-    run_cli,
-    whole_file,
-)
-from kind_facts import Companion, companion_of, described, own_modules
-from kind_facts.model_cost import model as cost_of_model
-from kind_facts.model_cost import with_mha
+from iha.checkpoints import fingerprint
+from iha.errors import UserError, refusing, run_cli
+from iha.files import parse_yaml, read_json, read_text, whole_file
+from iha.kinds import Companion, companion_of, described, own_modules
+from iha.model_cost import model as cost_of_model
+from iha.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.virtual_masks import virtual_tokens
 
 
-TEMPLATE = Path(__file__).with_name("template.md")
+TEMPLATE = Path(__file__).with_name("card_template.md")
 MAX_CARD = 2**20  # bytes
 NOT_EVALUATED = "Not evaluated."
 FROM_SCRATCH = "trained-from-scratch"  # the tag of a model without a base model

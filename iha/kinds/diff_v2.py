@@ -9,10 +9,10 @@ heads: H * head_dim more rows in the query projection, and twice the products of
 
 import torch
 
+from iha.flops import Cost, linear
 from modeling_iha import IHAConfig
 
 from . import Companion, mha
-from .cost import Cost, linear
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:

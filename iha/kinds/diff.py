@@ -1,9 +1,9 @@
 """Describe kind "diff", to which convert_diffllama_to_iha.py converts DiffLlama checkpoints."""
 
+from iha.flops import Cost
 from modeling_iha import IHAConfig
 
 from . import Companion, mha
-from .cost import Cost
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:

@@ -4,11 +4,11 @@ A layer computes the multi-head attention that it replaces while its second proj
 
 import torch
 
+from iha.flops import Cost, score_matrix
 from modeling_iha import IHAConfig
 from modeling_iha.attention_dcmha import CompositionWeights
 
 from . import Companion
-from .cost import Cost, score_matrix
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:

@@ -6,10 +6,10 @@ the last row, and its mixing is the identity. A norm or a gate of the heads leav
 
 import torch
 
+from iha.flops import Cost, linear, score_matrix
 from modeling_iha import IHAConfig
 
 from . import Companion
-from .cost import Cost, linear, score_matrix
 
 
 def _acts(where: str | None) -> list[str]:

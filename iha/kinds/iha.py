@@ -9,13 +9,13 @@ keys are equal.
 
 import torch
 
+from iha.flops import Cost, score_products
 from modeling_iha import IHAConfig
 from modeling_iha.exact_start import deviations as deviations_from_start
 from modeling_iha.exact_start import exact_start
 from modeling_iha.mixing import values
 
 from . import Companion
-from .cost import Cost, score_products
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:

@@ -1,0 +1,109 @@
+"""Report errors as one line, as every command does."""
+
+import os
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class UserError(Exception):
+    """Report a mistake that the user can fix, in one line: what was wrong, what was expected, what to do."""
+
+
+def run_cli(main: Callable[[], object]) -> None:
+    """Run a command's `main` and turn its errors into one line on stderr and an exit code.
+
+    The code is 130 for Ctrl-C and 1 for every exception. Of one that is neither a mistake of the user nor a refusal of
+    the machine, such as a full disk, the line names a file with the traceback. The option --traceback of every command
+    shows it instead. Help names the command as it was started.
+    """
+    if not sys.stderr.isatty():  # a log would keep every state of a progress bar
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for Transformers too, if it is imported later
+        if "transformers" in sys.modules:
+            sys.modules["transformers"].utils.logging.disable_progress_bar()
+    if not sys.warnoptions:
+        for category in (FutureWarning, SyntaxWarning):  # of a library, to whoever calls it: our tests show them
+            warnings.simplefilter("ignore", category)
+    given, arguments = sys.argv, [word for word in sys.argv if word != "--traceback"]
+    if (file := Path(arguments[0].removesuffix(".py"))).is_relative_to(ROOT):
+        arguments[0] = f"python -m {'.'.join(file.relative_to(ROOT).parts)}"
+    sys.argv = arguments
+    try:
+        if "" in arguments[1:]:  # as a path it would be the current directory
+            empty = f"argument {arguments.index('', 1)} is empty"
+            raise UserError(f"{empty}: expected a value; is a variable of the shell not set?")
+        main()
+    except KeyboardInterrupt as interrupt:
+        print("Interrupted.", *getattr(interrupt, "__notes__", ()), file=sys.stderr)
+        sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
+    except SystemExit:
+        raise
+    except BaseException as error:  # the panics of Rust's libraries are no `Exception`
+        if "--traceback" in given:
+            raise
+        print(f"Error: {_explained(error, arguments)}", file=sys.stderr)
+        sys.exit(1)
+    finally:
+        sys.argv = given
+
+
+def _explained(error: BaseException, arguments: list[str]) -> str:
+    """Return one line on an exception that ended a command, which names a file with the traceback of a defect."""
+    # Libraries wrap the system's error in exception types of their own, and keep its wording.
+    refused = ("(os error ", "can't allocate memory")
+    if isinstance(error, (UserError, OSError, MemoryError)) or any(text in str(error) for text in refused):
+        return one_line(error)
+    if type(error).__module__.partition(".")[0] in ("httpx", "httpx2"):  # the Hub's client, of two generations
+        return f"the Hub does not answer: {one_line(error)}"
+    name = getattr(error, "name", None) or ""
+    if isinstance(error, ModuleNotFoundError) and name and find_spec(name := name.partition(".")[0]) is None:
+        extras = "serve" if name == "uvicorn" else "scripts,evaluation"
+        how = f'pip install "modeling-iha[{extras}]"; in a checkout give -e ".[{extras}]"'
+        return f"the package {name} is not installed: {how}."
+    ours = [call for call in traceback.extract_tb(error.__traceback__) if "site-packages" not in call.filename]
+    doing = " ".join([Path(arguments[0]).name, *arguments[1:]])
+    place = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}"
+    what = f"{doing:.300} failed in {place}: {type(error).__name__}: {one_line(error):.500}; --traceback shows more"
+    with suppress(OSError), tempfile.NamedTemporaryFile("w", prefix="traceback-", suffix=".txt", delete=False) as file:
+        traceback.print_exception(error, file=file)
+        what += f", as does {file.name}"
+    return f"{what}."
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of `error` on one line, or the name of its class when it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def refusing(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn these exceptions of the block into a `UserError` that says `what` and the library's message."""
+    try:
+        yield
+    except errors as error:
+        raise UserError(f"{what}: {one_line(error)}") from error
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeoutError` in a block that takes longer, such as a chat template that loops, in the main thread."""
+
+    def stop(number, frame):
+        raise TimeoutError(f"it takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,61 @@
+"""Find the checkpoint that a user names: a directory, a GGUF file or an id on the Hub."""
+
+import os
+from pathlib import Path
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
+
+from iha.errors import UserError, one_line
+
+
+# The files of a checkpoint's directory that decide what is loaded.
+LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
+
+
+def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
+    """Return the first argument of `from_pretrained` for `source` and, for a GGUF file, its keyword argument.
+
+    Raise `UserError` for what is no directory, GGUF file or Hub id, and for a name in a folder that exists, which is a
+    mistyped path. Raise it too for a directory with a folder, a FIFO or a broken link in the place of a file, which a
+    load would pass over in silence or wait for.
+    """
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"{source} does not exist: expected a GGUF file.")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
+            if file.suffix in LOADED and not file.is_file():
+                raise UserError(f"{file} is no file, or a link to none: remove it, or fetch what it stood for.")
+        return str(path), {}
+    if path.parent != Path() and path.parent.is_dir():  # to ask the Hub takes a minute without a network
+        there = f"{path.parent} is one: expected a directory in it, or a Hub id such as org/name."
+        raise UserError(f"{source} is no directory, and {there}")
+    try:
+        validate_repo_id(str(source))
+    except HFValidationError:
+        raise UserError(f"{source} is neither a directory, nor a GGUF file, nor a Hub id such as org/name.") from None
+    return str(source), {}
+
+
+def check_on_hub(source: str) -> None:
+    """Refuse a Hub id that the Hub does not have, or that is not in the cache where the Hub does not answer.
+
+    One question finds that out. Transformers asks for several files, each of them six times in 23 s. Raise
+    `UserError`.
+    """
+    if os.path.isdir(source) or try_to_load_from_cache(source, "config.json") is not None:
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(source, "config.json"))
+    except RepositoryNotFoundError:
+        hidden = "or shows it to nobody without a token (hf auth login)"
+        raise UserError(f"{source} is no directory, and the Hub has no such model, {hidden}.") from None
+    except HfHubHTTPError:
+        pass  # such as a server that is busy, which Transformers asks again, or a repository without that file
+    except Exception as error:  # of whichever library holds the connection
+        wrong = f"{source} is no directory, and the Hub does not answer: {one_line(error)}"
+        raise UserError(f"{wrong}. Give a directory, or a Hub id and a network.") from error
