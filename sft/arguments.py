@@ -27,13 +27,22 @@ UNUSED_KEYS = (
     *("bnb_4bit_quant_storage", "lora_task_type", "dataset_config", "dataset_test_split", "ignore_bias_buffers"),
     *("model_init_kwargs", "hub_token", "push_to_hub"),
 )
+# Keys of a start from random weights.
+PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
 # Class of a trainer's arguments -> more such keys. Rows of sft/train.py are tokenized whole and cut on the right.
 UNUSED_WITH = {
     "SFTConfig": ("completion_only_loss", "dataset_kwargs", "dataset_text_field", "truncation_mode"),
     # `sync_ref_model` moves the reference model, which no checkpoint holds. TRL caches what it precomputes by rows and
     # weights, and it depends on the recipe too.
-    "DPOConfig": ("eval_dataset_name", "dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),
-    "GRPOConfig": ("eval_dataset_name", "dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
+    # Neither preferences nor rewards teach random weights anything.
+    "DPOConfig": (
+        *("eval_dataset_name", "dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),
+        *PRESET_KEYS,
+    ),
+    "GRPOConfig": (
+        *("eval_dataset_name", "dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
+        *PRESET_KEYS,
+    ),
 }
 # The least that a number may be. The trainers do not check it before they train.
 LEAST = {
@@ -51,7 +60,10 @@ def key(help: str, default: Any = None) -> Any:
 class RunArguments(ScriptArguments, ModelConfig):
     """Hold TRL's arguments of scripts and models, and what a run needs beside them."""
 
-    model_name_or_path: str = field(metadata={"help": "Checkpoint directory or id on the Hub to start from."})
+    model_name_or_path: str | None = key("Checkpoint directory or id on the Hub to start from.")
+    preset: str | None = key("Preset of configuration_iha to train from random weights (those of seed).")
+    preset_fields: list[str] | None = key("FIELD=VALUE in place of the preset's; what depends on them follows.")
+    tokenizer: str | None = key("Tokenizer of a preset: a directory or an id on the Hub; single bytes by default.")
     dataset_name: str = field(metadata={"help": ".jsonl, .parquet or .txt file, .yaml mixture, or id on the Hub."})
     dtype: Literal["float32", "bfloat16", "float16"] = key("Type of the trained weights.", "float32")
     eval_size: float = key("Rows held out for evaluation: a share below 1, or a number of rows.", 0.0)
@@ -75,8 +87,9 @@ class RunArguments(ScriptArguments, ModelConfig):
         for name in ("rope_theta", "mixing_scale"):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, float(value))
-        if isinstance(self.interleaved_layers, str):
-            self.interleaved_layers = [self.interleaved_layers]
+        for name in ("interleaved_layers", "preset_fields"):
+            if isinstance(value := getattr(self, name), str):
+                setattr(self, name, [value])
 
 
 class RecipeParser(TrlParser):
@@ -93,6 +106,7 @@ class RecipeParser(TrlParser):
         """
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
+        _choose_start(run, sys.argv[1:] if argv is None else argv)
         unused = UNUSED_KEYS + UNUSED_WITH[type(args).__name__]
         for name, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
             if name in unused and getattr(run, name, getattr(args, name, None)) != declared.default:
@@ -115,6 +129,26 @@ class RecipeParser(TrlParser):
         if namespace.bf16 is not False and not namespace.use_cpu and not is_torch_bf16_gpu_available():
             namespace.bf16 = False
         return namespace, unknown
+
+
+def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
+    """Keep one start, a checkpoint or a preset. One of the command line takes the place of the recipe's.
+
+    Raise `UserError` where there is none, where there are two, and for a key of the start that is not kept.
+    """
+    # `--model-name-or-path=DIR` is `--model_name_or_path DIR`.
+    options = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
+    on_command_line = {option.replace("-", "_") for option in options}
+    if on_command_line & {"preset", "model_name_or_path"}:
+        for name in ("model_name_or_path", *PRESET_KEYS):
+            if name not in on_command_line:
+                setattr(run, name, None)
+    if run.preset and run.model_name_or_path:
+        raise UserError("preset and model_name_or_path both say what to start from: give one.")
+    if not run.preset and not run.model_name_or_path:
+        raise UserError("model_name_or_path: give a checkpoint to start from, or a preset for random weights.")
+    if not run.preset and (given := [name for name in PRESET_KEYS if getattr(run, name)]):
+        raise UserError(f"{', '.join(given)}: for runs that start from a preset. Remove what is named here.")
 
 
 def chat_template(args: "TrainingArguments") -> str | None:

@@ -10,11 +10,12 @@ from trl import get_peft_config
 from iha.checkpoints import load_config, load_model, load_tokenizer, note_slow_dtype
 from iha.errors import UserError, one_line, refusing
 from iha.kinds import is_interleaved, own_modules
-from modeling_iha import IHAConfig, interleave_heads, mixing_parameters, set_mixing_scale
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, mixing_parameters, set_mixing_scale
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.virtual_masks import virtual_tokens
 from sft.arguments import RunArguments, chat_template
 from sft.data import rendering
+from sft.make_model import config_of, start_tokenizer
 
 
 # Keys of a recipe that change the configuration of the base model.
@@ -23,17 +24,24 @@ CONFIG_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window")
 INTERLEAVING_KEYS = ("interleaved_layers", "interleaved_window", "collapse")
 
 
+def start_config(run: RunArguments) -> PreTrainedConfig:
+    """Return the configuration of the checkpoint or preset that a run starts from. Raise `UserError`."""
+    if run.preset:
+        return config_of(run.preset, start_tokenizer(run.tokenizer), run.preset_fields or [])
+    return load_config(run.model_name_or_path)
+
+
 def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
     """Return the configuration of the run's base model, without reading weights.
 
     It has the recipe's `CONFIG_KEYS`, and the trained checkpoint keeps it. Raise `UserError` for a recipe that does
     not fit the model.
     """
-    config = load_config(run.model_name_or_path)
+    config, start = start_config(run), run.preset or run.model_name_or_path
     changes = {name: getattr(run, name) for name in ("max_position_embeddings", "sliding_window")}
     if run.rope_theta is not None:
         if "rope_theta" not in (parameters := getattr(config, "rope_parameters", None) or {}):
-            raise UserError(f"rope_theta: {run.model_name_or_path} has no single RoPE base; remove the key.")
+            raise UserError(f"rope_theta: {start} has no single RoPE base; remove the key.")
         changes["rope_parameters"] = {**parameters, "rope_theta": run.rope_theta}
     for name, value in changes.items():
         if value is not None:
@@ -43,9 +51,7 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
     try:
         config.validate()
     except Exception as error:  # huggingface_hub wraps what a validator raises in a type of its own
-        raise UserError(
-            f"The recipe does not fit {run.model_name_or_path}: {one_line(error.__cause__ or error)}"
-        ) from error
+        raise UserError(f"The recipe does not fit {start}: {one_line(error.__cause__ or error)}") from error
     _check_pseudo_heads(config, run)
     positions = getattr(config, "max_position_embeddings", None)
     length = getattr(args, "max_length", None) or positions  # GRPO's answers have a length, its prompts none
@@ -68,7 +74,7 @@ def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
 def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
     if interleaves(config, run):
         return
-    source = run.model_name_or_path
+    source = run.preset or run.model_name_or_path
     found = virtual_tokens(config)
     if run.num_pseudo_heads not in (None, found):
         raise UserError(
@@ -126,12 +132,19 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
     return model
 
 
+def random_model(run: RunArguments, config: IHAConfig, seed: int) -> IHAForCausalLM:
+    """Build a model with random weights, the same for a seed as those that `sft.make_model` writes."""
+    config._attn_implementation = run.attn_implementation
+    torch.manual_seed(seed)
+    return IHAForCausalLM(config).to(getattr(torch, run.dtype))
+
+
 def prepare_model(
     run: RunArguments, args: TrainingArguments, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model of `load_base_model`, and its tokenizer with the recipe's chat template. Raise `UserError`."""
     template, say, is_plain = chat_template(args), args.distributed_state.print, interleaves(config, run)
-    model = load_base_model(run, config)
+    model = random_model(run, config, args.seed) if run.preset else load_base_model(run, config)
     if is_plain:
         layers, total = len(model.config.interleaved_layers), model.config.get_text_config().num_hidden_layers
         window = model.config.interleaved_window or "none"
@@ -143,7 +156,12 @@ def prepare_model(
             f"Warning: in {run.dtype} weights a step below {torch.finfo(model.dtype).eps / 4:.1g} on a weight near 1, "
             "as those of the mixing are, is rounded away, with adapters too: dtype float32 with bf16 true learns it."
         )
-    tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
+    if run.preset:
+        tokenizer = start_tokenizer(run.tokenizer)
+        vocabulary = f"{len(tokenizer):,} tokens of {run.tokenizer}" if run.tokenizer else "single bytes"
+        say(f"Random weights: {run.preset}, {model.num_parameters():,} parameters, seed {args.seed}, {vocabulary}.")
+    else:
+        tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
     if template is not None:
         tokenizer.chat_template = template
     return model, tokenizer

@@ -24,6 +24,11 @@ from sft.make_tokenizer import byte_tokenizer
 DETAILS = "## Training\n\nNone: the weights are random (`python -m sft.make_model`)."
 
 
+def start_tokenizer(source: str | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a directory or id on the Hub, or one of single bytes. Raise `UserError`."""
+    return load_tokenizer(source, sys.maxsize) if source else byte_tokenizer()
+
+
 def config_of(preset: str, tokenizer: PreTrainedTokenizerBase, changes: list[str]) -> IHAConfig:
     """Return a preset's configuration for a tokenizer, with `FIELD=VALUE` changes. Raise `UserError`."""
     fields = {"vocab_size": max(tokenizer.get_vocab().values()) + 1, "pad_token_id": tokenizer.pad_token_id}
@@ -31,7 +36,7 @@ def config_of(preset: str, tokenizer: PreTrainedTokenizerBase, changes: list[str
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals:
-            raise UserError(f"--set {change}: expected FIELD=VALUE.")
+            raise UserError(f"{change}: expected FIELD=VALUE.")
         fields[name] = yaml.safe_load(value)
     return preset_config(preset, **fields)
 
@@ -57,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help=where)
     parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
     args = parser.parse_args(argv)
-    tokenizer = load_tokenizer(args.tokenizer, sys.maxsize) if args.tokenizer else byte_tokenizer()
+    tokenizer = start_tokenizer(args.tokenizer)
     config = config_of(args.preset, tokenizer, args.set)
     parameters = write_start(args.dst, config, tokenizer, args.seed, from_scratch=True, details=DETAILS)
     print(f"Wrote {args.dst}, {parameters:,} parameters with random weights")

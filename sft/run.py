@@ -26,8 +26,10 @@ from iha.files import current_commit, file_sha256, new_directory, read_json, sol
 from iha.kinds import is_ours
 from sft import make_model
 from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
+from sft.base_model import start_config
 from sft.data import sources
 from sft.distributed import check_launch, whole_model
+from sft.make_model import start_tokenizer
 from sft.trainer import RECORD, NotFiniteError, RecipeTrainer, newest_whole_checkpoint
 
 
@@ -50,8 +52,8 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 _MODEL_FILES = ("*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.model", "*.txt")
 # Keys that a record leaves out: places on this machine, what stands in other sections, and what nothing reads.
 _UNRECORDED = {
-    *("model_name_or_path", "dataset_name", "output_dir", "logging_dir", "run_name", "resume_from_checkpoint"),
-    *("chat_template_path", *UNUSED_KEYS),
+    *("model_name_or_path", "tokenizer", "dataset_name", "eval_dataset_name", "output_dir", "logging_dir"),
+    *("run_name", "resume_from_checkpoint", "chat_template_path", *UNUSED_KEYS),
 }
 # Keys of a recipe that a model card names in any case; others when they are not the default.
 CARD_KEYS = (
@@ -144,7 +146,7 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     recipe["chat_template"] = template and hashlib.sha256(template.encode()).hexdigest()
     record = {
         "data": {"name": run.dataset_name, **identify_data(run.dataset_name)},
-        "base_model": {"name": run.model_name_or_path, **identify_model(run.model_name_or_path)},
+        "base_model": identify_start(run, args),
         "recipe": recipe,
         "processes": args.world_size,
         "commit": current_commit(),
@@ -180,6 +182,15 @@ def compare_records(record: Record, checkpoint: Path) -> None:
         for name, now in record[section].items():
             if (then := kept[section].get(name)) != now:
                 print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
+
+
+def identify_start(run: RunArguments, args: TrainingArguments) -> dict[str, str | None]:
+    """Return the name and the hash or commit of the checkpoint or random weights that a run starts from."""
+    if not run.preset:
+        return {"name": run.model_name_or_path, **identify_model(run.model_name_or_path)}
+    start = [start_config(run).to_dict(), start_tokenizer(run.tokenizer).get_vocab(), args.seed]
+    content = json.dumps(start, sort_keys=True, default=str)
+    return {"name": f"preset {run.preset}", "sha256": hashlib.sha256(content.encode()).hexdigest()}
 
 
 def identify_model(source: str) -> dict[str, str | None]:
@@ -241,13 +252,16 @@ def draw(points: dict[str, list], path: Path) -> None:
 def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> str:
     """Return the model card of a final model, with what it was made of and the curves of the run."""
     output, history, args = Path(trainer.args.output_dir), trainer.state.log_history, trainer.args
-    source, data = source_name(run.model_name_or_path), source_name(run.dataset_name)
+    start, data = run.model_name_or_path, source_name(run.dataset_name)
+    from_scratch = run.preset is not None or is_untrained(start)
+    source = f"random weights of the preset {run.preset}" if run.preset else source_name(start)
     defaults = {
         name: declared.default for kind in (run, args) for name, declared in type(kind).__dataclass_fields__.items()
     }
     facts = {
-        "Base model": f"{source}, {_identity(record['base_model'])}",
+        "Start" if from_scratch else "Base model": f"{source}, {_identity(record['base_model'])}",
         "Data": f"{data}, {_identity(record['data'])}",
+        **({"Held-out data": source_name(run.eval_dataset_name)} if run.eval_dataset_name else {}),
         "Steps": trainer.state.global_step,
     }
     for title, name in (("Training loss", "loss"), ("Held-out loss", "eval_loss")):
@@ -264,10 +278,10 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
     mixing = f", {scale:g} times as much for the mixing" if scale != 1 else ""
     adapters = f", LoRA adapters of rank {run.lora_r}, merged" if run.use_peft else ""
     table = "\n".join(f"| {name} | {markdown(value)} |" for name, value in facts.items())
-    scratch = is_untrained(run.model_name_or_path)
-    details = f"""## {"Training" if scratch else "Fine-tuning"}
+    origin = "Trained from scratch" if from_scratch else f"Fine-tuned from {markdown(source)}"
+    details = f"""## {"Training" if from_scratch else "Fine-tuning"}
 
-{"Trained from scratch" if scratch else f"Fine-tuned from {markdown(source)}"} on {markdown(data)} for \
+{origin} on {markdown(data)} for \
 {trainer.state.global_step} steps with TRL's \
 {trainer._name}Trainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
 
@@ -280,10 +294,10 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
         config,
         # From beside output_dir. Where it is missing, a name of the Hub would run a stranger's code.
         f"./{output.name}/{FINAL}",
-        base_model=source_base_model(run.model_name_or_path),
-        license=source_license(run.model_name_or_path),
+        base_model=None if run.preset else source_base_model(start),
+        license=None if run.preset else source_license(start),
         datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
-        from_scratch=scratch,
+        from_scratch=from_scratch,
         details=details,
     )
 

@@ -11,9 +11,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from iha.checkpoints import load_config
 from iha.errors import UserError, refusing
 from sft.arguments import RunArguments
+from sft.base_model import start_config
 
 
 def check_shared_sequence(run: RunArguments, args: TrainingArguments) -> None:
@@ -36,7 +36,7 @@ def check_shared_sequence(run: RunArguments, args: TrainingArguments) -> None:
         )
     if sizes.sp_handler.sp_attn_implementation != core:
         raise UserError(f"sp_attn_implementation: expected the recipe's attn_implementation, {core}.")
-    kinds = set(getattr(load_config(run.model_name_or_path), "attention_kinds", ("a plain decoder",)))
+    kinds = set(getattr(start_config(run), "attention_kinds", ("a plain decoder",)))
     if others := kinds - {"iha", "mha"}:
         raise UserError(f"sp_size: {sizes.sp_size} is tested with 'iha' and 'mha' only, not with {', '.join(others)}.")
 

@@ -21,13 +21,15 @@ from sft.training_rows import check_cut, check_packing, check_rows, training_row
 
 USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
 
-Fine-tune a model on OpenThoughts-format rows. Every key below can stand in the YAML file or on the command line, which
-wins. A run that was stopped continues from its newest whole checkpoint when the same command is given again; with
-another model or other data it is refused.
+Fine-tune a model on OpenThoughts-format rows, or train a preset from random weights on text. Every key below can stand
+in the YAML file or on the command line, which wins. A run that was stopped continues from its newest whole checkpoint
+when the same command is given again; with another model or other data it is refused.
 
 example:
   python -m sft.train --config sft/recipes/demo/sft.yaml \\
       --model_name_or_path checkpoints/smollm2-iha --dataset_name rows.jsonl --output_dir outputs/sft
+  python -m sft.train --config sft/recipes/pretrain/sft.yaml --preset small-10m-paired-heads \\
+      --tokenizer outputs/tokenizer --dataset_name train.txt --max_length 1024 --output_dir outputs/run
 """
 
 

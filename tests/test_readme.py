@@ -301,7 +301,8 @@ FROM_SCRATCH = (ROOT / "docs" / "FROM_SCRATCH.md").read_text(encoding="utf-8")
 TINY_SCRATCH = {
     "sft.make_tokenizer": ["--vocab-size", "300"],
     "sft.train": shlex.split(
-        "--max_steps 4 --eval_steps 2 --save_steps 2 --warmup_steps 1 --use_cpu true --bf16 false"
+        "--max_steps 2 --eval_steps 2 --save_steps 2 --warmup_steps 1 --use_cpu true --bf16 false --max_length 64 "
+        "--preset_fields num_hidden_layers=5 hidden_size=32 intermediate_size=64 num_attention_heads=8"
     ),
     "conversion_scripts.push_to_hub": ["--dry-run"],
 }

@@ -19,8 +19,8 @@ from trl import SFTConfig, SFTTrainer
 from conversion_scripts.checkpoint_checks import checkpoint_files
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
+from sft import make_model, train
 from sft import run as sft_run
-from sft import train
 from sft.trainer import RECORD, MixingTrainer, newest_whole_checkpoint
 
 
@@ -81,12 +81,19 @@ def assert_same_run(output: Path, whole: Path):
         ("mixing_scale", "-1", "mixing_scale=-1: expected a number above 0"),
         ("learning_rate", "nan", "learning_rate=nan: expected at least 0"),
         ("eval_size", "0", "eval_strategy and eval_on_start need rows to evaluate on"),
+        ("preset", "tiny", "preset and model_name_or_path both say what to start from"),
+        ("tokenizer", "absent", "tokenizer: for runs that start from a preset"),
     ],
 )
 def test_a_key_without_its_effect_is_refused(tiny, rows_file, tmp_path, monkeypatch, key, value, named):
     monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(UserError, match=named):
         train.main(command(tiny, rows_file, tmp_path / "run", **{key: value}))
+
+
+def test_a_run_without_a_start_is_refused(tmp_path):
+    with pytest.raises(UserError, match="give a checkpoint to start from, or a preset"):
+        train.main(["--dataset_name", "rows.jsonl", "--output_dir", str(tmp_path)])
 
 
 # What a run is made of
@@ -216,19 +223,30 @@ def test_an_interrupted_run_resumes_to_the_same_weights(keys, tiny, rows_file, t
         shutil.rmtree(stopped / "final")  # as if killed after the last checkpoint, which lies inside a pass
 
 
-def test_pretraining_on_a_text(tiny, tmp_path, monkeypatch):
-    """Train on a stream of one document, which is read once for a pass, and count on after a resume."""
+def test_pretraining_on_a_text(tmp_path, monkeypatch):
+    """Train a preset on a stream of one document, which is read once for a pass, and count on after a resume."""
     (tmp_path / "train.txt").write_text("All that glisters is not gold. " * 400)
     (tmp_path / "held.txt").write_text("Often have you heard that tøld. " * 20)
     read = []
     monkeypatch.setattr("sft.data._to_text", lambda row, where: read.append(where) or {"text": row["text"]})
     text = {"dataset_streaming": "true", "eval_dataset_name": tmp_path / "held.txt", "eval_strategy": "steps"}
     keys = {**NO_EVALUATION, **text, "packing": "true", "assistant_only_loss": "false", "chat_template_path": None}
-    arguments = sizes(tiny, tmp_path / "train.txt", tmp_path / "run", **keys)
+    keys |= {"preset": "tiny", "learning_rate": 0, "seed": 3}  # the recipe's own tokenizer is left out with its preset
+    arguments = sizes(None, tmp_path / "train.txt", tmp_path / "run", **keys)
+    fields = ["--preset-fields", "max_position_embeddings=128"]
     with interrupted_at(MixingTrainer, 3):
-        train.main(["--config", recipe("pretrain"), *arguments])
+        train.main(["--config", recipe("pretrain"), *arguments, *fields])
     assert len(read) < 20, read  # not a thousand copies for TRL to pack
-    train.main(["--config", recipe("pretrain"), *arguments])
+    with pytest.raises(UserError, match="belongs to a run with another base_model, preset tiny"):
+        train.main(["--config", recipe("pretrain"), *arguments, "--preset_fields", "max_position_embeddings=256"])
+    train.main(["--config", recipe("pretrain"), *arguments, *fields])
+
+    make_model.main(["tiny", str(tmp_path / "start"), "--seed", "3", "--set", "max_position_embeddings=128"])
+    start, final = (weights(tmp_path / name) for name in ("start", "run/final"))
+    assert start.keys() == final.keys() and all(torch.equal(start[name], final[name]) for name in start)
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert "| Start | random weights of the preset tiny, SHA-256" in card and "Trained from scratch" in card
+    assert "base_model:" not in card and str(tmp_path) not in card
     history = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     counts = [entry["num_tokens"] for entry in history if "loss" in entry]
     assert counts == [512, 1024, 1536, 2048]
