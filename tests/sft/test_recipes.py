@@ -1,8 +1,11 @@
 """Test that every recipe trains at the size of a test, and that mixtures have their shares of the tokens."""
 
 import json
+from functools import reduce
+from importlib import import_module
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset
 from tiny_training import ROOT, byte_tokenizer, decoder, saved, sizes, write_jsonl
@@ -10,7 +13,7 @@ from tiny_training import ROOT, byte_tokenizer, decoder, saved, sizes, write_jso
 from iha.checkpoints import load_config
 from iha.errors import UserError
 from iha.kinds import is_interleaved
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAForCausalLM, interleave_heads
 from sft import train
 from sft.data import mix, sources
 
@@ -70,6 +73,29 @@ def test_the_first_stage_of_long_context_leaves_its_rope_base_and_positions_in_t
     assert config.rope_parameters["rope_theta"] == keys["rope_theta"] == 8e6
     trained = IHAForCausalLM.from_pretrained(output / "final")
     assert trained.model.rotary_emb.inv_freq[1].item() == pytest.approx(8e6 ** (-2 / trained.config.head_dim))
+
+
+def built(node):
+    """Return what a section of NeMo AutoModel's configuration stands for: a call of what `_target_` names."""
+    if not isinstance(node, dict):
+        return node
+    arguments = {name: built(value) for name, value in node.items()}
+    if "_target_" not in arguments:
+        return arguments
+    module, *attributes = arguments.pop("_target_").split(".")
+    return reduce(getattr, attributes, import_module(module))(**arguments)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_the_model_of_nemos_recipe_is_built_and_trains(is_interleaved, tiny, tmp_path):
+    start = saved(interleave_heads(decoder("llama"), 2), tmp_path / "start") if is_interleaved else tiny
+    model = yaml.safe_load((RECIPES / "pretrain" / "nemo_automodel.yaml").read_text())["model"]
+    model["config"]["pretrained_model_name_or_path"] = start
+    model = built(model)
+    assert type(model).__name__ == ("InterleavedForCausalLM" if is_interleaved else "IHAForCausalLM")
+    ids = torch.arange(12)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 # Mixtures
