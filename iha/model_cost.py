@@ -57,6 +57,15 @@ def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
     return total + Cost(parameters=norms)
 
 
+def flops_of_a_token(config: IHAConfig, tokens: int) -> float:
+    """Return the FLOPs of a model in a training step, for each token of rows of `tokens` tokens.
+
+    They are three times those of a forward pass, and leave out what a kernel or activation checkpointing recomputes,
+    as in the utilization of model FLOPs (PaLM, Appendix B). Only the pairs that the masks leave count.
+    """
+    return 3 * 2 * model(config, tokens).prefill / tokens
+
+
 def _in_layer(config: IHAConfig, layer_idx: int) -> IHAConfig:
     """Show a config with the options as they hold in a layer, for the kinds whose layers differ."""
 

@@ -47,7 +47,7 @@ UNUSED_WITH = {
 # The least that a number may be. The trainers do not check it before they train.
 LEAST = {
     **{"learning_rate": 0, "eval_size": 0, "num_pseudo_heads": 1, "max_position_embeddings": 1, "sliding_window": 2},
-    **{"mixing_scale": sys.float_info.min, "rope_theta": sys.float_info.min},  # above 0
+    **dict.fromkeys(("mixing_scale", "rope_theta", "peak_tflops"), sys.float_info.min),  # above 0
 }
 
 
@@ -80,11 +80,14 @@ class RunArguments(ScriptArguments, ModelConfig):
     max_position_embeddings: int | None = key("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = key("RoPE base to train with, which the trained checkpoint keeps.")
     sliding_window: int | None = key("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
+    peak_tflops: float | None = key(
+        "What one device can do, in TFLOP/s, in the type it computes in (H100, bf16: 989): logs the utilization of it."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         # TRL takes the values of a file as they are: 20 for 20.0, and one name for a list of it.
-        for name in ("rope_theta", "mixing_scale"):
+        for name in ("rope_theta", "mixing_scale", "peak_tflops"):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, float(value))
         for name in ("interleaved_layers", "preset_fields"):

@@ -62,7 +62,7 @@ CARD_KEYS = (
 )
 FINAL = "final"  # the directory of the final model
 # Figures of which curves.png has a panel where they are logged, with those of evaluation.
-CURVES = ("loss", "bits_per_byte", "tokens_per_second", "rewards/margins", "reward", "kl")
+CURVES = ("loss", "bits_per_byte", "tokens_per_second", "model_flops_utilization", "rewards/margins", "reward", "kl")
 
 
 @contextmanager

@@ -8,9 +8,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from datasets import IterableDataset
+from transformers import PreTrainedConfig
 from trl import SFTConfig
 
-from iha.errors import run_cli
+from iha.errors import UserError, run_cli
+from iha.model_cost import flops_of_a_token
+from modeling_iha import IHAConfig
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_of_turn
 from sft.memory_plan import check_memory
@@ -37,6 +40,7 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     check_packing(model, args)
+    peak = None if run.peak_tflops is None else peak_tokens_per_second(model.config, run, args)
     check_memory(model, run, args)
     train_rows, eval_rows = training_rows(run, args, tokenizer)
     if args.assistant_only_loss:
@@ -58,7 +62,15 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
     is_whole = args.max_length is None or (packs and args.packing_strategy == "bfd_split")
     if is_whole and eval_rows is not None and "text" in eval_rows.column_names:
         trainer.eval_bytes = sum(len(text.encode()) for text in eval_rows["text"])
+    trainer.count_tokens.peak_tokens_per_second = peak
     return trainer
+
+
+def peak_tokens_per_second(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> float:
+    """Return the tokens per second of all devices at their peak. Raise `UserError` where they cannot be counted."""
+    if not isinstance(config, IHAConfig) or args.max_length is None:
+        raise UserError("peak_tflops: the cost model counts rows of max_length of an IHA model. Remove the key.")
+    return run.peak_tflops * 1e12 * args.world_size / flops_of_a_token(config, args.max_length)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

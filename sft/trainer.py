@@ -158,7 +158,12 @@ class RecipeTrainer(Trainer):
 
 
 class CountTokens(TrainerCallback):
-    """Log `tokens_per_second` since the last log, and count on where a resumed run stopped: TRL counts anew."""
+    """Log `tokens_per_second` since the last log, and count on where a resumed run stopped: TRL counts anew.
+
+    With `peak_tokens_per_second`, those of all devices at their peak, log `model_flops_utilization` too.
+    """
+
+    peak_tokens_per_second: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
@@ -173,7 +178,9 @@ class CountTokens(TrainerCallback):
             return
         logs["num_tokens"] += self.before
         now = time.monotonic()
-        logs["tokens_per_second"] = (logs["num_tokens"] - self.last) / (now - self.time)
+        rate = logs["tokens_per_second"] = (logs["num_tokens"] - self.last) / (now - self.time)
+        if self.peak_tokens_per_second is not None:
+            logs["model_flops_utilization"] = rate / self.peak_tokens_per_second
         self.last, self.time = logs["num_tokens"], now
         state.log_history[-1].update(logs)
 
@@ -186,7 +193,8 @@ class MixingTrainer(RecipeTrainer, SFTTrainer):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         # First of all, so that the others print and report what it adds.
-        self.callback_handler.callbacks.insert(0, CountTokens())
+        self.count_tokens = CountTokens()
+        self.callback_handler.callbacks.insert(0, self.count_tokens)
 
     @cached_property
     def eval_tokens(self) -> int:

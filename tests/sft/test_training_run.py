@@ -231,7 +231,12 @@ def test_pretraining_on_a_text(tmp_path, monkeypatch):
     monkeypatch.setattr("sft.data._to_text", lambda row, where: read.append(where) or {"text": row["text"]})
     text = {"dataset_streaming": "true", "eval_dataset_name": tmp_path / "held.txt", "eval_strategy": "steps"}
     keys = {**NO_EVALUATION, **text, "packing": "true", "assistant_only_loss": "false", "chat_template_path": None}
-    keys |= {"preset": "tiny", "learning_rate": 0, "seed": 3}  # the recipe's own tokenizer is left out with its preset
+    keys |= {
+        "preset": "tiny",
+        "learning_rate": 0,
+        "seed": 3,
+        "peak_tflops": 0.5,
+    }  # the recipe's own tokenizer is left out with its preset
     arguments = sizes(None, tmp_path / "train.txt", tmp_path / "run", **keys)
     fields = ["--preset-fields", "max_position_embeddings=128"]
     with interrupted_at(MixingTrainer, 3):
@@ -251,6 +256,12 @@ def test_pretraining_on_a_text(tmp_path, monkeypatch):
     counts = [entry["num_tokens"] for entry in history if "loss" in entry]
     assert counts == [512, 1024, 1536, 2048]
     assert all(entry["tokens_per_second"] > 0 for entry in history if "loss" in entry)
+    # A token takes six FLOPs for each of 90,304 weights of linear layers and, in each of two layers, for mixing 16
+    # heads' entries by 48 weights, and for two products of 16 entries in four heads: 256 virtual tokens have
+    # 256 * 257 / 2 pairs, which are 257 for each of 128 tokens.
+    flops = 6 * (90_304 + 2 * (16 * 48 + 2 * 16 * 4 * 257))
+    for entry in (entry for entry in history if "loss" in entry):
+        assert entry["model_flops_utilization"] == pytest.approx(entry["tokens_per_second"] * flops / 0.5e12)
     evaluated = [entry for entry in history if "eval_loss" in entry]
     tokens = len((tmp_path / "held.txt").read_bytes())  # of bytes, with an end and less the first of each row
     for entry in evaluated:
