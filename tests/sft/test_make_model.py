@@ -1,12 +1,18 @@
 """Test what a pre-training begins from: a tokenizer of a text, and random weights of a preset."""
 
+import json
+import sysconfig
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import last_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversion_scripts.push_to_hub import completed_card
-from sft import make_model, make_tokenizer, run
+from iha.errors import ROOT
+from sft import make_model, make_tokenizer, run, train
 
 
 SIZES = "num_hidden_layers=5 hidden_size=32 intermediate_size=64 num_attention_heads=4 max_position_embeddings=128"
@@ -33,6 +39,26 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
     assert torch.equal(heads["one"], heads["again"]) and not torch.equal(heads["one"], heads["other"])
     assert run.is_untrained(tmp_path / "one") and not run.is_untrained(tmp_path / "tokenizer")
     assert "base_model" not in completed_card(tmp_path / "one", "me/one", "mit", None)  # and it asks for none
+
+
+@pytest.mark.slow  # three minutes
+def test_five_million_parameters_learn_from_four_megabytes_in_two_hundred_steps(tmp_path, cli):
+    """Go the way of docs/FROM_SCRATCH.md on the source of Python's standard library."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    text = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
+    (tmp_path / "train.txt").write_text(text[:4_000_000])
+    tokenizer = tmp_path / "tokenizer"
+    assert cli(make_tokenizer, tmp_path / "train.txt", tokenizer, "--vocab-size", 1024)[0] == 0
+    start = ("--preset", "small-10m-paired-heads", "--tokenizer", tokenizer)
+    start += ("--preset_fields", "num_hidden_layers=5", "max_position_embeddings=256")
+    steps = ("--max_steps", 200, "--warmup_steps", 20, "--learning_rate", 1e-3, "--logging_steps", 1)
+    rows = ("--dataset_name", tmp_path / "train.txt", "--max_length", 256, "--per_device_train_batch_size", 8)
+    recipe = ("--config", ROOT / "sft" / "recipes" / "pretrain" / "sft.yaml", "--use_cpu", "true", "--bf16", "false")
+    begun = time.monotonic()
+    train.main([str(word) for word in (*recipe, *start, *rows, *steps, "--output_dir", tmp_path / "run")])
+    assert time.monotonic() - begun < 600
+    losses = [loss for _, loss in json.loads((tmp_path / "run" / "loss.json").read_text())["train"]]
+    assert len(losses) == 200 and sum(losses[-20:]) / 20 < sum(losses[:20]) / 20 - 1  # nats per token
 
 
 def test_bytes_are_the_tokens_without_a_tokenizer(tmp_path, cli):
