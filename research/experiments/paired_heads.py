@@ -36,6 +36,7 @@ from iha.errors import UserError, one_line, run_cli
 from modeling_iha import IHAForCausalLM
 from research.experiments import language_models
 from research.experiments.language_models import (
+    EVALUATIONS,
     SCHEDULE,
     build,
     by_budget,
@@ -187,20 +188,24 @@ def plot(table: dict) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the study and write its results. Raise `UserError`."""
+def main(argv: Sequence[str] | None = None) -> Path:
+    """Run the study and write its results. Return the path of its table. Raise `UserError`."""
     parser = protocol_parser(__doc__, "paired_heads", EFFECT, VARIANTS)
     parser.set_defaults(kinds=USUAL)
     parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
     parser.add_argument("--width", type=int, default=64, choices=SIZES, help="of the model (64)")
+    parser.add_argument("--steps", type=int, help="of training (those of the width)")
     parser.add_argument("--text", default="python", type=given_text, help="python, prose or any file (python)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
     args = parser.parse_args(argv)
-    usual = {"tokens": 256, "width": 64, "text": "python", "device": "cpu"}
+    usual = {"tokens": 256, "width": 64, "steps": None, "text": "python", "device": "cpu"}
     others = (getattr(args, name) for name, value in usual.items() if getattr(args, name) != value)
     args.study += "".join(f"_{Path(str(value)).stem}" for value in others)
     begin(args)
+    if args.steps is not None and args.steps < EVALUATIONS:
+        raise UserError(f"--steps {args.steps}: expected at least {EVALUATIONS}.")
     size, text = size_of(SIZES[args.width], args.tokens), read_text(args.text, args.tokens)
+    size |= {} if args.steps is None else {"steps": args.steps}
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no CUDA device here.")
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
@@ -215,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             each["seconds"] = seconds[name] * size["steps"]
     rows = language_models.summaries(size, VARIANTS, rates, runs)
     curves = {name: [each["curve"] for each in of_variant] for name, of_variant in runs.items()}
-    write(args, plot, **setting, step_seconds=seconds, rows=rows, runs=curves)
+    return write(args, plot, **setting, step_seconds=seconds, rows=rows, runs=curves)
 
 
 if __name__ == "__main__":

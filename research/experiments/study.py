@@ -56,8 +56,8 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
     return record
 
 
-def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> None:
-    """Write the table `content`, with the command line, the machine and the versions, and its plot.
+def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> Path:
+    """Write the table `content`, with the command line, the machine and the versions, and its plot; return its path.
 
     `plot` draws what was written, so that the table alone gives the plot again.
     """
@@ -66,6 +66,7 @@ def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -
     figure = plot(read_json(path.with_suffix(".json")))
     plots.save_plot(figure, path.with_suffix(".png"))
     print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)
+    return path.with_suffix(".json")
 
 
 # Spreads over seeds

@@ -1,6 +1,7 @@
 """Test the protocol of comparisons, and the studies that keep to it: language models, paired heads, recall."""
 
 import argparse
+import json
 import math
 from pathlib import Path
 from statistics import mean
@@ -11,6 +12,7 @@ import torch
 from iha.errors import UserError
 from iha.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
+from research import compare
 from research.experiments import hyper_language, language_models, paired_heads, protocol, recall
 from research.experiments.language_models import VARIANTS, config_of, size_of
 
@@ -206,7 +208,7 @@ def test_wide_windows_have_the_positions_of_interleaved_tokens_in_their_windows_
         assert torch.allclose(cos[0, :, : len(frequencies)], (positions[:, None] * frequencies).cos(), atol=1e-6)
 
 
-def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, monkeypatch):
+def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(paired_heads, "TIMED_STEPS", 1)
     monkeypatch.setattr(paired_heads, "TIMED_ROUNDS", 1)
     monkeypatch.setattr(paired_heads, "read_text", lambda *given: TEXT)
@@ -218,6 +220,21 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, mon
         table["step_seconds"]["paired_4"] / table["step_seconds"]["global_local"]
     )
     assert row["parameters"] == base["parameters"] and runs.keys() == set(names)
+
+    # The same table as the command for one's own text prints it.
+    (tmp_path / "table.json").write_text(json.dumps(table))
+    asked = []
+    monkeypatch.setattr(paired_heads, "main", lambda words: asked.extend(words) or tmp_path / "table.json")
+    compare.main(["--arms", "paired", "windows", "--text", "my.txt", "--seeds", "4", "--steps", "50"])
+    given = dict(zip(asked[3::2], asked[4::2]))
+    assert asked[:3] == ["--kinds", "global_local", "paired_4"]
+    assert given["--text"] == "my.txt" and given["--most-seeds"] == "4" and given["--steps"] == "50"
+    _, windows, paired, *_ = capsys.readouterr().out.splitlines()
+    assert windows.split()[0] == "windows" and f"{base['loss']['mean'] / math.log(2):.4f}" in windows
+    for budget in ("steps", "FLOPs", "time"):
+        difference = row["minus_base"][budget]["difference"]
+        assert f"{difference['mean']:+.4f} ± {difference['half_width']:.4f}" in paired
+    assert f" {128 / table['step_seconds']['paired_4']:,.0f} " in paired
 
 
 def test_paired_heads_learn_a_file_of_ones_own(tmp_path):

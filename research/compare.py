@@ -1,0 +1,89 @@
+"""Compare forms of attention on your own text, from random weights: one table and one plot.
+
+Small models learn the bytes of the text. Each form learns at its best rate, on the same rows and seeds, as
+research/experiments/protocol.py says; the last tenth of the text is held out. The arms are:
+
+- `windows`: four layers in five have windows of N / 16 tokens. The other arms are compared with this one.
+- `short_windows`: windows of N / 64 tokens with RoPE positions times 4.
+- `mha`: ordinary attention in every layer.
+- `paired`: paired heads (P = 4) with windows of N / 16 virtual tokens.
+- `iha`: the paper's schedule (P = 4).
+
+An arm takes about ten minutes of one core at size "tiny" (267,968 parameters). The sizes "small", "medium" and "large"
+have 1, 4 and 16 million parameters, and "large" needs a GPU. A run that was stopped goes on.
+
+example: python -m research.compare --arms windows mha paired iha --text train.txt --size tiny --seeds 3
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from iha.errors import run_cli
+from iha.files import read_json
+from iha.step_memory import of_training
+from research.experiments import paired_heads
+from research.experiments.language_models import config_of
+from research.experiments.options import path_from_root
+
+
+# Arm -> the variant of research/experiments/paired_heads.py.
+ARMS = {
+    "windows": "global_local",
+    "short_windows": "wide_4_64",
+    "mha": "mha",
+    "paired": "paired_4",
+    "iha": "iha_4",
+}
+SIZES = {"tiny": 64, "small": 128, "medium": 256, "large": 512}  # widths
+
+
+def table(record: dict) -> str:
+    """Return the table of a study's record as text: a line for each arm."""
+    names = {variant: arm for arm, variant in ARMS.items()}
+    first = names[record["rows"][0]["variant"]]
+    titles = ("bits per byte", "equal steps", "equal FLOPs", "equal time", "tokens/s", "step, MB")
+    lines = [f"{'arm':<14}{'parameters':>11}{''.join(f'{title:>18}' for title in titles)}"]
+    for row in record["rows"]:
+        loss = row["loss"]
+        cells = [f"{loss['mean'] / math.log(2):.4f} ± {loss['half_width'] / math.log(2):.4f}"]
+        for budget in ("steps", "FLOPs", "time"):
+            compared = row.get("minus_base", {}).get(budget)
+            difference = compared and compared["difference"]
+            cells.append(f"{difference['mean']:+.4f} ± {difference['half_width']:.4f}" if difference else "-")
+        cells.append(f"{record['tokens_per_step'] / record['step_seconds'][row['variant']]:,.0f}")
+        config = config_of(record, **paired_heads.VARIANTS[row["variant"]])
+        cells.append(f"{of_training(config, record['batch'], record['tokens'], False).peak / 1e6:,.0f}")
+        lines.append(f"{names[row['variant']]:<14}{row['parameters']:>11,}{''.join(f'{cell:>18}' for cell in cells)}")
+    clock = "of the GPU's" if record["gpu"] else "of one thread's CPU"
+    lines += [
+        f"Differences: loss in nats per byte minus that of {first!r}, with 95% intervals over "
+        f"{len(record['rows'][0]['loss']['values'])} seeds; below 0 is better.",
+        f"Time and tokens/s are {clock} time. The memory of a training step is counted, not measured.",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compare the arms, and print their table. Raise `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["windows", "mha", "paired", "iha"], metavar="ARM")
+    parser.add_argument("--text", required=True, help="file to learn from, or python or prose (this Python's own)")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model (tiny)")
+    parser.add_argument("--tokens", type=int, default=256, help="length of rows, N, in bytes (256)")
+    parser.add_argument("--steps", type=int, help="of training (400 to 800, by size)")
+    parser.add_argument("--seeds", type=int, default=3, help="(3)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
+    parser.add_argument("--output", type=path_from_root, default=Path("outputs/compare"), help="(outputs/compare)")
+    args = parser.parse_args(argv)
+    arms = sorted(set(args.arms), key=list(ARMS).index)
+    words = ["--kinds", *(ARMS[arm] for arm in arms), "--text", args.text, "--device", args.device]
+    words += ["--width", SIZES[args.size], "--tokens", args.tokens, "--most-seeds", args.seeds]
+    words += ["--output", args.output / "runs", "--results", args.output]
+    words += [] if args.steps is None else ["--steps", args.steps]
+    print(table(read_json(paired_heads.main([str(word) for word in words]))))
+
+
+if __name__ == "__main__":
+    run_cli(main)
