@@ -241,31 +241,49 @@ def _class_name(model: PreTrainedModel) -> str | None:
 
 
 def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, AttentionCall], list[torch.Tensor]]:
-    """Return the calls of the attention modules that call the registry, and the hidden states of the probe."""
-    model_type, problem = model.config.model_type, None
-    states: list[torch.Tensor] = []
+    """Return the calls of the attention modules that call the registry, and the hidden states of the probe.
+
+    Raise a ValueError for a model whose calls show that it cannot be interleaved, or that does not run the probe."""
+    with _recording(model) as calls:
+        states, error = _try_probe(model)
+    # The calls are checked first, because they tell more than the error of a model that they do not suit.
+    _check_calls(model.config, calls)
+    if error is None:
+        # Some models ask for their core by its name, and take another path for the name that records.
+        states, error = _try_probe(model)
+    if error is not None:
+        model_type = model.config.model_type
+        raise ValueError(f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}")
+    return calls, states
+
+
+def _try_probe(model: PreTrainedModel) -> tuple[list[torch.Tensor], Exception | None]:
+    """Return the hidden states of the probe, or the error that the base model's code raises."""
     try:
-        with _recording(model) as calls:
-            _probe(model)
-        states = _probe(model)  # Some models ask for their core by its name, and take another path for another name.
-    except Exception as error:  # whatever the base model's code does with a mask or a cache
-        problem = f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}"
-    for module, call in calls.items():
-        name = f"{model_type} cannot be interleaved: {type(module).__name__}"
-        if not call.is_causal:
-            problem = f"{name} is not marked as causal self-attention."
-        elif getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
-            problem = f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own."
-    if "reference_sliding_attention" in (getattr(model.config.get_text_config(decoder=True), "layer_types", ()) or ()):
-        problem = f"{model_type} cannot be interleaved: it caches a prompt beside a window, in layers of its own."
+        return _probe(model), None
+    except Exception as error:  # whatever it does with a mask or a cache
+        return [], error
+
+
+def _check_calls(config: PreTrainedConfig, calls: dict[nn.Module, AttentionCall]) -> None:
+    """Raise a ValueError for a model whose attention cannot be interleaved, by the recorded calls."""
+    model_type = config.model_type
     if not calls:
-        problem = (
+        raise ValueError(
             f"{model_type} does not call attention through the registry of Transformers, so its heads cannot be "
             "interleaved."
         )
-    if problem is not None:
-        raise ValueError(problem)
-    return calls, states
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    if "reference_sliding_attention" in layer_types:
+        raise ValueError(
+            f"{model_type} cannot be interleaved: its own cache layers keep the prompt in addition to a window."
+        )
+    for module, call in calls.items():
+        name = f"{model_type} cannot be interleaved: {type(module).__name__}"
+        if not call.is_causal:
+            raise ValueError(f"{name} is not marked as causal self-attention.")
+        if getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
+            raise ValueError(f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own.")
 
 
 @contextmanager

@@ -51,7 +51,7 @@ MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForMultimodal
 
 # The numbers by which PyTorch names hooks count up in a process, and equal models would hash unequal (datasets).
 HOOK = "interleaving"
-NOT_SAVED = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|scale)$"
+ABSENT_FROM_OLD_CHECKPOINTS = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|scale)$"
 
 
 class Attended(local):
@@ -457,7 +457,8 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
         transformers.AutoModel.register(config_class, decoder, exist_ok=True)
     attributes = {"config_class": config_class, "_auto_class": auto_class, "__module__": __name__}
     # Checkpoints of earlier versions lack what `Mixing.begin` then sets.
-    attributes["_keys_to_ignore_on_load_missing"] = [*(base._keys_to_ignore_on_load_missing or ()), NOT_SAVED]
+    may_be_missing = [*(base._keys_to_ignore_on_load_missing or ()), ABSENT_FROM_OLD_CHECKPOINTS]
+    attributes["_keys_to_ignore_on_load_missing"] = may_be_missing
     return type(name, (InterleavedPreTrainedModel, base), attributes)
 
 

@@ -38,8 +38,7 @@ def pair_heads(
 
     The virtual tokens of a token share its RoPE position, as the base model rotates its heads. Return the model. Raise
     a ValueError, and leave the model as it was, where its heads cannot be paired."""
-    if isinstance(sliding_window, str):
-        raise ValueError(f"sliding_window is {sliding_window!r}: expected at least 2 tokens, or None.")
+    _check_window(sliding_window)
     interleave_heads(model, num_pseudo_heads, layers, seed=None, mixing_scale=1.0)
     modules = {
         backbone_of(model).get_submodule(name): heads for name, heads in model.config.interleaved_layers.items()
@@ -53,8 +52,6 @@ def pair_heads(
         _pair(model, modules)
         if (difference := _difference(expected, _probe(model))) > TOLERANCE[expected[0].dtype]:
             raise ValueError(f"Its hidden states with paired heads differ by {difference:.1e} from those expected.")
-        if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
-            raise ValueError(f"sliding_window is {sliding_window!r}: expected at least 2 tokens, or None.")
     except Exception:
         _detach(model)
         raise
@@ -62,6 +59,14 @@ def pair_heads(
         each.interleaved_window = sliding_window
     warnings.warn(f"The heads of this {model.config.model_type} are paired: it computes something else now. Train it.")
     return model
+
+
+def _check_window(sliding_window: int | None) -> None:
+    """Raise a ValueError for a window that is neither an integer of at least 2 nor `None`."""
+    if sliding_window is None:
+        return
+    if not isinstance(sliding_window, int) or sliding_window < 2:
+        raise ValueError(f"sliding_window is {sliding_window!r}: expected at least 2 tokens, or None.")
 
 
 def fixed_mixing(heads: list[int], num_pseudo_heads: int) -> dict[str, torch.Tensor]:

@@ -70,9 +70,10 @@ def virtual_tokens(config: PreTrainedConfig) -> int:
 def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
     """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
 
-    Let token n see token m. Then pseudo-head p of n sees the pseudo-heads up to p of m. It sees the later ones of m
-    where token n - 1 sees m too: none of its own token, and those of the token just before the window. So a window of
-    W tokens is the last W * P virtual tokens.
+    If token n sees token m, pseudo-head p of n sees pseudo-heads 0 to p of m. If token n - 1 of the same document sees
+    the earlier token m, pseudo-head p of n also sees pseudo-heads p + 1 to P - 1 of m, whether or not n itself sees m.
+    The later pseudo-heads of its own token thus stay hidden, and those of token n - W are visible. This makes a window
+    of W tokens exactly the last W * P virtual tokens.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (`_first_keys`)."""
     num_pseudo_heads = virtual_tokens(config)
@@ -97,7 +98,7 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
         query_token = query // num_pseudo_heads
         key_token = key // num_pseudo_heads
         sees_token = mask_function(batch, head, query_token, key_token)
-        # Pseudo-heads after the query's own are seen where the token before sees them too, in the same document.
+        # Pseudo-heads after the query's own are seen if token n - 1 sees the key's token and is in the same document.
         token_before_sees = mask_function(batch, head, query_token - 1, key_token)
         continues = mask_function(batch, head, query_token, query_token - 1)
         is_earlier = token_before_sees & continues & (key_token < query_token)
@@ -140,13 +141,17 @@ def _first_keys(
     """Return the first key of each query if it sees all keys from there to its own, or `None` for another mask.
 
     This is a mask [batch, 1, N * P, 1] in O(N). It is a tensor of numbers, because Transformers' models, hooks of
-    accelerate and FSDP, checkpointing and compiled layers take, slice, move and trace tensors: an object would be
-    refused, and what hangs on a tensor alone would be lost. It is int32, as no other mask is, and FSDP casts no int.
+    accelerate and FSDP, checkpointing and compiled layers take, slice, move and trace tensors. A separate object would
+    be refused, and an attribute of a tensor is lost when the tensor is copied or sliced, so attributes of mask tensors
+    hold only results that can be recomputed. It is int32, as no other mask is, and FSDP casts no int.
 
-    The mask function tells the documents: one begins where a token does not see the one before it. The result is
-    checked against the mask function at both ends of what each token sees, and at distances of powers of two. Chunks
-    are documents, padding is a document of its own, and for blocks that see each other both ways the result is `None`.
-    """
+    The mask function tells the documents: one begins where a token does not see the one before it. Each chunk of
+    chunked attention counts as a document, and so does each run of padding. The result is `None` for bidirectional
+    blocks, such as image tokens.
+
+    The result is checked against the mask function at both ends of what each token sees, and at distances of powers of
+    two. This is a sample: a mask function that differs only at other distances would be mistaken for one of these.
+    Transformers makes none such, and a mask of the user's goes through `expand_mask`."""
     place = torch.arange(q_length, device=device)
     if q_length == 1 or kv_length < q_length:
         return None
@@ -226,10 +231,10 @@ def _first_keys_over_tokens(mask: torch.Tensor, num_pseudo_heads: int) -> torch.
 
 
 def in_window(mask: Any, window: int | None) -> Any:
-    """Return the mask with the keys hidden that lie `window` or more before a query's own key.
+    """Hide the keys that lie `window` or more places before a query's own key.
 
-    The result is kept on the mask, because all layers ask for it. The queries' own keys are the last ones. A static
-    cache may have unused places after them; there a query's own key is the last key that it sees."""
+    The result is kept on the mask, because all layers ask for it. A query's own key is the last key that it sees.
+    Without unused places of a static cache, the own keys are the last columns of the mask."""
     if mask is None or window is None:
         return mask
     if not isinstance(mask, torch.Tensor):

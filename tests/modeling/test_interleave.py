@@ -344,6 +344,17 @@ def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
     assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "mine")
 
 
+def test_an_error_before_the_probe_is_raised_as_it_is(monkeypatch):
+    def fail(core):
+        raise RuntimeError("no registry")
+
+    monkeypatch.setattr("modeling_iha.interleave._register_recording", fail)
+    model = decoder("llama")
+    with pytest.raises(RuntimeError, match="no registry"):
+        interleave_heads(model, 2)
+    assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "sdpa")
+
+
 def test_layers_may_be_left_out_and_threads_share_a_model():
     assert interleave_heads(decoder("opt"), 2).train()(random_ids(1, 5)).logits.isfinite().all()
     model, tokens = train_mixing(interleave_heads(decoder("llama"), 2)), random_ids(1, 5)
