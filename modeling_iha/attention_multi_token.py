@@ -12,10 +12,10 @@ from transformers.utils.import_utils import is_tracing
 
 from .cache_names import takes_cache
 from .configuration_iha import IHAConfig
+from .first_keys import is_first_key_mask
 from .head_mixing import Mixing
 from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
 from .virtual_masks import LOWEST
-from .windows import has_first_keys
 
 
 class KeyQueryConvolution(Mixing):
@@ -146,7 +146,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
         key_states, cached = key_states.tensor_split((self.head_dim,), dim=-1)
         # Without a mask no token is hidden, so the convolution counts every row of scores.
         kwargs["all_count"], length = attention_mask is None, query_states.shape[2]
-        causal = has_first_keys(attention_mask) or (attention_mask is None and length > 1)
+        causal = is_first_key_mask(attention_mask) or (attention_mask is None and length > 1)
         # The place in a static cache is a tensor. Rows before the first token see nothing.
         past_rows = min(self.past_queries, place) if isinstance(place, int) else self.past_queries
         if causal or past_rows == 0:  # no token is cached

@@ -14,9 +14,10 @@ from transformers.utils.import_utils import is_tracing
 from .cache_edge import keep_window_edge
 from .cache_names import CACHE
 from .configuration_iha import IHAConfig
+from .first_keys import document_keys, plain_window_mask
 from .overlay import Overlay
 from .virtual_masks import CREATE_MASK, LOWEST, VIRTUAL_KINDS, expand_mask, in_window, register_masks, virtual_tokens
-from .windows import document_keys, is_exported, plain_window_mask
+from .windows import is_exported
 
 
 def create_masks(
@@ -39,7 +40,7 @@ def create_masks(
     """
     num_pseudo_heads, core = virtual_tokens(config), config._attn_implementation
     if cache is not None and num_pseudo_heads > 1:
-        keep_window_edge(cache, [1] * config.num_hidden_layers, config.sliding_window)
+        keep_window_edge(cache, config.sliding_window)
     if attention_mask is not None and attention_mask.ndim != 2:
         past = 0 if cache is None else cache.get_seq_length()
         attention_mask = expand_mask(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)

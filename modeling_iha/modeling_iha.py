@@ -159,7 +159,8 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
         """Return attention maps over tokens, [batch, H, N, keys], of a call with `num_tokens` tokens N.
 
         Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. In a layer of
-        paired heads each virtual query is a head's own. Other maps stay as they are."""
+        paired heads each virtual query belongs to one head, so the rows are returned to their heads and not averaged.
+        Other maps stay as they are."""
         paired = [kind == "paired_heads" for kind in self.config.attention_kinds]
         return token_attentions(attentions, num_tokens, paired)
 

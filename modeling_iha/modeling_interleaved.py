@@ -432,7 +432,7 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
     config, layers = decoder.config, getattr(cache, "layers", ())  # caches of encoders have none
     if layers and (window := _window(decoder)):
         # One mask serves all sliding layers, also those that are not interleaved.
-        keep_window_edge(cache, [1] * len(layers), window)
+        keep_window_edge(cache, window)
     # CODEPATH: bases without windows, whose changed layers have one of their own (`sliding_window=...`).
     elif layers and config.interleaved_window:
         fresh = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}

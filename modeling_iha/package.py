@@ -43,6 +43,7 @@ INTERLEAVED_FILES = (
     "chunks.py",
     "configuration_interleaved.py",
     "exact_start.py",
+    "first_keys.py",
     "interleaving.py",
     "head_mixing.py",
     "mixed_heads.py",

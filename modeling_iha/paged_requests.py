@@ -17,15 +17,11 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
 
+from .cache_edge import WINDOW_EDGE
 from .cache_names import CACHE
 from .overlay import Overlay
 from .virtual_core import virtual_heads
 from .virtual_masks import CREATE_MASK, core_of, register_masks
-
-
-# The tokens that pages keep more than they would. They keep W - 1 tokens before the new ones for a window of W tokens,
-# and an "iha" layer reaches back W tokens (see `keep_window_edge`).
-WINDOW_EDGE = 1
 
 
 class RequestBatch(NamedTuple):
@@ -74,7 +70,8 @@ class PagedRequests:
         starts = row["cu_seq_lens_q"][:-1].long()
         lengths = row["cu_seq_lens_q"].diff()
         past = row["position_ids"][0, starts.clamp_max(row["position_ids"].shape[1] - 1)]
-        # The cached tokens that pages keep for each request, by layer type. A window's keep W: see `WINDOW_EDGE`.
+        # The cached tokens that pages keep for each request, by layer type. For a window they keep W, because
+        # `init_requests` makes them keep one more than the W - 1 of the base model.
         kept = dict.fromkeys(self.layer_types, past)
         if "sliding_attention" in kept:
             kept["sliding_attention"] = past.clamp(max=config.sliding_window)
@@ -220,6 +217,7 @@ def init_requests(
     config = paged_config(decoder)
     window = config.sliding_window
     if window:
+        # For a window of W tokens pages keep W - 1 tokens before the new ones, and an "iha" layer reaches back W.
         window += WINDOW_EDGE
     config_of_pages = Overlay(config, sliding_window=window)
     # Transformers asks by name whether the core takes pages, and makes no masks for this name.

@@ -14,9 +14,9 @@ from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
+from .first_keys import documents_of, is_first_key_mask
 from .head_mixing import Mixing
 from .virtual_masks import token_mask, virtual_tokens
-from .windows import documents_of, has_first_keys
 
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
@@ -36,7 +36,7 @@ def block_bias(
         offset: position of the first query among the keys; ignored with a dense mask.
     """
     lowest = torch.finfo(torch.float32).min
-    if mask is not None and not has_first_keys(mask):
+    if mask is not None and not is_first_key_mask(mask):
         block = mask[..., rows, columns]
         if block.dtype != torch.bool:
             return block.float()
@@ -70,7 +70,7 @@ def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: i
     """Return the keys that any query of a block may see, of those in a window of `window` keys.
 
     With a dense mask they are all keys."""
-    if mask is not None and not has_first_keys(mask):
+    if mask is not None and not is_first_key_mask(mask):
         return slice(0, num_keys)
     first = 0 if window is None else max(0, rows.start + offset - window + 1)
     return slice(first, min(rows.stop + offset, num_keys))
@@ -183,7 +183,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
         """Attend with the queries from `first_row` on; those before it are past queries."""
         length, num_keys, device = query_states.shape[2], key_states.shape[2], query_states.device
         offset = query_offset(length, num_keys)
-        window = documents_of(attention_mask).reach if has_first_keys(attention_mask) else None
+        window = documents_of(attention_mask).reach if is_first_key_mask(attention_mask) else None
 
         blocks = query_blocks(query_states, BLOCK, first_row)
         outputs, weights = [], []

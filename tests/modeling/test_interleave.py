@@ -455,6 +455,7 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
                 "cache_names.py",
                 "configuration_interleaved.py",
                 "exact_start.py",
+                "first_keys.py",
                 "modeling_interleaved.py",
                 "interleaving.py",
                 "head_mixing.py",
