@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
 from .adapter_records import RECORD, check_record, record_of
-from .interleave import _detach, interleave_heads
+from .interleave import detach, interleave_heads
 from .mixing import whole
 from .mixing_scale import note_scale
 from .modeling_interleaved import backbone_of, is_mixing
@@ -155,5 +155,5 @@ def _interleaved(model: PreTrainedModel, record: dict, source: str, holds_mixing
         yield
     except Exception:
         if is_plain:
-            _detach(model)
+            detach(model)
         raise

@@ -103,6 +103,11 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
     return type("InterleavedConfig", (base,), {**namespace, "__module__": __name__, "_auto_class": "AutoConfig"})
 
 
+def base_config_class(interleaved_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return the base model's own class, of which `config_class` made a subclass."""
+    return interleaved_class.__bases__[0]
+
+
 @cache
 def part_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Return the class of the configuration of a decoder within an interleaved model, which is not saved by itself.

@@ -128,17 +128,18 @@ def _attend_over_virtual_tokens(
             is_causal_prefill = True
             key = key[:, :, :num_queries]
             value = value[:, :, :num_queries]
-    has_dense_mask = not is_causal_prefill and not is_first_key_mask(attention_mask)
-    if has_dense_mask:
-        return heads.attend(partial(attention_function, view), query, key, value, attention_mask, **kwargs)
-
-    if may_chunk(heads, query, key, value):
+    has_no_dense_mask = is_causal_prefill or is_first_key_mask(attention_mask)
+    if has_no_dense_mask and may_chunk(heads, query, key, value):
         window_of_rows = row_window(attention_mask, kwargs.get("sliding_window"))
         if window_of_rows is not None and exceeds_chunk(heads, query, window_of_rows):
             kwargs["sliding_window"] = window_of_rows
             return attend_in_chunks(heads, attention_function, view, query, key, value, **kwargs), None
-    attend = window_attention if is_causal_prefill else first_key_attention
-    return heads.attend(partial(attend, attention_function, view), query, key, value, attention_mask, **kwargs)
+    attend = attention_function
+    if is_causal_prefill:
+        attend = partial(window_attention, attention_function)
+    elif has_no_dense_mask:
+        attend = partial(first_key_attention, attention_function)
+    return heads.attend(partial(attend, view), query, key, value, attention_mask, **kwargs)
 
 
 def layer_mask(

@@ -267,8 +267,8 @@ def test_layers_and_windows_of_the_paper():
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected an integer from 2 on"),
-        (lambda: decoder("llama"), {"num_pseudo_heads": "2"}, "is '2': expected an integer from 2 on"),
+        (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
+        (lambda: decoder("llama"), {"num_pseudo_heads": "2"}, "is '2': expected an integer of at least 2"),
         (lambda: decoder("llama"), {"mixing_scale": 0}, "mixing_scale is 0: expected a number above 0"),
         (lambda: decoder("llama"), {"mixing_scale": float("nan")}, "mixing_scale is nan: expected"),
         (lambda: decoder("llama"), {"layers": 1}, "layers is 1: expected"),
