@@ -109,7 +109,8 @@ class IHAMLP(LlamaMLP):
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
-        # CODEPATH: the paper's 2.4B models and GPT-3 small have two matrices; converted Llamas and DCFormers three.
+        # CODEPATH: the paper's 2.4B models and GPT-3 small have two matrices; converted Llamas and DCFormers have
+        # three.
         if not config.gated_mlp:
             del self.gate_proj
         # CODEPATH: released DCFormers ("mgate").
@@ -207,15 +208,15 @@ class IHAModel(IHAPreTrainedModel):
         return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
 
     def create_masks(
-        self, inputs_embeds, attention_mask, cache, position_ids, counted=False, **kwargs
+        self, inputs_embeds, attention_mask, cache, position_ids, default_positions=False, **kwargs
     ) -> dict[str, torch.Tensor | None]:
         """Return the mask of each layer type, after `check_inputs`. `kwargs` of the forward may declare documents."""
-        given_positions = None if counted else position_ids
+        given_positions = None if default_positions else position_ids
         check_inputs(self.config, inputs_embeds, attention_mask, cache, given_positions, **kwargs)
         convolving = next((layer for layer in self.layers if layer.self_attn.convolves), None)
         if convolving is not None:
             convolving.self_attn.check_holes(attention_mask)
-        return create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, counted)
+        return create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, default_positions)
 
     @takes_cache
     @merge_with_config_defaults
@@ -243,8 +244,8 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        counted = position_ids is None
-        if counted:
+        default_positions = position_ids is None
+        if default_positions:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
@@ -260,7 +261,9 @@ class IHAModel(IHAPreTrainedModel):
             masks = attention_mask
         else:
             cache_of_masks = None if pages is not None else cache  # pages have no length to ask for
-            masks = self.create_masks(inputs_embeds, attention_mask, cache_of_masks, position_ids, counted, **kwargs)
+            masks = self.create_masks(
+                inputs_embeds, attention_mask, cache_of_masks, position_ids, default_positions, **kwargs
+            )
 
         hidden_states = inputs_embeds
         tables = self.rotary_emb.tables(hidden_states, position_ids)
@@ -301,8 +304,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def init_continuous_batching(self, *args, **kwargs):
         """Start continuous batching as [`GenerationMixin`] does (see `init_requests`).
 
-        Raise a NotImplementedError for a kind that caches more than Llama. Full-attention "mha" layers alone are
-        Llama's, and take CUDA graphs and compilation."""
+        Raise a NotImplementedError for a kind that caches more than Llama. A model with only
+        full-attention "mha" layers is a Llama, and takes CUDA graphs and compilation."""
         if self.model.is_llama:
             return super().init_continuous_batching(*args, **kwargs)
         others = [layer.self_attn for layer in self.model.layers if not layer.self_attn.caches_like_llama]
@@ -327,7 +330,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
         """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
 
-        One token goes through a compiled forward, which takes tensors. For a prompt the forward makes masks."""
+        For one token the masks are made here, because the compiled forward must receive tensors. For a prompt the
+        forward makes them."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
         return self.model.create_masks(inputs_embeds, attention_mask, cache, position_ids)
