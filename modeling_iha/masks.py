@@ -16,7 +16,15 @@ from .cache_names import CACHE
 from .configuration_iha import IHAConfig
 from .first_keys import document_keys, plain_window_mask
 from .overlay import Overlay
-from .virtual_masks import CREATE_MASK, LOWEST, VIRTUAL_KINDS, expand_mask, in_window, register_masks, virtual_tokens
+from .virtual_masks import (
+    CREATE_MASK,
+    LOWEST,
+    VIRTUAL_KINDS,
+    expand_mask,
+    in_window,
+    register_masks,
+    virtual_tokens_per_token,
+)
 from .windows import is_exported
 
 
@@ -38,7 +46,7 @@ def create_masks(
         position_ids: [batch or 1, N]; a restart begins a packed document.
         default_positions: whether `position_ids` are the default ones, which declare no documents.
     """
-    num_pseudo_heads = virtual_tokens(config)
+    num_pseudo_heads = virtual_tokens_per_token(config)
     core = config._attn_implementation
     if cache is not None and num_pseudo_heads > 1:
         keep_window_edge(cache, config.sliding_window)
@@ -98,7 +106,7 @@ def _document_masks(config: IHAConfig, position_ids: torch.Tensor, batch: int) -
 
     A document begins where `position_ids` do not increase by one."""
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-    num_pseudo_heads = virtual_tokens(config)
+    num_pseudo_heads = virtual_tokens_per_token(config)
     return {
         layer_type: document_keys(position_ids, batch, num_pseudo_heads, windows[layer_type])
         for layer_type in config.layer_types
@@ -111,7 +119,7 @@ def plain_mask(config: IHAConfig, layer_type: str, inputs_embeds: torch.Tensor) 
     window = config.sliding_window
     if layer_type == "full_attention" or window is None or window >= length:
         return None
-    num_pseudo_heads = virtual_tokens(config)
+    num_pseudo_heads = virtual_tokens_per_token(config)
     return plain_window_mask(length * num_pseudo_heads, window * num_pseudo_heads, inputs_embeds.device)
 
 

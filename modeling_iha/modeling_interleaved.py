@@ -41,7 +41,7 @@ from .mixed_heads import MixedHeads
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
-from .virtual_core import virtual_attention, virtual_heads
+from .virtual_core import virtual_attention, virtual_heads_of
 from .virtual_masks import CORES, WINDOWED, core_of, expand_mask, register_masks
 
 
@@ -120,7 +120,7 @@ def noted_attention(
         _check_pages(requests, module, key, value, attention_mask)
         requests.attended.add(module.layer_idx)
         attend = partial(requests.attend, attend, module.layer_idx)
-    if virtual_heads(module) is not None:
+    if virtual_heads_of(module) is not None:
         module.attended = True
         if not torch.compiler.is_dynamo_compiling():
             ATTENDED.module = module
@@ -264,7 +264,7 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
     for name, heads in config.interleaved_layers.items():
         module = backbone.get_submodule(name)
         # The decoder of a generic task head is a model of this package, and has its virtual heads already.
-        if virtual_heads(module) is None:
+        if virtual_heads_of(module) is None:
             _add_virtual_heads(module, heads, config)
     _tie_mixing(model)
     use_virtual_cores(model)
@@ -321,7 +321,7 @@ def _install_decoder_hooks(decoder: PreTrainedModel) -> None:
     decoder._forward_pre_hooks_with_kwargs[HOOK] = True
     interleaved = {}
     for name, module in decoder.named_modules():
-        if virtual_heads(module) is not None:
+        if virtual_heads_of(module) is not None:
             interleaved[name] = module
     decoder._forward_hooks[HOOK] = partial(_check_decoder, interleaved)
 
@@ -423,7 +423,7 @@ def _check_decoder(interleaved: dict[str, nn.Module], decoder: PreTrainedModel, 
         if is_cut_off(decoder, name):
             continue
         module = _present_module(decoder, name, recorded)
-        was_replaced = virtual_heads(module) is None
+        was_replaced = virtual_heads_of(module) is None
         if was_replaced or not (_has_attended(module, attended) or _may_skip(decoder, module)):
             raise RuntimeError(REPLACED.format(f"{name} of {type(decoder).__name__}"))
 
@@ -433,10 +433,10 @@ def _present_module(decoder: PreTrainedModel, name: str, recorded: nn.Module) ->
     module = recorded
     with suppress(AttributeError):  # A wrapper of the layer changes the name.
         module = decoder.get_submodule(name)
-    if virtual_heads(module) is not None:
+    if virtual_heads_of(module) is not None:
         return module
     # A wrapper of the module, such as that of PEFT's adaption prompts, holds it.
-    return next((inner for inner in module.modules() if virtual_heads(inner) is not None), module)
+    return next((inner for inner in module.modules() if virtual_heads_of(inner) is not None), module)
 
 
 def _has_attended(module: nn.Module, attended: set[nn.Module] | None) -> bool:
@@ -533,7 +533,7 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
     if not fresh:
         return
     for module in decoder.modules():
-        if virtual_heads(module) is not None and getattr(module, "layer_idx", None) in fresh:
+        if virtual_heads_of(module) is not None and getattr(module, "layer_idx", None) in fresh:
             layers[module.layer_idx] = DynamicSlidingWindowLayer(decoder.config.interleaved_window + WINDOW_EDGE)
 
 

@@ -16,7 +16,7 @@ from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .first_keys import documents_of, is_first_key_mask
 from .head_mixing import Mixing
-from .virtual_masks import token_mask, virtual_tokens
+from .virtual_masks import token_mask, virtual_tokens_per_token
 
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
@@ -168,7 +168,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
 
     def attend_in_product_dtype(self, query_states, key_states, value_states, attention_mask, **kwargs):
         """Attend as [`MultiHeadAttention.attend_in_product_dtype`] does, under the mask over tokens."""
-        attention_mask = token_mask(attention_mask, virtual_tokens(self.config))
+        attention_mask = token_mask(attention_mask, virtual_tokens_per_token(self.config))
         return super().attend_in_product_dtype(query_states, key_states, value_states, attention_mask, **kwargs)
 
     def attend(

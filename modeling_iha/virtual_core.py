@@ -18,12 +18,15 @@ from .first_keys import is_first_key_mask, narrower, plain_window, row_window
 from .interleaving import virtual_kwargs
 from .new_token import is_absorbed
 from .overlay import Overlay
-from .virtual_masks import in_window, token_mask, virtual_tokens
+from .virtual_masks import in_window, token_mask, virtual_tokens_per_token
 from .windows import first_key_attention, window_attention
 
 
-def virtual_heads(module: Any) -> Any:
-    """Return the class by which an attention module makes virtual tokens (see `MixedHeads`), or `None`."""
+def virtual_heads_of(module: Any) -> Any:
+    """Return the class by which an attention module makes virtual tokens (see `MixedHeads`), or `None`.
+
+    The plugin for vLLM reads the attribute from modules of older checkpoints too, so its name stays. The field of this
+    name in a configuration is another thing: the word "paired", or `None`."""
     return getattr(module, "virtual_heads", None)
 
 
@@ -59,14 +62,14 @@ def virtual_attention(
         kwargs["sliding_window"] = None
         key = key[:, :, :num_queries]
         value = value[:, :, :num_queries]
-    if virtual_heads(module) is None:
+    if virtual_heads_of(module) is None:
         return _attend_over_tokens(core, module, query, key, value, attention_mask, **kwargs)
 
     num_keys = key.shape[2]
     window = getattr(module.config, "interleaved_window", None)
-    num_pseudo_heads = virtual_tokens(module.config)
+    num_pseudo_heads = virtual_tokens_per_token(module.config)
     attention_mask = layer_mask(attention_mask, core, window, num_pseudo_heads, num_queries, num_keys)
-    heads = virtual_heads(module).of(module, query, key, value, rotation)
+    heads = virtual_heads_of(module).of(module, query, key, value, rotation)
     # Autocast leaves rotated queries and keys in float32.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
@@ -85,7 +88,7 @@ def _attend_over_tokens(
     core: str, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output and weights of a layer without virtual heads, under a mask over virtual tokens."""
-    num_pseudo_heads = virtual_tokens(module.config)
+    num_pseudo_heads = virtual_tokens_per_token(module.config)
     attention_function = core_function(core, module)
     view = stock_view(module, core, num_pseudo_heads)
     mask = token_mask(attention_mask, num_pseudo_heads)
@@ -108,7 +111,7 @@ def _attend_over_virtual_tokens(
     """Return the output and weights of a core that runs on virtual tokens.
 
     `heads` make the virtual tokens. The mask is that of `layer_mask`, and `window` is the layer's own, in tokens."""
-    num_pseudo_heads = virtual_tokens(module.config)
+    num_pseudo_heads = virtual_tokens_per_token(module.config)
     attention_function = core_function(core, module)
     view = stock_view(module, core, num_pseudo_heads)
     if window is not None:
@@ -196,7 +199,7 @@ def stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
     overrides: dict = {}
     if "flash" in core:
         overrides["config"] = Overlay(module.config, _attn_implementation=core)
-    if virtual_heads(module) is not None and getattr(module, "sinks", None) is not None:
+    if virtual_heads_of(module) is not None and getattr(module, "sinks", None) is not None:
         overrides["sinks"] = module.sinks + math.log(num_pseudo_heads)
     return Overlay(module, **overrides) if overrides else module
 

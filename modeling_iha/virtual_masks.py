@@ -55,7 +55,7 @@ def core_of(name: str) -> str:
     return CORES.get(name, name.removeprefix(WINDOWED).removeprefix(PREFIX))
 
 
-def virtual_tokens(config: PreTrainedConfig) -> int:
+def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
     """Return the number of virtual tokens that masks have for each token of a model."""
     kinds = getattr(config, "attention_kinds", None)  # only `IHAConfig` has the field
     if kinds is not None and VIRTUAL_KINDS.isdisjoint(kinds):
@@ -72,7 +72,7 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     of W tokens exactly the last W * P virtual tokens.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (first_keys.py)."""
-    num_pseudo_heads = virtual_tokens(config)
+    num_pseudo_heads = virtual_tokens_per_token(config)
     make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config)
     make_token_mask = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     may_skip = kwargs.get("allow_is_causal_skip", True)
