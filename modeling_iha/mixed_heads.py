@@ -63,6 +63,6 @@ class MixedHeads(NamedTuple):
         output, attn_weights = attend_virtual(query, key, value, attention_mask, **kwargs)
         return collapse(output, self.collapse, self.num_pseudo_heads), attn_weights
 
-    def step(self, *args) -> torch.Tensor:
+    def attend_new_token(self, *args) -> torch.Tensor:
         """Return the output of one new token, by `absorbed_attention` of the arguments."""
         return absorbed_attention(self, *args)

@@ -68,7 +68,7 @@ class PairedHeads(NamedTuple):
         # [batch, P (head), H / P, N, P (row), keys]: row p belongs to head p.
         return rows.diagonal(dim1=1, dim2=4).movedim(-1, 3).flatten(2, 3)
 
-    def step(
+    def attend_new_token(
         self,
         query: torch.Tensor,
         key: torch.Tensor,

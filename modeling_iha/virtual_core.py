@@ -80,7 +80,7 @@ def virtual_attention(
             # Every pseudo-head but the last sees one token more than the window.
             key = key[:, :, -window - 1 :]
             value = value[:, :, -window - 1 :]
-        return heads.step(query, key, value, scaling, window, attention_mask, product_dtype), None
+        return heads.attend_new_token(query, key, value, scaling, window, attention_mask, product_dtype), None
     return _attend_over_virtual_tokens(core, module, heads, query, key, value, attention_mask, window, **kwargs)
 
 
