@@ -33,7 +33,7 @@ class KeyQueryConvolution(Mixing):
         """Start at the kernel that changes nothing, so that the layer starts as multi-head attention."""
         kernel = torch.zeros(self.weight.shape[2:])
         kernel[-1, kernel.shape[1] // 2] = 1
-        self.begin("weight", kernel)
+        self.init_weight("weight", kernel)
 
     def forward(self, matrix: torch.Tensor, length: int, counts: torch.Tensor | None) -> torch.Tensor:
         """Return the last `length` rows of the convolution of a matrix [batch, H, rows, columns].

@@ -46,22 +46,22 @@ def document_keys(position_ids: torch.Tensor, batch: int, num_pseudo_heads: int,
     A document begins where positions [batch or 1, N] do not increase by one, which is how Transformers detects
     packing. The last dimension is one expanded column. Its size is the window, so compiled code has it as a
     constant."""
-    begins = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
-    first = first_keys_of(begins.expand(batch, -1), num_pseudo_heads, window or begins.shape[1])
+    is_document_start = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
+    first = first_keys_of(is_document_start.expand(batch, -1), num_pseudo_heads, window or is_document_start.shape[1])
     return first.expand(-1, -1, -1, 1 if window is None else window * num_pseudo_heads)
 
 
-def latest(begins: torch.Tensor) -> torch.Tensor:
+def latest(is_document_start: torch.Tensor) -> torch.Tensor:
     """Return, for each token of [batch, N], the index of the latest document start at or before it."""
-    place = torch.arange(begins.shape[1], device=begins.device)
-    return torch.where(begins, place, 0).cummax(dim=-1).values
+    place = torch.arange(is_document_start.shape[1], device=is_document_start.device)
+    return torch.where(is_document_start, place, 0).cummax(dim=-1).values
 
 
-def first_keys_of(begins: torch.Tensor, num_pseudo_heads: int, window: int) -> torch.Tensor:
+def first_keys_of(is_document_start: torch.Tensor, num_pseudo_heads: int, window: int) -> torch.Tensor:
     """Return first keys [batch, 1, N * P, 1] for a `window` in tokens and for documents.
 
-    `begins` [batch, N] is true at the first token of each document."""
-    first = (latest(begins) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
+    `is_document_start` [batch, N] is true at the first token of each document."""
+    first = (latest(is_document_start) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
     virtual = torch.arange(first.shape[1], device=first.device)
     return torch.maximum(first, virtual - window * num_pseudo_heads + 1).int()[:, None, :, None]
 
@@ -103,8 +103,8 @@ def first_keys_of_mask_function(
     def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return mask_function(rows, head, query, key).expand(batch_size, -1)
 
-    begins = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
-    first = torch.maximum(latest(begins), place - window + 1)
+    is_document_start = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
+    first = torch.maximum(latest(is_document_start), place - window + 1)
     sees_first = sees(place, first).all()
     sees_none_before = (~sees(place, (first - 1).clamp(min=0)) | (first == 0)).all()
     checks = [sees_first, sees_none_before]
@@ -117,21 +117,21 @@ def first_keys_of_mask_function(
     if attention_mask is not None:
         real = torch.nn.functional.pad(attention_mask, (0, q_length - attention_mask.shape[-1])).to(device).bool()
         # This needs the documents without padding, so it comes before padding becomes a document.
-        checks.append(~_resumes_after_padding(real, begins).any())
-        begins = begins | torch.nn.functional.pad(real[:, 1:] != real[:, :-1], (1, 0))
+        checks.append(~_resumes_after_padding(real, is_document_start).any())
+        is_document_start = is_document_start | torch.nn.functional.pad(real[:, 1:] != real[:, :-1], (1, 0))
     if not torch.stack(checks).all():
         return None
-    return first_keys_of(begins, num_pseudo_heads, window)
+    return first_keys_of(is_document_start, num_pseudo_heads, window)
 
 
-def _resumes_after_padding(real: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+def _resumes_after_padding(real: torch.Tensor, is_document_start: torch.Tensor) -> torch.Tensor:
     """Return where a real token follows padding and sees real tokens of its document before that padding.
 
     First keys cannot say this, because padding is a document of its own. All are boolean [batch, N]."""
     real_before = real.cumsum(dim=-1) - real.long()  # how many real tokens come before each token
-    real_before_document = real_before.gather(1, latest(begins))
+    real_before_document = real_before.gather(1, latest(is_document_start))
     follows_padding = torch.nn.functional.pad(real[:, 1:] & ~real[:, :-1], (1, 0))
-    resumes = follows_padding & ~begins
+    resumes = follows_padding & ~is_document_start
     # More real tokens before this one than before its document: the document had some before the padding.
     return resumes & (real_before > real_before_document)
 

@@ -441,7 +441,7 @@ def _attach(
     for module, call in chosen.items():
         for name, start in exact_start(call.heads, num_pseudo_heads, collapse, generator).items():
             mixing = module.get_submodule(name.removesuffix(".weight")).to(call.query.device, call.query.dtype)
-            mixing.begin("weight", start)
+            mixing.init_weight("weight", start)
             mixing._is_hf_initialized = True  # `init_weights` then leaves it, as it leaves all weights of the base
     buffers = dict(model.named_buffers())
     for name, source in model.all_tied_weights_keys.items():

@@ -33,7 +33,7 @@ from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .cache_names import CACHE, takes_cache
 from .configuration_iha import IHAConfig
-from .head_mixing import build_at
+from .head_mixing import set_initial_scale
 from .interleaving import token_attentions
 from .masks import check_inputs, create_masks
 from .mixing_scale import note_scale
@@ -153,7 +153,7 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
-    # Checkpoints of earlier versions lack what `Mixing.begin` then sets.
+    # Checkpoints of earlier versions lack what `Mixing.init_weight` then sets.
     _keys_to_ignore_on_load_missing = [r"_(start|scale)$"]
 
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
@@ -199,7 +199,7 @@ class IHAModel(IHAPreTrainedModel):
         # CODEPATH: layers with a window may have RoPE parameters of their own, as in Gemma 3.
         self.rotary_emb_local = IHARotaryEmbedding(config, "sliding_attention") if config.has_local_rope else None
         self.gradient_checkpointing = False
-        build_at(self, config.mixing_scale)
+        set_initial_scale(self, config.mixing_scale)
         self.post_init()
 
     @property

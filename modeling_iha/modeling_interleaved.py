@@ -35,7 +35,7 @@ from .adapter_records import meet_adapter, watch_peft
 from .cache_edge import WINDOW_EDGE, keep_window_edge, lacks_window_edge
 from .cache_names import CACHE, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
-from .head_mixing import HeadCollapse, HeadMixing, build_at
+from .head_mixing import HeadCollapse, HeadMixing, set_initial_scale
 from .interleaving import token_attentions
 from .mixed_heads import MixedHeads
 from .mixing_scale import note_scale
@@ -298,7 +298,7 @@ def _add_virtual_heads(module: nn.Module, heads: list[int], config: PreTrainedCo
     module.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
     module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
     module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
-    build_at(module, config.mixing_scale)
+    set_initial_scale(module, config.mixing_scale)
 
 
 def _tie_mixing(model: PreTrainedModel) -> None:
@@ -558,7 +558,7 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
         decoder = interleaved_class("InterleavedModel", config_class)
         transformers.AutoModel.register(config_class, decoder, exist_ok=True)
     attributes = {"config_class": config_class, "_auto_class": auto_class, "__module__": __name__}
-    # Checkpoints of earlier versions lack what `Mixing.begin` then sets.
+    # Checkpoints of earlier versions lack what `Mixing.init_weight` then sets.
     may_be_missing = [*(base._keys_to_ignore_on_load_missing or ()), ABSENT_FROM_OLD_CHECKPOINTS]
     attributes["_keys_to_ignore_on_load_missing"] = may_be_missing
     return type(name, (InterleavedPreTrainedModel, base), attributes)

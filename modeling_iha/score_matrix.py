@@ -102,7 +102,7 @@ class HeadMap(Mixing):
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity."""
-        self.begin("weight", torch.eye(self.weight.shape[-1]))
+        self.init_weight("weight", torch.eye(self.weight.shape[-1]))
 
     def forward(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return scores or weights [batch, groups, M, rows, columns] after the map."""
