@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .interleaving import collapse, expand
-from .new_token import absorbed_attention
+from .new_token import new_token_attention
 
 
 class MixedHeads(NamedTuple):
@@ -64,5 +64,5 @@ class MixedHeads(NamedTuple):
         return collapse(output, self.collapse, self.num_pseudo_heads), attn_weights
 
     def attend_new_token(self, *args) -> torch.Tensor:
-        """Return the output of one new token, by `absorbed_attention` of the arguments."""
-        return absorbed_attention(self, *args)
+        """Return the output of one new token, by `new_token_attention` of the arguments."""
+        return new_token_attention(self, *args)

@@ -19,7 +19,7 @@ WIDENED_TOKENS = 1024
 SPLIT_TOKENS = 512
 
 
-def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
+def uses_new_token_path(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
     """Return whether to compute one new token from base keys.
 
     This must be supported, and faster than building virtual tokens."""
@@ -34,7 +34,7 @@ def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, nu
     return num_keys >= 64 and len(states) * num_keys >= 128
 
 
-def absorbed_attention(
+def new_token_attention(
     weights: Any,
     query: torch.Tensor,
     key: torch.Tensor,

@@ -78,7 +78,7 @@ class PairedHeads(NamedTuple):
         attention_mask: torch.Tensor | None = None,
         product_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return the output [batch, 1, H, head_dim] of one new token, as `absorbed_attention` of the same arguments.
+        """Return the output [batch, 1, H, head_dim] of one new token, as `new_token_attention` of the same arguments.
 
         The P queries of a virtual head are multiplied with the cached keys of each of its P heads where they lie, and
         one softmax goes over all of these."""

@@ -16,7 +16,7 @@ from transformers.utils.import_utils import is_tracing
 from .chunks import attend_in_chunks, exceeds_chunk, may_chunk
 from .first_keys import is_first_key_mask, narrower, plain_window, row_window
 from .interleaving import virtual_kwargs
-from .new_token import is_absorbed
+from .new_token import uses_new_token_path
 from .overlay import Overlay
 from .virtual_masks import in_window, token_mask, virtual_tokens_per_token
 from .windows import first_key_attention, window_attention
@@ -74,7 +74,7 @@ def virtual_attention(
     query = query.to(value.dtype)
     key = key.to(value.dtype)
 
-    if num_queries == 1 and is_absorbed(core, module.config, kwargs.get("dropout"), query, num_keys):
+    if num_queries == 1 and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         if attention_mask is None and window is not None:
             # Every pseudo-head but the last sees one token more than the window.
