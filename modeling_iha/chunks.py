@@ -24,7 +24,7 @@ def may_chunk(heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.T
     Chunks serve a CPU, without gradients. The backward pass would keep the virtual tokens of the whole row anyway, and
     a GPU would wait for many small calls. `heads` are `MixedHeads` or `PairedHeads`; paired heads make virtual tokens
     as views, which take no memory."""
-    if not heads.expands or query.device.type != "cpu" or torch.compiler.is_compiling():
+    if not heads.allocates_virtual_tokens or query.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     if not torch.is_grad_enabled():
         return True

@@ -88,7 +88,7 @@ def first_keys_of_mask_function(
 
     The result is checked against the mask function at both ends of what each token sees, and at distances of powers of
     two. This is a sample: a mask function that differs only at other distances would be mistaken for one of these.
-    Transformers makes none such, and a mask of the user's goes through `expand_mask`."""
+    Transformers makes none such, and a mask of the user's goes through `mask_over_virtual_tokens`."""
     place = torch.arange(q_length, device=device)
     if q_length == 1 or kv_length < q_length:
         return None

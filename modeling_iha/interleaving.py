@@ -34,7 +34,7 @@ def interleave(states: torch.Tensor) -> torch.Tensor:
     return states.flatten(1, 2).transpose(1, 2)
 
 
-def expand(
+def make_virtual_sequence(
     states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3, R_p)."""

@@ -20,8 +20,8 @@ from .virtual_masks import (
     CREATE_MASK,
     LOWEST,
     VIRTUAL_KINDS,
-    expand_mask,
     in_window,
+    mask_over_virtual_tokens,
     register_masks,
     virtual_tokens_per_token,
 )
@@ -52,7 +52,7 @@ def create_masks(
         keep_window_edge(cache, config.sliding_window)
     if attention_mask is not None and attention_mask.ndim != 2:
         past = 0 if cache is None else cache.get_seq_length()
-        attention_mask = expand_mask(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)
+        attention_mask = mask_over_virtual_tokens(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)
     if core == "sdpa" and has_no_padding_or_cache(config, attention_mask, cache):
         if default_positions:
             return {name: plain_mask(config, name, inputs_embeds) for name in config.layer_types}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .interleaving import collapse, expand
+from .interleaving import collapse, make_virtual_sequence
 from .new_token import new_token_attention
 
 
@@ -34,7 +34,7 @@ class MixedHeads(NamedTuple):
         return (self.q_mix, self.k_mix, self.v_mix, self.collapse)
 
     @property
-    def expands(self) -> bool:
+    def allocates_virtual_tokens(self) -> bool:
         """Return whether virtual tokens take memory of their own."""
         return True
 
@@ -57,9 +57,9 @@ class MixedHeads(NamedTuple):
         `attend_virtual` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. It returns
         the output [batch, N * P, H, head_dim] and weights. Return the output [batch, N, H, head_dim] and those
         weights."""
-        query = expand(query, self.q_mix, self.rotation)
-        key = expand(key, self.k_mix, self.rotation)
-        value = expand(value, self.v_mix)
+        query = make_virtual_sequence(query, self.q_mix, self.rotation)
+        key = make_virtual_sequence(key, self.k_mix, self.rotation)
+        value = make_virtual_sequence(value, self.v_mix)
         output, attn_weights = attend_virtual(query, key, value, attention_mask, **kwargs)
         return collapse(output, self.collapse, self.num_pseudo_heads), attn_weights
 

@@ -42,7 +42,7 @@ from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
 from .virtual_core import virtual_attention, virtual_heads_of
-from .virtual_masks import CORES, WINDOWED, core_of, expand_mask, register_masks
+from .virtual_masks import CORES, WINDOWED, core_of, mask_over_virtual_tokens, register_masks
 
 
 # By these names Trainer's label smoothing shifts the labels, and pipelines and Transformers' server know the models.
@@ -483,7 +483,7 @@ def _prepare_decoder(
     if _is_users_mask(**kwargs):
         past = 0 if cache is None else cache.get_seq_length()
         mask = kwargs["attention_mask"]
-        kwargs["attention_mask"] = expand_mask(mask, decoder.config.num_pseudo_heads, past, decoder.dtype)
+        kwargs["attention_mask"] = mask_over_virtual_tokens(mask, decoder.config.num_pseudo_heads, past, decoder.dtype)
     return args, kwargs
 
 

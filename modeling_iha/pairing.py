@@ -25,7 +25,7 @@ class PairedHeads(NamedTuple):
     num_pseudo_heads: int  # P
 
     @property
-    def expands(self) -> bool:
+    def allocates_virtual_tokens(self) -> bool:
         """Return whether virtual tokens take memory of their own: they are views."""
         return False
 

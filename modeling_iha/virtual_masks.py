@@ -164,7 +164,7 @@ def in_window(mask: Any, window: int | None) -> Any:
     return made
 
 
-def expand_mask(
+def mask_over_virtual_tokens(
     mask: torch.Tensor, num_pseudo_heads: int, past: int | torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return a user's mask over tokens [batch, heads or 1, N, K] as an additive one over virtual tokens.
