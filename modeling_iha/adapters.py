@@ -19,7 +19,7 @@ from transformers.utils import cached_file, find_adapter_config_file
 
 from .adapter_records import RECORD, check_record, record_of
 from .interleave import detach, interleave_heads
-from .mixing import whole
+from .mixing import gathered
 from .mixing_scale import note_scale
 from .modeling_interleaved import backbone_of, is_mixing
 from .paired_decoders import pair_heads
@@ -81,7 +81,7 @@ def save_mixing(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     if model.config.virtual_heads == "paired":
         raise ValueError("Paired heads have no mixing: save the model, or an adapter.")
     note_scale(model, [model.config])
-    tensors = {name: whole(tensor).cpu().clone() for name, tensor in _mixing(model).items()}
+    tensors = {name: gathered(tensor).cpu().clone() for name, tensor in _mixing(model).items()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f".{MIXING_FILE}.{os.getpid()}"

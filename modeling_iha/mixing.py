@@ -29,7 +29,7 @@ def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, gathered if FSDP2 shards it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -39,7 +39,7 @@ def _value(module: nn.Module, name: str) -> torch.Tensor:
     # The code of earlier versions has the scale as an attribute.
     scale = getattr(module, f"{name}_scale", None)
     scale = start.new_tensor(module.scale) if scale is None else scale
-    return torch.addcmul(start, whole(getattr(module, name)), scale)
+    return torch.addcmul(start, gathered(getattr(module, name)), scale)
 
 
 @torch.no_grad()
