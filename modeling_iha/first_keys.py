@@ -7,7 +7,7 @@ Query v sees the keys u with first_keys[v] <= u <= v. Such a mask takes O(N) mem
     shape                    made by               says
     [1, L, window, 0]        plain_window_mask     a window alone; the tensor is empty
     [batch, 1, L, 1]         first_keys_of         documents, padding and a window
-    [batch, 1, L, window]    document_keys         the same for compiled code, one column expanded
+    [batch, 1, L, window]    document_first_keys         the same for compiled code, one column expanded
 
 A mask has to be a tensor: Transformers' models, the hooks of accelerate and FSDP, checkpointing and compiled layers
 take, slice, move and trace tensors. A separate object would be refused or lost. An attribute of a tensor is lost when
@@ -40,7 +40,7 @@ def plain_window(mask: torch.Tensor) -> int | None:
     return mask.shape[2] if mask.shape[-1] == 0 else None
 
 
-def document_keys(position_ids: torch.Tensor, batch: int, num_pseudo_heads: int, window: int | None) -> torch.Tensor:
+def document_first_keys(position_ids: torch.Tensor, batch: int, num_pseudo_heads: int, window: int | None) -> torch.Tensor:
     """Return the first keys of documents, int32 [batch, 1, N * P, window in virtual tokens or 1], for compiled code.
 
     A document begins where positions [batch or 1, N] do not increase by one, which is how Transformers detects
@@ -51,7 +51,7 @@ def document_keys(position_ids: torch.Tensor, batch: int, num_pseudo_heads: int,
     return first.expand(-1, -1, -1, 1 if window is None else window * num_pseudo_heads)
 
 
-def latest(is_document_start: torch.Tensor) -> torch.Tensor:
+def document_start(is_document_start: torch.Tensor) -> torch.Tensor:
     """Return, for each token of [batch, N], the index of the latest document start at or before it."""
     place = torch.arange(is_document_start.shape[1], device=is_document_start.device)
     return torch.where(is_document_start, place, 0).cummax(dim=-1).values
@@ -61,7 +61,7 @@ def first_keys_of(is_document_start: torch.Tensor, num_pseudo_heads: int, window
     """Return first keys [batch, 1, N * P, 1] for a `window` in tokens and for documents.
 
     `is_document_start` [batch, N] is true at the first token of each document."""
-    first = (latest(is_document_start) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
+    first = (document_start(is_document_start) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
     virtual = torch.arange(first.shape[1], device=first.device)
     return torch.maximum(first, virtual - window * num_pseudo_heads + 1).int()[:, None, :, None]
 
@@ -104,7 +104,7 @@ def first_keys_of_mask_function(
         return mask_function(rows, head, query, key).expand(batch_size, -1)
 
     is_document_start = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
-    first = torch.maximum(latest(is_document_start), place - window + 1)
+    first = torch.maximum(document_start(is_document_start), place - window + 1)
     sees_first = sees(place, first).all()
     sees_none_before = (~sees(place, (first - 1).clamp(min=0)) | (first == 0)).all()
     checks = [sees_first, sees_none_before]
@@ -129,7 +129,7 @@ def _resumes_after_padding(real: torch.Tensor, is_document_start: torch.Tensor) 
 
     First keys cannot say this, because padding is a document of its own. All are boolean [batch, N]."""
     real_before = real.cumsum(dim=-1) - real.long()  # how many real tokens come before each token
-    real_before_document = real_before.gather(1, latest(is_document_start))
+    real_before_document = real_before.gather(1, document_start(is_document_start))
     follows_padding = torch.nn.functional.pad(real[:, 1:] & ~real[:, :-1], (1, 0))
     resumes = follows_padding & ~is_document_start
     # More real tokens before this one than before its document: the document had some before the padding.
@@ -142,9 +142,9 @@ class Documents(NamedTuple):
     # Start of each document in the concatenation of all rows, then the total length, int32 [documents + 1].
     bounds: torch.Tensor
     longest: int
-    reach: int  # the most keys that a query sees
+    longest_span: int  # the most keys that a query sees
 
-    def are_rows(self, batch: int, length: int) -> bool:
+    def is_one_document_per_row(self, batch: int, length: int) -> bool:
         """Return whether each row of `length` tokens is one document."""
         return self.longest == length and len(self.bounds) == batch + 1
 
@@ -157,8 +157,8 @@ def documents_of(first_keys: torch.Tensor) -> Documents:
         first = first_keys[:, 0, :, 0]
         seen = torch.arange(1, first.shape[1] + 1, device=first.device) - first
         bounds = torch.nn.functional.pad((seen == 1).flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
-        longest, reach = torch.stack((bounds.diff().max(), seen.max())).tolist()
-        first_keys.documents = Documents(bounds, longest, reach)
+        longest, longest_span = torch.stack((bounds.diff().max(), seen.max())).tolist()
+        first_keys.documents = Documents(bounds, longest, longest_span)
     return first_keys.documents
 
 
@@ -177,9 +177,9 @@ def row_window(mask: torch.Tensor | None, window: int | None) -> int | None:
     if plain is not None:
         return narrower(plain, window)
     documents = documents_of(mask)
-    if not documents.are_rows(mask.shape[0], mask.shape[2]):
+    if not documents.is_one_document_per_row(mask.shape[0], mask.shape[2]):
         return None
-    return narrower(documents.reach, window)
+    return narrower(documents.longest_span, window)
 
 
 def first_keys_over_tokens(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
@@ -197,6 +197,6 @@ def first_keys_over_tokens(mask: torch.Tensor, num_pseudo_heads: int) -> torch.T
         first_keys.documents = Documents(
             bounds=documents.bounds // num_pseudo_heads,
             longest=documents.longest // num_pseudo_heads,
-            reach=documents.reach // num_pseudo_heads,
+            longest_span=documents.longest_span // num_pseudo_heads,
         )
     return first_keys

@@ -14,7 +14,7 @@ from transformers.utils.import_utils import is_tracing
 from .cache_edge import keep_window_edge
 from .cache_names import CACHE
 from .configuration_iha import IHAConfig
-from .first_keys import document_keys, plain_window_mask
+from .first_keys import document_first_keys, plain_window_mask
 from .overlay import Overlay
 from .virtual_masks import (
     CREATE_MASK,
@@ -108,7 +108,7 @@ def _document_masks(config: IHAConfig, position_ids: torch.Tensor, batch: int) -
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     num_pseudo_heads = virtual_tokens_per_token(config)
     return {
-        layer_type: document_keys(position_ids, batch, num_pseudo_heads, windows[layer_type])
+        layer_type: document_first_keys(position_ids, batch, num_pseudo_heads, windows[layer_type])
         for layer_type in config.layer_types
     }
 

@@ -183,7 +183,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
         """Attend with the queries from `first_row` on; those before it are past queries."""
         length, num_keys, device = query_states.shape[2], key_states.shape[2], query_states.device
         offset = query_offset(length, num_keys)
-        window = documents_of(attention_mask).reach if is_first_key_mask(attention_mask) else None
+        window = documents_of(attention_mask).longest_span if is_first_key_mask(attention_mask) else None
 
         blocks = query_blocks(query_states, BLOCK, first_row)
         outputs, weights = [], []

@@ -65,7 +65,7 @@ def first_key_attention(
             rows = Documents(bounds, length, window)
             return varlen_attention(rows, module, query, key, value, window, **kwargs)
         return window_attention(attention_function, module, query, key, value, None, window, **kwargs)
-    width = first_keys.shape[-1]  # the window if the mask is of `document_keys`, else 1
+    width = first_keys.shape[-1]  # the window if the mask is of `document_first_keys`, else 1
     if width > 1:
         # Slice only in this case: a slice loses the documents stored on the mask.
         first_keys = first_keys[..., :1]
@@ -77,10 +77,10 @@ def first_key_attention(
         mask = _dense_mask(first_keys, length, sliding_window)
         return attention_function(module, query, key, value, mask, **kwargs)
     documents = documents_of(first_keys)
-    window = narrower(documents.reach, sliding_window)  # a window as long as the longest document hides nothing
+    window = narrower(documents.longest_span, sliding_window)  # a window as long as the longest document hides nothing
     if has_kernel:
         return varlen_attention(documents, module, query, key, value, window, **kwargs)
-    if documents.are_rows(batch, length):
+    if documents.is_one_document_per_row(batch, length):
         return window_attention(attention_function, module, query, key, value, None, window, **kwargs)
     return _attend_by_document(attention_function, module, query, key, value, documents, window, **kwargs)
 
