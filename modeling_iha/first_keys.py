@@ -4,10 +4,10 @@
 
 Query v sees the keys u with first_keys[v] <= u <= v. Such a mask takes O(N) memory. It has one of three layouts:
 
-    shape                    made by               says
-    [1, L, window, 0]        plain_window_mask     a window alone; the tensor is empty
-    [batch, 1, L, 1]         first_keys_of         documents, padding and a window
-    [batch, 1, L, window]    document_first_keys         the same for compiled code, one column expanded
+    shape                    made by                 says
+    [1, L, window, 0]        plain_window_mask       a window alone; the tensor is empty
+    [batch, 1, L, 1]         first_keys_of           documents, padding and a window
+    [batch, 1, L, window]    document_first_keys     the same for compiled code, one column expanded
 
 A mask has to be a tensor: Transformers' models, the hooks of accelerate and FSDP, checkpointing and compiled layers
 take, slice, move and trace tensors. A separate object would be refused or lost. An attribute of a tensor is lost when
@@ -40,7 +40,9 @@ def plain_window(mask: torch.Tensor) -> int | None:
     return mask.shape[2] if mask.shape[-1] == 0 else None
 
 
-def document_first_keys(position_ids: torch.Tensor, batch: int, num_pseudo_heads: int, window: int | None) -> torch.Tensor:
+def document_first_keys(
+    position_ids: torch.Tensor, batch: int, num_pseudo_heads: int, window: int | None
+) -> torch.Tensor:
     """Return the first keys of documents, int32 [batch, 1, N * P, window in virtual tokens or 1], for compiled code.
 
     A document begins where positions [batch or 1, N] do not increase by one, which is how Transformers detects
@@ -51,7 +53,7 @@ def document_first_keys(position_ids: torch.Tensor, batch: int, num_pseudo_heads
     return first.expand(-1, -1, -1, 1 if window is None else window * num_pseudo_heads)
 
 
-def document_start(is_document_start: torch.Tensor) -> torch.Tensor:
+def latest_document_start(is_document_start: torch.Tensor) -> torch.Tensor:
     """Return, for each token of [batch, N], the index of the latest document start at or before it."""
     place = torch.arange(is_document_start.shape[1], device=is_document_start.device)
     return torch.where(is_document_start, place, 0).cummax(dim=-1).values
@@ -61,7 +63,7 @@ def first_keys_of(is_document_start: torch.Tensor, num_pseudo_heads: int, window
     """Return first keys [batch, 1, N * P, 1] for a `window` in tokens and for documents.
 
     `is_document_start` [batch, N] is true at the first token of each document."""
-    first = (document_start(is_document_start) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
+    first = (latest_document_start(is_document_start) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
     virtual = torch.arange(first.shape[1], device=first.device)
     return torch.maximum(first, virtual - window * num_pseudo_heads + 1).int()[:, None, :, None]
 
@@ -104,7 +106,7 @@ def first_keys_of_mask_function(
         return mask_function(rows, head, query, key).expand(batch_size, -1)
 
     is_document_start = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
-    first = torch.maximum(document_start(is_document_start), place - window + 1)
+    first = torch.maximum(latest_document_start(is_document_start), place - window + 1)
     sees_first = sees(place, first).all()
     sees_none_before = (~sees(place, (first - 1).clamp(min=0)) | (first == 0)).all()
     checks = [sees_first, sees_none_before]
@@ -129,7 +131,7 @@ def _resumes_after_padding(real: torch.Tensor, is_document_start: torch.Tensor) 
 
     First keys cannot say this, because padding is a document of its own. All are boolean [batch, N]."""
     real_before = real.cumsum(dim=-1) - real.long()  # how many real tokens come before each token
-    real_before_document = real_before.gather(1, document_start(is_document_start))
+    real_before_document = real_before.gather(1, latest_document_start(is_document_start))
     follows_padding = torch.nn.functional.pad(real[:, 1:] & ~real[:, :-1], (1, 0))
     resumes = follows_padding & ~is_document_start
     # More real tokens before this one than before its document: the document had some before the padding.
