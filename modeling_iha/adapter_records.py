@@ -24,21 +24,21 @@ from .exact_start import deviations
 from .head_mixing import Mixing
 
 
-RECORD = "interleaving"  # in the `auto_mapping` of an adapter's configuration; on disk "targets" stand beside it
+RECORD_KEY = "interleaving"  # in the `auto_mapping` of an adapter's configuration; on disk "targets" stand beside it
 # By these fields PEFT finds what an adapter changes.
 TARGETS = (
     *("target_modules", "modules_to_save", "exclude_modules", "target_parameters"),
     *("layers_to_transform", "layers_pattern"),
 )
-# PEFT prints: "Target modules ... not found in the base model. Please check the target modules and try again."
-HIDDEN = (
+# What a saved configuration has in place of its targets. PEFT prints: "Target modules ... not found in the base model. Please check the target modules and try again."
+TARGET_SENTENCE = (
     "of a model with interleaved heads, which this adapter needs (load it with load_adapter(base, adapter) of "
     "modeling_iha), were"
 )
-WATCHED = "asks_interleaved_models"  # a mark on PEFT's class
+WRAPPED_MARK = "asks_interleaved_models"  # a mark on PEFT's class
 
 
-def record_of(config: PreTrainedConfig) -> dict[str, Any]:
+def make_record(config: PreTrainedConfig) -> dict[str, Any]:
     """Return how a model is interleaved, and how deep it is."""
     depth = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
     return {name: getattr(config, name, None) for name in (*FIELDS, "interleaved_layers")} | {"num_layers": depth}
@@ -46,7 +46,7 @@ def record_of(config: PreTrainedConfig) -> dict[str, Any]:
 
 def check_record(record: dict[str, Any], model: PreTrainedModel, what: str, holds_mixing: bool = True) -> None:
     """Raise a ValueError for a model that is not interleaved as the record of an adapter says."""
-    own = record_of(model.config)
+    own = make_record(model.config)
     different = [name for name, value in own.items() if record.get(name) != value]
     if different:
         raise ValueError(
@@ -71,7 +71,7 @@ def watch_peft() -> None:
         from peft.tuners.tuners_utils import BaseTuner
     except Exception:  # not installed, or broken, which whoever uses it will see
         return
-    if hasattr(BaseTuner, WATCHED):
+    if hasattr(BaseTuner, WRAPPED_MARK):
         return
     inject = BaseTuner.inject_adapter
     save_adapters = PeftModel.save_pretrained
@@ -99,7 +99,7 @@ def watch_peft() -> None:
     setattr(BaseTuner, "inject_adapter", inject_adapter)
     setattr(PeftModel, "save_pretrained", save_pretrained)
     setattr(PeftConfigMixin, "save_pretrained", save_pretrained_config)
-    setattr(BaseTuner, WATCHED, True)
+    setattr(BaseTuner, WRAPPED_MARK, True)
 
 
 def _is_prompt(config: Any) -> bool:
@@ -114,13 +114,13 @@ def _show_adapter(tuner: Any, model: nn.Module, config: Any) -> None:
         model.meet_adapter(tuner, config)
     elif hasattr(getattr(model, "config", None), "interleaved_layers"):
         raise ValueError(f"This {type(model).__name__} is a part of an interleaved model: give PEFT the whole model.")
-    elif found_record(config) is None:
+    elif saved_record(config) is None:
         _forget_model(config)
 
 
 def _forget_model(config: Any) -> None:
     """Drop the record of a model that the configuration of an adapter has met before."""
-    if RECORD in (config.auto_mapping or {}):
+    if RECORD_KEY in (config.auto_mapping or {}):
         config.auto_mapping = None
 
 
@@ -129,7 +129,7 @@ def _with_targets_hidden(config: Any) -> Any:
 
     Prompt adapters have no targets, so their `task_type` is hidden instead: PEFT prints an unknown task type in its
     error."""
-    if RECORD not in (config.auto_mapping or {}) or found_record(config) is not None:
+    if RECORD_KEY not in (config.auto_mapping or {}) or saved_record(config) is not None:
         return config
     saved = copy.copy(config)
     hidden = ("task_type",) if _is_prompt(config) else TARGETS
@@ -140,18 +140,18 @@ def _with_targets_hidden(config: Any) -> Any:
             targets[name] = sorted(value) if isinstance(value, set) else value
             setattr(saved, name, None)
     if _is_prompt(config):
-        saved.task_type = HIDDEN
+        saved.task_type = TARGET_SENTENCE
     else:
-        saved.target_modules = HIDDEN
-        saved.modules_to_save = list(MIXING_MODULES) if config.auto_mapping[RECORD]["mixing"] else None
+        saved.target_modules = TARGET_SENTENCE
+        saved.modules_to_save = list(MIXING_MODULES) if config.auto_mapping[RECORD_KEY]["mixing"] else None
     saved.auto_mapping = {**config.auto_mapping, "targets": targets}
     return saved
 
 
-def found_record(config: Any) -> dict[str, Any] | None:
+def saved_record(config: Any) -> dict[str, Any] | None:
     """Return the record of an adapter's configuration as it was saved, or None for one that has none."""
     mapping = config.auto_mapping or {}
-    return mapping[RECORD] if "targets" in mapping else None
+    return mapping[RECORD_KEY] if "targets" in mapping else None
 
 
 def restore_targets(config: Any) -> None:
@@ -167,7 +167,7 @@ def meet_adapter(model: PreTrainedModel, tuner: Any, config: Any) -> None:
 
     `tuner` is PEFT's, or None for a prompt. Raise a ValueError for an adapter that was trained on another model, or
     that trains a part of the mixing."""
-    found = found_record(config)
+    found = saved_record(config)
     if found is not None:
         restore_targets(config)
     if tuner is not None:
@@ -232,9 +232,9 @@ def _write_record(config: Any, model: PreTrainedModel, moved: bool, holds_mixing
     if not (holds_mixing or moved or model.config.interleaved_window is not None):
         return
     base = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers."))
-    record = record_of(model.config) | {"moved": moved, "mixing": holds_mixing}
+    record = make_record(model.config) | {"moved": moved, "mixing": holds_mixing}
     record["mixing_scale"] = model.config.mixing_scale  # to make another model with; the weights have their own
-    config.auto_mapping = {"base_model_class": base.__name__, "parent_library": base.__module__, RECORD: record}
+    config.auto_mapping = {"base_model_class": base.__name__, "parent_library": base.__module__, RECORD_KEY: record}
 
 
 def has_moved(model: PreTrainedModel) -> bool:

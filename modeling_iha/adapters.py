@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
-from .adapter_records import RECORD, check_record, record_of
+from .adapter_records import RECORD_KEY, check_record, make_record
 from .interleave import detach, interleave_heads
 from .mixing import gathered
 from .mixing_scale import note_scale
@@ -53,10 +53,10 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
     # PEFT cannot parse a prompt configuration while its `task_type` is hidden, so read the raw fields.
     fields = PeftConfig.from_json_file(file)
     mapping = fields.get("auto_mapping") or {}
-    if RECORD not in mapping:
+    if RECORD_KEY not in mapping:
         raise ValueError(f"{source} needs no interleaved heads: load it with PeftModel.from_pretrained.")
     config = PeftConfig.from_peft_type(**{**fields, **mapping["targets"], "auto_mapping": None})
-    record = mapping[RECORD]
+    record = mapping[RECORD_KEY]
     # Older records lack "mixing"; then `modules_to_save` tells.
     holds_mixing = record.get("mixing", bool(fields.get("modules_to_save")))
     needs_mixing = not holds_mixing and record.get("virtual_heads") != "paired"
@@ -86,8 +86,8 @@ def save_mixing(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f".{MIXING_FILE}.{os.getpid()}"
     try:
-        record = record_of(model.config) | {"mixing_scale": model.config.mixing_scale}
-        save_file(tensors, partial, {"format": "pt", RECORD: json.dumps(record)})
+        record = make_record(model.config) | {"mixing_scale": model.config.mixing_scale}
+        save_file(tensors, partial, {"format": "pt", RECORD_KEY: json.dumps(record)})
         partial.replace(directory / MIXING_FILE)
     finally:
         partial.unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedMo
     if file is None:
         raise ValueError(f"{source} holds neither an adapter (adapter_config.json) nor mixing ({MIXING_FILE}).")
     with safe_open(file, "pt") as opened:
-        record_json = (opened.metadata() or {}).get(RECORD)
+        record_json = (opened.metadata() or {}).get(RECORD_KEY)
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}
     if record_json is None:
         raise ValueError(f"{file} does not record how its model was interleaved: save it by save_mixing.")
@@ -143,7 +143,7 @@ def _interleaved(model: PreTrainedModel, record: dict, source: str, holds_mixing
 
     Undo the interleaving if the body of the `with` statement fails."""
     record = {"virtual_heads": None} | record  # earlier versions only mixed heads
-    lacking = sorted({"mixing_scale", *record_of(model.config)} - record.keys())
+    lacking = sorted({"mixing_scale", *make_record(model.config)} - record.keys())
     if lacking:
         raise ValueError(
             f"The record of {source} lacks {', '.join(lacking)}: it is damaged, or not one of save_mixing."

@@ -39,7 +39,9 @@ class MixedHeads(NamedTuple):
         return True
 
     @classmethod
-    def of(cls, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation) -> "MixedHeads":
+    def from_module(
+        cls, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation
+    ) -> "MixedHeads":
         """Return the weights of a module for queries, keys and values before mixing (base states)."""
         return cls(module.q_mix(query), module.k_mix(key), module.v_mix(value), module.collapse(query), rotation)
 

@@ -30,7 +30,7 @@ class PairedHeads(NamedTuple):
         return False
 
     @classmethod
-    def of(cls, module: Any, *states) -> "PairedHeads":
+    def from_module(cls, module: Any, *states) -> "PairedHeads":
         return cls(module.config.num_pseudo_heads)
 
     def attend(

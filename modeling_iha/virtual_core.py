@@ -69,7 +69,7 @@ def virtual_attention(
     window = getattr(module.config, "interleaved_window", None)
     num_pseudo_heads = virtual_tokens_per_token(module.config)
     attention_mask = layer_mask(attention_mask, core, window, num_pseudo_heads, num_queries, num_keys)
-    heads = virtual_heads_of(module).of(module, query, key, value, rotation)
+    heads = virtual_heads_of(module).from_module(module, query, key, value, rotation)
     # Autocast leaves rotated queries and keys in float32.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
