@@ -50,7 +50,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
 
     def __init__(self, config: IHAConfig, layer_type: str = "full_attention"):
         # CODEPATH: layers with a window may have RoPE parameters of their own, and Llama's table knows one set.
-        if config.has_local_rope:
+        if config.has_sliding_rope:
             rope_parameters = config.rope_of(layer_type)
             config = copy(config)  # the caller's keeps the parameters of both layer types
             config.rope_parameters = rope_parameters
@@ -197,7 +197,7 @@ class IHAModel(IHAPreTrainedModel):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = IHARotaryEmbedding(config=config)
         # CODEPATH: layers with a window may have RoPE parameters of their own, as in Gemma 3.
-        self.rotary_emb_local = IHARotaryEmbedding(config, "sliding_attention") if config.has_local_rope else None
+        self.rotary_emb_sliding = IHARotaryEmbedding(config, "sliding_attention") if config.has_sliding_rope else None
         self.gradient_checkpointing = False
         set_initial_scale(self, config.mixing_scale)
         self.post_init()
@@ -268,8 +268,8 @@ class IHAModel(IHAPreTrainedModel):
         hidden_states = inputs_embeds
         tables = self.rotary_emb.tables(hidden_states, position_ids)
         position_embeddings = {"full_attention": tables, "sliding_attention": tables}
-        if self.rotary_emb_local is not None:
-            position_embeddings["sliding_attention"] = self.rotary_emb_local.tables(hidden_states, position_ids)
+        if self.rotary_emb_sliding is not None:
+            position_embeddings["sliding_attention"] = self.rotary_emb_sliding.tables(hidden_states, position_ids)
 
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
