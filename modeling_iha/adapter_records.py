@@ -30,8 +30,8 @@ TARGETS = (
     *("target_modules", "modules_to_save", "exclude_modules", "target_parameters"),
     *("layers_to_transform", "layers_pattern"),
 )
-# A saved configuration has this sentence in place of its targets. PEFT prints: "Target modules ... not found in the base
-# model. Please check the target modules and try again."
+# A saved configuration has this sentence in place of its targets. PEFT prints: "Target modules ... not found in the
+# base model. Please check the target modules and try again."
 TARGET_SENTENCE = (
     "of a model with interleaved heads, which this adapter needs (load it with load_adapter(base, adapter) of "
     "modeling_iha), were"
