@@ -27,9 +27,10 @@ class InterleavedHeadAttention(MultiHeadAttention):
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        num_heads, num_groups = config.num_attention_heads, config.num_key_value_heads
+        num_heads = config.num_attention_heads
+        num_key_heads = config.num_key_value_heads
         self.rope_table = "interleaved" if config.pseudo_positions == "interleaved" else "token"
         self.q_mix = HeadMixing(num_heads, config.num_pseudo_heads)
-        self.k_mix = HeadMixing(num_groups, config.num_pseudo_heads)
-        self.v_mix = HeadMixing(num_groups, config.num_pseudo_heads)
+        self.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
+        self.v_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
         self.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)

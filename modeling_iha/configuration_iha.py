@@ -328,7 +328,8 @@ class IHAConfig(LlamaConfig):
         Fields among `kwargs` replace those of the file before the config is checked; fewer layers are its first ones.
         Raise a ValueError where a size is missing: the model would have Llama-7B's, whatever the weights beside it.
         Raise one for another `mixing_scale` than that of the file, on which the values of the weights depend."""
-        if missing := [name for name in SIZES if name not in config_dict]:
+        missing = [name for name in SIZES if name not in config_dict]
+        if missing:
             raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
         check_scale(config_dict, kwargs)
         if "rope_theta" in kwargs:  # beside `rope_parameters` it would be ignored

@@ -28,7 +28,7 @@ TASKS = (
     *("ForImageTextToText", "ForMultimodalLM"),
 )
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
-# What attention modules and masks read, from the configurations of their own models.
+# Attention modules and masks read these fields from the configurations of their own models.
 FIELDS = ("num_pseudo_heads", "pseudo_collapse", "interleaved_window", "virtual_heads")
 AUTO_MAP = {
     "AutoConfig": "configuration_interleaved.InterleavedConfig",

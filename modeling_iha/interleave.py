@@ -123,8 +123,8 @@ def interleave_heads(
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
     _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
-    # A headless model keeps the shared configuration because it may belong to a larger model. That model is then saved
-    # as interleaved; most multimodal models saved so cannot be loaded.
+    # A headless model keeps the shared configuration because it may belong to a larger model. The larger model is then
+    # saved as interleaved; most multimodal models saved so cannot be loaded.
     if _has_head(model):
         _copy_config(model)  # `probe` changes it
     config = model.config

@@ -179,7 +179,8 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module):
         """Initialise as Llama does, and call `init_mechanism` of a mechanism's own modules."""
         super()._init_weights(module)
-        if init_mechanism := getattr(module, "init_mechanism", None):
+        init_mechanism = getattr(module, "init_mechanism", None)
+        if init_mechanism is not None:
             init_mechanism(self.config)
 
 
