@@ -126,10 +126,10 @@ def _forget_model(config: Any) -> None:
 
 
 def _with_targets_hidden(config: Any) -> Any:
-    """Return the configuration to save. If it has a record, this is a copy with its targets hidden.
+    """Return the configuration to save.
 
-    Prompt adapters have no targets, so their `task_type` is hidden instead: PEFT prints an unknown task type in its
-    error."""
+    If it has a record, this is a copy with its targets hidden. Prompt adapters have no targets, so their `task_type`
+    is hidden instead: PEFT prints an unknown task type in its error."""
     if RECORD_KEY not in (config.auto_mapping or {}) or saved_record(config) is not None:
         return config
     saved = copy.copy(config)

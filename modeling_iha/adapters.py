@@ -120,7 +120,9 @@ def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedMo
 
 
 def _add_scale(tensors: dict[str, torch.Tensor], scale: float) -> None:
-    """Add the scale that older files lack. At scale 1 also add the missing starts, which are zero."""
+    """Add the scale that older files lack.
+
+    At scale 1 also add the missing starts, which are zero."""
     for name in list(tensors):
         if not is_mixing(name) or not name.endswith(".weight"):
             continue

@@ -56,9 +56,10 @@ ABSENT_FROM_OLD_CHECKPOINTS = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|sca
 
 
 class Attended(local):
-    """Record, per thread, which modules called `virtual_attention`. Threads may share a model.
+    """Record, per thread, which modules called `virtual_attention`.
 
-    Dynamo loses what compiled code writes here, and keeps attributes of modules (see `noted_attention`)."""
+    Threads may share a model. Dynamo loses what compiled code writes here, and keeps attributes of modules (see
+    `noted_attention`)."""
 
     module: nn.Module | None = None  # the module that attended last and is not checked yet
 
@@ -139,7 +140,7 @@ def _check_pages(
 
 
 class InterleavedPreTrainedModel:
-    """Add mixing weights to a model. This is a mixin, placed before a Transformers model class."""
+    """Add mixing weights to a model, as a mixin placed before a Transformers model class."""
 
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, as the method of this name of [`IHAModel`] does."""
@@ -335,7 +336,9 @@ def remove_hooks(*modules: nn.Module) -> None:
 
 
 def virtual_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configurations read by virtual attention and its masks. Vision towers are not among them."""
+    """Return the configurations read by virtual attention and its masks.
+
+    Those of vision towers are not among them."""
     return configs([*holders(model), *interleaved_attention(model).values()])
 
 
@@ -373,7 +376,7 @@ def set_core(config: PreTrainedConfig, core: str) -> None:
 
 def _check_attention(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
     """Raise a RuntimeError where attention was computed without the mixing weights that stand beside it."""
-    # Compiled code keeps the attribute, and in a thread that shares the model another thread may have reset it.
+    # Compiled code keeps this attribute. Where two threads share the model, the other one may have reset it.
     attended = module.attended
     module.attended = False
     if torch.compiler.is_dynamo_compiling():
@@ -573,7 +576,7 @@ def register_models(config_class: type[PreTrainedConfig]) -> None:
 
 
 def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:
-    """Return a model without modules. Pickle restores its state afterwards.
+    """Return a model without modules, whose state pickle restores afterwards.
 
     Pickle cannot look up the class itself, which is made at run time."""
     return object.__new__(interleaved_class(name, config_class(base_model_type)))

@@ -216,7 +216,7 @@ def init_requests(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> Any:
-    """Start continuous batching. The model's attention core is kept.
+    """Start continuous batching on the attention core that the model has.
 
     `init` is the unbound `GenerationMixin.init_continuous_batching`. Raise a ValueError for CUDA graphs and
     compilation, which need inputs of fixed shapes."""

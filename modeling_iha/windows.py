@@ -169,7 +169,7 @@ def _attend_in_joined_rows(
 def _attend_in_blocks(
     attention_function: Callable, module, query, key, value, window: int, row_length: int | None = None, **kwargs
 ) -> torch.Tensor:
-    """Return the output of `window_attention` for more keys than the window has. The batch is 1.
+    """Return the output of `window_attention` for more keys than the window has, and a batch of 1.
 
     With a `row_length` the L tokens are rows of so many tokens, and rows do not see one another."""
     _, _, length, _ = query.shape
