@@ -77,7 +77,7 @@ CALLS: ContextVar[dict[nn.Module, AttentionCall] | None] = ContextVar("calls", d
 class LocalInterleavedConfig(InterleavedConfig):
     """Read a saved configuration.
 
-    Then load the model classes from the installed package instead of the checkpoint's code."""
+    The Auto classes then load the model classes from the installed package instead of the checkpoint's code."""
 
     def __new__(cls, **fields):
         # `AutoConfig.for_model` passes the fields as keywords, for the decoder of an encoder-decoder.

@@ -110,7 +110,9 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     kwargs |= {name: kwargs[name] * num_pseudo_heads for name in sizes if kwargs.get(name) is not None}
     mask = make_mask(mask_function=sees, attention_mask=attention_mask, **kwargs)
     if isinstance(mask, BlockMask):
-        mask.of_tokens = make_token_mask()  # for layers that are not interleaved
+        # For layers that are not interleaved. A copy, such as the hooks of accelerate make, lacks it, and these layers
+        # then raise an error.
+        mask.of_tokens = make_token_mask()
     return mask
 
 
