@@ -186,15 +186,17 @@ def _attend_in_blocks(
         states = (first_queries.contiguous(), key[:, :, :window], value[:, :, :window])
         outputs.append(attention_function(module, *states, None, **kwargs)[0])
     attend = partial(_attend_in_equal_blocks, attention_function, module)
+    mask = _block_mask(block, window, query.device)
     # The first key is visible to no query. It is kept because slicing it off would give a gradient as long as all
     # states.
     reached = num_keys - num_last
     states = (block_queries, key[:, :, :reached], value[:, :, :reached])
-    outputs.append(attend(*states, block, window, num_first, row_length, **kwargs))
+    outputs.append(attend(*states, mask, num_first, row_length, **kwargs))
     if num_last > 0:
         reached = num_keys - num_last - window
         states = (last_queries, key[:, :, reached:], value[:, :, reached:])
-        outputs.append(attend(*states, num_last, window, length - num_last, row_length, **kwargs))
+        last_mask = mask[:num_last, : num_last + window]
+        outputs.append(attend(*states, last_mask, length - num_last, row_length, **kwargs))
     return torch.cat(outputs, dim=1)
 
 
@@ -204,8 +206,7 @@ def _attend_in_equal_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    size: int,
-    window: int,
+    mask: torch.Tensor,
     first_query: int,
     row_length: int | None,
     **kwargs,
@@ -215,9 +216,12 @@ def _attend_in_equal_blocks(
     Args:
         query: [1, H, blocks * size, head_dim].
         key, value: [1, G, window + blocks * size, head_dim], of the queries' tokens and the `window` before them.
+        mask: that of a block, boolean [size, size + window] (see `_block_mask`).
         first_query: the place of the first query among the tokens of all rows.
         row_length: the tokens of a row, or `None` if there is only one row.
     """
+    size, num_keys = mask.shape
+    window = num_keys - size
     heads = query.shape[1]
     groups = heads // key.shape[1]
     # The heads of a group are rows of one head, because a core would copy the keys for each of them.
@@ -227,7 +231,7 @@ def _attend_in_equal_blocks(
     query = query.flatten(3, 4).flatten(0, 1)  # [blocks, G, groups * size, head_dim]
     key = _overlapping_blocks(key.squeeze(0), size, window)
     value = _overlapping_blocks(value.squeeze(0), size, window)
-    mask = _block_mask(size, window, query.device)[None]  # [1, size, size + window]
+    mask = mask[None]  # [1, size, size + window]
     if row_length is not None:
         num_queries = len(query) * size
         query_places = torch.arange(first_query, first_query + num_queries, device=query.device).view(-1, size, 1)
