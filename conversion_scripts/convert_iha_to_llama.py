@@ -60,7 +60,7 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
     """
     config = model.config
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "head_dim")}
-    if config.has_local_rope:
+    if config.has_sliding_rope:
         raise UserError(f"None of {', '.join(ARCHITECTURES)} has a RoPE of its own in the layers with a window.")
     for model_type, architecture in ARCHITECTURES.items() if config.gated_mlp and not config.mlp_gate_groups else ():
         own = {name: getattr(config, name) for name in architecture.known_fields if hasattr(config, name)}

@@ -32,7 +32,7 @@ from iha.model_cost import model as cost_of_model
 from iha.model_cost import with_mha
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.virtual_masks import virtual_tokens
+from modeling_iha.virtual_masks import virtual_tokens_per_token
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -164,7 +164,7 @@ def render_card(
             python_name=json.dumps(name, ensure_ascii=False),
             shell_name=shlex.quote(name),
             # What the recipe states and a checkpoint may not have.
-            recipe_sizes=f"--max_length {length} --num_pseudo_heads {virtual_tokens(config)}",
+            recipe_sizes=f"--max_length {length} --num_pseudo_heads {virtual_tokens_per_token(config)}",
             adapters=" ".join(adapters),
             mechanisms="\n".join(f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()),
             schedule=schedule(config),

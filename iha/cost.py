@@ -22,7 +22,7 @@ from iha.model_cost import attention, ffn, head, model, with_mha
 from iha.step_memory import of_training
 from modeling_iha import IHAConfig
 from modeling_iha.configuration_interleaved import FIELDS
-from modeling_iha.virtual_masks import virtual_tokens
+from modeling_iha.virtual_masks import virtual_tokens_per_token
 
 
 def changed(config: IHAConfig, **fields) -> IHAConfig:
@@ -88,7 +88,7 @@ def settings_of(
             settings = changed(plain(source), **fields)
         else:
             settings = iha_config(source, num_pseudo_heads, "hybrid" if window else "global", window)
-    if (num_pseudo_heads or 1) > 1 and virtual_tokens(settings) == 1:
+    if (num_pseudo_heads or 1) > 1 and virtual_tokens_per_token(settings) == 1:
         raise UserError(f"--num-pseudo-heads {num_pseudo_heads}: no layer of this model has pseudo-heads.")
     if window is not None and "sliding_attention" not in settings.layer_types:
         raise UserError(f"--window {window}: no layer of this model has a window.")

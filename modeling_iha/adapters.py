@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
-from .adapter_records import RECORD, check_record, record_of
-from .interleave import _detach, interleave_heads
-from .mixing import whole
+from .adapter_records import RECORD_KEY, check_record, make_record
+from .interleave import detach, interleave_heads
+from .mixing import gathered
 from .mixing_scale import note_scale
 from .modeling_interleaved import backbone_of, is_mixing
 from .paired_decoders import pair_heads
@@ -39,7 +39,8 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
 
     Return PEFT's model, or for mixing alone the model itself. Raise a ValueError for a base with other layers or
     heads. As in PEFT no weights are compared: another base of the same shape is taken."""
-    source, hub = str(source), {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+    source = str(source)
+    hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
     file = find_adapter_config_file(source, **hub)
     if file is None:
         return _load_mixing(model, source, hub)
@@ -49,13 +50,15 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
     except ImportError as error:
         raise ImportError("load_adapter of an adapter needs PEFT: pip install peft.") from error
 
-    fields = PeftConfig.from_json_file(file)  # a prompt's is none of PEFT before its type of task is put back
+    # PEFT cannot parse a prompt configuration while its `task_type` is hidden, so read the raw fields.
+    fields = PeftConfig.from_json_file(file)
     mapping = fields.get("auto_mapping") or {}
-    if RECORD not in mapping:
+    if RECORD_KEY not in mapping:
         raise ValueError(f"{source} needs no interleaved heads: load it with PeftModel.from_pretrained.")
     config = PeftConfig.from_peft_type(**{**fields, **mapping["targets"], "auto_mapping": None})
-    record = mapping[RECORD]
-    holds_mixing = record.get("mixing", bool(fields.get("modules_to_save")))  # earlier versions record it there
+    record = mapping[RECORD_KEY]
+    # Older records lack "mixing"; then `modules_to_save` tells.
+    holds_mixing = record.get("mixing", bool(fields.get("modules_to_save")))
     needs_mixing = not holds_mixing and record.get("virtual_heads") != "paired"
     if not hasattr(model.config, "interleaved_layers") and needs_mixing:
         raise ValueError(f"{source} holds no mixing: load it on the interleaved model that it was trained on.")
@@ -78,13 +81,13 @@ def save_mixing(model: PreTrainedModel, directory: str | os.PathLike) -> None:
     if model.config.virtual_heads == "paired":
         raise ValueError("Paired heads have no mixing: save the model, or an adapter.")
     note_scale(model, [model.config])
-    tensors = {name: whole(tensor).cpu().clone() for name, tensor in _mixing(model).items()}
+    tensors = {name: gathered(tensor).cpu().clone() for name, tensor in _mixing(model).items()}
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     partial = directory / f".{MIXING_FILE}.{os.getpid()}"
     try:
-        record = record_of(model.config) | {"mixing_scale": model.config.mixing_scale}
-        save_file(tensors, partial, {"format": "pt", RECORD: json.dumps(record)})
+        record = make_record(model.config) | {"mixing_scale": model.config.mixing_scale}
+        save_file(tensors, partial, {"format": "pt", RECORD_KEY: json.dumps(record)})
         partial.replace(directory / MIXING_FILE)
     finally:
         partial.unlink(missing_ok=True)
@@ -95,14 +98,16 @@ def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedMo
     if file is None:
         raise ValueError(f"{source} holds neither an adapter (adapter_config.json) nor mixing ({MIXING_FILE}).")
     with safe_open(file, "pt") as opened:
-        record = (opened.metadata() or {}).get(RECORD)
+        record_json = (opened.metadata() or {}).get(RECORD_KEY)
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-    if record is None:
+    if record_json is None:
         raise ValueError(f"{file} does not record how its model was interleaved: save it by save_mixing.")
-    with _interleaved(model, record := json.loads(record), source), torch.no_grad():
+    record = json.loads(record_json)
+    with _interleaved(model, record, source), torch.no_grad():
         own = _mixing(model)
         _add_scale(tensors, record["mixing_scale"])
-        found, expected = ({name: each.shape for name, each in state.items()} for state in (tensors, own))
+        found = {name: tensor.shape for name, tensor in tensors.items()}
+        expected = {name: tensor.shape for name, tensor in own.items()}
         if found != expected:
             raise ValueError(f"{source} does not hold the mixing that its record names.")
         for name, tensor in own.items():
@@ -115,8 +120,12 @@ def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedMo
 
 
 def _add_scale(tensors: dict[str, torch.Tensor], scale: float) -> None:
-    """Add to mixing that an earlier version saved its scale, and where that is 1 its starts, which are zero."""
-    for name in [name for name in tensors if is_mixing(name) and name.endswith(".weight")]:
+    """Add the scale that older files lack.
+
+    At scale 1 also add the missing starts, which are zero."""
+    for name in list(tensors):
+        if not is_mixing(name) or not name.endswith(".weight"):
+            continue
         tensors.setdefault(f"{name}_scale", tensors[name].new_tensor(scale))
         if scale == 1:
             tensors.setdefault(f"{name}_start", torch.zeros_like(tensors[name]))
@@ -132,9 +141,12 @@ def _mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _interleaved(model: PreTrainedModel, record: dict, source: str, holds_mixing: bool = True) -> Iterator[None]:
-    """Interleave a plain model as a record says, or check that a model is, and undo it where what follows fails."""
+    """Interleave a plain model as recorded, or check that an interleaved model matches.
+
+    Undo the interleaving if the body of the `with` statement fails."""
     record = {"virtual_heads": None} | record  # earlier versions only mixed heads
-    if lacking := sorted({"mixing_scale", *record_of(model.config)} - record.keys()):
+    lacking = sorted({"mixing_scale", *make_record(model.config)} - record.keys())
+    if lacking:
         raise ValueError(
             f"The record of {source} lacks {', '.join(lacking)}: it is damaged, or not one of save_mixing."
         )
@@ -155,5 +167,5 @@ def _interleaved(model: PreTrainedModel, record: dict, source: str, holds_mixing
         yield
     except Exception:
         if is_plain:
-            _detach(model)
+            detach(model)
         raise

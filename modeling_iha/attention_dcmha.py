@@ -92,7 +92,8 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         options = config.options_of("dcmha")
         self.num_heads, self.num_groups = config.num_attention_heads, options.num_groups
         self.rank = options.rank
-        dynamic, group_size = self.rank > 0 or options.gate, self.num_heads // self.num_groups
+        dynamic = self.rank > 0 or options.gate
+        group_size = self.num_heads // self.num_groups
         for stage in ("pre", "post"):
             composes = options.stages in ("both", stage)
             # W_b of Equation 7; its start, the identity, is the skip connection that it replaces.

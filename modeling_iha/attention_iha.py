@@ -17,18 +17,20 @@ class InterleavedHeadAttention(MultiHeadAttention):
     The mixing writes the layout [batch, N, P, heads, head_dim], and [batch, N * P, heads, head_dim] is a view of it.
     Interleaving therefore copies nothing and runs on any attention core of Transformers.
 
-    The cache holds base keys and values at token length, as Llama's does. The virtual ones are rebuilt from it. Mixing
-    acts across heads and RoPE within a head, so they commute, and R_{nP+p} = R_p R_{nP}. The cached keys are rotated
-    to nP, and the remaining rotation R_p is the same for every token."""
+    The cache holds base keys and values at token length, as Llama's does. Virtual keys and values are rebuilt from it,
+    except for one new token, which is computed from the base keys and values (new_token.py). Mixing acts across heads
+    and RoPE within a head, so they commute, and R_{nP+p} = R_p R_{nP}. The cached keys are rotated to nP, and the
+    remaining rotation R_p is the same for every token."""
 
     mixing_modules = ("q_mix", "k_mix", "v_mix", "collapse")
     virtual_heads = MixedHeads
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        num_heads, num_groups = config.num_attention_heads, config.num_key_value_heads
+        num_heads = config.num_attention_heads
+        num_key_heads = config.num_key_value_heads
         self.rope_table = "interleaved" if config.pseudo_positions == "interleaved" else "token"
         self.q_mix = HeadMixing(num_heads, config.num_pseudo_heads)
-        self.k_mix = HeadMixing(num_groups, config.num_pseudo_heads)
-        self.v_mix = HeadMixing(num_groups, config.num_pseudo_heads)
+        self.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
+        self.v_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
         self.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)

@@ -21,7 +21,7 @@ class SharedMap(Mixing):
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity, so that the layer starts as multi-head attention."""
-        self.begin("weight", torch.eye(len(self.weight)))
+        self.init_weight("weight", torch.eye(len(self.weight)))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         return states @ self.value()
@@ -39,9 +39,9 @@ class SharedMLP(Mixing):
     def init_mechanism(self, config: IHAConfig):
         """Start at U = D = I and G = 0, so that the layer starts as multi-head attention."""
         identity = torch.eye(len(self.up))
-        self.begin("up", identity)
-        self.begin("gate", torch.zeros_like(identity))
-        self.begin("down", identity)
+        self.init_weight("up", identity)
+        self.init_weight("gate", torch.zeros_like(identity))
+        self.init_weight("down", identity)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         up, gate, down = (self.value(name) for name in ("up", "gate", "down"))

@@ -45,7 +45,8 @@ class MultiHeadAttention(LlamaAttention):
 
     def check_core(self):
         """Raise a ValueError for a core that would compute something else than this layer."""
-        core, kind = self.config._attn_implementation, self.config.attention_kinds[self.layer_idx]
+        core = self.config._attn_implementation
+        kind = self.config.attention_kinds[self.layer_idx]
         if core in SERVER_CORES and (kind != "mha" or self.sliding_window is not None):
             raise ValueError(
                 f"attn_implementation={core!r} knows full-attention layers of kind 'mha' only, and layer "

@@ -12,10 +12,10 @@ from transformers.utils.import_utils import is_tracing
 
 from .cache_names import takes_cache
 from .configuration_iha import IHAConfig
+from .first_keys import is_first_key_mask
 from .head_mixing import Mixing
 from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
 from .virtual_masks import LOWEST
-from .windows import has_first_keys
 
 
 class KeyQueryConvolution(Mixing):
@@ -33,7 +33,7 @@ class KeyQueryConvolution(Mixing):
         """Start at the kernel that changes nothing, so that the layer starts as multi-head attention."""
         kernel = torch.zeros(self.weight.shape[2:])
         kernel[-1, kernel.shape[1] // 2] = 1
-        self.begin("weight", kernel)
+        self.init_weight("weight", kernel)
 
     def forward(self, matrix: torch.Tensor, length: int, counts: torch.Tensor | None) -> torch.Tensor:
         """Return the last `length` rows of the convolution of a matrix [batch, H, rows, columns].
@@ -41,7 +41,8 @@ class KeyQueryConvolution(Mixing):
         The matrix is 0 where a query sees no key. `counts` is bool, [batch or 1, 1 or H, length, c_q], True
         where what a row of the kernel reads counts, and `None` where all count."""
         heads, _, query_kernel, key_kernel = self.weight.shape
-        kernel, convolved = self.value().to(matrix.dtype), matrix.new_zeros(())
+        kernel = self.value().to(matrix.dtype)
+        convolved = matrix.new_zeros(())
         read = nn.functional.pad(matrix, (0, 0, query_kernel - 1, 0))[:, :, matrix.shape[2] - length :]
         if counts is None:
             return nn.functional.conv2d(read, kernel, padding=(0, key_kernel // 2), groups=heads)
@@ -145,8 +146,9 @@ class MultiTokenAttention(ScoreMatrixAttention):
         """Attend with the past queries in front; `place` is that of the first new token among the keys."""
         key_states, cached = key_states.tensor_split((self.head_dim,), dim=-1)
         # Without a mask no token is hidden, so the convolution counts every row of scores.
-        kwargs["all_count"], length = attention_mask is None, query_states.shape[2]
-        causal = has_first_keys(attention_mask) or (attention_mask is None and length > 1)
+        kwargs["all_count"] = attention_mask is None
+        length = query_states.shape[2]
+        causal = is_first_key_mask(attention_mask) or (attention_mask is None and length > 1)
         # The place in a static cache is a tensor. Rows before the first token see nothing.
         past_rows = min(self.past_queries, place) if isinstance(place, int) else self.past_queries
         if causal or past_rows == 0:  # no token is cached
@@ -177,7 +179,8 @@ class MultiTokenAttention(ScoreMatrixAttention):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask = bias()
-        visible, counts = mask > MASKED, None
+        visible = mask > MASKED
+        counts = None
         if not all_count:
             # The keys of the tokens whose rows the kernel reads, from the first one on.
             first = place + rows.stop - query.shape[2] - columns.start
@@ -208,7 +211,9 @@ class MultiTokenAttention(ScoreMatrixAttention):
         Return the last `length` rows, or all if there are fewer. `visible` and `counts` say in all rows of the block
         which keys a query sees, and which rows count for it."""
         if convolution is not None:
-            sees, counts = visible[..., -length:, :], None if counts is None else counts[..., -length:, :]
+            sees = visible[..., -length:, :]
+            if counts is not None:
+                counts = counts[..., -length:, :]
             matrix = matrix.masked_fill(~visible[..., -matrix.shape[2] :, :], 0)
             matrix = convolution(matrix, sees.shape[2], counts).masked_fill(~sees, 0)
         return matrix if mixing is None else mixing(matrix.unflatten(1, (self.num_groups, -1))).flatten(1, 2)

@@ -6,7 +6,7 @@ Source: "Paired Head Attention" of modded-nanogpt (records/track_1_short/2026-01
 
 Virtual token (n, p) of virtual head i is head p * (H / P) + i of token n, at position n * P + p. The H / P virtual
 heads attend to N * P virtual tokens, and the output at (n, p) is that of the head. This is Algorithm 1 of IHA with
-fixed mixing whose P pseudo-heads are equal for the heads of a group: with S = H / P,
+fixed mixing whose P pseudo-heads are equal for heads with the same h mod S: with S = H / P,
 
     alpha[m, h, p] = 1[m = p * S + h mod S],  R[h, p] = 1[p = h // S]
 
@@ -40,7 +40,8 @@ class PairedHeadsAttention(MultiHeadAttention):
         """Rotate as Llama does, by RoPE [batch, N, head_dim] or, at interleaved positions, [batch, P, N, head_dim]."""
         if self.rope_table == "token":
             return super().rotate(query_states, key_states, cos, sin)
-        groups = (self.config.num_pseudo_heads, -1)
-        query_states, key_states = query_states.unflatten(1, groups), key_states.unflatten(1, groups)
+        shape = (self.config.num_pseudo_heads, -1)
+        query_states = query_states.unflatten(1, shape)
+        key_states = key_states.unflatten(1, shape)
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin, unsqueeze_dim=2)
         return query_states.flatten(1, 2), key_states.flatten(1, 2)

@@ -20,7 +20,7 @@ class HeadTalk(Mixing):
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity, so that the layer starts as multi-head attention."""
-        self.begin("weight", torch.eye(len(self.weight)))
+        self.init_weight("weight", torch.eye(len(self.weight)))
 
     def forward(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return scores or weights [batch, H, rows, columns] after the map."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .windows import row_window, window_attention
+from .windows import window_attention
 
 
 # Bytes of a chunk's virtual queries: few enough for them and their keys to stay in a CPU's cache. (1 MiB and 4 MiB
@@ -18,30 +18,13 @@ CHUNK_BYTES = 2**21
 LEAST_TOKENS = 32
 
 
-def chunk_window(
-    heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, window: int | None
-) -> int | None:
-    """Return the window in virtual keys if the call is computed chunk by chunk, and `None` otherwise.
+def may_chunk(heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether chunks would save memory and time for base states [batch, H or G, N, head_dim].
 
-    Chunks serve a CPU, without gradients, where each row is one document. The backward pass would keep the virtual
-    tokens of the whole row anyway, and a GPU would wait for many small calls.
-
-    Args:
-        heads: what makes virtual tokens. Paired heads make them as views, which take no memory.
-        query, key, value: base states [batch, H or G, N, head_dim].
-        mask: `None` for causal attention within the `window`, or a mask of first keys, which has its own.
-    """
-    if not _may_chunk(heads, query, key, value):
-        return None
-    window = row_window(mask, window)
-    if window is None or query.shape[2] <= chunk_tokens(heads, query, window):
-        return None
-    return window
-
-
-def _may_chunk(heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether chunks would save memory and time: on a CPU, for heads that expand, without gradients."""
-    if not heads.expands or query.device.type != "cpu" or torch.compiler.is_compiling():
+    Chunks serve a CPU, without gradients. The backward pass would keep the virtual tokens of the whole row anyway, and
+    a GPU would wait for many small calls. `heads` are `MixedHeads` or `PairedHeads`; paired heads make virtual tokens
+    as views, which take no memory."""
+    if not heads.allocates_virtual_tokens or query.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     if not torch.is_grad_enabled():
         return True
@@ -49,15 +32,22 @@ def _may_chunk(heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.
 
 
 def chunk_tokens(heads: Any, query: torch.Tensor, window: int) -> int:
-    """Return the number of tokens in a chunk. It is at least the window, because each chunk makes its keys anew."""
+    """Return the number of tokens in a chunk, for a `window` in virtual keys.
+
+    It is at least the window, because each chunk recomputes the keys of the window before it."""
     pseudo_heads = heads.num_pseudo_heads
     bytes_of_token = query[:, :, :1].numel() * pseudo_heads * query.element_size()
     return max(window // pseudo_heads, CHUNK_BYTES // bytes_of_token, LEAST_TOKENS)
 
 
+def exceeds_chunk(heads: Any, query: torch.Tensor, window: int) -> bool:
+    """Return whether the base queries [batch, H, N, head_dim] are more than one chunk has."""
+    return query.shape[2] > chunk_tokens(heads, query, window)
+
+
 def attend_in_chunks(
     heads: Any,
-    core: Callable,
+    attention_function: Callable,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -71,7 +61,7 @@ def attend_in_chunks(
     it."""
     size = chunk_tokens(heads, query, sliding_window)
     before = sliding_window // heads.num_pseudo_heads
-    attend = partial(window_attention, core, module)
+    attend = partial(window_attention, attention_function, module)
     outputs = []
     for start in range(0, query.shape[2], size):
         chunk = slice(start, start + size)

@@ -179,7 +179,7 @@ class IHAConfig(LlamaConfig):
         self.rope_parameters = deepcopy(self.rope_parameters)  # Transformers completes it in place
         self._validate_rope_types()
         super().__post_init__(**kwargs)
-        if self.has_local_rope:
+        if self.has_sliding_rope:
             # Transformers 5.17 adds a base beside those of the layer types, which nothing would read.
             self.rope_parameters.pop("rope_theta", None)
 
@@ -252,16 +252,16 @@ class IHAConfig(LlamaConfig):
             )
 
     @property
-    def has_local_rope(self) -> bool:
+    def has_sliding_rope(self) -> bool:
         """Return whether the layers with a window have RoPE parameters of their own."""
         return any(name in LAYER_TYPES for name in self.rope_parameters or ())
 
     def rope_of(self, layer_type: str) -> dict:
         """Return the RoPE parameters of the layers of a type."""
-        return self.rope_parameters[layer_type] if self.has_local_rope else self.rope_parameters
+        return self.rope_parameters[layer_type] if self.has_sliding_rope else self.rope_parameters
 
     def _validate_rope_types(self):
-        if self.has_local_rope and not set(self.rope_parameters) == set(self.layer_types) == set(LAYER_TYPES):
+        if self.has_sliding_rope and not set(self.rope_parameters) == set(self.layer_types) == set(LAYER_TYPES):
             raise ValueError(
                 f"rope_parameters={self.rope_parameters} with layers of {', '.join(sorted(set(self.layer_types)))}; "
                 "it must be one set of parameters for all layers or, in a model with both layer types, one set for "
@@ -328,7 +328,8 @@ class IHAConfig(LlamaConfig):
         Fields among `kwargs` replace those of the file before the config is checked; fewer layers are its first ones.
         Raise a ValueError where a size is missing: the model would have Llama-7B's, whatever the weights beside it.
         Raise one for another `mixing_scale` than that of the file, on which the values of the weights depend."""
-        if missing := [name for name in SIZES if name not in config_dict]:
+        missing = [name for name in SIZES if name not in config_dict]
+        if missing:
             raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
         check_scale(config_dict, kwargs)
         if "rope_theta" in kwargs:  # beside `rope_parameters` it would be ignored

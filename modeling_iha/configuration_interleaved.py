@@ -28,7 +28,7 @@ TASKS = (
     *("ForImageTextToText", "ForMultimodalLM"),
 )
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
-# What attention modules and masks read, from the configurations of their own models.
+# Attention modules and masks read these fields from the configurations of their own models.
 FIELDS = ("num_pseudo_heads", "pseudo_collapse", "interleaved_window", "virtual_heads")
 AUTO_MAP = {
     "AutoConfig": "configuration_interleaved.InterleavedConfig",
@@ -101,6 +101,11 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
     namespace |= {"__reduce__": reduce, "get_config_dict": classmethod(get_config_dict)}
     # One name for all, because the Auto classes compare names.
     return type("InterleavedConfig", (base,), {**namespace, "__module__": __name__, "_auto_class": "AutoConfig"})
+
+
+def base_config_class(interleaved_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Return the base model's own class, of which `config_class` made a subclass."""
+    return interleaved_class.__bases__[0]
 
 
 @cache

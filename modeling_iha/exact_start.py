@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Give the mixing with which a layer computes what it computed without, and tell how far a layer is from it."""
+"""Make the mixing weights that leave a layer's output unchanged, and measure how far a layer is from them."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Gen
 def exact_start(
     heads: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str, generator: torch.Generator | None
 ) -> dict[str, torch.Tensor]:
-    """Return the mixing and collapse of a layer, float32, with which it computes what it computed without them.
+    """Return the mixing and collapse, float32, that leave a layer's output unchanged.
 
     `heads` are the numbers of query, key and value heads. The value offsets are drawn from `generator`, and are zero
     without one."""

@@ -19,7 +19,7 @@ class Mixing(nn.Module):
     Start and scale s are buffers that are saved: whatever moves w, such as a state dict, moves them with it. From
     scratch the start is zero and s is 1, so that w is the value."""
 
-    built_scale = 1.0  # the scale at which `begin` starts
+    initial_scale = 1.0  # the scale at which `init_weight` starts
 
     def add_weight(self, name: str, value: torch.Tensor):
         """Add a parameter with its start, of the same shape, and its scale, of shape []."""
@@ -28,25 +28,29 @@ class Mixing(nn.Module):
         self.register_buffer(f"{name}_start", torch.zeros_like(weight))
         self.register_buffer(f"{name}_scale", weight.new_ones(()))
 
-    def begin(self, name: str, value: torch.Tensor):
-        """Initialise a weight at a value, as far as it was not loaded.
+    def init_weight(self, name: str, value: torch.Tensor):
+        """Initialize the parts of a weight that were not loaded.
 
-        Checkpoints of earlier versions hold no scale: it is the configuration's. Where that is 1 they hold no start.
-        Raise a ValueError for any other weight without its start."""
+        Older checkpoints store no scale; the configuration gives it. If it is 1, they store no start either. Raise a
+        ValueError for any other weight that was loaded without its start."""
         weight = self.get_parameter(name)
-        start, scale = self.get_buffer(f"{name}_start"), self.get_buffer(f"{name}_scale")
-        if was_loaded(weight) and not was_loaded(start) and self.built_scale != 1:
+        start = self.get_buffer(f"{name}_start")
+        scale = self.get_buffer(f"{name}_scale")
+        if was_loaded(weight) and not was_loaded(start) and self.initial_scale != 1:
             raise ValueError(
                 f"The weights of a {type(self).__name__} hold changes and no starts: save a model by save_pretrained "
                 "or its state_dict, not its parameters alone."
             )
-        if self.built_scale != 1:
-            first, change = start, weight
+        # At scale 1 the weight is the value and the start is zero; otherwise the reverse.
+        if self.initial_scale == 1:
+            target = weight
+            other = start
         else:
-            first, change = weight, start
-        init.copy_(first, value.to(weight).expand_as(weight))
-        init.zeros_(change)
-        init.constant_(scale, self.built_scale)
+            target = start
+            other = weight
+        init.copy_(target, value.to(weight).expand_as(weight))
+        init.zeros_(other)
+        init.constant_(scale, self.initial_scale)
 
     def value(self, name: str = "weight") -> torch.Tensor:
         """Return the value of a weight."""
@@ -62,11 +66,11 @@ def was_loaded(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_is_hf_initialized", False)
 
 
-def build_at(module: nn.Module, scale: float):
-    """Have all mixing weights within a module begin at a scale (see `Mixing`)."""
-    for each in module.modules():
-        if isinstance(each, Mixing):
-            each.built_scale = scale
+def set_initial_scale(module: nn.Module, scale: float):
+    """Set the scale at which all mixing weights in a module are initialized (see `Mixing`)."""
+    for submodule in module.modules():
+        if isinstance(submodule, Mixing):
+            submodule.initial_scale = scale
 
 
 class HeadMixing(Mixing):
@@ -82,9 +86,10 @@ class HeadMixing(Mixing):
         """Start every pseudo-head near its own head, so that the layer starts close to MHA.
 
         The paper gives no initialisation. The noise makes the pseudo-heads differ."""
-        noise = torch.randn_like(self.weight) * getattr(config, "initializer_range", 0.02)  # OPT's has another name
+        # OPT's configuration calls it `init_std`.
+        noise = torch.randn_like(self.weight) * getattr(config, "initializer_range", 0.02)
         identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
-        self.begin("weight", identity.unsqueeze(-1) + noise)
+        self.init_weight("weight", identity.unsqueeze(-1) + noise)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return alpha for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""
@@ -107,10 +112,11 @@ class HeadCollapse(Mixing):
 
     def init_mechanism(self, config: PreTrainedConfig | None = None):
         """Start at the mean over the pseudo-heads."""
-        identity = torch.eye(self.weight.shape[0], device=self.weight.device, dtype=self.weight.dtype)
-        if self.weight.shape[1] == self.num_pseudo_heads:
-            identity = torch.ones_like(identity[:, :1])
-        self.begin("weight", identity.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)
+        num_heads, columns = self.weight.shape
+        options: dict = {"device": self.weight.device, "dtype": self.weight.dtype}
+        is_per_head = columns == self.num_pseudo_heads
+        shares = torch.ones(num_heads, 1, **options) if is_per_head else torch.eye(num_heads, **options)
+        self.init_weight("weight", shares.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return R for the states, as `HeadMixing` returns alpha."""

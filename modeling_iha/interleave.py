@@ -26,12 +26,21 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .cache_names import CACHE
-from .configuration_interleaved import AUTO_MAP, FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class
+from .configuration_interleaved import (
+    AUTO_MAP,
+    FIELDS,
+    MIXING_MODULES,
+    TASKS,
+    InterleavedConfig,
+    base_config_class,
+    config_class,
+)
 from .exact_start import deviations, exact_start
 from .mixing import values
 from .modeling_interleaved import (
-    attach_mixing,
+    attach_virtual_heads,
     backbone_of,
+    base_model_class,
     check_all_heads,
     configs,
     decoder_of,
@@ -66,14 +75,18 @@ CALLS: ContextVar[dict[nn.Module, AttentionCall] | None] = ContextVar("calls", d
 
 
 class LocalInterleavedConfig(InterleavedConfig):
-    """Read a saved configuration, and have the Auto classes take its models from this package, not from its code."""
+    """Read a saved configuration.
+
+    The Auto classes then load the model classes from the installed package instead of the checkpoint's code."""
 
     def __new__(cls, **fields):
-        return cls.from_dict(fields)  # `AutoConfig.for_model`, of a decoder beside an encoder, gives its fields
+        # `AutoConfig.for_model` passes the fields as keywords, for the decoder of an encoder-decoder.
+        return cls.from_dict(fields)
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig:
-        if (base := config_dict.get("base_model_type")) not in CONFIG_MAPPING:
+        base = config_dict.get("base_model_type")
+        if base not in CONFIG_MAPPING:
             raise ValueError(f"base_model_type is {base!r}: expected a model type of Transformers.")
         register_models(config_class(base))
         return super().from_dict(config_dict, **kwargs)
@@ -110,37 +123,40 @@ def interleave_heads(
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
     _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
-    if _class_name(model) != "InterleavedModel":
-        _copy_config(model)  # `_probe` changes it
+    # A headless model keeps the shared configuration because it may belong to a larger model. The larger model is then
+    # saved as interleaved; most multimodal models saved so cannot be loaded.
+    if _has_head(model):
+        _copy_config(model)  # `probe` changes it
     config = model.config
     if sliding_window == "paper":
-        if (length := getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)) is None:
+        length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if length is None:
             raise ValueError(f"{config.model_type} has no max_position_embeddings: give the window in tokens.")
         sliding_window = flop_matched_window(length, num_pseudo_heads)
     if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
         raise ValueError(f'sliding_window is {sliding_window!r}: expected at least 2 tokens, "paper" or None.')
     modules, expected = _record_attention(model)
     chosen = _choose(modules, layers, model)
-    model_class = interleaved_class(_class_name(model), config_class(config.model_type))
+    model_class = interleaved_class(_interleaved_class_name(model), config_class(config.model_type))
     try:
         _attach(model, model_class, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
-        difference = _difference(expected, _probe(model))
+        difference = relative_difference(expected, probe(model))
         problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
     except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
         problem = _one_line(error)
     if problem is not None:
-        _detach(model)
+        detach(model)
         raise ValueError(
             f"{config.model_type} does not compute the same with interleaved heads ({problem}), and is left as it was."
         )
-    for each in virtual_configs(model):
-        each.interleaved_window = sliding_window
+    for virtual_config in virtual_configs(model):
+        virtual_config.interleaved_window = sliding_window
     use_virtual_cores(model)
     return model
 
 
 def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model, in place, to what it was before `interleave_heads`.
+    """Restore the model in place to what it was before `interleave_heads`, and return it.
 
     Raise a ValueError where the mixing was trained, because the plain model would compute something else."""
     _check_unwrapped(model)
@@ -149,18 +165,20 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     if model.config.virtual_heads == "paired":
         raise ValueError("The heads are paired: with these weights the plain model computes something else.")
     if model.config.interleaved_window is not None:
-        raise ValueError("The interleaved layers have a window of their own, which the plain model has not.")
-    config, change = model.config, 0.0
+        raise ValueError("The interleaved layers have a window of their own, which the plain model lacks.")
+    config = model.config
+    change = 0.0
     for name, module in interleaved_attention(model).items():
         heads = config.interleaved_layers[name]
         moved = deviations(values(module), heads, config.num_pseudo_heads, config.pseudo_collapse)
-        change = max(change, *(tensor.abs().max().nan_to_num(torch.inf).item() for tensor in moved.values()))
+        for tensor in moved.values():
+            change = max(change, tensor.abs().max().nan_to_num(torch.inf).item())
     if change > 0:
         raise ValueError(
             f"The mixing was trained: its entries are up to {change:.2g} from the start that changes nothing. The "
             "plain model would compute something else."
         )
-    _detach(model)
+    detach(model)
     return model
 
 
@@ -181,7 +199,8 @@ def _check(
         )
     if not isinstance(num_pseudo_heads, int) or num_pseudo_heads < 2:
         raise ValueError(
-            f"num_pseudo_heads is {num_pseudo_heads!r}: expected an integer from 2 on; with 1 there is nothing to do."
+            f"num_pseudo_heads is {num_pseudo_heads!r}: expected an integer of at least 2; with 1 there is nothing to "
+            "do."
         )
     if collapse not in ("per_head", "all_heads"):
         raise ValueError(f'collapse is {collapse!r}: expected "per_head" or "all_heads".')
@@ -194,7 +213,7 @@ def _check(
             f"{config.model_type} has an encoder, and interleaving is defined for causal self-attention alone: pass a "
             "decoder, such as AutoModelForCausalLM loads."
         )
-    if not type(model).__module__.startswith("transformers.") or _class_name(model) is None:
+    if not type(model).__module__.startswith("transformers.") or _interleaved_class_name(model) is None:
         raise ValueError(
             f"{type(model).__name__} is no class of Transformers that its Auto classes load for a decoder: a saved "
             "checkpoint could not be loaded."
@@ -210,20 +229,21 @@ def _check_unwrapped(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is no model of Transformers: interleave the heads before PEFT, FSDP or "
             "DistributedDataParallel wrap the model, and remove them from the model that these unwrap."
         )
-    if (
-        wrapper := next((each for each in model.modules() if type(each).__module__.startswith("peft.")), None)
-    ) is not None:
+    wrappers = [module for module in model.modules() if type(module).__module__.startswith("peft.")]
+    if wrappers:
         raise ValueError(
-            f"The model has an adapter ({type(wrapper).__name__}): interleave its heads before PEFT adds one, and "
+            f"The model has an adapter ({type(wrappers[0]).__name__}): interleave its heads before PEFT adds one, and "
             "remove them after merge_and_unload."
         )
 
 
 def _is_in_ddp(model: PreTrainedModel) -> bool:
-    """Return whether something keeps the node that accumulates a weight's gradient.
+    """Return whether DistributedDataParallel appears to hold the model.
 
-    DistributedDataParallel does, and leaves no other trace on a model. A loss does too until its backward."""
-    weight = next((each for each in model.parameters() if each.requires_grad and not each.is_inference()), None)
+    It keeps each weight's gradient-accumulation node alive, so a mark written to the node is still there when it is
+    fetched again. A pending backward pass also keeps it."""
+    weights = (weight for weight in model.parameters() if weight.requires_grad)
+    weight = next((weight for weight in weights if not weight.is_inference()), None)
     if weight is None:
         return False
     with torch.inference_mode(False):
@@ -231,7 +251,11 @@ def _is_in_ddp(model: PreTrainedModel) -> bool:
         return get_gradient_edge(weight).node.metadata.pop("interleaving", False)
 
 
-def _class_name(model: PreTrainedModel) -> str | None:
+def _has_head(model: PreTrainedModel) -> bool:
+    return _interleaved_class_name(model) != "InterleavedModel"
+
+
+def _interleaved_class_name(model: PreTrainedModel) -> str | None:
     """Return the name of the interleaved class of a model's task, such as "InterleavedForCausalLM"."""
     for task in ("", *TASKS):
         mapped = getattr(transformers, f"AutoModel{task}")._model_mapping.get(type(model.config), ())
@@ -241,31 +265,49 @@ def _class_name(model: PreTrainedModel) -> str | None:
 
 
 def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, AttentionCall], list[torch.Tensor]]:
-    """Return the calls of the attention modules that call the registry, and the hidden states of the probe."""
-    model_type, problem = model.config.model_type, None
-    states: list[torch.Tensor] = []
+    """Return the calls of the attention modules that call the registry, and the hidden states of the probe.
+
+    Raise a ValueError for a model whose calls show that it cannot be interleaved, or that does not run the probe."""
+    with _recording(model) as calls:
+        states, error = _try_probe(model)
+    # The calls are checked first, because they tell more than the error of a model that they do not suit.
+    _check_calls(model.config, calls)
+    if error is None:
+        # Some models ask for their core by its name, and take another path for the name that records.
+        states, error = _try_probe(model)
+    if error is not None:
+        model_type = model.config.model_type
+        raise ValueError(f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}")
+    return calls, states
+
+
+def _try_probe(model: PreTrainedModel) -> tuple[list[torch.Tensor], Exception | None]:
+    """Return the hidden states of the probe, or the error that the base model's code raises."""
     try:
-        with _recording(model) as calls:
-            _probe(model)
-        states = _probe(model)  # Some models ask for their core by its name, and take another path for another name.
-    except Exception as error:  # whatever the base model's code does with a mask or a cache
-        problem = f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}"
-    for module, call in calls.items():
-        name = f"{model_type} cannot be interleaved: {type(module).__name__}"
-        if not call.is_causal:
-            problem = f"{name} is not marked as causal self-attention."
-        elif getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
-            problem = f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own."
-    if "reference_sliding_attention" in (getattr(model.config.get_text_config(decoder=True), "layer_types", ()) or ()):
-        problem = f"{model_type} cannot be interleaved: it caches a prompt beside a window, in layers of its own."
+        return probe(model), None
+    except Exception as error:  # whatever it does with a mask or a cache
+        return [], error
+
+
+def _check_calls(config: PreTrainedConfig, calls: dict[nn.Module, AttentionCall]) -> None:
+    """Raise a ValueError for a model whose attention cannot be interleaved, by the recorded calls."""
+    model_type = config.model_type
     if not calls:
-        problem = (
+        raise ValueError(
             f"{model_type} does not call attention through the registry of Transformers, so its heads cannot be "
             "interleaved."
         )
-    if problem is not None:
-        raise ValueError(problem)
-    return calls, states
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    if "reference_sliding_attention" in layer_types:
+        raise ValueError(
+            f"{model_type} cannot be interleaved: its own cache layers keep the prompt in addition to a window."
+        )
+    for module, call in calls.items():
+        name = f"{model_type} cannot be interleaved: {type(module).__name__}"
+        if not call.is_causal:
+            raise ValueError(f"{name} is not marked as causal self-attention.")
+        if getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
+            raise ValueError(f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own.")
 
 
 @contextmanager
@@ -286,7 +328,7 @@ def _recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall
 
 
 def _register_recording(core: str) -> str:
-    """Register a core that records its calls and is another one in all else, and return its name."""
+    """Register a core that records its calls and otherwise behaves like `core`, and return its name."""
     name = "recorded_" + core.replace("/", "_")
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_record_call, core))
     if core in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -297,7 +339,8 @@ def _register_recording(core: str) -> str:
 def _record_call(
     core: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs
 ) -> Any:
-    if (calls := CALLS.get()) is not None:
+    calls = CALLS.get()
+    if calls is not None:
         is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
         calls[module] = AttentionCall(query, (query.shape[1], key.shape[1], value.shape[1]), is_causal)
     return core_function(core, module)(stock_view(module, core, 1), query, key, value, *args, **kwargs)
@@ -312,7 +355,13 @@ def _choose(modules: dict, layers: Iterable[int] | str | None, model: PreTrained
     indices = sorted({module.layer_idx for module in modules})
     if layers == "paper":
         layers = [index for place, index in enumerate(indices) if place % 5 != 4]
-    chosen = indices if layers is None else list(layers) if isinstance(layers, Iterable) else []
+    chosen: list
+    if layers is None:
+        chosen = indices
+    elif isinstance(layers, Iterable):
+        chosen = list(layers)
+    else:
+        chosen = []
     if not chosen or any(isinstance(index, bool) or index not in indices for index in chosen):
         raise ValueError(
             f'layers is {layers!r}: expected "paper", None, or some of the attention layers {indices} of '
@@ -321,17 +370,20 @@ def _choose(modules: dict, layers: Iterable[int] | str | None, model: PreTrained
     return {module: call for module, call in modules.items() if module.layer_idx in chosen}
 
 
-def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
+def probe(model: PreTrainedModel) -> list[torch.Tensor]:
     """Return hidden states of a padded batch, and of a prompt and one token after it in the cache.
 
-    A window is shorter than the prompt meanwhile, so that it acts; flash cores take theirs from the layers."""
-    backbone, device, config = backbone_of(model), model.device, model.config.get_text_config(decoder=True)
+    During the probe the configured window is at most 4 tokens, so that the 6-token prompt exceeds it. It is not
+    shortened for flash cores, which read the window from the layers."""
+    backbone = backbone_of(model)
+    device = model.device
+    config = model.config.get_text_config(decoder=True)
     modes = {module: module.training for module in model.modules()}
     tokens = torch.arange(3, 17, device=device).view(2, 7) % config.vocab_size
     window = getattr(config, "sliding_window", None)
-    forwards = [each.forward for each in backbone.modules() if isinstance(each, PreTrainedModel)]
-    takes_kept = any("logits_to_keep" in signature(each).parameters for each in forwards)
-    options: dict = {"logits_to_keep": None} if takes_kept else {}  # see `attach_mixing`
+    decoders = [module for module in backbone.modules() if isinstance(module, PreTrainedModel)]
+    takes_kept = any("logits_to_keep" in signature(decoder.forward).parameters for decoder in decoders)
+    options: dict = {"logits_to_keep": None} if takes_kept else {}  # see `_install_decoder_hooks`
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     model.eval()
@@ -341,7 +393,8 @@ def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
         with torch.no_grad():
             padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False, **options)[0][mask.bool()]
             prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **options)
-            if (cache := prompt.get(CACHE)) is None:  # some base models do not return the cache they make
+            cache = prompt.get(CACHE)
+            if cache is None:  # some base models do not return the cache they make
                 cache = DynamicCache(config=config)
                 prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **{CACHE: cache}, **options)
             last = backbone(input_ids=tokens[1:, 6:], use_cache=True, **{CACHE: cache}, **options)
@@ -353,10 +406,13 @@ def _probe(model: PreTrainedModel) -> list[torch.Tensor]:
     return [padded, prompt[0], last[0]]
 
 
-def _difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> float:
-    """Return the largest difference as a share of the largest expected value."""
-    pairs = [(one.double(), other.double()) for one, other in zip(expected, actual)]
-    return max(((one - other).abs().max() / one.abs().max()).nan_to_num(torch.inf).item() for one, other in pairs)
+def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> float:
+    """Return the largest difference as a share of the largest expected value of its tensor."""
+    shares = []
+    for one, other in zip(expected, actual):
+        difference = (one.double() - other.double()).abs().max()
+        shares.append((difference / one.double().abs().max()).nan_to_num(torch.inf).item())
+    return max(shares)
 
 
 @torch.inference_mode(False)  # a weight that is made in inference mode gets no gradient
@@ -374,16 +430,18 @@ def _attach(
     names = {module: name for name, module in backbone_of(model).named_modules() if module in chosen}
     config.__class__ = model_class.config_class
     config.interleaved_layers = {names[module]: list(call.heads) for module, call in chosen.items()}
-    config.num_pseudo_heads, config.pseudo_collapse = num_pseudo_heads, collapse
-    config.mixing_scale, config.interleaved_window = mixing_scale, None
+    config.num_pseudo_heads = num_pseudo_heads
+    config.pseudo_collapse = collapse
+    config.mixing_scale = mixing_scale
+    config.interleaved_window = None
     model.__class__ = model_class
     register_models(model_class.config_class)  # for `from_config` of the Auto classes
-    attach_mixing(model)
+    attach_virtual_heads(model)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for module, call in chosen.items():
         for name, start in exact_start(call.heads, num_pseudo_heads, collapse, generator).items():
             mixing = module.get_submodule(name.removesuffix(".weight")).to(call.query.device, call.query.dtype)
-            mixing.begin("weight", start)
+            mixing.init_weight("weight", start)
             mixing._is_hf_initialized = True  # `init_weights` then leaves it, as it leaves all weights of the base
     buffers = dict(model.named_buffers())
     for name, source in model.all_tied_weights_keys.items():
@@ -393,10 +451,7 @@ def _attach(
 
 
 def _copy_config(model: PreTrainedModel) -> None:
-    """Give the model a configuration of its own. Models that were built from one object share it.
-
-    A model without a head keeps its object, because it may be a part of another model. The whole is then saved as
-    interleaved, and loads with the mixing, or, as most models of several media, not at all."""
+    """Give the model a configuration of its own. Models that were built from one object share it."""
     copies: dict = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():
@@ -406,21 +461,23 @@ def _copy_config(model: PreTrainedModel) -> None:
 
 
 def remove_mixing(module: torch.nn.Module) -> None:
-    """Remove from an attention module what `attach_mixing` gave it."""
+    """Remove from an attention module what `attach_virtual_heads` gave it, but for the hooks."""
     for name in (*MIXING_MODULES, "virtual_heads", "attended", "was_traced"):
         if hasattr(module, name):  # paired heads have no mixing
             delattr(module, name)
 
 
-def _detach(model: PreTrainedModel) -> None:
+def detach(model: PreTrainedModel) -> None:
     """Undo `_attach`."""
-    config, decoder, modules = model.config, decoder_of(model), list(interleaved_attention(model).values())
-    for each in virtual_configs(model):
-        set_core(each, core_of(each._attn_implementation))
+    config = model.config
+    decoder = decoder_of(model)
+    modules = list(interleaved_attention(model).values())
+    for virtual_config in virtual_configs(model):
+        set_core(virtual_config, core_of(virtual_config._attn_implementation))
         for field in (*FIELDS, "mixing_scale"):
-            vars(each).pop(field, None)
-        if not hasattr(each, "interleaved_layers"):  # a part
-            each.__class__ = type(each).__base__
+            vars(virtual_config).pop(field, None)
+        if not hasattr(virtual_config, "interleaved_layers"):  # a part
+            virtual_config.__class__ = type(virtual_config).__base__
     remove_hooks(decoder, *modules)
     for module in modules:
         remove_mixing(module)
@@ -428,8 +485,10 @@ def _detach(model: PreTrainedModel) -> None:
     model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
     for field in ("interleaved_layers", "base_model_type"):  # a loaded checkpoint has both
         vars(config).pop(field, None)
-    # Saving writes to it, and a checkpoint may have had one before.
-    named = (vars(config).pop("auto_map", None) or {}).items()
-    if auto_map := {task: name for task, name in named if name.split("--")[-1] not in AUTO_MAP.values()}:
+    # `save_pretrained` adds our entries to `auto_map`. Keep entries that the checkpoint already had.
+    auto_map = vars(config).pop("auto_map", None) or {}
+    auto_map = {task: name for task, name in auto_map.items() if name.split("--")[-1] not in AUTO_MAP.values()}
+    if auto_map:
         config.auto_map = auto_map
-    model.__class__, config.__class__ = type(model).__bases__[1], type(config).__bases__[0]
+    model.__class__ = base_model_class(type(model))
+    config.__class__ = base_config_class(type(config))

@@ -15,8 +15,8 @@ def mix(states: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     num_heads, _, num_pseudo_heads = alpha.shape
     alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
     states = states.transpose(1, 2)
-    # With one matrix for all tokens, `matmul` would fold tokens into head_dim and copy its result. One matrix for each
-    # token, an expanded view, writes this layout directly.
+    # `matmul` with a single matrix would fold the tokens into head_dim and then copy the result. Expanding the matrix
+    # over the tokens (a view) makes it write the wanted layout directly.
     alpha = alpha.expand(*states.shape[:2], -1, -1)
     return torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, num_heads))
 
@@ -34,7 +34,7 @@ def interleave(states: torch.Tensor) -> torch.Tensor:
     return states.flatten(1, 2).transpose(1, 2)
 
 
-def expand(
+def make_virtual_sequence(
     states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
     """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3, R_p)."""
@@ -62,8 +62,8 @@ def token_attentions(
     """Return attention maps over tokens, [batch, H, N, keys], of a call with `num_tokens` tokens N.
 
     Maps over virtual tokens, [batch, H, N * P, keys * P], are summed over the P of a key and averaged over the P of a
-    query. In a layer of `paired` heads, [batch, H / P, N * P, keys * P], each virtual query is a head's own. Other
-    maps stay as they are."""
+    query. In a layer of `paired` heads, [batch, H / P, N * P, keys * P], each virtual query belongs to one head, so
+    the rows are returned to their heads and not averaged. Other maps stay as they are."""
     maps = []
     for weights, is_paired in zip(attentions, paired, strict=True):
         size = weights.shape[-2] // num_tokens  # P, or 1 in a layer without virtual tokens
@@ -83,9 +83,10 @@ def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torc
 
 
 def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
-    """Convert the keyword arguments by which cores find windows and packed documents to virtual tokens.
+    """Convert to virtual tokens the keyword arguments that describe windows and packed documents.
 
-    Positions become n * P + p even where RoPE shares n: a core would take a repeated position for a new document."""
+    Positions become n * P + p even if the virtual tokens of a token share its RoPE position, because a core would take
+    a repeated position for a new document."""
     virtual = dict(kwargs)
     if kwargs.get("position_ids") is not None:
         virtual["position_ids"] = virtual_positions(kwargs["position_ids"], num_pseudo_heads)

@@ -14,9 +14,18 @@ from transformers.utils.import_utils import is_tracing
 from .cache_edge import keep_window_edge
 from .cache_names import CACHE
 from .configuration_iha import IHAConfig
+from .first_keys import document_first_keys, plain_window_mask
 from .overlay import Overlay
-from .virtual_masks import CREATE_MASK, LOWEST, VIRTUAL_KINDS, expand_mask, in_window, register_masks, virtual_tokens
-from .windows import document_keys, is_exported, plain_window_mask
+from .virtual_masks import (
+    CREATE_MASK,
+    LOWEST,
+    VIRTUAL_KINDS,
+    in_window,
+    mask_over_virtual_tokens,
+    register_masks,
+    virtual_tokens_per_token,
+)
+from .windows import is_exported
 
 
 def create_masks(
@@ -25,7 +34,7 @@ def create_masks(
     attention_mask: torch.Tensor | None,
     cache: Cache | None,
     position_ids: torch.Tensor | None,
-    counted: bool = False,
+    default_positions: bool = False,
 ) -> dict[str, Any]:
     """Return the mask of each layer type, over virtual tokens where the model has virtual heads (see `virtual_mask`).
 
@@ -35,20 +44,21 @@ def create_masks(
             [batch, heads or 1, N, cached + N]. Sliding layers keep their window under a custom mask.
         cache: the cache before it takes the N tokens. Its sliding layers are made to keep the window's edge.
         position_ids: [batch or 1, N]; a restart begins a packed document.
-        counted: whether the model counted `position_ids` itself, so that they declare no documents.
+        default_positions: whether `position_ids` are the default ones, which declare no documents.
     """
-    num_pseudo_heads, core = virtual_tokens(config), config._attn_implementation
+    num_pseudo_heads = virtual_tokens_per_token(config)
+    core = config._attn_implementation
     if cache is not None and num_pseudo_heads > 1:
-        keep_window_edge(cache, [1] * config.num_hidden_layers, config.sliding_window)
+        keep_window_edge(cache, config.sliding_window)
     if attention_mask is not None and attention_mask.ndim != 2:
         past = 0 if cache is None else cache.get_seq_length()
-        attention_mask = expand_mask(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)
-    if core == "sdpa" and is_whole(config, attention_mask, cache):
-        if counted:
+        attention_mask = mask_over_virtual_tokens(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)
+    if core == "sdpa" and has_no_padding_or_cache(config, attention_mask, cache):
+        if default_positions:
             return {name: plain_mask(config, name, inputs_embeds) for name in config.layer_types}
         if torch.compiler.is_compiling() and cache is None:
             return _document_masks(config, position_ids, len(inputs_embeds))
-    if counted and not is_tracing(inputs_embeds):
+    if default_positions and not is_tracing(inputs_embeds):
         # Transformers would search them for packed documents, and a GPU would wait for the answer.
         position_ids = None
     # Cores such as those of vLLM make no masks.
@@ -79,7 +89,7 @@ def create_masks(
     return masks
 
 
-def is_whole(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cache | None) -> bool:
+def has_no_padding_or_cache(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cache | None) -> bool:
     """Return whether a call is known from its shapes to have no padding and no cached tokens.
 
     It is False under export and tracing, where later calls may have other lengths, and for the kinds that compute the
@@ -92,11 +102,13 @@ def is_whole(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cach
 
 
 def _document_masks(config: IHAConfig, position_ids: torch.Tensor, batch: int) -> dict[str, torch.Tensor]:
-    """Return the mask of each layer type for compiled code, where positions that do not go on begin a document."""
+    """Return the mask of each layer type for compiled code.
+
+    A document begins where `position_ids` do not increase by one."""
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-    num_pseudo_heads = virtual_tokens(config)
+    num_pseudo_heads = virtual_tokens_per_token(config)
     return {
-        layer_type: document_keys(position_ids, batch, num_pseudo_heads, windows[layer_type])
+        layer_type: document_first_keys(position_ids, batch, num_pseudo_heads, windows[layer_type])
         for layer_type in config.layer_types
     }
 
@@ -107,7 +119,7 @@ def plain_mask(config: IHAConfig, layer_type: str, inputs_embeds: torch.Tensor) 
     window = config.sliding_window
     if layer_type == "full_attention" or window is None or window >= length:
         return None
-    num_pseudo_heads = virtual_tokens(config)
+    num_pseudo_heads = virtual_tokens_per_token(config)
     return plain_window_mask(length * num_pseudo_heads, window * num_pseudo_heads, inputs_embeds.device)
 
 
@@ -119,65 +131,122 @@ def check_inputs(
     position_ids: torch.Tensor | None,
     **kwargs,
 ) -> None:
-    """Raise a ValueError for packed documents that the core would silently join, and for what misfits the cache.
+    """Raise a ValueError for packed documents that the core would silently join, and inputs that do not fit the cache.
 
-    `position_ids` [batch, N] that restart declare documents, or `cu_seq_lens_q` among `kwargs`. Masks and flash cores
-    look for these in some cases only. The other arguments are those of `create_masks`."""
-    embeds, mask, cu_seq_lens = inputs_embeds, attention_mask, kwargs.get("cu_seq_lens_q")
-    core, flash = config._attn_implementation, is_flash_attention_requested(config)
-    if core == "flex_attention" and embeds.device.type == "cpu" and not torch.compiler.is_compiling():
-        warnings.warn("FlexAttention compiled for a CPU may fail, crash or err in silence: use 'sdpa' or 'eager'.")
-    if not flash and core not in ("eager", "flex_attention", "sdpa"):
+    Documents are declared by `position_ids` [batch, N] that restart, or by `cu_seq_lens_q` among `kwargs`. Masks and
+    flash cores look for these in some cases only. The other arguments are those of `create_masks`."""
+    _warn_flex_on_cpu(config, inputs_embeds)
+    core = config._attn_implementation
+    if not is_flash_attention_requested(config) and core not in ("eager", "flex_attention", "sdpa"):
         return  # Other cores, such as the paged ones, have ways of their own.
-    if is_tracing(embeds) or embeds.is_meta or (mask is not None and mask.ndim != 2):
-        return  # There are no values to look at, or a custom mask decides.
+    if is_tracing(inputs_embeds) or inputs_embeds.is_meta:
+        return  # There are no values to look at.
+    if attention_mask is not None and attention_mask.ndim != 2:
+        return  # A custom mask decides.
 
-    length = embeds.shape[1]
+    length = inputs_embeds.shape[1]
     past = 0 if cache is None else cache.get_seq_length()
     if length != 1:
         # The length of a static cache is a tensor, and reading it makes a GPU wait. One new token needs no check.
         past = int(past)
-    is_short = mask is not None and isinstance(past, int) and mask.shape[1] < past + length
-    restarts = False
-    begins_again = False  # positions begin at 0 although tokens are cached
-    if position_ids is not None and length > 1 and not is_short:
-        restart = position_ids.diff(dim=-1) < 1
-        first = position_ids < 1
-        if mask is not None:
-            # `generate` counts from the first real token, so positions of padding may restart. The mask may have
-            # columns for tokens to come.
-            real = mask[:, : past + length][:, -length:].to(restart.device).bool()
-            restart = restart & real[:, 1:] & real[:, :-1]
-            first = first & real & mask[:, :past].any(dim=-1, keepdim=True).to(restart.device)
-        restarts = bool(restart.any())
-        begins_again = past > 0 and not restarts and bool(first.any())
-    # A short mask would hide the newest tokens. Assisted decoding that is given a cache passes one, or passes cached
-    # tokens a second time.
-    if begins_again or is_short:
-        raise ValueError(
-            f"{length} tokens come after {past} cached ones, but position_ids begin at 0 or attention_mask has fewer "
-            f"than {past + length} columns: pass new tokens alone and a mask over all tokens, or no cache."
-        )
-    declares_documents = restarts or (cu_seq_lens is not None and len(cu_seq_lens) > 2)
-    if not declares_documents:
-        return
+    if isinstance(past, int):
+        _check_mask_length(attention_mask, length, past)
+    restarts = None
+    if position_ids is not None and length > 1:
+        found = _document_restarts(position_ids, attention_mask, past)
+        if found.any():
+            restarts = found
+        elif past > 0:
+            _check_continues_cache(position_ids, attention_mask, past)
+    cu_seq_lens = kwargs.get("cu_seq_lens_q")
+    declares_documents = restarts is not None or (cu_seq_lens is not None and len(cu_seq_lens) > 2)
+    if declares_documents:
+        _check_documents_apart(config, inputs_embeds, attention_mask, cache, position_ids, restarts, **kwargs)
 
-    if flash:
+
+def _warn_flex_on_cpu(config: IHAConfig, inputs_embeds: torch.Tensor) -> None:
+    """Warn of FlexAttention compiled for a CPU, unless the whole call is compiled."""
+    is_flex = config._attn_implementation == "flex_attention"
+    if is_flex and inputs_embeds.device.type == "cpu" and not torch.compiler.is_compiling():
+        warnings.warn("FlexAttention compiled for a CPU may fail, crash or err in silence: use 'sdpa' or 'eager'.")
+
+
+def _check_mask_length(attention_mask: torch.Tensor | None, length: int, past: int) -> None:
+    """Raise a ValueError for a mask [batch, columns] that would hide the newest of `past` + `length` tokens.
+
+    Assisted decoding with a user's cache may pass such a mask."""
+    if attention_mask is not None and attention_mask.shape[1] < past + length:
+        raise ValueError(_does_not_fit_cache(length, past))
+
+
+def _check_continues_cache(position_ids: torch.Tensor, attention_mask: torch.Tensor | None, past: int) -> None:
+    """Raise a ValueError for positions that begin at 0 although real tokens are cached.
+
+    Assisted decoding with a user's cache may pass tokens again that are already cached."""
+    begins = position_ids < 1
+    if attention_mask is not None:
+        real = _real_tokens(attention_mask, position_ids, past)
+        has_real_past = attention_mask[:, :past].any(dim=-1, keepdim=True).to(position_ids.device)
+        begins = begins & real & has_real_past
+    if begins.any():
+        raise ValueError(_does_not_fit_cache(position_ids.shape[1], past))
+
+
+def _does_not_fit_cache(length: int, past: int) -> str:
+    return (
+        f"{length} tokens come after {past} cached ones, but position_ids begin at 0 or attention_mask has fewer "
+        f"than {past + length} columns: pass new tokens alone and a mask over all tokens, or no cache."
+    )
+
+
+def _real_tokens(attention_mask: torch.Tensor, position_ids: torch.Tensor, past: int) -> torch.Tensor:
+    """Return which of the N new tokens are real, boolean [batch, N]. The mask may have columns for tokens to come."""
+    length = position_ids.shape[1]
+    return attention_mask[:, past : past + length].to(position_ids.device).bool()
+
+
+def _document_restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None, past: int) -> torch.Tensor:
+    """Return where positions restart from one token to the next, which declares a document, boolean [batch, N - 1]."""
+    restarts = position_ids.diff(dim=-1) < 1
+    if attention_mask is not None:
+        # `generate` counts from the first real token, so positions of padding may restart.
+        real = _real_tokens(attention_mask, position_ids, past)
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    return restarts
+
+
+def _check_documents_apart(
+    config: IHAConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+    position_ids: torch.Tensor | None,
+    restarts: torch.Tensor | None,
+    **kwargs,
+) -> None:
+    """Raise a ValueError for packed documents that the core would join.
+
+    `restarts` are those of `_document_restarts`, or `None` if positions do not restart and `kwargs` declare the
+    documents."""
+    if is_flash_attention_requested(config):
         names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        by_lengths = all(kwargs.get(name) is not None for name in names)
-        one_row = restarts and past == 0 and len(embeds) == 1
-        by_positions = one_row and bool((position_ids[:, 1:][restart] == position_ids[0, 0]).all())
-        apart = (by_lengths or by_positions) and (mask is None or bool(mask.all()))
+        are_declared = all(kwargs.get(name) is not None for name in names)
+        has_past = cache is not None and cache.get_seq_length() > 0
+        if restarts is not None and not has_past and len(inputs_embeds) == 1:
+            restart_at_first_value = bool((position_ids[:, 1:][restarts] == position_ids[0, 0]).all())
+            are_declared = are_declared or restart_at_first_value
+        has_padding = attention_mask is not None and not attention_mask.all()
+        are_apart = are_declared and not has_padding
         how = (
             "by cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k together, or in a batch of one row that "
             "continues no cache by position_ids that restart at their first value; in both cases without padding in "
             "attention_mask"
         )
     else:
-        apart = restarts and mask is None and cache is None
+        are_apart = restarts is not None and attention_mask is None and cache is None
         how = "by position_ids that restart, without attention_mask and without a cache (use_cache=False)"
-    if not apart:
+    if not are_apart:
         raise ValueError(
             f"Packed documents (position_ids that restart, or cu_seq_lens) would attend to one another here: "
-            f"attn_implementation={core!r} keeps them apart {how}."
+            f"attn_implementation={config._attn_implementation!r} keeps them apart {how}."
         )

@@ -7,14 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .interleaving import collapse, expand
-from .new_token import absorbed_attention
+from .interleaving import collapse, make_virtual_sequence
+from .new_token import new_token_attention
 
 
 class MixedHeads(NamedTuple):
     """Hold the weights by which an "iha" layer mixes, rotates and collapses its heads (IHA, Algorithm 1).
 
-    It is the `virtual_heads` of such a layer: the class by which `virtual_attention` makes virtual tokens."""
+    An "iha" layer names this class in its attribute `virtual_heads`, and `virtual_attention` builds an instance for
+    each call."""
 
     q_mix: torch.Tensor  # alpha^Q, [H, H, P]
     k_mix: torch.Tensor  # alpha^K, [G, G, P]
@@ -33,34 +34,37 @@ class MixedHeads(NamedTuple):
         return (self.q_mix, self.k_mix, self.v_mix, self.collapse)
 
     @property
-    def expands(self) -> bool:
+    def allocates_virtual_tokens(self) -> bool:
         """Return whether virtual tokens take memory of their own."""
         return True
 
     @classmethod
-    def of(cls, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation) -> "MixedHeads":
-        """Return the weights of a module for base states."""
+    def from_module(
+        cls, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation
+    ) -> "MixedHeads":
+        """Return the weights of a module for queries, keys and values before mixing (base states)."""
         return cls(module.q_mix(query), module.k_mix(key), module.v_mix(value), module.collapse(query), rotation)
 
     def attend(
         self,
-        core: Callable,
+        attend_virtual: Callable,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run steps 2 to 5 on base states, which `core` sees as the virtual sequence.
+        """Run steps 2 to 5 on base states, which `attend_virtual` sees as the virtual sequence.
 
-        `core` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. It returns the
-        output [batch, N * P, H, head_dim] and weights. Return the output [batch, N, H, head_dim] and those weights."""
-        query = expand(query, self.q_mix, self.rotation)
-        key = expand(key, self.k_mix, self.rotation)
-        value = expand(value, self.v_mix)
-        output, attn_weights = core(query, key, value, attention_mask, **kwargs)
+        `attend_virtual` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. It returns
+        the output [batch, N * P, H, head_dim] and weights. Return the output [batch, N, H, head_dim] and those
+        weights."""
+        query = make_virtual_sequence(query, self.q_mix, self.rotation)
+        key = make_virtual_sequence(key, self.k_mix, self.rotation)
+        value = make_virtual_sequence(value, self.v_mix)
+        output, attn_weights = attend_virtual(query, key, value, attention_mask, **kwargs)
         return collapse(output, self.collapse, self.num_pseudo_heads), attn_weights
 
-    def step(self, *args) -> torch.Tensor:
-        """Return the output of one new token, by `absorbed_attention` of the arguments."""
-        return absorbed_attention(self, *args)
+    def attend_new_token(self, *args) -> torch.Tensor:
+        """Return the output of one new token, by `new_token_attention` of the arguments."""
+        return new_token_attention(self, *args)

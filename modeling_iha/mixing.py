@@ -17,7 +17,7 @@ from .modeling_interleaved import configs
 
 
 def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights by which a model's attention mixes heads, those that train, each once.
+    """Return the trainable mixing weights of a model's attention, without duplicates.
 
     The model may be within PEFT, DDP or FSDP; PEFT trains copies of the weights, so call this after it has wrapped
     the model. An optimizer takes the weights as a group, such as `{"params": mixing_parameters(model),
@@ -29,7 +29,7 @@ def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, gathered if FSDP2 shards it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -39,17 +39,17 @@ def _value(module: nn.Module, name: str) -> torch.Tensor:
     # The code of earlier versions has the scale as an attribute.
     scale = getattr(module, f"{name}_scale", None)
     scale = start.new_tensor(module.scale) if scale is None else scale
-    return torch.addcmul(start, whole(getattr(module, name)), scale)
+    return torch.addcmul(start, gathered(getattr(module, name)), scale)
 
 
 @torch.no_grad()
 def values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a module, with the value of each mixing weight in place of start, change and scale."""
     state = module.state_dict()
-    for prefix, each in module.named_modules():
-        for name in weight_names(each):
+    for prefix, submodule in module.named_modules():
+        for name in weight_names(submodule):
             full = f"{prefix}.{name}" if prefix else name
-            state[full] = _value(each, name)
+            state[full] = _value(submodule, name)
             del state[f"{full}_start"]
             state.pop(f"{full}_scale", None)
     return state
@@ -57,13 +57,14 @@ def values(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def set_mixing_scale(model: nn.Module, scale: float) -> None:
-    """Change the multiple of the optimizer's rate at which the mixing of a model learns, and nothing that it computes.
+    """Change `mixing_scale` without changing what the model computes.
 
-    The present values become the starts, to which weight decay pulls, and the weights become zero.
+    The mixing then learns at another multiple of the optimizer's rate. The present values become the starts, to which
+    weight decay pulls, and the weights become zero.
 
     Args:
         model: any model with weights that mix heads, whole or sharded by FSDP2.
-        scale: the new `mixing_scale`, above 0. The configuration says it too.
+        scale: the new `mixing_scale`, above 0. It is also written to the configuration.
 
     Raise a ValueError for another scale, and for a model without such weights or with offloaded ones."""
     if not isinstance(scale, int | float) or not 0 < scale < math.inf:
@@ -73,7 +74,8 @@ def set_mixing_scale(model: nn.Module, scale: float) -> None:
         raise ValueError(f"{type(model).__name__} has no weights that mix heads.")
     if any(getattr(module, name).is_meta for module, name in found):
         raise ValueError("The mixing is offloaded: load the model whole.")
-    started = [_value(module, name) for module, name in found]  # of all first: tied blocks share the weights
+    # Read all values before writing any, because tied blocks share weights.
+    started = [_value(module, name) for module, name in found]
     for (module, name), value in zip(found, started):
         getattr(module, f"{name}_start").copy_(value)
         getattr(module, f"{name}_scale").fill_(scale)

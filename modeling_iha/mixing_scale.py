@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Keep the `mixing_scale` of a configuration what the weights of its model say (see `Mixing`)."""
+"""Keep `config.mixing_scale` equal to the scale stored with the weights (see `Mixing`)."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig
 
 def check_scale(saved: dict, given: dict) -> None:
     """Raise a ValueError for a `mixing_scale` that is given in place of the one of a saved configuration."""
-    own, other = saved.get("mixing_scale", 1), given.get("mixing_scale")
+    own = saved.get("mixing_scale", 1)
+    other = given.get("mixing_scale")
     if other is not None and other != own:
         raise ValueError(
             f"mixing_scale={other}, and the checkpoint has {own}, which its weights depend on: load it without the "
@@ -25,7 +26,7 @@ def weight_names(module: nn.Module) -> list[str]:
 
 
 def note_scale(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> None:
-    """Write the scale that the mixing weights of a model hold, where all hold the same one, to its configurations."""
+    """If all mixing weights of a model have the same scale, write it to the configurations."""
     scales = [module.get_buffer(f"{name}_scale") for module in model.modules() for name in weight_names(module)]
     found = {scale.item() for scale in scales if not scale.is_meta}
     if len(found) != 1:

@@ -33,7 +33,7 @@ from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .cache_names import CACHE, takes_cache
 from .configuration_iha import IHAConfig
-from .head_mixing import build_at
+from .head_mixing import set_initial_scale
 from .interleaving import token_attentions
 from .masks import check_inputs, create_masks
 from .mixing_scale import note_scale
@@ -50,7 +50,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
 
     def __init__(self, config: IHAConfig, layer_type: str = "full_attention"):
         # CODEPATH: layers with a window may have RoPE parameters of their own, and Llama's table knows one set.
-        if config.has_local_rope:
+        if config.has_sliding_rope:
             rope_parameters = config.rope_of(layer_type)
             config = copy(config)  # the caller's keeps the parameters of both layer types
             config.rope_parameters = rope_parameters
@@ -109,7 +109,8 @@ class IHAMLP(LlamaMLP):
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
-        # CODEPATH: the paper's 2.4B models and GPT-3 small have two matrices; converted Llamas and DCFormers three.
+        # CODEPATH: the paper's 2.4B models and GPT-3 small have two matrices; converted Llamas and DCFormers have
+        # three.
         if not config.gated_mlp:
             del self.gate_proj
         # CODEPATH: released DCFormers ("mgate").
@@ -152,14 +153,15 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
-    # Checkpoints of earlier versions lack what `Mixing.begin` then sets.
+    # Checkpoints of earlier versions lack what `Mixing.init_weight` then sets.
     _keys_to_ignore_on_load_missing = [r"_(start|scale)$"]
 
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, [batch, H, N, keys], of a call with `num_tokens` tokens N.
 
         Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. In a layer of
-        paired heads each virtual query is a head's own. Other maps stay as they are."""
+        paired heads each virtual query belongs to one head, so the rows are returned to their heads and not averaged.
+        Other maps stay as they are."""
         paired = [kind == "paired_heads" for kind in self.config.attention_kinds]
         return token_attentions(attentions, num_tokens, paired)
 
@@ -177,7 +179,8 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module):
         """Initialise as Llama does, and call `init_mechanism` of a mechanism's own modules."""
         super()._init_weights(module)
-        if init_mechanism := getattr(module, "init_mechanism", None):
+        init_mechanism = getattr(module, "init_mechanism", None)
+        if init_mechanism is not None:
             init_mechanism(self.config)
 
 
@@ -195,9 +198,9 @@ class IHAModel(IHAPreTrainedModel):
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = IHARotaryEmbedding(config=config)
         # CODEPATH: layers with a window may have RoPE parameters of their own, as in Gemma 3.
-        self.rotary_emb_local = IHARotaryEmbedding(config, "sliding_attention") if config.has_local_rope else None
+        self.rotary_emb_sliding = IHARotaryEmbedding(config, "sliding_attention") if config.has_sliding_rope else None
         self.gradient_checkpointing = False
-        build_at(self, config.mixing_scale)
+        set_initial_scale(self, config.mixing_scale)
         self.post_init()
 
     @property
@@ -206,15 +209,15 @@ class IHAModel(IHAPreTrainedModel):
         return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
 
     def create_masks(
-        self, inputs_embeds, attention_mask, cache, position_ids, counted=False, **kwargs
+        self, inputs_embeds, attention_mask, cache, position_ids, default_positions=False, **kwargs
     ) -> dict[str, torch.Tensor | None]:
         """Return the mask of each layer type, after `check_inputs`. `kwargs` of the forward may declare documents."""
-        given_positions = None if counted else position_ids
+        given_positions = None if default_positions else position_ids
         check_inputs(self.config, inputs_embeds, attention_mask, cache, given_positions, **kwargs)
         convolving = next((layer for layer in self.layers if layer.self_attn.convolves), None)
         if convolving is not None:
             convolving.self_attn.check_holes(attention_mask)
-        return create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, counted)
+        return create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, default_positions)
 
     @takes_cache
     @merge_with_config_defaults
@@ -242,8 +245,8 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        counted = position_ids is None
-        if counted:
+        default_positions = position_ids is None
+        if default_positions:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
@@ -259,13 +262,15 @@ class IHAModel(IHAPreTrainedModel):
             masks = attention_mask
         else:
             cache_of_masks = None if pages is not None else cache  # pages have no length to ask for
-            masks = self.create_masks(inputs_embeds, attention_mask, cache_of_masks, position_ids, counted, **kwargs)
+            masks = self.create_masks(
+                inputs_embeds, attention_mask, cache_of_masks, position_ids, default_positions, **kwargs
+            )
 
         hidden_states = inputs_embeds
         tables = self.rotary_emb.tables(hidden_states, position_ids)
         position_embeddings = {"full_attention": tables, "sliding_attention": tables}
-        if self.rotary_emb_local is not None:
-            position_embeddings["sliding_attention"] = self.rotary_emb_local.tables(hidden_states, position_ids)
+        if self.rotary_emb_sliding is not None:
+            position_embeddings["sliding_attention"] = self.rotary_emb_sliding.tables(hidden_states, position_ids)
 
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
@@ -300,8 +305,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def init_continuous_batching(self, *args, **kwargs):
         """Start continuous batching as [`GenerationMixin`] does (see `init_requests`).
 
-        Raise a NotImplementedError for a kind that caches more than Llama. Full-attention "mha" layers alone are
-        Llama's, and take CUDA graphs and compilation."""
+        Raise a NotImplementedError for a kind that caches more than Llama. A model with only
+        full-attention "mha" layers is a Llama, and takes CUDA graphs and compilation."""
         if self.model.is_llama:
             return super().init_continuous_batching(*args, **kwargs)
         others = [layer.self_attn for layer in self.model.layers if not layer.self_attn.caches_like_llama]
@@ -326,7 +331,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
         """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
 
-        One token goes through a compiled forward, which takes tensors. For a prompt the forward makes masks."""
+        For one token the masks are made here, because the compiled forward must receive tensors. For a prompt the
+        forward makes them."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
         return self.model.create_masks(inputs_embeds, attention_mask, cache, position_ids)

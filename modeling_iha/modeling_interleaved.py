@@ -32,37 +32,40 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .adapter_records import meet_adapter, watch_peft
-from .cache_edge import keep_window_edge, lacks_window_edge
+from .cache_edge import WINDOW_EDGE, keep_window_edge, lacks_window_edge
 from .cache_names import CACHE, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
-from .head_mixing import HeadCollapse, HeadMixing, build_at
+from .head_mixing import HeadCollapse, HeadMixing, set_initial_scale
 from .interleaving import token_attentions
 from .mixed_heads import MixedHeads
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
-from .virtual_core import virtual_attention, virtual_heads
-from .virtual_masks import CORES, WINDOWED, core_of, expand_mask, register_masks
+from .virtual_core import virtual_attention, virtual_heads_of
+from .virtual_masks import CORES, WINDOWED, core_of, mask_over_virtual_tokens, register_masks
 
 
 # By these names Trainer's label smoothing shifts the labels, and pipelines and Transformers' server know the models.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForCausalLM"
 MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForMultimodalLM"
 
-# The numbers by which PyTorch names hooks count up in a process, and equal models would hash unequal (datasets).
+# PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. A fixed name avoids
+# this.
 HOOK = "interleaving"
-NOT_SAVED = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|scale)$"
+ABSENT_FROM_OLD_CHECKPOINTS = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|scale)$"
 
 
 class Attended(local):
-    """Hold what attended through `virtual_attention`, in each thread: threads may share a model.
+    """Record, per thread, which modules called `virtual_attention`.
 
-    Dynamo loses what compiled code writes here, and keeps attributes of modules (see `noted_attention`)."""
+    Threads may share a model. Dynamo loses what compiled code writes here, and keeps attributes of modules (see
+    `noted_attention`)."""
 
-    module: nn.Module | None = None  # the last one, until it is checked
+    module: nn.Module | None = None  # the module that attended last and is not checked yet
 
     def __init__(self):
-        self.by_decoder = WeakKeyDictionary[nn.Module, set[nn.Module]]()  # those checked in its present forward
+        # For each decoder, the modules checked in its current forward
+        self.by_decoder = WeakKeyDictionary[nn.Module, set[nn.Module]]()
 
 
 ATTENDED = Attended()
@@ -72,25 +75,26 @@ REPLACED = (
 )
 
 
-def register_core(core: str, window: int | None = None) -> str:
+def register_core(core: str, has_window: bool = False) -> str:
     """Register attention and masks over virtual tokens on a core of Transformers, and return their name.
 
-    A model with a `window` that its base lacks has a name of its own (see `windowed_attention`)."""
-    name, attention = register_masks(core), noted_attention
-    if window is not None:
-        masks = ALL_MASK_ATTENTION_FUNCTIONS[name]
-        name, attention = WINDOWED + name, windowed_attention
-        CORES[name] = core
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, masks)
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(attention, core))
-    return name
+    If the model `has_window` that its base lacks, the name is another one (see `windowed_attention`)."""
+    name = register_masks(core)
+    if not has_window:
+        ALL_ATTENTION_FUNCTIONS.register(name, partial(noted_attention, core))
+        return name
+    windowed_name = WINDOWED + name
+    CORES[windowed_name] = core
+    ALL_MASK_ATTENTION_FUNCTIONS.register(windowed_name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    ALL_ATTENTION_FUNCTIONS.register(windowed_name, partial(windowed_attention, core))
+    return windowed_name
 
 
 def windowed_attention(core: str, module: Any, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call `noted_attention`, or raise a RuntimeError in a model without interleaved heads.
 
-    TRL's trainers load the reference of a model by its `_name_or_path`, with the name of its core. Where the model was
-    interleaved in place that is the plain base, without the window: it would compute something else."""
+    TRL reloads the reference model from `_name_or_path`, with the name of the model's core. For a model interleaved in
+    place this loads the plain base, whose outputs differ beyond the window."""
     config = getattr(module, "config", None)
     if config is not None and not hasattr(config, "num_pseudo_heads"):
         raise RuntimeError(
@@ -112,10 +116,12 @@ def noted_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call `virtual_attention`, and note that interleaved attention went through it."""
     attend = partial(virtual_attention, core, module)
-    if (requests := kwargs.pop("paged_requests", None)) is not None:
+    requests = kwargs.pop("paged_requests", None)
+    if requests is not None:
         _check_pages(requests, module, key, value, attention_mask)
+        requests.attended.add(module.layer_idx)
         attend = partial(requests.attend, attend, module.layer_idx)
-    if virtual_heads(module) is not None:
+    if virtual_heads_of(module) is not None:
         module.attended = True
         if not torch.compiler.is_dynamo_compiling():
             ATTENDED.module = module
@@ -131,11 +137,10 @@ def _check_pages(
             "Continuous batching calls attention once in a layer, with values as wide as keys and no mask of its own, "
             f"and {type(module).__name__} does not. Use generate, which takes batches too."
         )
-    requests.attended.add(module.layer_idx)
 
 
 class InterleavedPreTrainedModel:
-    """Add mixing weights to a model of Transformers, whose class stands behind this one."""
+    """Add mixing weights to a model, as a mixin placed before a Transformers model class."""
 
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, as the method of this name of [`IHAModel`] does."""
@@ -144,16 +149,17 @@ class InterleavedPreTrainedModel:
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         check_all_heads(config)
         super().__init__(config, *args, **kwargs)
-        attach_mixing(self)
+        attach_virtual_heads(self)
         self.init_weights()  # of the mixing alone: the base model's are done
 
     def set_attn_implementation(self, *args, **kwargs):
-        """Set the core of attention, and have it attend over virtual tokens in the decoder."""
+        """Set the core of attention, and make it attend over virtual tokens in the decoder."""
         super().set_attn_implementation(*args, **kwargs)
-        use_virtual_cores(self)  # the models within are the base's own, and took its cores
+        use_virtual_cores(self)  # nested models were just reset to stock cores
 
     def initialize_weights(self):
-        for module in self.modules():  # first, because a base decoder within leaves these as they are
+        # Before `super()`, so that a nested base decoder does not mark them as initialized and leave them as they are.
+        for module in self.modules():
             if isinstance(module, (HeadMixing, HeadCollapse)) and not getattr(module, "_is_hf_initialized", False):
                 module.init_mechanism(self.config)
                 module._is_hf_initialized = True
@@ -164,7 +170,7 @@ class InterleavedPreTrainedModel:
         return super().save_pretrained(*args, **kwargs)
 
     def meet_adapter(self, tuner: Any, config: Any):
-        """Check an adapter of this model, and have its configuration record the model (see `watch_peft`)."""
+        """Check an adapter of this model, and make its configuration record the model (see `watch_peft`)."""
         meet_adapter(self, tuner, config)
 
     def __reduce__(self) -> tuple:
@@ -178,7 +184,7 @@ class InterleavedPreTrainedModel:
         """Return the name under which the requested core attends over virtual tokens."""
         core = attn_implementation and core_of(attn_implementation)
         core = super()._check_and_adjust_attn_implementation(core, *args, **kwargs)
-        return register_core(core, self.config.interleaved_window)
+        return register_core(core, self.config.interleaved_window is not None)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
@@ -201,7 +207,7 @@ class InterleavedPreTrainedModel:
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return cls.__bases__[1]._supports_default_dynamic_cache()  # which asks by the name of the class
+        return base_model_class(cls)._supports_default_dynamic_cache()  # it decides by the name of the class
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -234,10 +240,11 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 def holders(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that hold all interleaved attention, from the model to the smallest."""
-    backbone, found = backbone_of(model), [model]
+    backbone = backbone_of(model)
     names = [name.split(".") for name in model.config.interleaved_layers]
     common = os.path.commonprefix(names) if len(names) > 1 else names[0]
-    return found + [backbone.get_submodule(".".join(common[:depth])) for depth in range(len(common) + 1)]
+    prefixes = [".".join(common[:depth]) for depth in range(len(common) + 1)]
+    return [model] + [backbone.get_submodule(prefix) for prefix in prefixes]
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -245,50 +252,83 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return [module for module in holders(model) if isinstance(module, PreTrainedModel)][-1]
 
 
-def attach_mixing(model: PreTrainedModel) -> None:
-    """Give the attention modules that the configuration names their mixing weights, and have them used."""
-    config, backbone = model.config, backbone_of(model)
+def attach_virtual_heads(model: PreTrainedModel) -> None:
+    """Add mixing weights and hooks to the attention modules listed in `interleaved_layers`."""
+    config = model.config
+    backbone = backbone_of(model)
     config.interleaved_layers = {
         name: heads for name, heads in config.interleaved_layers.items() if not is_cut_off(backbone, name)
     }
     if not config.interleaved_layers:
         raise ValueError("None of the interleaved layers is among the first num_hidden_layers: keep more layers.")
-    decoder = decoder_of(model)
-    for each in virtual_configs(model):
-        for field in FIELDS:
-            setattr(each, field, getattr(config, field, None))  # older checkpoints name no `virtual_heads`
-        if not hasattr(each, "interleaved_layers"):
-            each.__class__ = part_class(type(each))
-    for name, (num_heads, num_key_heads, num_value_heads) in config.interleaved_layers.items():
+    _share_fields(model)
+    for name, heads in config.interleaved_layers.items():
         module = backbone.get_submodule(name)
-        if virtual_heads(module) is not None:
-            continue  # A generic task head has a decoder of this package within.
-        module.attended = module.was_traced = False  # see `noted_attention` and `_check_attention`
-        module._forward_hooks[HOOK], module._forward_hooks_with_kwargs[HOOK] = _check_attention, True
-        # CODEPATH: decoders of `pair_heads` are paired, those of `interleave_heads` mixed.
-        module.virtual_heads = PairedHeads if config.virtual_heads == "paired" else MixedHeads
-        if module.virtual_heads is PairedHeads:
-            continue
-        module.q_mix = HeadMixing(num_heads, config.num_pseudo_heads)
-        module.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
-        module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
-        module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
-        build_at(module, config.mixing_scale)
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()  # Zamba's blocks share all their weights
-    weights = dict(model.named_parameters(remove_duplicate=False))  # Transformers ties no buffers
-    model.all_tied_weights_keys |= {name: source for name, source in tied if is_mixing(name) and name in weights}
+        # The decoder of a generic task head is a model of this package, and has its virtual heads already.
+        if virtual_heads_of(module) is None:
+            _add_virtual_heads(module, heads, config)
+    _tie_mixing(model)
     use_virtual_cores(model)
-    # Gemma 4 would leave out rows of a mask, which are of virtual tokens, for any number. It asks for cores by name.
+    _install_decoder_hooks(decoder_of(model))
+
+
+def _share_fields(model: PreTrainedModel) -> None:
+    """Copy the fields that attention and masks read to the configurations of the models within a model."""
+    for config in virtual_configs(model):
+        for field in FIELDS:
+            setattr(config, field, getattr(model.config, field, None))  # older checkpoints name no `virtual_heads`
+        if not hasattr(config, "interleaved_layers"):
+            config.__class__ = part_class(type(config))
+
+
+def _add_virtual_heads(module: nn.Module, heads: list[int], config: PreTrainedConfig) -> None:
+    """Add to an attention module what makes its virtual tokens, and a hook that checks that it attends over them.
+
+    `heads` are the numbers of query, key and value heads."""
+    module.attended = False  # see `noted_attention`
+    module.was_traced = False  # see `_check_attention`
+    module._forward_hooks[HOOK] = _check_attention
+    module._forward_hooks_with_kwargs[HOOK] = True
+    # CODEPATH: decoders of `pair_heads` are paired, those of `interleave_heads` mixed.
+    if config.virtual_heads == "paired":
+        module.virtual_heads = PairedHeads  # these have no mixing
+        return
+    module.virtual_heads = MixedHeads
+    num_heads, num_key_heads, num_value_heads = heads
+    module.q_mix = HeadMixing(num_heads, config.num_pseudo_heads)
+    module.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
+    module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
+    module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
+    set_initial_scale(module, config.mixing_scale)
+
+
+def _tie_mixing(model: PreTrainedModel) -> None:
+    """Tie the mixing weights of blocks that share all their weights, such as those of Zamba."""
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    weights = dict(model.named_parameters(remove_duplicate=False))  # Transformers ties no buffers
+    for name, source in tied.items():
+        if is_mixing(name) and name in weights:
+            model.all_tied_weights_keys[name] = source
+
+
+def _install_decoder_hooks(decoder: PreTrainedModel) -> None:
+    """Install the hooks that prepare a decoder's arguments and check that its attention modules attended."""
     parameters = signature(decoder.forward).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-    prepare = partial(_prepare_decoder, names, {"logits_to_keep": None} if "logits_to_keep" in names else {})
-    decoder._forward_pre_hooks[HOOK], decoder._forward_pre_hooks_with_kwargs[HOOK] = prepare, True
-    interleaved = {name: module for name, module in decoder.named_modules() if virtual_heads(module) is not None}
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    # Gemma 4 crops the mask's rows to `logits_to_keep` tokens, but here the rows are virtual tokens. `None` prevents
+    # this.
+    fixed = {"logits_to_keep": None} if "logits_to_keep" in names else {}
+    decoder._forward_pre_hooks[HOOK] = partial(_prepare_decoder, names, fixed)
+    decoder._forward_pre_hooks_with_kwargs[HOOK] = True
+    interleaved = {}
+    for name, module in decoder.named_modules():
+        if virtual_heads_of(module) is not None:
+            interleaved[name] = module
     decoder._forward_hooks[HOOK] = partial(_check_decoder, interleaved)
 
 
 def remove_hooks(*modules: nn.Module) -> None:
-    """Remove the hooks that `attach_mixing` gave modules."""
+    """Remove the hooks that `attach_virtual_heads` gave modules."""
     for module in modules:
         for kind in ("_forward_hooks", "_forward_pre_hooks"):
             getattr(module, kind).pop(HOOK, None)
@@ -296,7 +336,9 @@ def remove_hooks(*modules: nn.Module) -> None:
 
 
 def virtual_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """Return the configurations that attention and masks over virtual tokens read, and no vision tower."""
+    """Return the configurations read by virtual attention and its masks.
+
+    Those of vision towers are not among them."""
     return configs([*holders(model), *interleaved_attention(model).values()])
 
 
@@ -308,7 +350,7 @@ def interleaved_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def is_cut_off(model: nn.Module, name: str) -> bool:
-    """Return whether a name is of a layer behind the last one of a model."""
+    """Return whether a name is that of a layer after the last layer of a model."""
     module = model
     for part in name.split("."):
         if isinstance(module, nn.ModuleList) and int(part) >= len(module):
@@ -318,9 +360,10 @@ def is_cut_off(model: nn.Module, name: str) -> bool:
 
 
 def use_virtual_cores(model: PreTrainedModel) -> None:
-    """Have the decoder attend over virtual tokens, on the cores that its configurations name."""
-    for each in virtual_configs(model):
-        set_core(each, register_core(core_of(each._attn_implementation), model.config.interleaved_window))
+    """Make the decoder attend over virtual tokens, on the cores that its configurations name."""
+    has_window = model.config.interleaved_window is not None
+    for config in virtual_configs(model):
+        set_core(config, register_core(core_of(config._attn_implementation), has_window))
 
 
 def set_core(config: PreTrainedConfig, core: str) -> None:
@@ -333,11 +376,14 @@ def set_core(config: PreTrainedConfig, core: str) -> None:
 
 def _check_attention(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
     """Raise a RuntimeError where attention was computed without the mixing weights that stand beside it."""
-    attended, module.attended = module.attended, False
+    # Compiled code keeps this attribute. Where two threads share the model, the other one may have reset it.
+    attended = module.attended
+    module.attended = False
     if torch.compiler.is_dynamo_compiling():
         _note_traced(module)
     else:
-        attended, ATTENDED.module = attended or ATTENDED.module is module, None
+        attended = attended or ATTENDED.module is module
+        ATTENDED.module = None
         for modules in ATTENDED.by_decoder.values():
             modules.add(module)
     if not attended:
@@ -347,17 +393,23 @@ def _check_attention(module: nn.Module, args: tuple, kwargs: dict, output: Any) 
 
 @torch.compiler.assume_constant_result
 def _note_traced(module: nn.Module) -> bool:
-    """Note, while Dynamo traces, that a compiled module attends. Compiled code cannot note it where it recomputes."""
+    """Note, while Dynamo traces, that a compiled module attends.
+
+    Compiled code that recomputes a layer (activation checkpointing) does not note this itself."""
     module.was_traced = True
     return True
 
 
 def _check_cache(module: nn.Module, inputs: list) -> None:
-    """Raise a RuntimeError for cached tokens without the one that only windows of virtual tokens reach."""
+    """Raise a RuntimeError for a cache with earlier tokens that does not keep the token just before the window."""
     window = getattr(module.config, "sliding_window", None)
-    for past in [each for each in inputs if window and isinstance(each, Cache)]:
-        layer = past.layers[module.layer_idx] if module.layer_idx < len(past.layers) else None  # shared by two layers
-        length = next(each.shape[1] for each in inputs if isinstance(each, torch.Tensor))
+    if not window:
+        return
+    for past in inputs:
+        if not isinstance(past, Cache) or module.layer_idx >= len(past.layers):
+            continue  # The last layers of a model may share the cache of earlier ones.
+        layer = past.layers[module.layer_idx]
+        length = next(states.shape[1] for states in inputs if isinstance(states, torch.Tensor))
         if lacks_window_edge(layer, window) and layer.get_seq_length() > length:
             raise RuntimeError(
                 f"The cache keeps {window} tokens, and windows of interleaved heads reach one more, because forward "
@@ -366,25 +418,46 @@ def _check_cache(module: nn.Module, inputs: list) -> None:
 
 
 def _check_decoder(interleaved: dict[str, nn.Module], decoder: PreTrainedModel, args: tuple, output: Any) -> None:
-    """Raise a RuntimeError where attention modules, by their names, were replaced or passed by.
-
-    Training may leave out layers at random, and generation the last ones (`assistant_early_exit`). A compiled module
-    attended when it was traced, and no more is known of it."""
-    is_traced = torch.compiler.is_dynamo_compiling()
-    attended = None if is_traced else ATTENDED.by_decoder.pop(decoder, None)
-    depth = getattr(decoder.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    drops_layers = decoder.training and getattr(decoder, "layerdrop", 0)
-    for name, module in interleaved.items():
+    """Raise a RuntimeError where attention modules, by their names, were replaced or passed by."""
+    attended = None  # not known while Dynamo traces
+    if not torch.compiler.is_dynamo_compiling():
+        attended = ATTENDED.by_decoder.pop(decoder, None)
+    for name, recorded in interleaved.items():
         if is_cut_off(decoder, name):
             continue
-        with suppress(AttributeError):  # within a wrapper of its layer
-            module = decoder.get_submodule(name)
-        if virtual_heads(module) is None:  # a wrapper of the module, such as that of PEFT's adaption prompts
-            module = next((each for each in module.modules() if virtual_heads(each) is not None), module)
-        is_left_out = drops_layers or (depth and (getattr(module, "layer_idx", None) or 0) >= depth)
-        is_known = attended is not None and not is_left_out
-        if virtual_heads(module) is None or (is_known and not (module.was_traced or module in attended)):
+        module = _present_module(decoder, name, recorded)
+        was_replaced = virtual_heads_of(module) is None
+        if was_replaced or not (_has_attended(module, attended) or _may_skip(decoder, module)):
             raise RuntimeError(REPLACED.format(f"{name} of {type(decoder).__name__}"))
+
+
+def _present_module(decoder: PreTrainedModel, name: str, recorded: nn.Module) -> nn.Module:
+    """Return the attention module that now has a name, or without one the module that had the name at first."""
+    module = recorded
+    with suppress(AttributeError):  # A wrapper of the layer changes the name.
+        module = decoder.get_submodule(name)
+    if virtual_heads_of(module) is not None:
+        return module
+    # A wrapper of the module, such as that of PEFT's adaption prompts, holds it.
+    return next((inner for inner in module.modules() if virtual_heads_of(inner) is not None), module)
+
+
+def _has_attended(module: nn.Module, attended: set[nn.Module] | None) -> bool:
+    """Return whether a module attended in this forward, as far as is known.
+
+    For a compiled module we only know that it attended when it was traced."""
+    return attended is None or module.was_traced or module in attended
+
+
+def _may_skip(decoder: PreTrainedModel, module: nn.Module) -> bool:
+    """Return whether a decoder may leave out a layer.
+
+    Training may leave out layers at random, and generation the last ones (`assistant_early_exit`)."""
+    if decoder.training and getattr(decoder, "layerdrop", 0):
+        return True
+    depth = getattr(decoder.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    layer_idx = getattr(module, "layer_idx", None) or 0
+    return bool(depth) and layer_idx >= depth
 
 
 def is_mixing(name: str) -> bool:
@@ -395,32 +468,51 @@ def is_mixing(name: str) -> bool:
 def _prepare_decoder(
     names: list[str], fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    """Keep what windows reach, in the cache that the decoder gets, or would make if the base model has windows.
+    """Prepare the arguments of a decoder's forward: its cache, a user's mask, and the pages of continuous batching.
 
-    A user's mask [batch, 1, N, K] becomes one over virtual tokens."""
+    `names` are those of the positional arguments, and `fixed` replaces keyword arguments."""
     if not torch.compiler.is_dynamo_compiling():
         ATTENDED.by_decoder[decoder] = set()
-    args, kwargs = args[len(names) :], dict(**dict(zip(names, args)), **kwargs)
-    kwargs |= fixed
-    cache, mask = pop_cache(kwargs), kwargs.get("attention_mask")
+    named = dict(zip(names, args))
+    args = args[len(names) :]
+    kwargs = dict(**named, **kwargs) | fixed
+    cache = pop_cache(kwargs)
     if isinstance(cache, PagedAttentionCache):  # continuous batching
         requests = PagedRequests(decoder, cache, **kwargs)
         return args, kwargs | {"paged_requests": requests, "attention_mask": requests.attention_mask}
-    use_cache = kwargs.get("use_cache")
-    use_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache
-    # RecurrentGemma resets its states where it makes a cache.
-    if use_cache and not decoder._is_stateful and cache is None and _window(decoder):
-        cache = DynamicCache(config=decoder.config)
-    keep_windows(decoder, cache)
+    cache = _prepared_cache(decoder, cache, kwargs.get("use_cache"))
     if cache is not None:
         kwargs[CACHE] = cache
-    inputs = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
-    length = next((each.shape[1] for each in inputs if each is not None), None)
-    # A model around the decoder, and `generate` with a static cache, give masks over virtual tokens.
-    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] == length:
+    if _is_users_mask(**kwargs):
         past = 0 if cache is None else cache.get_seq_length()
-        kwargs["attention_mask"] = expand_mask(mask, decoder.config.num_pseudo_heads, past, decoder.dtype)
+        mask = kwargs["attention_mask"]
+        kwargs["attention_mask"] = mask_over_virtual_tokens(mask, decoder.config.num_pseudo_heads, past, decoder.dtype)
     return args, kwargs
+
+
+def _prepared_cache(decoder: PreTrainedModel, cache: Cache | None, use_cache: bool | None) -> Cache | None:
+    """Make the decoder's cache keep one token more than the window, and return it.
+
+    If the base model has windows and no cache is given, create it here."""
+    if use_cache is None:
+        use_cache = getattr(decoder.config, "use_cache", False)
+    # RecurrentGemma resets its states where it makes a cache.
+    makes_cache = use_cache and not decoder._is_stateful
+    if cache is None and makes_cache and _window(decoder):
+        cache = DynamicCache(config=decoder.config)
+    keep_windows(decoder, cache)
+    return cache
+
+
+def _is_users_mask(attention_mask: Any = None, input_ids: Any = None, inputs_embeds: Any = None, **kwargs) -> bool:
+    """Return whether `attention_mask` is a user's mask [batch, 1, N, K], over tokens.
+
+    A mask with as many rows as tokens is the user's. Masks of an enclosing model, or of `generate` with a static
+    cache, already have P rows per token."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 4:
+        return False
+    inputs = inputs_embeds if input_ids is None else input_ids
+    return inputs is not None and attention_mask.shape[2] == inputs.shape[1]
 
 
 def _window(decoder: PreTrainedModel) -> int | None:
@@ -429,16 +521,29 @@ def _window(decoder: PreTrainedModel) -> int | None:
 
 def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
     """Make the layers of a cache keep what windows of virtual tokens reach: one token more than the windows have."""
-    config, layers = decoder.config, getattr(cache, "layers", ())  # caches of encoders have none
-    if layers and (window := _window(decoder)):
+    layers = getattr(cache, "layers", ())  # caches of encoders have none
+    if not layers:
+        return
+    window = _window(decoder)
+    if window:
         # One mask serves all sliding layers, also those that are not interleaved.
-        keep_window_edge(cache, [1] * len(layers), window)
+        keep_window_edge(cache, window)
+        return
     # CODEPATH: bases without windows, whose changed layers have one of their own (`sliding_window=...`).
-    elif layers and config.interleaved_window:
-        fresh = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
-        for module in decoder.modules() if fresh else ():
-            if virtual_heads(module) is not None and getattr(module, "layer_idx", None) in fresh:
-                layers[module.layer_idx] = DynamicSlidingWindowLayer(config.interleaved_window + 1)
+    if not decoder.config.interleaved_window:
+        return
+    fresh = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
+    if not fresh:
+        return
+    for module in decoder.modules():
+        if virtual_heads_of(module) is not None and getattr(module, "layer_idx", None) in fresh:
+            layers[module.layer_idx] = DynamicSlidingWindowLayer(decoder.config.interleaved_window + WINDOW_EDGE)
+
+
+def base_model_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Return the class of Transformers from which `interleaved_class` made a class."""
+    # The first base is `InterleavedPreTrainedModel`. The class that FSDP2 makes of a model has the model's own second.
+    return model_class.__bases__[1]
 
 
 @cache
@@ -456,13 +561,14 @@ def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[P
         decoder = interleaved_class("InterleavedModel", config_class)
         transformers.AutoModel.register(config_class, decoder, exist_ok=True)
     attributes = {"config_class": config_class, "_auto_class": auto_class, "__module__": __name__}
-    # Checkpoints of earlier versions lack what `Mixing.begin` then sets.
-    attributes["_keys_to_ignore_on_load_missing"] = [*(base._keys_to_ignore_on_load_missing or ()), NOT_SAVED]
+    # Checkpoints of earlier versions lack what `Mixing.init_weight` then sets.
+    may_be_missing = [*(base._keys_to_ignore_on_load_missing or ()), ABSENT_FROM_OLD_CHECKPOINTS]
+    attributes["_keys_to_ignore_on_load_missing"] = may_be_missing
     return type(name, (InterleavedPreTrainedModel, base), attributes)
 
 
 def register_models(config_class: type[PreTrainedConfig]) -> None:
-    """Have the Auto classes take the models of a class of configurations from this code."""
+    """Make the Auto classes take the models of a class of configurations from this code."""
     for task in TASKS:
         with suppress(ValueError):  # Transformers has no such head of this base.
             model_class = interleaved_class(f"Interleaved{task}", config_class)
@@ -470,15 +576,17 @@ def register_models(config_class: type[PreTrainedConfig]) -> None:
 
 
 def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:
-    """Return a model without modules; pickle fills it, and finds no class that is made at run time."""
+    """Return a model without modules, whose state pickle restores afterwards.
+
+    Pickle cannot look up the class itself, which is made at run time."""
     return object.__new__(interleaved_class(name, config_class(base_model_type)))
 
 
 class InterleavedModel(PreTrainedModel):
     """Load a decoder without a head. `auto_map` names this class and its subclasses.
 
-    The class of the model itself depends on the base type: see `interleaved_class`. A server takes a model of
-    Transformers alone, and asks it whether it may replace the attention."""
+    The class of the model itself depends on the base type: see `interleaved_class`. This one is a `PreTrainedModel`
+    because vLLM and SGLang accept nothing else and call `is_backend_compatible`."""
 
     config_class = InterleavedConfig
 

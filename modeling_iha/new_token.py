@@ -14,24 +14,27 @@ from .windows import is_exported
 
 # How many cached tokens are converted to `product_dtype` at a time.
 WIDENED_TOKENS = 1024
-# How many cached tokens one processor of a GPU sums. On an H200, 8,193 tokens took 0.09 ms, and 0.22 without a split.
+# How many cached tokens one streaming multiprocessor of a GPU sums. On an H200, 8,193 tokens took 0.09 ms, and 0.22
+# without a split.
 SPLIT_TOKENS = 512
 
 
-def is_absorbed(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
-    """Return whether `step` computes one new token: where it can, and where building virtual tokens is slower."""
+def uses_new_token_path(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
+    """Return whether to compute one new token from base keys.
+
+    This must be supported, and faster than building virtual tokens."""
     can_step = config.num_pseudo_heads > 1 and config.pseudo_collapse == "per_head" and not dropout
     if core != "sdpa" or not can_step:
         return False
     if states.device.type != "cpu":
         return True
     if is_exported():
-        return False  # the comparison below would bound the lengths of the export
+        return False  # the comparison below would specialize the exported graph to a range of lengths
     # On a CPU virtual tokens are faster where few are cached (research/benchmarks/default_form.py).
     return num_keys >= 64 and len(states) * num_keys >= 128
 
 
-def absorbed_attention(
+def new_token_attention(
     weights: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -48,9 +51,10 @@ def absorbed_attention(
 
         q_i . R_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] R_j^T q_i) . k_m
 
-    The bracket is as small as a query. Mixing and rotation of the keys move into the query, and the scores are one
-    product with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the
-    collapse moves before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
+    R_j with one index is the rotation of pseudo-head j; R[h, i] is the collapse, as in the paper. The bracket is as
+    small as a query. Mixing and rotation of the keys move into the query, and the scores are one product with the
+    cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the collapse moves before
+    it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
 
     Args:
         weights: the `MixedHeads` of the layer, with a collapse [H, P].
@@ -71,7 +75,7 @@ def absorbed_attention(
         q_mix = weights.q_mix.to(fast_dtype)
         k_mix = weights.k_mix.to(fast_dtype).repeat_interleave(heads // groups, dim=1)
         v_mix = weights.v_mix.to(fast_dtype).repeat_interleave(heads // groups, dim=1)
-        chunk = num_keys if key.dtype == fast_dtype else WIDENED_TOKENS
+        slice_tokens = num_keys if key.dtype == fast_dtype else WIDENED_TOKENS
 
         query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
         query = query.view(batch, heads, num_pseudo_heads, 1, head_dim)
@@ -81,38 +85,46 @@ def absorbed_attention(
             query = rotate(rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)
         # [batch, m, H * i * j, head_dim]
         absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
-        parts = [_scores(absorbed, keys.to(fast_dtype)) for keys in key.split(chunk, dim=2)]
+        parts = [_scores(absorbed, keys.to(fast_dtype)) for keys in key.split(slice_tokens, dim=2)]
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # `cat` copies one tensor too
         scores = scores.view(batch, heads, num_pseudo_heads, num_pseudo_heads, num_keys)
 
-        scores = _hide(scores, attention_mask, window)
+        if attention_mask is None:
+            _hide_in_place(scores, window)
+        else:
+            scores = _apply_mask(scores, attention_mask)
         # The softmax is in float32 at least, as in the eager core.
         probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(fast_dtype, torch.float32))
 
         collapse = weights.collapse.to(probabilities.dtype).unsqueeze(1)
         collapsed = torch.matmul(collapse, probabilities).to(fast_dtype)
         collapsed = collapsed.view(batch, 1, heads * num_pseudo_heads, num_keys)
-        pairs = zip(collapsed.split(chunk, dim=-1), value.split(chunk, dim=2))
+        pairs = zip(collapsed.split(slice_tokens, dim=-1), value.split(slice_tokens, dim=2))
         output = sum(_weighted_sum(shares, values.to(fast_dtype)) for shares, values in pairs)
         output = output.unflatten(2, (heads, num_pseudo_heads))  # [batch, m, H, j, head_dim]
         return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1).to(dtype)
 
 
-def _hide(scores: torch.Tensor, attention_mask: torch.Tensor | None, window: int | None) -> torch.Tensor:
-    """Return scores [batch, H, i, j, N] with hidden keys at the lowest value. Without a mask they change in place."""
+def _apply_mask(scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    """Return scores [batch, H, i, j, N] with the keys that a mask hides at the lowest value."""
     num_pseudo_heads, num_keys = scores.shape[-2:]
-    if attention_mask is not None:
-        # [batch, heads, i, N * j] as [batch, heads, i, j, N]
-        mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
-        if mask.dtype != torch.bool:
-            return scores + mask
-        # Padding sees nothing, and a row of -inf would become NaN.
-        return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    # [batch, heads, i, N * j] as [batch, heads, i, j, N]
+    mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
+    if mask.dtype != torch.bool:
+        return scores + mask
+    # Padding sees nothing, and a row of -inf would become NaN.
+    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+
+
+def _hide_in_place(scores: torch.Tensor, window: int | None) -> None:
+    """Set the hidden keys among scores [batch, H, i, j, N] to -inf, for a call without a mask."""
+    num_pseudo_heads, num_keys = scores.shape[-2:]
     hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
-    scores[..., -1] += hidden.triu(1)  # pseudo-head i sees those up to i of its own token,
+    # Pseudo-head i sees the pseudo-heads up to i of its own token.
+    scores[..., -1] += hidden.triu(1)
     if window is not None and num_keys == window + 1:
-        scores[..., 0] += hidden.tril()  # and those after i of the token before the window
-    return scores
+        # It sees the pseudo-heads after i of the token just before the window.
+        scores[..., 0] += hidden.tril()
 
 
 def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -133,12 +145,15 @@ def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted_sum(shares: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return shares @ value, [batch, G, rows, head_dim], of shares [batch, 1, rows, N] and values of each of G heads.
+    """Return shares @ value, [batch, G, rows, head_dim].
 
-    A GPU would compute the few rows of a head by one of its many processors, so there N is split."""
-    whole = 0 if value.device.type == "cpu" else value.shape[2] // SPLIT_TOKENS * SPLIT_TOKENS
-    output = torch.matmul(shares[..., whole:], value[:, :, whole:])
-    if whole:
-        shares = shares[..., :whole].unflatten(-1, (-1, SPLIT_TOKENS)).transpose(2, 3)
-        output = output + torch.matmul(shares, value[:, :, :whole].unflatten(2, (-1, SPLIT_TOKENS))).sum(dim=2)
+    Shares are [batch, 1, rows, N], and values [batch, G, N, head_dim]. A GPU would compute the few rows of
+    a head on one of its many streaming multiprocessors, so there N is split."""
+    # How many of the first tokens are split, in parts of SPLIT_TOKENS
+    split_length = 0 if value.device.type == "cpu" else value.shape[2] // SPLIT_TOKENS * SPLIT_TOKENS
+    output = torch.matmul(shares[..., split_length:], value[:, :, split_length:])
+    if split_length > 0:
+        shares = shares[..., :split_length].unflatten(-1, (-1, SPLIT_TOKENS)).transpose(2, 3)
+        value = value[:, :, :split_length].unflatten(2, (-1, SPLIT_TOKENS))
+        output = output + torch.matmul(shares, value).sum(dim=2)
     return output

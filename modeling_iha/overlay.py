@@ -9,7 +9,8 @@ class Overlay:
     """Show an object, such as a config or a cache, with the attributes of `overrides` in place of its own."""
 
     def __init__(self, target: Any, **overrides):
-        self._target, self._overrides = target, overrides
+        self._target = target
+        self._overrides = overrides
 
     def __getattr__(self, name: str) -> Any:
         return self._overrides[name] if name in self._overrides else getattr(self._target, name)

@@ -36,13 +36,14 @@ PACKAGE_ONLY = {
     *("adapters.py", "adapter_records.py"),
     *("interleave.py", "paired_decoders.py", "configuration_interleaved.py", "modeling_interleaved.py"),
 }
-# What the checkpoint of a decoder ships whose heads `interleave_heads` has interleaved.
+# The files that an interleaved decoder's checkpoint ships (`interleave_heads`, `pair_heads`).
 INTERLEAVED_FILES = (
     "adapter_records.py",
     "cache_names.py",
     "chunks.py",
     "configuration_interleaved.py",
     "exact_start.py",
+    "first_keys.py",
     "interleaving.py",
     "head_mixing.py",
     "mixed_heads.py",

@@ -17,22 +17,18 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
 
+from .cache_edge import WINDOW_EDGE
 from .cache_names import CACHE
 from .overlay import Overlay
-from .virtual_core import virtual_heads
+from .virtual_core import virtual_heads_of
 from .virtual_masks import CREATE_MASK, core_of, register_masks
-
-
-# The tokens that pages keep more than they would. They keep W - 1 tokens before the new ones for a window of W tokens,
-# and an "iha" layer reaches back W tokens (see `keep_window_edge`).
-WINDOW_EDGE = 1
 
 
 class RequestBatch(NamedTuple):
     """Hold requests of equally many new tokens N as a batch, padded on the left as `generate` pads prompts."""
 
-    tokens: torch.Tensor  # [rows, N], the places of the new tokens in the packed row
-    keys: dict[str, torch.Tensor]  # [rows, keys] by layer type, their places among the keys of all requests
+    tokens: torch.Tensor  # [requests, N], the places of the new tokens in the packed row
+    keys: dict[str, torch.Tensor]  # [requests, keys] by layer type, their places among the keys of all requests
     masks: dict[str, Any]  # by layer type
 
 
@@ -59,45 +55,41 @@ class PagedRequests:
     Args:
         decoder: the model that holds the layers.
         cache: the pages.
-        row: what else Transformers gives to the forward: `position_ids` [1, T] of the T new tokens, one request after
-            another, `cu_seq_lens_q` [requests + 1], where they begin, and T, and more.
+        forward_kwargs: the other keyword arguments of the forward: `position_ids` [1, T] of the packed new tokens,
+            `cu_seq_lens_q` [requests + 1] (start of each request, then T), `cu_seq_lens_k`, and the page indices.
     """
 
-    def __init__(self, decoder: PreTrainedModel, cache: PagedAttentionCache, **row):
+    def __init__(self, decoder: PreTrainedModel, cache: PagedAttentionCache, **forward_kwargs):
         self.cache = cache
-        self.row = row
+        self.forward_kwargs = forward_kwargs
         self.attended = set[int]()  # the layers that have filled their pages
         config = paged_config(decoder)
         self.layer_types = config.layer_types
         # Transformers returns a mask of four dimensions as it is. Each batch of requests has masks of its own.
         self.attention_mask = torch.zeros(1, 1, 1, 1, dtype=decoder.dtype, device=decoder.device)
-        starts = row["cu_seq_lens_q"][:-1].long()
-        lengths = row["cu_seq_lens_q"].diff()
-        past = row["position_ids"][0, starts.clamp_max(row["position_ids"].shape[1] - 1)]
-        # The cached tokens that pages keep for each request, by layer type. A window's keep W: see `WINDOW_EDGE`.
-        kept = dict.fromkeys(self.layer_types, past)
-        if "sliding_attention" in kept:
-            kept["sliding_attention"] = past.clamp(max=config.sliding_window)
-        # A fork whose prompt is in shared pages has no new token: no position tells its past, and `read` does.
-        read = row["cu_seq_lens_k"]
-        read = read if isinstance(read, dict) else dict.fromkeys(kept, read)
-        counts = {name: (kept[name] + lengths).where(lengths > 0, read[name].diff()) for name in kept}
-        ends = {name: count.cumsum(0) for name, count in counts.items()}
-        self.num_keys = {name: int(end[-1]) for name, end in ends.items()}
+        positions = forward_kwargs["position_ids"][0]
+        starts = forward_kwargs["cu_seq_lens_q"][:-1].long()
+        lengths = forward_kwargs["cu_seq_lens_q"].diff()
+        past = positions[starts.clamp_max(len(positions) - 1)]
+        counts = _key_counts(config, past, lengths, forward_kwargs["cu_seq_lens_k"])
+        ends = {layer_type: count.cumsum(0) for layer_type, count in counts.items()}
+        self.num_keys = {layer_type: int(end[-1]) for layer_type, end in ends.items()}
         # The packed row is not causal, so Transformers sets is_causal=False for this forward. Each request is causal.
         core = register_masks(core_of(config._attn_implementation))
         config = Overlay(config, is_causal=True, _attn_implementation=core)
         self.batches = []
         for length in lengths[lengths > 0].unique().tolist():
-            rows = lengths == length
-            tokens = starts[rows, None] + torch.arange(length, device=starts.device)
-            keys = {name: _places(ends[name][rows], counts[name][rows]) for name in kept}
-            masks = self._masks(config, tokens, keys, past[rows])
+            same_length = lengths == length  # [requests]
+            tokens = starts[same_length, None] + torch.arange(length, device=starts.device)
+            keys = {}
+            for layer_type in counts:
+                keys[layer_type] = _last_indices(ends[layer_type][same_length], counts[layer_type][same_length])
+            masks = self._masks(config, tokens, keys, past[same_length])
             self.batches.append(RequestBatch(tokens, keys, masks))
         self.order = torch.cat([batch.tokens.flatten() for batch in self.batches]).argsort()
 
     def _masks(self, config: Any, tokens: torch.Tensor, keys: dict, past: torch.Tensor) -> dict[str, Any]:
-        """Return the mask of each layer type for requests of N tokens each, with `past` tokens [rows] before them."""
+        """Return the mask of each layer type for requests of N tokens each, after `past` [requests] tokens."""
         longest = int(past.max())
         is_real = None
         if bool((past != longest).any()):
@@ -124,11 +116,12 @@ class PagedRequests:
         """Return the output [1, T, ...] of `attend` for the row's queries, keys and values [1, heads, T, head_dim].
 
         Raise a RuntimeError if the pages keep too few tokens or too many."""
-        cache, row = self.cache, self.row
+        cache = self.cache
         if "kwargs" in inspect.signature(cache.update).parameters:
-            states = cache.update(key_states, value_states, layer_idx, dict(row))
+            states = cache.update(key_states, value_states, layer_idx, dict(self.forward_kwargs))
         else:  # Transformers 5.17 takes the indices alone, and returns [keys, G, head_dim]
-            states = cache.update(key_states, value_states, layer_idx, row["read_index"], row["write_index"])
+            indices = (self.forward_kwargs["read_index"], self.forward_kwargs["write_index"])
+            states = cache.update(key_states, value_states, layer_idx, *indices)
             states = [pages.transpose(0, 1).unsqueeze(0) for pages in states]
         layer_type = self.layer_types[layer_idx]
         num_keys = states[0].shape[2]
@@ -138,11 +131,11 @@ class PagedRequests:
                 f"The pages of layer {layer_idx} hold {num_keys} keys, and its requests need {expected}: "
                 "this version of Transformers lays pages out in another way. Use generate, which takes batches too."
             )
-        # The row's arguments describe the packed row, and `attend` gets one batch.
-        kwargs = {name: value for name, value in kwargs.items() if name not in self.row}
+        # The forward's arguments describe the packed row, and `attend` gets one batch.
+        kwargs = {name: value for name, value in kwargs.items() if name not in self.forward_kwargs}
         outputs = []
         for batch in self.batches:
-            keys, values = (_pick(each, batch.keys[layer_type]) for each in states)
+            keys, values = (_pick(pages, batch.keys[layer_type]) for pages in states)
             output, _ = attend(_pick(query_states, batch.tokens), keys, values, batch.masks[layer_type], **kwargs)
             outputs.append(output.flatten(0, 1))
         return torch.cat(outputs)[self.order].unsqueeze(0), None
@@ -151,25 +144,43 @@ class PagedRequests:
 def fill_pages(
     cache: PagedAttentionCache, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: dict
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Have new keys and values [1, G, T, head_dim] put into the pages of a model that Transformers' cores compute.
+    """Update the pages for a model that uses Transformers' paged cores.
 
-    Return what the core takes. `kwargs` of the core are changed in place. Up to Transformers 5.23 the core fills the
-    pages, which it knows as `cache`, and reads them."""
+    Return the keys and values to pass to the core. New keys and values are [1, G, T, head_dim]. Modify `kwargs` in
+    place. Up to Transformers 5.23 the core itself updates the pages, passed to it as `cache`."""
     if CACHE != "cache":
         kwargs["cache"] = cache
         return key_states, value_states
     return cache.update(key_states, value_states, layer_idx, kwargs=kwargs)
 
 
-def _places(ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return [rows, longest], the last `counts` places before `ends` [rows]; padding repeats a row's first place."""
+def _key_counts(
+    config: Any, past: torch.Tensor, lengths: torch.Tensor, key_starts: torch.Tensor | dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return how many keys each request reads, [requests] by layer type.
+
+    `past` are the tokens before its `lengths` new ones. `key_starts` are Transformers' `cu_seq_lens_k`."""
+    if not isinstance(key_starts, dict):
+        key_starts = dict.fromkeys(config.layer_types, key_starts)
+    counts = {}
+    for layer_type in dict.fromkeys(config.layer_types):
+        # For a window pages keep W cached tokens, because `init_requests` adds one to the W - 1 of the base model.
+        kept = past.clamp(max=config.sliding_window) if layer_type == "sliding_attention" else past
+        # A fork with a shared prompt has no new token, hence no position. Its number of cached keys comes from
+        # `cu_seq_lens_k`.
+        counts[layer_type] = (kept + lengths).where(lengths > 0, key_starts[layer_type].diff())
+    return counts
+
+
+def _last_indices(ends: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return, for each row, the `counts` indices before `ends`, padded on the left with the first of them."""
     longest = int(counts.max())
     places = ends[:, None] - longest + torch.arange(longest, device=ends.device)
     return torch.maximum(places, (ends - counts)[:, None])
 
 
 def _pick(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Return [rows, heads, N, head_dim] of [1, heads, tokens, head_dim] at places [rows, N]."""
+    """Return states [requests, heads, N, head_dim] of [1, heads, tokens, head_dim] at places [requests, N]."""
     return states[0].transpose(0, 1)[places].transpose(1, 2)
 
 
@@ -178,10 +189,12 @@ def paged_config(decoder: PreTrainedModel) -> Any:
 
     Layers with a window of `interleave_heads` keep that window, unless the base model has windows of its own. Raise a
     NotImplementedError for types of layers that have no pages."""
-    config, window = decoder.config, getattr(decoder.config, "sliding_window", None)
+    config = decoder.config
+    window = getattr(config, "sliding_window", None)
     one = "sliding_attention" if window else "full_attention"
     layer_types = list(getattr(config, "layer_types", None) or [one] * config.num_hidden_layers)
-    if others := sorted(set(layer_types) - set(CREATE_MASK)):
+    others = sorted(set(layer_types) - set(CREATE_MASK))
+    if others:
         raise NotImplementedError(
             f"Continuous batching has pages for full and sliding attention, and {config.model_type} has layers of "
             f"type {', '.join(others)}. Use generate, which takes batches too."
@@ -190,7 +203,7 @@ def paged_config(decoder: PreTrainedModel) -> Any:
     if given and "sliding_attention" not in layer_types:
         window = given
         for module in decoder.modules():
-            if virtual_heads(module) is not None:
+            if virtual_heads_of(module) is not None:
                 layer_types[module.layer_idx] = "sliding_attention"
     return Overlay(config, layer_types=layer_types, sliding_window=window)
 
@@ -203,9 +216,10 @@ def init_requests(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: Any = None,
 ) -> Any:
-    """Start continuous batching by `init` of [`GenerationMixin`], a function of the model, on the core that it has.
+    """Start continuous batching on the attention core that the model has.
 
-    Raise a ValueError for CUDA graphs and compilation, which need inputs of fixed shapes."""
+    `init` is the unbound `GenerationMixin.init_continuous_batching`. Raise a ValueError for CUDA graphs and
+    compilation, which need inputs of fixed shapes."""
     deprecated = getattr(generation_config or model.generation_config, "continuous_batching_config", None)
     batching = copy.copy(continuous_batching_config or deprecated or ContinuousBatchingConfig())
     compiles = batching.varlen_compile_config or batching.decode_compile_config or batching.default_compile_level > 0
@@ -220,6 +234,7 @@ def init_requests(
     config = paged_config(decoder)
     window = config.sliding_window
     if window:
+        # For a window of W tokens pages keep W - 1 tokens before the new ones, and an "iha" layer reaches back W.
         window += WINDOW_EDGE
     config_of_pages = Overlay(config, sliding_window=window)
     # Transformers asks by name whether the core takes pages, and makes no masks for this name.

@@ -1,9 +1,10 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pair the heads of a decoder of Transformers in place, for a model that is trained from random weights or trained on.
+"""Pair the heads of a decoder of Transformers in place, for a model trained from random weights or trained further.
 
 Paired heads compute what interleaved heads with fixed mixing compute (attention_paired_heads.py), at 1 / P of the
-work. So the heads are interleaved first, which shows that the model can be, and then paired and compared with that.
+work. The heads are first interleaved with fixed mixing, which shows that the model is supported. They are then paired,
+and the outputs compared.
 """
 
 import warnings
@@ -12,8 +13,8 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
-from .interleave import TOLERANCE, _detach, _difference, _probe, interleave_heads, remove_mixing
-from .modeling_interleaved import attach_mixing, backbone_of, is_mixing, virtual_configs
+from .interleave import TOLERANCE, detach, interleave_heads, probe, relative_difference, remove_mixing
+from .modeling_interleaved import attach_virtual_heads, backbone_of, is_mixing, virtual_configs
 
 
 def pair_heads(
@@ -25,21 +26,20 @@ def pair_heads(
     """Let groups of P heads of a decoder share one sequence of virtual tokens, in place.
 
     This changes what the model computes, and a warning says so: it is for models that are trained from random weights
-    or trained on. The model gets no parameter more and its cache stays as large. `save_pretrained` writes a checkpoint
-    that loads as that of `interleave_heads`, and nothing undoes the pairing.
+    or trained further. The model gets no additional parameters, and its cache stays as large. `save_pretrained` writes
+    a checkpoint that loads as that of `interleave_heads` does. The pairing cannot be undone.
 
     Args:
         model: any decoder that `interleave_heads` takes.
         num_pseudo_heads: P, at least 2, a divisor of the numbers of query heads and of key/value heads. Attention
             costs P times as much in a layer without a window.
-        layers: those of `interleave_heads`.
+        layers: as in `interleave_heads`.
         sliding_window: a window for these layers in tokens, or `None` for the base model's own. With W / P tokens a
             layer attends to as many pairs as a plain one with W.
 
     The virtual tokens of a token share its RoPE position, as the base model rotates its heads. Return the model. Raise
     a ValueError, and leave the model as it was, where its heads cannot be paired."""
-    if isinstance(sliding_window, str):
-        raise ValueError(f"sliding_window is {sliding_window!r}: expected at least 2 tokens, or None.")
+    _check_window(sliding_window)
     interleave_heads(model, num_pseudo_heads, layers, seed=None, mixing_scale=1.0)
     modules = {
         backbone_of(model).get_submodule(name): heads for name, heads in model.config.interleaved_layers.items()
@@ -49,19 +49,26 @@ def pair_heads(
             _check_heads(module, heads, num_pseudo_heads)
             for name, value in fixed_mixing(heads, num_pseudo_heads).items():
                 module.get_parameter(name).data.copy_(value)
-        expected = _probe(model)
+        expected = probe(model)
         _pair(model, modules)
-        if (difference := _difference(expected, _probe(model))) > TOLERANCE[expected[0].dtype]:
+        difference = relative_difference(expected, probe(model))
+        if difference > TOLERANCE[expected[0].dtype]:
             raise ValueError(f"Its hidden states with paired heads differ by {difference:.1e} from those expected.")
-        if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
-            raise ValueError(f"sliding_window is {sliding_window!r}: expected at least 2 tokens, or None.")
     except Exception:
-        _detach(model)
+        detach(model)
         raise
-    for each in virtual_configs(model):
-        each.interleaved_window = sliding_window
+    for config in virtual_configs(model):
+        config.interleaved_window = sliding_window
     warnings.warn(f"The heads of this {model.config.model_type} are paired: it computes something else now. Train it.")
     return model
+
+
+def _check_window(sliding_window: int | None) -> None:
+    """Raise a ValueError for a window that is neither an integer of at least 2 nor `None`."""
+    if sliding_window is None:
+        return
+    if not isinstance(sliding_window, int) or sliding_window < 2:
+        raise ValueError(f"sliding_window is {sliding_window!r}: expected at least 2 tokens, or None.")
 
 
 def fixed_mixing(heads: list[int], num_pseudo_heads: int) -> dict[str, torch.Tensor]:
@@ -72,13 +79,19 @@ def fixed_mixing(heads: list[int], num_pseudo_heads: int) -> dict[str, torch.Ten
 
     def alpha(num_heads: int) -> torch.Tensor:
         size = num_heads // num_pseudo_heads
-        head, pseudo_head = torch.arange(num_heads)[:, None], torch.arange(num_pseudo_heads)
+        head = torch.arange(num_heads)[:, None]
+        pseudo_head = torch.arange(num_pseudo_heads)
         sources = pseudo_head * size + head % size  # [heads, P]
         return torch.nn.functional.one_hot(sources, num_heads).permute(2, 0, 1).float()
 
-    own = torch.arange(heads[0]) // (heads[0] // num_pseudo_heads)
-    mixing = {f"{name}_mix.weight": alpha(count) for name, count in zip("qkv", heads)}
-    return {**mixing, "collapse.weight": torch.nn.functional.one_hot(own, num_pseudo_heads).float()}
+    num_heads, num_key_heads, num_value_heads = heads
+    own = torch.arange(num_heads) // (num_heads // num_pseudo_heads)  # the pseudo-head that is each head's output
+    return {
+        "q_mix.weight": alpha(num_heads),
+        "k_mix.weight": alpha(num_key_heads),
+        "v_mix.weight": alpha(num_value_heads),
+        "collapse.weight": torch.nn.functional.one_hot(own, num_pseudo_heads).float(),
+    }
 
 
 def _check_heads(module: torch.nn.Module, heads: list[int], num_pseudo_heads: int) -> None:
@@ -100,4 +113,4 @@ def _pair(model: PreTrainedModel, modules: Iterable[torch.nn.Module]) -> None:
     tied = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
     model.config.virtual_heads = "paired"
-    attach_mixing(model)
+    attach_virtual_heads(model)

@@ -4,7 +4,8 @@
 
 Virtual token (n, p) of virtual head i is head p * (H / P) + i of token n. Projections write [batch, N, H, head_dim],
 and [batch, N * P, H / P, head_dim] is a view of it, so nothing is copied. The G key/value heads are paired in the
-same way, and virtual query head i reads virtual key head i // (H / G), whose heads are those of its own heads.
+same way. Virtual query head i reads virtual key head i // (H / G), which consists of the key heads that the P heads of
+virtual head i read without pairing.
 """
 
 from collections.abc import Callable
@@ -12,26 +13,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .windows import has_first_keys
+from .first_keys import is_first_key_mask
 
 
 class PairedHeads(NamedTuple):
-    """Make virtual tokens of paired heads. It is the `virtual_heads` of a layer, as `MixedHeads` is of another."""
+    """Make virtual tokens of paired heads.
+
+    A layer of paired heads names this class in its attribute `virtual_heads`, and `virtual_attention` builds an
+    instance for each call."""
 
     num_pseudo_heads: int  # P
 
     @property
-    def expands(self) -> bool:
+    def allocates_virtual_tokens(self) -> bool:
         """Return whether virtual tokens take memory of their own: they are views."""
         return False
 
     @classmethod
-    def of(cls, module: Any, *states) -> "PairedHeads":
+    def from_module(cls, module: Any, *states) -> "PairedHeads":
         return cls(module.config.num_pseudo_heads)
 
     def attend(
         self,
-        core: Callable,
+        attend_virtual: Callable,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -40,28 +44,31 @@ class PairedHeads(NamedTuple):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output [batch, N, H, head_dim] of heads [batch, H or G, N, head_dim], and the core's weights.
 
-        `core` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. Its weights are
-        [batch, H / P, N * P, keys * P]."""
-        states = (self.pair(heads) for heads in (query, key, value))
-        output, attn_weights = core(*states, self.rows_of_heads(attention_mask), **kwargs)
-        return output.unflatten(1, (-1, self.num_pseudo_heads)).flatten(2, 3), attn_weights
+        `attend_virtual` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. Its
+        weights are [batch, H / P, N * P, keys * P]."""
+        mask = self.mask_of_virtual_heads(attention_mask)
+        output, weights = attend_virtual(self.pair(query), self.pair(key), self.pair(value), mask, **kwargs)
+        return output.unflatten(1, (-1, self.num_pseudo_heads)).flatten(2, 3), weights
 
     def pair(self, states: torch.Tensor) -> torch.Tensor:
         """View heads [batch, M, N, head_dim] as the virtual sequence [batch, M / P, N * P, head_dim].
 
-        Cached heads, in whose memory the tokens of a head follow each other, are copied."""
+        A cache stores the tokens of each head contiguously, so cached states are copied."""
         return states.unflatten(1, (self.num_pseudo_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
-    def rows_of_heads(self, mask: Any) -> Any:
-        """Return the mask of virtual heads, [batch, H / P, N * P, keys], of one with a mask for each of the H heads.
+    def mask_of_virtual_heads(self, mask: Any) -> Any:
+        """Convert a mask per head [batch, H, N * P, keys] to a mask per virtual head [batch, H / P, N * P, keys].
 
-        Row (n, p) of virtual head i is that of its head, p * (H / P) + i. Return any other mask as it is."""
-        if not isinstance(mask, torch.Tensor) or has_first_keys(mask) or mask.ndim != 4 or mask.shape[1] == 1:
+        Row (n, p) of virtual head i is that of its head, p * (H / P) + i. Return any other mask unchanged."""
+        if not isinstance(mask, torch.Tensor) or is_first_key_mask(mask):
+            return mask
+        if mask.ndim != 4 or mask.shape[1] == 1:
             return mask
         rows = mask.unflatten(2, (-1, self.num_pseudo_heads)).unflatten(1, (self.num_pseudo_heads, -1))
+        # [batch, P (head), H / P, N, P (row), keys]: row p belongs to head p.
         return rows.diagonal(dim1=1, dim2=4).movedim(-1, 3).flatten(2, 3)
 
-    def step(
+    def attend_new_token(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -71,35 +78,66 @@ class PairedHeads(NamedTuple):
         attention_mask: torch.Tensor | None = None,
         product_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return the output [batch, 1, H, head_dim] of one new token, as `absorbed_attention` of the same arguments.
+        """Return the output [batch, 1, H, head_dim] of one new token, as `new_token_attention` of the same arguments.
 
         The P queries of a virtual head are multiplied with the cached keys of each of its P heads where they lie, and
         one softmax goes over all of these."""
-        pseudo_heads, dtype = self.num_pseudo_heads, value.dtype
+        num_pseudo_heads = self.num_pseudo_heads
+        dtype = value.dtype
         # Autocast would round what is in float32 on purpose.
         with torch.autocast(query.device.type, enabled=False):
             query, key, value = (states.to(product_dtype or dtype) for states in (query, key, value))
-            key, value = (
-                states.unflatten(1, (pseudo_heads, -1)) for states in (key, value)
-            )  # [batch, P, G / P, N, d]
-            key_heads, num_keys = key.shape[2:4]
-            # [batch, H / P, P, d]; the query heads of a key head follow each other
-            query = query.squeeze(2).unflatten(1, (pseudo_heads, -1)).transpose(1, 2) * scaling
-            query = query.unflatten(1, (key_heads, -1)).flatten(2, 3).unsqueeze(1)
-            scores = torch.matmul(query, key.transpose(-1, -2)).unflatten(3, (-1, pseudo_heads)).flatten(2, 3)
+            key = key.unflatten(1, (num_pseudo_heads, -1))  # [batch, P, G / P, N, head_dim]
+            value = value.unflatten(1, (num_pseudo_heads, -1))
+            key_heads = key.shape[2]
+            query = self._group_queries(query.squeeze(2) * scaling, key_heads)
+            scores = torch.matmul(query, key.transpose(-1, -2))  # [batch, P of the keys, G / P, H / G * P, N]
             # [batch, P of the keys, H / P, P of the queries, N], in float32 at least, as in the eager core
+            scores = scores.unflatten(3, (-1, num_pseudo_heads)).flatten(2, 3)
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-            if attention_mask is not None:
-                mask = self.rows_of_heads(attention_mask).unflatten(-1, (num_keys, -1)).permute(0, 4, 1, 2, 3)
-                lowest = torch.finfo(scores.dtype).min  # padding sees nothing, and -inf alone would give NaN
-                scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+            if attention_mask is None:
+                _hide_in_place(scores, window)
             else:
-                hidden = torch.full((pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
-                scores[..., -1] += hidden.tril(-1).unsqueeze(1)
-                if window is not None and num_keys == window + 1:
-                    scores[..., 0] += hidden.triu().unsqueeze(1)
-            weights = (scores - scores.logsumexp(dim=(1, -1), keepdim=True)).exp().to(value.dtype)
-            weights = weights.unflatten(2, (key_heads, -1)).flatten(3, 4)
-            output = torch.matmul(weights, value).sum(dim=1)  # [batch, G / P, H / G * P, d]
-            output = output.unflatten(2, (-1, pseudo_heads)).flatten(1, 2)  # [batch, H / P, P, d]
+                scores = _apply_mask(scores, self.mask_of_virtual_heads(attention_mask))
+            weights = _softmax_over_heads_and_keys(scores).to(value.dtype)
+            weights = weights.unflatten(2, (key_heads, -1)).flatten(3, 4)  # as the scores were before
+            output = torch.matmul(weights, value).sum(dim=1)  # [batch, G / P, H / G * P, head_dim]
+            output = output.unflatten(2, (-1, num_pseudo_heads)).flatten(1, 2)  # [batch, H / P, P, head_dim]
             return output.transpose(1, 2).flatten(1, 2).unsqueeze(1).to(dtype)
+
+    def _group_queries(self, query: torch.Tensor, key_heads: int) -> torch.Tensor:
+        """Return queries [batch, H, head_dim] as [batch, 1, G / P, H / G * P, head_dim], by the key head they read.
+
+        `key_heads` is G / P, the number of virtual key heads."""
+        query = query.unflatten(1, (self.num_pseudo_heads, -1)).transpose(1, 2)  # [batch, H / P, P, head_dim]
+        # The virtual query heads of a key head follow each other.
+        return query.unflatten(1, (key_heads, -1)).flatten(2, 3).unsqueeze(1)
+
+
+def _apply_mask(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return scores [batch, P of the keys, H / P, P of the queries, N] with the keys that a mask hides at the lowest.
+
+    The mask is boolean or additive, [batch or 1, H / P or 1, P of the queries, N * P of the keys]."""
+    num_keys = scores.shape[-1]
+    mask = mask.unflatten(-1, (num_keys, -1)).permute(0, 4, 1, 2, 3)
+    if mask.dtype != torch.bool:
+        return scores + mask
+    # Padding sees nothing, and a row of -inf would become NaN.
+    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+
+
+def _hide_in_place(scores: torch.Tensor, window: int | None) -> None:
+    """Set the hidden keys among scores [batch, P of the keys, H / P, P of the queries, N] to -inf, without a mask."""
+    num_pseudo_heads = scores.shape[1]
+    num_keys = scores.shape[-1]
+    hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
+    # Query i sees the keys up to i of its own token. Keys come first here, and queries in `new_token._hide_in_place`.
+    scores[..., -1] += hidden.tril(-1).unsqueeze(1)
+    if window is not None and num_keys == window + 1:
+        # It sees the keys after i of the token just before the window.
+        scores[..., 0] += hidden.triu().unsqueeze(1)
+
+
+def _softmax_over_heads_and_keys(scores: torch.Tensor) -> torch.Tensor:
+    """Return the softmax of scores [batch, P of the keys, H / P, P of the queries, N] over N and the P of the keys."""
+    return (scores - scores.logsumexp(dim=(1, -1), keepdim=True)).exp()

@@ -14,9 +14,9 @@ from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
+from .first_keys import documents_of, is_first_key_mask
 from .head_mixing import Mixing
-from .virtual_masks import token_mask, virtual_tokens
-from .windows import documents_of, has_first_keys
+from .virtual_masks import token_mask, virtual_tokens_per_token
 
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
@@ -36,7 +36,7 @@ def block_bias(
         offset: position of the first query among the keys; ignored with a dense mask.
     """
     lowest = torch.finfo(torch.float32).min
-    if mask is not None and not has_first_keys(mask):
+    if mask is not None and not is_first_key_mask(mask):
         block = mask[..., rows, columns]
         if block.dtype != torch.bool:
             return block.float()
@@ -70,7 +70,7 @@ def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: i
     """Return the keys that any query of a block may see, of those in a window of `window` keys.
 
     With a dense mask they are all keys."""
-    if mask is not None and not has_first_keys(mask):
+    if mask is not None and not is_first_key_mask(mask):
         return slice(0, num_keys)
     first = 0 if window is None else max(0, rows.start + offset - window + 1)
     return slice(first, min(rows.stop + offset, num_keys))
@@ -102,7 +102,7 @@ class HeadMap(Mixing):
 
     def init_mechanism(self, config: IHAConfig):
         """Start at the identity."""
-        self.begin("weight", torch.eye(self.weight.shape[-1]))
+        self.init_weight("weight", torch.eye(self.weight.shape[-1]))
 
     def forward(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return scores or weights [batch, groups, M, rows, columns] after the map."""
@@ -168,7 +168,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
 
     def attend_in_product_dtype(self, query_states, key_states, value_states, attention_mask, **kwargs):
         """Attend as [`MultiHeadAttention.attend_in_product_dtype`] does, under the mask over tokens."""
-        attention_mask = token_mask(attention_mask, virtual_tokens(self.config))
+        attention_mask = token_mask(attention_mask, virtual_tokens_per_token(self.config))
         return super().attend_in_product_dtype(query_states, key_states, value_states, attention_mask, **kwargs)
 
     def attend(
@@ -183,7 +183,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
         """Attend with the queries from `first_row` on; those before it are past queries."""
         length, num_keys, device = query_states.shape[2], key_states.shape[2], query_states.device
         offset = query_offset(length, num_keys)
-        window = documents_of(attention_mask).reach if has_first_keys(attention_mask) else None
+        window = documents_of(attention_mask).longest_span if is_first_key_mask(attention_mask) else None
 
         blocks = query_blocks(query_states, BLOCK, first_row)
         outputs, weights = [], []

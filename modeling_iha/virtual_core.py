@@ -13,16 +13,20 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
-from .chunks import attend_in_chunks, chunk_window
+from .chunks import attend_in_chunks, exceeds_chunk, may_chunk
+from .first_keys import is_first_key_mask, narrower, plain_window, row_window
 from .interleaving import virtual_kwargs
-from .new_token import is_absorbed
+from .new_token import uses_new_token_path
 from .overlay import Overlay
-from .virtual_masks import in_window, token_mask, virtual_tokens
-from .windows import first_key_attention, has_first_keys, narrower, plain_window, window_attention
+from .virtual_masks import in_window, token_mask, virtual_tokens_per_token
+from .windows import first_key_attention, window_attention
 
 
-def virtual_heads(module: Any) -> Any:
-    """Return the class by which an attention module makes virtual tokens (see `MixedHeads`), or `None`."""
+def virtual_heads_of(module: Any) -> Any:
+    """Return the class by which an attention module makes virtual tokens (see `MixedHeads`), or `None`.
+
+    The plugin for vLLM reads the attribute from modules of older checkpoints too, so its name stays. The field of this
+    name in a configuration is another thing: the word "paired", or `None`."""
     return getattr(module, "virtual_heads", None)
 
 
@@ -43,61 +47,101 @@ def virtual_attention(
     module without `virtual_heads` attends as in the base model.
 
     Args:
+        core: the name of an attention function of Transformers, such as "sdpa".
         attention_mask: mask of `virtual_mask` for the core.
         rotation: (cos, sin) that rotate pseudo-heads within their token (see `MixedHeads`); `None` where they share
             its position.
         product_dtype: dtype for products with the cache, or `None` for the cache's own.
         kwargs: keyword arguments of the core, in tokens.
     """
-    num_pseudo_heads = virtual_tokens(module.config)
     _check_mask(core, attention_mask)
-    stock = core_function(core, module)
-    view = stock_view(module, core, num_pseudo_heads)
-    attend = stock
-    if has_first_keys(attention_mask):
-        attend = partial(first_key_attention, stock)
-        # The first keys contain the window of the base model, and say nothing about unused places of a static cache.
-        kwargs["sliding_window"] = None
-        key = key[:, :, : query.shape[2]]
-        value = value[:, :, : query.shape[2]]
-    if virtual_heads(module) is None:
-        mask = token_mask(attention_mask, num_pseudo_heads)
-        return attend(view, query, key, value, mask, **kwargs)
-
-    window = getattr(module.config, "interleaved_window", None)
     num_queries = query.shape[2]
+    if is_first_key_mask(attention_mask):
+        # The mask already applies the base model's window, so none is passed on. It has no columns for unused places
+        # of a static cache, so these are cut off.
+        kwargs["sliding_window"] = None
+        key = key[:, :, :num_queries]
+        value = value[:, :, :num_queries]
+    if virtual_heads_of(module) is None:
+        return _attend_over_tokens(core, module, query, key, value, attention_mask, **kwargs)
+
     num_keys = key.shape[2]
+    window = getattr(module.config, "interleaved_window", None)
+    num_pseudo_heads = virtual_tokens_per_token(module.config)
     attention_mask = layer_mask(attention_mask, core, window, num_pseudo_heads, num_queries, num_keys)
-    if window is not None:
-        kwargs["sliding_window"] = narrower(window, kwargs.get("sliding_window"))
-    if kwargs.get("s_aux") is not None:
-        kwargs["s_aux"] = view.sinks
-    heads = virtual_heads(module).of(module, query, key, value, rotation)
+    heads = virtual_heads_of(module).from_module(module, query, key, value, rotation)
     # Autocast leaves rotated queries and keys in float32.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
 
-    if num_queries == 1 and is_absorbed(core, module.config, kwargs.get("dropout"), query, num_keys):
+    if num_queries == 1 and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         if attention_mask is None and window is not None:
             # Every pseudo-head but the last sees one token more than the window.
             key = key[:, :, -window - 1 :]
             value = value[:, :, -window - 1 :]
-        return heads.step(query, key, value, scaling, window, attention_mask, product_dtype), None
+        return heads.attend_new_token(query, key, value, scaling, window, attention_mask, product_dtype), None
+    return _attend_over_virtual_tokens(core, module, heads, query, key, value, attention_mask, window, **kwargs)
+
+
+def _attend_over_tokens(
+    core: str, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output and weights of a layer without virtual heads, under a mask over virtual tokens."""
+    num_pseudo_heads = virtual_tokens_per_token(module.config)
+    attention_function = core_function(core, module)
+    view = stock_view(module, core, num_pseudo_heads)
+    mask = token_mask(attention_mask, num_pseudo_heads)
+    if is_first_key_mask(mask):
+        return first_key_attention(attention_function, view, query, key, value, mask, **kwargs)
+    return attention_function(view, query, key, value, mask, **kwargs)
+
+
+def _attend_over_virtual_tokens(
+    core: str,
+    module: Any,
+    heads: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    window: int | None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output and weights of a core that runs on virtual tokens.
+
+    `heads` make the virtual tokens. The mask is that of `layer_mask`, and `window` is the layer's own, in tokens."""
+    num_pseudo_heads = virtual_tokens_per_token(module.config)
+    attention_function = core_function(core, module)
+    view = stock_view(module, core, num_pseudo_heads)
+    if window is not None:
+        kwargs["sliding_window"] = narrower(window, kwargs.get("sliding_window"))
+    if kwargs.get("s_aux") is not None:
+        kwargs["s_aux"] = view.sinks
+    kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
+
+    num_queries = query.shape[2]
+    is_causal_prefill = False
     if attention_mask is None and "flash" not in core:
         if num_queries == 1:
-            attention_mask = new_token_mask(num_keys, window, num_pseudo_heads, query.device)
+            attention_mask = new_token_mask(key.shape[2], window, num_pseudo_heads, query.device)
         else:
-            # The queries begin at position 0. A static cache has unused places after their keys.
+            # No mask and several queries: nothing was cached before, so query i is token i. A static cache has unused
+            # places after the keys of the queries.
+            is_causal_prefill = True
             key = key[:, :, :num_queries]
             value = value[:, :, :num_queries]
-            attend = partial(window_attention, stock)
-    kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
-    if attend is not stock:
-        window_of_chunks = chunk_window(heads, query, key, value, attention_mask, kwargs.get("sliding_window"))
-        if window_of_chunks is not None:
-            kwargs["sliding_window"] = window_of_chunks
-            return attend_in_chunks(heads, stock, view, query, key, value, **kwargs), None
+    has_no_dense_mask = is_causal_prefill or is_first_key_mask(attention_mask)
+    if has_no_dense_mask and may_chunk(heads, query, key, value):
+        window_of_rows = row_window(attention_mask, kwargs.get("sliding_window"))
+        if window_of_rows is not None and exceeds_chunk(heads, query, window_of_rows):
+            kwargs["sliding_window"] = window_of_rows
+            return attend_in_chunks(heads, attention_function, view, query, key, value, **kwargs), None
+    attend = attention_function
+    if is_causal_prefill:
+        attend = partial(window_attention, attention_function)
+    elif has_no_dense_mask:
+        attend = partial(first_key_attention, attention_function)
     return heads.attend(partial(attend, view), query, key, value, attention_mask, **kwargs)
 
 
@@ -109,12 +153,13 @@ def layer_mask(
     Raise a ValueError for a mask that is not over virtual tokens."""
     length = num_queries * num_pseudo_heads
     width = num_keys * num_pseudo_heads
-    if has_first_keys(mask):
+    if is_first_key_mask(mask):
         if plain_window(mask) is None:
             _check_size(mask, core, length, mask.shape[-1])
         return mask  # `first_key_attention` takes the window as an argument
     if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-        # Other layers may cache more tokens. A view would lose what `in_window` keeps on the mask.
+        # The mask may be wider than this layer's cache. Slice only if needed: a slice loses the result that
+        # `in_window` stored on the mask.
         if window is not None and (is_tracing(mask) or mask.shape[-1] != width):
             mask = mask[..., -width:]
         _check_size(mask, core, length, width)
@@ -139,22 +184,22 @@ def new_token_mask(num_keys: int, window: int | None, num_pseudo_heads: int, dev
 
 def core_function(core: str, module: nn.Module) -> Callable:
     """Return the attention function of a core; "eager" is in the modeling file of the base model."""
-    if core == "eager":
-        files = (
-            sys.modules[each.__module__] for each in type(module).__mro__
-        )  # a subclass may be defined in another file
-        return next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
-    return ALL_ATTENTION_FUNCTIONS[core]
+    if core != "eager":
+        return ALL_ATTENTION_FUNCTIONS[core]
+    # A subclass may be defined in another file than the function.
+    python_modules = (sys.modules[base.__module__] for base in type(module).__mro__)
+    return next(found.eager_attention_forward for found in python_modules if hasattr(found, "eager_attention_forward"))
 
 
 def stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
-    """Return the module as its core must see it.
+    """Return the module with the attributes that its core must see.
 
-    A flash core reads its own name from the config. Each key has P virtual copies, so a sink grows by log P."""
+    For flash this is a config that names the core. For virtual tokens the sinks are raised by log P, because each key
+    has P copies."""
     overrides: dict = {}
     if "flash" in core:
         overrides["config"] = Overlay(module.config, _attn_implementation=core)
-    if virtual_heads(module) is not None and getattr(module, "sinks", None) is not None:
+    if virtual_heads_of(module) is not None and getattr(module, "sinks", None) is not None:
         overrides["sinks"] = module.sinks + math.log(num_pseudo_heads)
     return Overlay(module, **overrides) if overrides else module
 

@@ -12,7 +12,7 @@ from iha.errors import UserError, one_line, refusing
 from iha.kinds import is_interleaved, own_modules
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, mixing_parameters, set_mixing_scale
 from modeling_iha.modeling_iha import IHARotaryEmbedding
-from modeling_iha.virtual_masks import virtual_tokens
+from modeling_iha.virtual_masks import virtual_tokens_per_token
 from sft.arguments import RunArguments, chat_template
 from sft.data import rendering
 from sft.make_model import config_of, start_tokenizer
@@ -75,7 +75,7 @@ def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
     if interleaves(config, run):
         return
     source = run.preset or run.model_name_or_path
-    found = virtual_tokens(config)
+    found = virtual_tokens_per_token(config)
     if run.num_pseudo_heads not in (None, found):
         raise UserError(
             f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {source} has {found}: give the plain base "
@@ -97,7 +97,7 @@ def rope_reach(config: IHAConfig) -> float:
 
 
 def _check_reach(config: IHAConfig, length: int) -> None:
-    virtual = virtual_tokens(config) if config.pseudo_positions == "interleaved" else 1
+    virtual = virtual_tokens_per_token(config) if config.pseudo_positions == "interleaved" else 1
     reach, theta, dim = rope_reach(config), config.rope_of("full_attention")["rope_theta"], config.head_dim
     if length * virtual > reach and dim > 2:
         # The slowest of the dim / 2 rotations has the frequency theta^(2 / dim - 1).

@@ -21,7 +21,7 @@ from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.cache_names import CACHE
 from modeling_iha.kind_options import OPTIONS_CLASSES
 from modeling_iha.mixing import mixing_parameters
-from modeling_iha.new_token import is_absorbed
+from modeling_iha.new_token import uses_new_token_path
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
@@ -159,7 +159,7 @@ IHA_CODE = {
     *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
     *("interleaving.py", "head_mixing.py", "mixed_heads.py", "new_token.py", "windows.py", "chunks.py"),
     *("virtual_masks.py", "overlay.py", "cache_edge.py", "mixing_scale.py", "cpu_precision.py", "paged_requests.py"),
-    *("cache_names.py", "tested_versions.py"),
+    *("cache_names.py", "tested_versions.py", "first_keys.py"),
 }
 
 
@@ -235,18 +235,19 @@ def random_ids(*shape, vocab_size=61, seed=1):
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Whether "iha" layers decode from base states, by the id of a configuration; without an entry `is_absorbed` decides.
+# Whether "iha" layers decode from base states, by the id of a configuration; without an entry `uses_new_token_path`
+# decides.
 ABSORBS: dict[int, bool] = {}
 
 
 def chosen_form(core, config, dropout, states, num_keys):
-    """Take the place of `is_absorbed`, which goes by the number of cached tokens."""
+    """Take the place of `uses_new_token_path`, which goes by the number of cached tokens."""
     if id(config) not in ABSORBS:
-        return is_absorbed(core, config, dropout, states, num_keys)
+        return uses_new_token_path(core, config, dropout, states, num_keys)
     return ABSORBS[id(config)] and core == "sdpa" and config.pseudo_collapse == "per_head" and not dropout
 
 
-virtual_core.is_absorbed = chosen_form
+virtual_core.uses_new_token_path = chosen_form
 
 
 def set_core(model, core):

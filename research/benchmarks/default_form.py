@@ -68,7 +68,7 @@ def plain_sdpa() -> Iterator[None]:
     """Give every layer Transformers' mask, and leave the states in their own dtype."""
     with (
         expanded(),
-        mock.patch.object(virtual_masks, "_first_keys", lambda *_, **__: None),
+        mock.patch.object(virtual_masks, "first_keys_of_mask_function", lambda *_, **__: None),
         mock.patch.object(attention_mha, "in_product_dtype", lambda attend: attend),
     ):
         yield

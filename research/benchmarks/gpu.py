@@ -33,7 +33,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.cache_names import CACHE
 from modeling_iha.masks import create_masks
 from modeling_iha.package import flop_matched_window
-from modeling_iha.virtual_masks import virtual_tokens
+from modeling_iha.virtual_masks import virtual_tokens_per_token
 from research.benchmarks import harness
 from research.benchmarks.harness import Attention, inference, training
 from research.benchmarks.options import OUTPUTS
@@ -239,7 +239,9 @@ class InPlaceLayer(DynamicLayer):
         config = model.config
         self.tokens, self.is_initialized = tokens, True
         self.is_sliding = config.layer_types[index] == "sliding_attention"
-        self.sliding_window = config.sliding_window + (virtual_tokens(config) > 1) if self.is_sliding else tokens + 1
+        self.sliding_window = tokens + 1
+        if self.is_sliding:
+            self.sliding_window = config.sliding_window + (virtual_tokens_per_token(config) > 1)
         shape = (batch, config.num_key_value_heads, self.sliding_window, config.head_dim)
         self.keys, self.values = draw(*shape), draw(*shape)
 

@@ -69,7 +69,7 @@ class Attention(torch.nn.Module):
 
 def expanded() -> mock._patch:
     """Return a context in which "iha" layers decode from rebuilt virtual tokens, however many are cached."""
-    return mock.patch.object(virtual_core, "is_absorbed", lambda *_: False)
+    return mock.patch.object(virtual_core, "uses_new_token_path", lambda *_: False)
 
 
 def causal_lm(config: IHAConfig) -> IHAForCausalLM:

@@ -67,7 +67,9 @@ def measure(tokens: int, virtual: int, windowed: bool, part: str, dtype: str, th
     module = Attention(getattr(torch, dtype), num_pseudo_heads=virtual, **fields)
     obvious, states = Obvious(module, tokens), torch.randn(1, tokens, 512, dtype=getattr(torch, dtype))
     with torch.no_grad():
-        torch.testing.assert_close(module(states), obvious(states), rtol=0.05, atol=1e-3 if dtype == "float32" else 0.05)
+        torch.testing.assert_close(
+            module(states), obvious(states), rtol=0.05, atol=1e-3 if dtype == "float32" else 0.05
+        )
     forms = {"layer": module, "obvious": obvious}
     if part == "training":
         runs = {name: training(form, [states.clone()], module.leaves()) for name, form in forms.items()}

@@ -28,7 +28,7 @@ from iha import plots
 from iha.errors import run_cli
 from iha.files import sole_writer
 from modeling_iha import IHAConfig, IHAModel
-from modeling_iha.virtual_masks import virtual_tokens
+from modeling_iha.virtual_masks import virtual_tokens_per_token
 from research.experiments.options import study_parser
 from research.experiments.study import begin, points, run_once, spread, write
 
@@ -166,7 +166,7 @@ def filter_bank(layer: BareAttention, x: torch.Tensor, k: int) -> torch.Tensor:
     """Return the first k blocks of the heads of a constructed layer, [k, rows, d], of X [rows, d]."""
     module, features = layer.layer, x.shape[1]
     heads, nodes = module.config.num_attention_heads, module.q_proj.in_features - features
-    blocks = virtual_tokens(module.config)
+    blocks = virtual_tokens_per_token(module.config)
     output = layer(embed(x[None], nodes))[0].unflatten(-1, (heads, -1))[..., : features * blocks]
     return output.reshape(len(x), heads * blocks, features).transpose(0, 1)[:k]
 

@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_iha import IHAForQuestionAnswering, IHAForSequenceClassification, IHAForTokenClassification
 from modeling_iha.cache_names import CACHE
-from modeling_iha.new_token import is_absorbed
+from modeling_iha.new_token import uses_new_token_path
 
 
 LENGTH = 11
@@ -102,7 +102,7 @@ def test_padding_before_a_static_cache(geometry, core):
 
 
 def takes(num_keys, batch=1, core="sdpa", dropout=0.0, **fields):
-    return is_absorbed(core, small_config(**fields), dropout, torch.empty(batch, 4, 1, 8), num_keys)
+    return uses_new_token_path(core, small_config(**fields), dropout, torch.empty(batch, 4, 1, 8), num_keys)
 
 
 def test_one_token():

@@ -267,8 +267,8 @@ def test_layers_and_windows_of_the_paper():
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected an integer from 2 on"),
-        (lambda: decoder("llama"), {"num_pseudo_heads": "2"}, "is '2': expected an integer from 2 on"),
+        (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
+        (lambda: decoder("llama"), {"num_pseudo_heads": "2"}, "is '2': expected an integer of at least 2"),
         (lambda: decoder("llama"), {"mixing_scale": 0}, "mixing_scale is 0: expected a number above 0"),
         (lambda: decoder("llama"), {"mixing_scale": float("nan")}, "mixing_scale is nan: expected"),
         (lambda: decoder("llama"), {"layers": 1}, "layers is 1: expected"),
@@ -342,6 +342,17 @@ def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="makes no masks"):
         interleave_heads(model, 2)
     assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "mine")
+
+
+def test_an_error_before_the_probe_is_raised_as_it_is(monkeypatch):
+    def fail(core):
+        raise RuntimeError("no registry")
+
+    monkeypatch.setattr("modeling_iha.interleave._register_recording", fail)
+    model = decoder("llama")
+    with pytest.raises(RuntimeError, match="no registry"):
+        interleave_heads(model, 2)
+    assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "sdpa")
 
 
 def test_layers_may_be_left_out_and_threads_share_a_model():
@@ -444,6 +455,7 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
                 "cache_names.py",
                 "configuration_interleaved.py",
                 "exact_start.py",
+                "first_keys.py",
                 "modeling_interleaved.py",
                 "interleaving.py",
                 "head_mixing.py",

@@ -263,7 +263,7 @@ def test_a_saved_decoder_loads_where_the_package_is_not_installed(tmp_path):
 
 REFUSED = {
     "groups": ("llama", {"num_pseudo_heads": 4}, "4: expected a divisor of the 4 query heads and 2 key/value heads"),
-    "one": ("llama", {"num_pseudo_heads": 1}, "expected an integer from 2 on"),
+    "one": ("llama", {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
     "window": ("llama", {"num_pseudo_heads": 2, "sliding_window": 1}, "sliding_window is 1: expected at least 2"),
     "word": ("llama", {"num_pseudo_heads": 2, "sliding_window": "paper"}, "'paper': expected at least 2 tokens, or"),
     "layers": ("llama", {"num_pseudo_heads": 2, "layers": [7]}, r"layers is \[7\]: expected"),

@@ -1,0 +1,204 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Describe windows, documents and padding by the first key that each query sees, without a dense mask.
+
+Query v sees the keys u with first_keys[v] <= u <= v. Such a mask takes O(N) memory. It has one of three layouts:
+
+    shape                    made by                 says
+    [1, L, window, 0]        plain_window_mask       a window alone; the tensor is empty
+    [batch, 1, L, 1]         first_keys_of           documents, padding and a window
+    [batch, 1, L, window]    document_first_keys     the same for compiled code, one column expanded
+
+A mask has to be a tensor: Transformers' models, the hooks of accelerate and FSDP, checkpointing and compiled layers
+take, slice, move and trace tensors. A separate object would be refused or lost. An attribute of a tensor is lost when
+the tensor is copied or sliced, so attributes of mask tensors hold only results that can be recomputed: `documents` of
+this file, and `in_window` of virtual_masks.py. The dtype is int32, because no other mask has it and FSDP does not cast
+integers. (A `BlockMask` of FlexAttention is the only mask that is no tensor.)"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers.utils.import_utils import is_tracing
+
+
+def is_first_key_mask(mask: Any) -> bool:
+    """Return whether a mask is one of first keys, in any of the three layouts."""
+    return isinstance(mask, torch.Tensor) and mask.dtype == torch.int32
+
+
+def plain_window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return the mask of a window of `window` keys without documents or padding: empty, int32 [1, L, window, 0].
+
+    The shape holds the window, so compiled code has it as a constant. The tensor is empty: it takes no memory, and
+    reading it makes no GPU wait."""
+    return torch.empty(1, length, window, 0, dtype=torch.int32, device=device)
+
+
+def plain_window(mask: torch.Tensor) -> int | None:
+    """Return the window if a mask of first keys is a plain window (see `plain_window_mask`), else `None`."""
+    return mask.shape[2] if mask.shape[-1] == 0 else None
+
+
+def document_first_keys(
+    position_ids: torch.Tensor, batch: int, num_pseudo_heads: int, window: int | None
+) -> torch.Tensor:
+    """Return the first keys of documents, int32 [batch, 1, N * P, window in virtual tokens or 1], for compiled code.
+
+    A document begins where positions [batch or 1, N] do not increase by one, which is how Transformers detects
+    packing. The last dimension is one expanded column. Its size is the window, so compiled code has it as a
+    constant."""
+    is_document_start = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
+    first = first_keys_of(is_document_start.expand(batch, -1), num_pseudo_heads, window or is_document_start.shape[1])
+    return first.expand(-1, -1, -1, 1 if window is None else window * num_pseudo_heads)
+
+
+def latest_document_start(is_document_start: torch.Tensor) -> torch.Tensor:
+    """Return, for each token of [batch, N], the index of the latest document start at or before it."""
+    place = torch.arange(is_document_start.shape[1], device=is_document_start.device)
+    return torch.where(is_document_start, place, 0).cummax(dim=-1).values
+
+
+def first_keys_of(is_document_start: torch.Tensor, num_pseudo_heads: int, window: int) -> torch.Tensor:
+    """Return first keys [batch, 1, N * P, 1] for a `window` in tokens and for documents.
+
+    `is_document_start` [batch, N] is true at the first token of each document."""
+    first = (latest_document_start(is_document_start) * num_pseudo_heads).repeat_interleave(num_pseudo_heads, dim=-1)
+    virtual = torch.arange(first.shape[1], device=first.device)
+    return torch.maximum(first, virtual - window * num_pseudo_heads + 1).int()[:, None, :, None]
+
+
+def first_keys_of_mask_function(
+    num_pseudo_heads: int,
+    mask_function: Callable,
+    attention_mask: torch.Tensor | None,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> torch.Tensor | None:
+    """Return the first keys [batch, 1, N * P, 1] if each query sees all keys from its first to its own, else `None`.
+
+    The arguments are those of `virtual_mask`, in tokens. The mask function tells the documents: one begins where a
+    token does not see the one before it. Each chunk of chunked attention counts as a document, and so does each run of
+    padding. The result is `None` for bidirectional blocks, such as image tokens.
+
+    The result is checked against the mask function at both ends of what each token sees, and at distances of powers of
+    two. This is a sample: a mask function that differs only at other distances would be mistaken for one of these.
+    Transformers makes none such, and a mask of the user's goes through `mask_over_virtual_tokens`."""
+    place = torch.arange(q_length, device=device)
+    if q_length == 1 or kv_length < q_length:
+        return None
+    if use_vmap or is_tracing(place) or place.is_meta:
+        return None  # there are no values to look at
+    if q_offset != 0 or kv_offset != 0:
+        return None  # cached tokens come first
+    rows = torch.arange(batch_size, device=device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=device)
+    window = local_size or q_length
+
+    def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return mask_function(rows, head, query, key).expand(batch_size, -1)
+
+    is_document_start = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
+    first = torch.maximum(latest_document_start(is_document_start), place - window + 1)
+    sees_first = sees(place, first).all()
+    sees_none_before = (~sees(place, (first - 1).clamp(min=0)) | (first == 0)).all()
+    checks = [sees_first, sees_none_before]
+    for distance in [0] + [2**power for power in range((q_length - 1).bit_length())]:
+        later = place[distance:]
+        earlier = place[: q_length - distance]
+        checks.append((sees(later, earlier) == (first[:, distance:] <= earlier)).all())
+        if distance > 0:
+            checks.append(~sees(earlier, later).any())
+    if attention_mask is not None:
+        real = torch.nn.functional.pad(attention_mask, (0, q_length - attention_mask.shape[-1])).to(device).bool()
+        # This needs the documents without padding, so it comes before padding becomes a document.
+        checks.append(~_resumes_after_padding(real, is_document_start).any())
+        is_document_start = is_document_start | torch.nn.functional.pad(real[:, 1:] != real[:, :-1], (1, 0))
+    if not torch.stack(checks).all():
+        return None
+    return first_keys_of(is_document_start, num_pseudo_heads, window)
+
+
+def _resumes_after_padding(real: torch.Tensor, is_document_start: torch.Tensor) -> torch.Tensor:
+    """Return where a real token follows padding and sees real tokens of its document before that padding.
+
+    First keys cannot say this, because padding is a document of its own. All are boolean [batch, N]."""
+    real_before = real.cumsum(dim=-1) - real.long()  # how many real tokens come before each token
+    real_before_document = real_before.gather(1, latest_document_start(is_document_start))
+    follows_padding = torch.nn.functional.pad(real[:, 1:] & ~real[:, :-1], (1, 0))
+    resumes = follows_padding & ~is_document_start
+    # More real tokens before this one than before its document: the document had some before the padding.
+    return resumes & (real_before > real_before_document)
+
+
+class Documents(NamedTuple):
+    """Hold the documents that a mask of first keys describes."""
+
+    # Start of each document in the concatenation of all rows, then the total length, int32 [documents + 1].
+    bounds: torch.Tensor
+    longest: int
+    longest_span: int  # the most keys that a query sees
+
+    def is_one_document_per_row(self, batch: int, length: int) -> bool:
+        """Return whether each row of `length` tokens is one document."""
+        return self.longest == length and len(self.bounds) == batch + 1
+
+
+def documents_of(first_keys: torch.Tensor) -> Documents:
+    """Return the documents of a mask of first keys, cached as an attribute of the mask.
+
+    Finding them synchronizes with the GPU."""
+    if not hasattr(first_keys, "documents"):
+        first = first_keys[:, 0, :, 0]
+        seen = torch.arange(1, first.shape[1] + 1, device=first.device) - first
+        bounds = torch.nn.functional.pad((seen == 1).flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
+        longest, longest_span = torch.stack((bounds.diff().max(), seen.max())).tolist()
+        first_keys.documents = Documents(bounds, longest, longest_span)
+    return first_keys.documents
+
+
+def narrower(window: int, other: int | None) -> int:
+    """Return the smaller of two windows, where the other may be missing."""
+    return min(window, other) if other else window
+
+
+def row_window(mask: torch.Tensor | None, window: int | None) -> int | None:
+    """Return the window in keys if each row is one document without padding, and `None` otherwise.
+
+    `window` is the layer's own window, or `None`. The smaller of it and the mask's window counts."""
+    if mask is None:
+        return window
+    plain = plain_window(mask)
+    if plain is not None:
+        return narrower(plain, window)
+    documents = documents_of(mask)
+    if not documents.is_one_document_per_row(mask.shape[0], mask.shape[2]):
+        return None
+    return narrower(documents.longest_span, window)
+
+
+def first_keys_over_tokens(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
+    """Return the first keys of tokens from those of virtual tokens: the ones of the last pseudo-heads."""
+    window = plain_window(mask)
+    if window is not None:
+        return plain_window_mask(mask.shape[1] // num_pseudo_heads, window // num_pseudo_heads, mask.device)
+    first_keys = mask[:, :, num_pseudo_heads - 1 :: num_pseudo_heads, :1] // num_pseudo_heads
+    width = mask.shape[-1]
+    if width > 1:
+        return first_keys.expand(-1, -1, -1, width // num_pseudo_heads)
+    if not torch.compiler.is_compiling():
+        # The documents are converted, because finding them again would synchronize with the GPU.
+        documents = documents_of(mask)
+        first_keys.documents = Documents(
+            bounds=documents.bounds // num_pseudo_heads,
+            longest=documents.longest // num_pseudo_heads,
+            longest_span=documents.longest_span // num_pseudo_heads,
+        )
+    return first_keys
