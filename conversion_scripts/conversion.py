@@ -25,7 +25,7 @@ from iha.checkpoints import (
 )
 from iha.errors import UserError, one_line
 from iha.files import new_directory, typed
-from iha.sources import locate_checkpoint
+from iha.sources import find_source
 from modeling_iha import IHAConfig
 from modeling_iha.configuration_iha import SIZES
 
@@ -122,6 +122,7 @@ def read_source(
 
     Loading takes long, so `check` refuses by the config what can be refused without weights. Raise `UserError`.
     """
+    src = find_source(src)
     check_no_adapter(src)
     config = load_config(src)
     check(config)
@@ -138,7 +139,7 @@ def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
 
     A config may name another dtype than the files have, and a load takes the config's.
     """
-    if locate_checkpoint(source)[1]:
+    if find_source(source).gguf_file is not None:
         return
     loaded = torch.finfo(dtype)
     rounded = [

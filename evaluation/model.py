@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from iha.checkpoints import load_model
 from iha.errors import UserError
-from iha.sources import locate_checkpoint
+from iha.sources import find_source
 
 
 # Llama's chat template names a day: the same one tomorrow, when a run goes on.
@@ -38,11 +38,12 @@ class Model(HFLM):
         batch_size: int = 8,
         seed: int = 0,
     ):
-        self.source, self.seed = source, seed
-        location, gguf = locate_checkpoint(source)
+        self.source = find_source(source)
+        self.seed = seed
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        settings = {"dtype": dtype, "device": device, "softmax_dtype": "float32", "chat_template_args": DAY, **gguf}
-        super().__init__(location, tokenizer=tokenizer, batch_size=batch_size, **settings)
+        settings = {"dtype": dtype, "device": device, "softmax_dtype": "float32", "chat_template_args": DAY}
+        settings |= self.source.arguments
+        super().__init__(self.source.location, tokenizer=tokenizer, batch_size=batch_size, **settings)
         ends = self.model.generation_config.eos_token_id if self.model.generation_config else None
         ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
         self.model.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)

@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from iha.errors import UserError, one_line
 from iha.files import check_new_directory, check_output_file
-from iha.sources import check_on_hub, locate_checkpoint
+from iha.sources import find_source
 
 
 # The attention kinds with an exact start from Llama: those whose file in iha/kinds/ has one.
@@ -28,11 +28,6 @@ KINDS = ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "t
 def new_parser(description: str, example: str) -> argparse.ArgumentParser:
     """Return a parser without arguments. The example goes without the name of the command."""
     return argparse.ArgumentParser(description=description, epilog=f"example: %(prog)s {example}")
-
-
-def check_source(source: str | os.PathLike) -> None:
-    """Raise `UserError` for a checkpoint that is neither here nor on the Hub."""
-    check_on_hub(locate_checkpoint(source)[0])
 
 
 # Converters
@@ -117,7 +112,7 @@ def check_conversion(
     if not 0 <= seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
         raise UserError(f"seed={seed}: expected a whole number from 0 to {2**64 - 1}.")
     check_new_directory(destination)
-    check_source(source)
+    find_source(source)
 
 
 def check_attention(num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str) -> None:
@@ -175,7 +170,7 @@ def check_verification(
     if text is not None and not Path(text).exists():
         raise UserError(f"{text} does not exist: expected a text file.")
     for checkpoint in (source, converted):
-        check_source(checkpoint)
+        find_source(checkpoint)
 
 
 def push_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -280,7 +275,7 @@ def check_cost(
     if window is not None and window < 2:
         raise UserError(f"--window {window}: expected at least 2.")
     if config is not None:
-        check_source(config)
+        find_source(config)
     elif preset not in (names := preset_names()):
         raise UserError(f"--preset {preset}: expected one of {', '.join(names)}.")
 

@@ -45,7 +45,7 @@ import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from iha.errors import UserError, one_line
 from iha.files import file_sha256, read_json
 from iha.foreign_code import code_elsewhere
-from iha.sources import LOADED, check_on_hub, locate_checkpoint
+from iha.sources import LOADED, find_source
 from modeling_iha import cpu_precision
 from modeling_iha.configuration_iha import MAX_LAYERS
 
@@ -103,24 +103,17 @@ def _refusing(what: str) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _located(source: str | os.PathLike) -> tuple[str, dict]:
-    """Return what `locate_checkpoint` does, of a source that can be read."""
-    location, arguments = locate_checkpoint(source)
-    check_on_hub(location)
-    return location, arguments
-
-
 def load_config(source: str | os.PathLike) -> Any:
     """Return the configuration, in the class that it names, of a checkpoint: a directory, a Hub id or a GGUF file.
 
     Raise `UserError`.
     """
-    location, arguments = _located(source)
-    if not arguments:
+    source = find_source(source)
+    if source.gguf_file is None:
         load_config_dict(source)
     with _refusing(f"{source} has no usable configuration"):
-        config = AutoConfig.from_pretrained(location, trust_remote_code=False, **arguments)
-        unread = _unread(os.path.join(location, arguments["gguf_file"]), config) if arguments else []
+        config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
+        unread = _unread(os.path.join(source.location, source.gguf_file), config) if source.gguf_file else []
     if unread:
         raise UserError(
             f"{source} holds {', '.join(unread)}, which Transformers does not read from a GGUF file: the model would "
@@ -156,7 +149,7 @@ def load_config_dict(source: str | os.PathLike) -> dict:
 
     Raise `UserError`.
     """
-    location, _ = _located(source)
+    location = find_source(source).location
     with _refusing(f"{source} has no usable configuration"):
         if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
             raise UserError(f"it holds no {CONFIG_NAME}.")
@@ -177,7 +170,7 @@ def check_no_adapter(source: str | os.PathLike) -> None:
 
     Raise `UserError`.
     """
-    location, _ = _located(source)
+    location = find_source(source).location
     with _refusing(f"{source} has no usable configuration"):
         adapter = _optional_file(location, "adapter_config.json")
     if adapter is not None:
@@ -193,7 +186,7 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
 
     Raise `UserError` for a file that cannot be read, which Transformers would ignore without a warning.
     """
-    location, _ = _located(source)
+    location = find_source(source).location
     with _refusing(f"{source} has no usable {GENERATION_CONFIG_NAME}"):
         file = _optional_file(location, GENERATION_CONFIG_NAME)
         return None if file is None else GenerationConfig.from_dict(read_json(file, _Generation))
@@ -234,7 +227,7 @@ def weight_files(source: str | os.PathLike) -> list[str]:
 
     Raise `UserError` for an index that contradicts them.
     """
-    location, _ = _located(source)
+    location = find_source(source).location
     with _refusing(f"The weights of {source} cannot be read"):
         _check_index(location)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
@@ -264,16 +257,17 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
     Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns) or are not
     finite in that dtype, or if there is a generation config that cannot be read.
     """
-    location, arguments = _located(source)
+    source = find_source(source)
+    arguments: dict[str, Any] = source.arguments
     check_no_adapter(source)
     config = config or load_config(source)
-    if arguments:
+    if source.gguf_file is not None:
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     else:
         load_generation_config(source)
     with _refusing(f"{source} cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location,
+            source.location,
             config=config,
             trust_remote_code=False,
             dtype=dtype,
@@ -335,9 +329,9 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     """
     if lacks_tokenizer(source):
         raise UserError(f"{source} holds no tokenizer: save one beside the weights (tokenizer.save_pretrained).")
-    location, arguments = _located(source)
+    source = find_source(source)
     with _refusing(f"{source} has no usable tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=False, **arguments)
+        tokenizer = AutoTokenizer.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
         # What was read is a class of Transformers, whatever code of its own the source names.
         tokenizer.init_kwargs.pop("auto_map", None)
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))

@@ -1,6 +1,7 @@
 """Find the checkpoint that a user names: a directory, a GGUF file or an id on the Hub."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -14,31 +15,69 @@ from iha.errors import UserError, one_line
 LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 
 
-def locate_checkpoint(source: str | os.PathLike) -> tuple[str, dict]:
-    """Return the first argument of `from_pretrained` for `source` and, for a GGUF file, its keyword argument.
+@dataclass(frozen=True)
+class Source(os.PathLike):
+    """Hold where a checkpoint lies. A function that takes a path or a Hub id takes a `Source` as well.
+
+    Attributes:
+        name: what the user gave.
+        location: the first argument of `from_pretrained`: a directory or a Hub id.
+        gguf_file: the name of a GGUF file in the directory, or `None`.
+    """
+
+    name: str
+    location: str
+    gguf_file: str | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __fspath__(self) -> str:
+        return self.name
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """Return the keyword arguments of `from_pretrained`."""
+        return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
+
+
+def find_source(source: str | os.PathLike) -> Source:
+    """Find a checkpoint, once: a `Source` is returned as it is.
+
+    Raise `UserError` as `locate` and `check_on_hub` do.
+    """
+    if isinstance(source, Source):
+        return source
+    found = locate(source)
+    check_on_hub(found.location)
+    return found
+
+
+def locate(source: str | os.PathLike) -> Source:
+    """Return where `source` lies, without a question to the Hub.
 
     Raise `UserError` for what is no directory, GGUF file or Hub id, and for a name in a folder that exists, which is a
     mistyped path. Raise it too for a directory with a folder, a FIFO or a broken link in the place of a file, which a
     load would pass over in silence or wait for.
     """
-    path = Path(source).expanduser()
+    name, path = str(source), Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"{source} does not exist: expected a GGUF file.")
-        return str(path.parent), {"gguf_file": path.name}
+        return Source(name, str(path.parent), path.name)
     if path.is_dir():
         for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
             if file.suffix in LOADED and not file.is_file():
                 raise UserError(f"{file} is no file, or a link to none: remove it, or fetch what it stood for.")
-        return str(path), {}
+        return Source(name, str(path))
     if path.parent != Path() and path.parent.is_dir():  # to ask the Hub takes a minute without a network
         there = f"{path.parent} is one: expected a directory in it, or a Hub id such as org/name."
         raise UserError(f"{source} is no directory, and {there}")
     try:
-        validate_repo_id(str(source))
+        validate_repo_id(name)
     except HFValidationError:
         raise UserError(f"{source} is neither a directory, nor a GGUF file, nor a Hub id such as org/name.") from None
-    return str(source), {}
+    return Source(name, name)
 
 
 def check_on_hub(source: str) -> None:

@@ -15,7 +15,7 @@ from helpers import DOCUMENTS
 
 from iha.cli import COMMANDS as COMMANDS_OF_IHA
 from iha.errors import ROOT, UserError
-from iha.sources import locate_checkpoint
+from iha.sources import find_source, locate
 
 
 # Started by path, Python looks beside the script only. This line adds its checkout.
@@ -109,8 +109,10 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     with pytest.raises(UserError, match="outputs/final is no directory, and outputs is one: expected"):
-        locate_checkpoint("outputs/final")
-    assert locate_checkpoint("gpt2") == ("gpt2", {}) and locate_checkpoint("me/outputs") == ("me/outputs", {})
+        find_source("outputs/final")
+    for name in ("gpt2", "me/outputs"):
+        source = locate(name)
+        assert (str(source), source.location, source.arguments) == (name, name, {}) and find_source(source) is source
 
 
 @pytest.mark.parametrize(

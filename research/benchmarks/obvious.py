@@ -19,7 +19,7 @@ from research.benchmarks.harness import Attention, inference, medians, reported,
 from research.benchmarks.options import arguments
 
 
-PARSER = arguments(__doc__, [512, 1024, 2048, 4096])
+PARSER = arguments(__doc__, [512, 2048])
 PARSER.add_argument("--pseudo-heads", type=int, nargs="+", default=[2, 4], help="numbers of pseudo-heads ([2, 4])")
 PARSER.add_argument("--threads", type=int, nargs="+", default=[1, os.cpu_count()], help="numbers of threads")
 PARSER.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="(float32 bfloat16)")
