@@ -150,7 +150,9 @@ def _with_targets_hidden(config: Any) -> Any:
 
 
 def saved_record(config: Any) -> dict[str, Any] | None:
-    """Return the record of an adapter's configuration as it was saved, or None for one that has none."""
+    """Return the record of a configuration that was read from disk and is not restored yet, else `None`.
+
+    Its "targets" stand beside such a record."""
     mapping = config.auto_mapping or {}
     return mapping[RECORD_KEY] if "targets" in mapping else None
 

@@ -123,10 +123,11 @@ def interleave_heads(
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
     _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
-    # A headless model keeps the shared configuration because it may belong to a larger model. The larger model is then
-    # saved as interleaved; most multimodal models saved so cannot be loaded.
+    # `probe` and `_attach` change the configuration, so a model with a head gets its own. A model without one may be
+    # part of a larger model that reads the same object, so it keeps it. The larger model is then saved as interleaved,
+    # and most multimodal models saved so cannot be loaded.
     if _has_head(model):
-        _copy_config(model)  # `probe` changes it
+        _copy_config(model)
     config = model.config
     if sliding_window == "paper":
         length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -476,7 +477,7 @@ def detach(model: PreTrainedModel) -> None:
         set_core(virtual_config, core_of(virtual_config._attn_implementation))
         for field in (*FIELDS, "mixing_scale"):
             vars(virtual_config).pop(field, None)
-        if not hasattr(virtual_config, "interleaved_layers"):  # a part
+        if not hasattr(virtual_config, "interleaved_layers"):  # of a model within this one (`_share_fields`)
             virtual_config.__class__ = type(virtual_config).__base__
     remove_hooks(decoder, *modules)
     for module in modules:

@@ -65,7 +65,8 @@ class MixedHeads(NamedTuple):
         the output [batch, N * P, H, head_dim] and weights. Return the output [batch, N, H, head_dim] and those
         weights."""
         head_by_head = False
-        # Blocks of a window are views of the other layout. A comparison of lengths would tie compiled code to them.
+        # Windows are computed in blocks of the layout that the mixing writes, so they are not copied. Compiled code
+        # compares no lengths, because that would specialize it to them.
         is_whole = attention_mask is None and kwargs.get("sliding_window") is None
         if is_whole and query.device.type == "cpu" and not torch.compiler.is_compiling():
             head_by_head = query.shape[2] * self.num_pseudo_heads >= LONG_ROW

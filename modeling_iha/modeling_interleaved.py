@@ -4,7 +4,7 @@
 
 Transformers' models call attention and make masks through two registries. Each attention core, such as "sdpa", gets a
 second name in both, such as "iha_sdpa" (virtual_masks.py). Under that name a mask is over virtual tokens, and an
-attention module with mixing weights attends over virtual tokens. All else is the base model's own: its projections,
+attention module with virtual heads attends over virtual tokens. All else is the base model's own: its projections,
 RoPE, cache, generation and parallel plans.
 """
 
@@ -42,7 +42,7 @@ from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
 from .virtual_core import virtual_attention, virtual_heads_of
-from .virtual_masks import CORES, WINDOWED, core_of, mask_over_virtual_tokens, register_masks
+from .virtual_masks import CHANGED, CORES, core_of, mask_over_virtual_tokens, register_masks
 
 
 # By these names Trainer's label smoothing shifts the labels, and pipelines and Transformers' server know the models.
@@ -58,8 +58,9 @@ ABSENT_FROM_OLD_CHECKPOINTS = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|sca
 class Attended(local):
     """Record, per thread, which modules called `virtual_attention`.
 
-    Threads may share a model. Dynamo loses what compiled code writes here, and keeps attributes of modules (see
-    `noted_attention`)."""
+    There are two records, because each fails in one case. Dynamo loses what compiled code writes here. The attribute
+    `attended` of a module (see `noted_attention`) survives compilation, but threads that share a model overwrite it.
+    `_check_attention` accepts either."""
 
     module: nn.Module | None = None  # the module that attended last and is not checked yet
 
@@ -75,31 +76,32 @@ REPLACED = (
 )
 
 
-def register_core(core: str, has_window: bool = False) -> str:
+def register_core(core: str, is_changed: bool = False) -> str:
     """Register attention and masks over virtual tokens on a core of Transformers, and return their name.
 
-    If the model `has_window` that its base lacks, the name is another one (see `windowed_attention`)."""
+    If the model `is_changed` from its base, by paired heads or a window, the name is another one (see
+    `changed_attention`)."""
     name = register_masks(core)
-    if not has_window:
+    if not is_changed:
         ALL_ATTENTION_FUNCTIONS.register(name, partial(noted_attention, core))
         return name
-    windowed_name = WINDOWED + name
-    CORES[windowed_name] = core
-    ALL_MASK_ATTENTION_FUNCTIONS.register(windowed_name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-    ALL_ATTENTION_FUNCTIONS.register(windowed_name, partial(windowed_attention, core))
-    return windowed_name
+    changed_name = CHANGED + name
+    CORES[changed_name] = core
+    ALL_MASK_ATTENTION_FUNCTIONS.register(changed_name, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    ALL_ATTENTION_FUNCTIONS.register(changed_name, partial(changed_attention, core))
+    return changed_name
 
 
-def windowed_attention(core: str, module: Any, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+def changed_attention(core: str, module: Any, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call `noted_attention`, or raise a RuntimeError in a model without interleaved heads.
 
     TRL reloads the reference model from `_name_or_path`, with the name of the model's core. For a model interleaved in
-    place this loads the plain base, whose outputs differ beyond the window."""
+    place this loads the plain base. Its outputs differ beyond a window, and from paired heads at every length."""
     config = getattr(module, "config", None)
     if config is not None and not hasattr(config, "num_pseudo_heads"):
         raise RuntimeError(
-            "This reference model is the plain base, and the trained model has interleaved heads with a window: their "
-            "outputs differ beyond it. Pass ref_model (another interleaved copy), or save the interleaved model and "
+            "This reference model is the plain base, and the trained model has paired heads, or interleaved heads "
+            "with a window: their outputs differ. Pass ref_model (another such copy), or save the trained model and "
             "train what from_pretrained loads, with trust_remote_code=True for the trainer too."
         )
     return noted_attention(core, module, *args, **kwargs)
@@ -132,7 +134,8 @@ def _check_pages(
     requests: PagedRequests, module: Any, key: torch.Tensor, value: torch.Tensor, attention_mask: Any
 ) -> None:
     """Raise a NotImplementedError where pages would hold something else than the layer attends to."""
-    if key.shape != value.shape or attention_mask.numel() != 1 or module.layer_idx in requests.attended:
+    has_own_mask = attention_mask.numel() != 1  # anything but the placeholder of `PagedRequests`
+    if key.shape != value.shape or has_own_mask or module.layer_idx in requests.attended:
         raise NotImplementedError(
             "Continuous batching calls attention once in a layer, with values as wide as keys and no mask of its own, "
             f"and {type(module).__name__} does not. Use generate, which takes batches too."
@@ -140,7 +143,7 @@ def _check_pages(
 
 
 class InterleavedPreTrainedModel:
-    """Add mixing weights to a model, as a mixin placed before a Transformers model class."""
+    """Add virtual heads to a model, as a mixin placed before a Transformers model class."""
 
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, as the method of this name of [`IHAModel`] does."""
@@ -253,7 +256,9 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def attach_virtual_heads(model: PreTrainedModel) -> None:
-    """Add mixing weights and hooks to the attention modules listed in `interleaved_layers`."""
+    """Add virtual heads and hooks to the attention modules listed in `interleaved_layers`.
+
+    Virtual heads are mixing weights, or none where the heads are paired."""
     config = model.config
     backbone = backbone_of(model)
     config.interleaved_layers = {
@@ -343,7 +348,7 @@ def virtual_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 def interleaved_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the attention modules with mixing weights, by their names in the model without a head."""
+    """Return the attention modules with virtual heads, mixed or paired, by their names in the model without a head."""
     backbone = backbone_of(model)
     names = [name for name in model.config.interleaved_layers if not is_cut_off(backbone, name)]
     return {name: backbone.get_submodule(name) for name in names}
@@ -361,9 +366,9 @@ def is_cut_off(model: nn.Module, name: str) -> bool:
 
 def use_virtual_cores(model: PreTrainedModel) -> None:
     """Make the decoder attend over virtual tokens, on the cores that its configurations name."""
-    has_window = model.config.interleaved_window is not None
+    is_changed = model.config.interleaved_window is not None or model.config.virtual_heads == "paired"
     for config in virtual_configs(model):
-        set_core(config, register_core(core_of(config._attn_implementation), has_window))
+        set_core(config, register_core(core_of(config._attn_implementation), is_changed))
 
 
 def set_core(config: PreTrainedConfig, core: str) -> None:
@@ -375,8 +380,8 @@ def set_core(config: PreTrainedConfig, core: str) -> None:
 
 
 def _check_attention(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-    """Raise a RuntimeError where attention was computed without the mixing weights that stand beside it."""
-    # Compiled code keeps this attribute. Where two threads share the model, the other one may have reset it.
+    """Raise a RuntimeError where a module with virtual heads attended without them."""
+    # Either record will do: see `Attended`.
     attended = module.attended
     module.attended = False
     if torch.compiler.is_dynamo_compiling():
@@ -542,37 +547,38 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
 
 def base_model_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of Transformers from which `interleaved_class` made a class."""
-    # The first base is `InterleavedPreTrainedModel`. The class that FSDP2 makes of a model has the model's own second.
+    # The first base is `InterleavedPreTrainedModel`. For the class that FSDP2 makes, the second is the interleaved
+    # class itself, whose own methods ask once more.
     return model_class.__bases__[1]
 
 
 @cache
-def interleaved_class(name: str, config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+def interleaved_class(name: str, interleaved_config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     """Return the class "InterleavedForCausalLM", or of another task, for a class of configurations.
 
-    `config_class` is a subclass of the base model's own (see configuration_interleaved.py)."""
+    `interleaved_config` is a subclass of the base model's own (see configuration_interleaved.py)."""
     watch_peft()
     auto_class = f"AutoModel{name.removeprefix('Interleaved').removeprefix('Model')}"
-    base = getattr(transformers, auto_class)._model_mapping.get(config_class.__base__, None)
+    base = getattr(transformers, auto_class)._model_mapping.get(interleaved_config.__base__, None)
     if base is None:
-        raise ValueError(f"Transformers has no {auto_class} of {config_class.__base__.model_type!r}.")
-    headless = transformers.AutoModel._model_mapping.get(config_class.__base__, None)
+        raise ValueError(f"Transformers has no {auto_class} of {interleaved_config.__base__.model_type!r}.")
+    headless = transformers.AutoModel._model_mapping.get(interleaved_config.__base__, None)
     if headless is not None and name != "InterleavedModel":  # Generic task heads build their decoder by this mapping.
-        decoder = interleaved_class("InterleavedModel", config_class)
-        transformers.AutoModel.register(config_class, decoder, exist_ok=True)
-    attributes = {"config_class": config_class, "_auto_class": auto_class, "__module__": __name__}
+        decoder = interleaved_class("InterleavedModel", interleaved_config)
+        transformers.AutoModel.register(interleaved_config, decoder, exist_ok=True)
+    attributes = {"config_class": interleaved_config, "_auto_class": auto_class, "__module__": __name__}
     # Checkpoints of earlier versions lack what `Mixing.init_weight` then sets.
     may_be_missing = [*(base._keys_to_ignore_on_load_missing or ()), ABSENT_FROM_OLD_CHECKPOINTS]
     attributes["_keys_to_ignore_on_load_missing"] = may_be_missing
     return type(name, (InterleavedPreTrainedModel, base), attributes)
 
 
-def register_models(config_class: type[PreTrainedConfig]) -> None:
+def register_models(interleaved_config: type[PreTrainedConfig]) -> None:
     """Make the Auto classes take the models of a class of configurations from this code."""
     for task in TASKS:
         with suppress(ValueError):  # Transformers has no such head of this base.
-            model_class = interleaved_class(f"Interleaved{task}", config_class)
-            getattr(transformers, f"AutoModel{task}").register(config_class, model_class, exist_ok=True)
+            model_class = interleaved_class(f"Interleaved{task}", interleaved_config)
+            getattr(transformers, f"AutoModel{task}").register(interleaved_config, model_class, exist_ok=True)
 
 
 def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:

@@ -65,12 +65,13 @@ class PagedRequests:
         self.attended = set[int]()  # the layers that have filled their pages
         config = paged_config(decoder)
         self.layer_types = config.layer_types
-        # Transformers returns a mask of four dimensions as it is. Each batch of requests has masks of its own.
+        # A placeholder that no layer reads: Transformers' mask functions return a mask of four dimensions unchanged,
+        # and each batch of requests has masks of its own.
         self.attention_mask = torch.zeros(1, 1, 1, 1, dtype=decoder.dtype, device=decoder.device)
         positions = forward_kwargs["position_ids"][0]
         starts = forward_kwargs["cu_seq_lens_q"][:-1].long()
         lengths = forward_kwargs["cu_seq_lens_q"].diff()
-        past = positions[starts.clamp_max(len(positions) - 1)]
+        past = positions[starts.clamp_max(len(positions) - 1)]  # a fork without new tokens may start at T
         counts = _key_counts(config, past, lengths, forward_kwargs["cu_seq_lens_k"])
         ends = {layer_type: count.cumsum(0) for layer_type, count in counts.items()}
         self.num_keys = {layer_type: int(end[-1]) for layer_type, end in ends.items()}

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .interleave import TOLERANCE, detach, interleave_heads, probe, relative_difference, remove_mixing
-from .modeling_interleaved import attach_virtual_heads, backbone_of, is_mixing, virtual_configs
+from .modeling_interleaved import attach_virtual_heads, backbone_of, is_mixing, use_virtual_cores, virtual_configs
 
 
 def pair_heads(
@@ -59,6 +59,7 @@ def pair_heads(
         raise
     for config in virtual_configs(model):
         config.interleaved_window = sliding_window
+    use_virtual_cores(model)
     warnings.warn(f"The heads of this {model.config.model_type} are paired: it computes something else now. Train it.")
     return model
 

@@ -155,6 +155,7 @@ def layer_mask(
     width = num_keys * num_pseudo_heads
     if is_first_key_mask(mask):
         if plain_window(mask) is None:
+            # Only the rows can be wrong: the last dimension holds 1 or a window, not keys.
             _check_size(mask, core, length, mask.shape[-1])
         return mask  # `first_key_attention` takes the window as an argument
     if isinstance(mask, torch.Tensor) and mask.ndim == 4:

@@ -27,7 +27,7 @@ from .first_keys import first_keys_of_mask_function, first_keys_over_tokens, is_
 # copy's package is unique. It is hashed here, because "flash" in it would ask for a flash core.
 PREFIX = "iha_" if __package__ == "modeling_iha" else f"iha_{zlib.crc32(__package__.encode()):08x}_"
 CORES: dict[str, str] = {}  # from a name of `register_masks` to its core
-WINDOWED = "windowed_"  # prefix of names for models with a window of their own, which the base model lacks
+CHANGED = "changed_"  # prefix of names for models that compute something else than their base
 # The attention kinds of `IHAConfig` whose layers make P virtual tokens of each token.
 VIRTUAL_KINDS = {"iha", "paired_heads"}
 CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -52,7 +52,7 @@ def core_of(name: str) -> str:
     """Return the core that a registered name stands for, in this process or another.
 
     A name that is not registered is returned unchanged."""
-    return CORES.get(name, name.removeprefix(WINDOWED).removeprefix(PREFIX))
+    return CORES.get(name, name.removeprefix(CHANGED).removeprefix(PREFIX))
 
 
 def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
@@ -66,10 +66,9 @@ def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
 def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
     """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
 
-    If token n sees token m, pseudo-head p of n sees pseudo-heads 0 to p of m. If token n - 1 of the same document sees
-    the earlier token m, pseudo-head p of n also sees pseudo-heads p + 1 to P - 1 of m, whether or not n itself sees m.
-    The later pseudo-heads of its own token thus stay hidden, and those of token n - W are visible. This makes a window
-    of W tokens exactly the last W * P virtual tokens.
+    A window of W tokens becomes exactly the last W * P virtual tokens. Pseudo-head p of token n sees pseudo-heads 0 to
+    p of each token m that n sees. It sees pseudo-heads p + 1 to P - 1 of an earlier token m if token n - 1 of the same
+    document sees m. This includes m = n - W, which n itself does not see, and excludes m = n.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (first_keys.py)."""
     num_pseudo_heads = virtual_tokens_per_token(config)
@@ -140,8 +139,8 @@ def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
 def in_window(mask: Any, window: int | None) -> Any:
     """Hide the keys that lie `window` or more places before a query's own key.
 
-    The result is kept on the mask, because all layers ask for it. A query's own key is the last key that it sees.
-    Without unused places of a static cache, the own keys are the last columns of the mask."""
+    The result is kept on the mask, because all layers ask for it. A query's own key is in the last columns of the mask
+    or, where a static cache has unused places after it, the last key that the query sees."""
     if mask is None or window is None:
         return mask
     if not isinstance(mask, torch.Tensor):

@@ -51,8 +51,8 @@ def first_key_attention(
 
     Query v sees the keys u with first_keys[v] <= u <= v and v - sliding_window < u. The mask is that of documents and
     a window. Documents go one by one, or on a GPU in half precision in one call of PyTorch's FlashAttention. A dense
-    mask is made only where L exceeds the window by at most MIN_BLOCK, and in compiled code for documents without a
-    window. In an "iha" layer the cost is O(N W P^2).
+    mask is made where L is at most MIN_BLOCK or exceeds the window by at most MIN_BLOCK, and in compiled code unless
+    the shape of the mask holds the window. In an "iha" layer the cost is O(N W P^2).
 
     Queries, keys and values are [batch, H or G, L, head_dim]."""
     batch, _, length, _ = query.shape

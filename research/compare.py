@@ -3,7 +3,8 @@
 Small models learn the bytes of the text. Each form learns at its best rate, on the same rows and seeds, as
 research/experiments/protocol.py says; the last tenth of the text is held out. The arms are:
 
-- `windows`: four layers in five have windows of N / 16 tokens. The other arms are compared with this one.
+- `windows`: four layers in five have windows of N / 16 tokens. The other arms are compared with it, or without it with
+  the first arm of this list.
 - `short_windows`: windows of N / 64 tokens with RoPE positions times 4.
 - `mha`: ordinary attention in every layer.
 - `paired`: paired heads (P = 4) with windows of N / 16 virtual tokens.

@@ -32,8 +32,8 @@ PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
 # Class of a trainer's arguments -> more such keys. Rows of sft/train.py are tokenized whole and cut on the right.
 UNUSED_WITH = {
     "SFTConfig": ("completion_only_loss", "dataset_kwargs", "dataset_text_field", "truncation_mode"),
-    # `sync_ref_model` moves the reference model, which no checkpoint holds. TRL caches what it precomputes by rows and
-    # weights, and it depends on the recipe too.
+    # `sync_ref_model` moves the reference model, which no checkpoint holds. `precompute_ref_log_probs` caches what it
+    # computes under a key of rows and weights alone, though it depends on the recipe too.
     # Neither preferences nor rewards teach random weights anything.
     "DPOConfig": (
         *("eval_dataset_name", "dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),

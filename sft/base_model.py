@@ -110,16 +110,16 @@ def _check_reach(config: IHAConfig, length: int) -> None:
 
 
 def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """Load the run's base model in `run.dtype` with `config` of `run_config`, and interleave its heads.
+    """Load the run's base model in `run.dtype` with `config` of `run_config`.
 
-    Raise `UserError`.
+    Interleave its heads if the recipe asks for it (`interleaves`). Raise `UserError`.
     """
-    is_plain = interleaves(config, run)
+    must_interleave = interleaves(config, run)
     if run.attn_implementation is not None:
         # Before the weights are read, a model refuses a core that is not there.
         config._attn_implementation = run.attn_implementation
     model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
-    if is_plain:
+    if must_interleave:
         layers, window = run.interleaved_layers, run.interleaved_window
         arguments = {"collapse": run.collapse, "mixing_scale": run.mixing_scale}
         with refusing("num_pseudo_heads, interleaved_layers, interleaved_window", ValueError):
@@ -143,9 +143,10 @@ def prepare_model(
     run: RunArguments, args: TrainingArguments, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model of `load_base_model`, and its tokenizer with the recipe's chat template. Raise `UserError`."""
-    template, say, is_plain = chat_template(args), args.distributed_state.print, interleaves(config, run)
+    template, say = chat_template(args), args.distributed_state.print
+    must_interleave = interleaves(config, run)
     model = random_model(run, config, args.seed) if run.preset else load_base_model(run, config)
-    if is_plain:
+    if must_interleave:
         layers, total = len(model.config.interleaved_layers), model.config.get_text_config().num_hidden_layers
         window = model.config.interleaved_window or "none"
         say(f"Interleaved {layers} of {total} layers, P = {run.num_pseudo_heads}, window {window}.")

@@ -1,4 +1,4 @@
-"""Write a model with random weights from a preset, beside a tokenizer, for sft.train to begin from.
+"""Write a model with random weights from a preset, beside a tokenizer, for trainers that start from a checkpoint.
 
 example: python -m sft.make_model small-10m-paired-heads outputs/start --set num_hidden_layers=5
 """

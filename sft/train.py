@@ -55,9 +55,11 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
     )
     check_cut(trainer, train_rows)
     if isinstance(trainer.train_dataset, IterableDataset):
-        # Without an end: a resume passes over the batches that were seen, in however many passes over the rows. Before
-        # TRL packs, a thousand copies of a short stream would be packed at a time.
+        # Repeat the stream without end, so that a resume can skip the batches that were seen, however many passes they
+        # took. This comes after TRL packs: it packs 1,000 rows at a time, which would be copies of a short stream.
         trainer.train_dataset = trainer.train_dataset.repeat(None)
+    # Bits per byte can be given only if no held-out text is cut: without `max_length`, or where packing splits long
+    # texts instead of cutting them.
     packs = args.packing if args.eval_packing is None else args.eval_packing
     is_whole = args.max_length is None or (packs and args.packing_strategy == "bfd_split")
     if is_whole and eval_rows is not None and "text" in eval_rows.column_names:

@@ -23,7 +23,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from iha.checkpoints import load_model
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
-from modeling_iha import interleave_heads
+from modeling_iha import interleave_heads, pair_heads
 from modeling_iha.mixing import mixing_parameters, values
 from sft import train
 from sft.trainer import MixingTrainer
@@ -146,13 +146,20 @@ def test_packed_rows_have_the_loss_of_padded_ones(name, tmp_path):
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
 
 
-@pytest.mark.parametrize(("window", "reference"), [(None, False), (4, False), (4, True)])
-def test_the_reference_of_dpo_has_the_window_of_the_model_or_is_refused(window, reference, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "window", "reference"),
+    [
+        (interleave_heads, None, False),
+        (interleave_heads, 4, False),
+        (interleave_heads, 4, True),
+        (pair_heads, None, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*are paired")
+def test_the_reference_of_dpo_computes_what_the_model_does_or_is_refused(change, window, reference, tmp_path):
     """Have TRL load the reference by the name of the base, as it does where none is given."""
     plain = saved(decoder("llama"), tmp_path / "plain")
-    model, other = (
-        interleave_heads(AutoModelForCausalLM.from_pretrained(plain), 2, sliding_window=window) for _ in range(2)
-    )
+    model, other = (change(AutoModelForCausalLM.from_pretrained(plain), 2, sliding_window=window) for _ in range(2))
     rows = Dataset.from_list([{"prompt": "What is 2 + 2?", "chosen": "It is 4.", "rejected": "It is 5, of course."}])
     trainer = DPOTrainer(
         model,
@@ -161,7 +168,7 @@ def test_the_reference_of_dpo_has_the_window_of_the_model_or_is_refused(window, 
         train_dataset=rows,
         processing_class=byte_tokenizer(),
     )
-    if window is not None and not reference:
+    if (window is not None or change is pair_heads) and not reference:
         with pytest.raises(RuntimeError, match="reference model is the plain base.* Pass ref_model"):
             trainer.train()
         return
