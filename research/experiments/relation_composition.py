@@ -17,7 +17,7 @@ batches. Their parameters differ by 1%, those of "simplicial" by 17%.
 The smallest difference worth having is one point of accuracy. By default a seed takes about an hour of one core;
 "simplicial" alone takes another 3.6 hours, and is left out.
 
-example: python -m research.experiments.relation_composition --tasks binary --kinds mha iha --epochs 100
+example: python -m research.experiments.relation_composition --task binary --kinds mha iha --epochs 100
 """
 
 import math
@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import product
+from statistics import fmean
 
 import torch
 from matplotlib.figure import Figure
@@ -35,11 +36,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from iha import plots
 from iha.errors import run_cli
 from iha.files import sole_writer
-from modeling_iha import IHAConfig, IHAModel
+from modeling_iha import IHAModel
 from modeling_iha.virtual_masks import virtual_tokens
+from research.experiments.language_models import build, sized
 from research.experiments.options import study_parser
 from research.experiments.protocol import start_like
-from research.experiments.study import begin, correct_by_holm, differences, interval, points, run_once, write
+from research.experiments.study import begin, correct_by_holm, differences, interval, run_once, write
 
 
 # Task -> the steps of a path, the smallest and the largest m, and the probability of an entry.
@@ -74,29 +76,30 @@ def batches(groups: list[Group], generator: torch.Generator) -> list[Group]:
     return [found[index] for index in torch.randperm(len(found), generator=generator)]
 
 
+def from_degrees(task: str) -> float:
+    """Return the share of right answers of a model that knows m and counts row i and column j, but follows no path."""
+    right = count = 0.0
+    for entries, targets in draw(task, SIZE["examples"], torch.Generator().manual_seed(0)):
+        m = math.isqrt(entries.shape[1])
+        relations = entries.unflatten(1, (m, m))
+        degrees = relations.sum(dim=2)[:, :, None] * (m + 1) + relations.sum(dim=1)[:, None]
+        examples = degrees.flatten().bincount()
+        paths = degrees.flatten().bincount(targets.flatten())
+        right += torch.maximum(paths, examples - paths).sum().item()
+        count += targets.numel()
+    return right / count
+
+
 class RelationModel(nn.Module):
     """Answer each entry of a relation by one layer of a kind in which every entry sees every entry."""
 
     def __init__(self, kind: str):
         super().__init__()
-        width, heads = SIZE["width"], SIZE["heads"]
-        self.config = IHAConfig(
-            attention_kinds=kind,
-            num_hidden_layers=1,
-            hidden_size=width,
-            intermediate_size=4 * width,
-            gated_mlp=False,
-            num_attention_heads=heads,
-            num_key_value_heads=heads,
-            num_pseudo_heads=heads,
-            no_rope_layers=[0],
-            initializer_range=width**-0.5,
-            vocab_size=1,  # unused, as the model is given embeddings
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        self.layer = IHAModel(self.config)
+        width = SIZE["width"]
         largest = max(largest for _, _, largest, _ in TASKS.values())
+        size = sized(width=width, ffn=4 * width, layers=1, heads=SIZE["heads"], tokens=largest**2)
+        fields = {"gated_mlp": False, "no_rope_layers": [0], "initializer_range": width**-0.5, "vocab_size": 1}
+        self.layer = IHAModel(build(size, attention_kinds=kind, **fields))
         self.entry, self.row, self.column = (nn.Embedding(count, width) for count in (2, largest, largest))
         self.readout = nn.Linear(width, 1)
 
@@ -104,19 +107,19 @@ class RelationModel(nn.Module):
         """Return logits [examples, m^2] of entries [examples, m^2]."""
         place = torch.arange(math.isqrt(entries.shape[1]))
         places = self.row(place)[:, None] + self.column(place)  # [m, m, width]
-        length = entries.shape[1] * virtual_tokens(self.config)
+        length = entries.shape[1] * virtual_tokens(self.layer.config)
         masks = {"full_attention": torch.ones(1, 1, length, length, dtype=torch.bool)}
         states = self.entry(entries) + places.flatten(0, 1)
-        return self.readout(self.layer(inputs_embeds=states, attention_mask=masks).last_hidden_state).squeeze(-1)
+        output = self.layer(inputs_embeds=states, attention_mask=masks, use_cache=False).last_hidden_state
+        return self.readout(output).squeeze(-1)
 
 
 def new_model(kind: str, seed: int) -> RelationModel:
     """Build a kind's model of a seed, with the weights that it shares with the model of "mha"."""
-    models = []
-    for each in ("mha", kind):
-        torch.manual_seed(seed)
-        models.append(RelationModel(each))
-    base, model = models
+    torch.manual_seed(seed)
+    base = RelationModel("mha")
+    torch.manual_seed(seed)
+    model = RelationModel(kind)
     start_like(model, base)
     return model
 
@@ -144,9 +147,11 @@ def train(task: str, rate: float, kind: str, seed: int, epochs: int) -> dict:
     training, validation, test = (draw(task, SIZE[split], generator) for split in ("examples", "held_out", "held_out"))
     model = new_model(kind, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    curve, seconds, best, weights = [], 0.0, None, {}
+    curve, seconds = [], 0.0
+    lowest, best, weights = math.inf, 1, model.state_dict()
     for epoch in range(1, epochs + 1):
-        losses, start = [], time.process_time()
+        losses = []
+        start = time.process_time()
         for entries, targets in batches(training, generator):
             loss = binary_cross_entropy_with_logits(model(entries), targets)
             optimizer.zero_grad()
@@ -154,80 +159,74 @@ def train(task: str, rate: float, kind: str, seed: int, epochs: int) -> dict:
             optimizer.step()
             losses.append(loss.item())
         seconds += time.process_time() - start
-        curve.append([epoch, sum(losses) / len(losses), *score(model, validation)])
-        print(f"{task}, {kind}, rate {rate:g}, seed {seed}: epoch {epoch}, {curve[-1][3]:.4f} right", flush=True)
-        if best is None or curve[-1][2] < best[2]:
-            best, weights = curve[-1], deepcopy(model.state_dict())
-        if epoch - best[0] >= SIZE["patience"]:
+        held_out, right = score(model, validation)
+        curve.append([epoch, fmean(losses), held_out, right])
+        print(f"{task}, {kind}, rate {rate:g}, seed {seed}: epoch {epoch}, {right:.4f} right", flush=True)
+        if held_out < lowest:
+            lowest, best, weights = held_out, epoch, deepcopy(model.state_dict())
+        if epoch - best >= SIZE["patience"]:
             break
     model.load_state_dict(weights)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    return {"test": score(model, test)[1], "best": best, "parameters": parameters, "seconds": seconds, "curve": curve}
+    record = {"test": score(model, test)[1], "best": curve[best - 1], "seconds": seconds, "curve": curve}
+    return {**record, "parameters": sum(weight.numel() for weight in model.parameters())}
 
 
-def summary(task: str, rate: float, runs: dict[str, list[dict]]) -> list[dict]:
-    """Return a row for each kind, with the differences from the first one on the same seeds."""
-    rows = []
-    base = None
-    for kind, of_kind in runs.items():
-        right = [run["test"] for run in of_kind]
-        row = {"task": task, "rate": rate, "kind": kind, "parameters": of_kind[0]["parameters"]}
-        row["right"] = interval(right)
-        row["seconds"] = interval([run["seconds"] for run in of_kind])
-        row["best_epochs"] = [run["best"][0] for run in of_kind]
-        if base is None:
-            base = right
-        else:
-            row["minus_base"] = differences(right, base)
-        rows.append(row)
-    return rows
+def summary(kind: str, runs: dict[str, list[dict]]) -> dict:
+    """Return a row of the table, with the difference from the first kind on the same seeds."""
+    right = {each: [run["test"] for run in of_kind] for each, of_kind in runs.items()}
+    row = {
+        "kind": kind,
+        "right": interval(right[kind]),
+        "best_epoch": interval([run["best"][0] for run in runs[kind]]),
+        "parameters": runs[kind][0]["parameters"],
+        "seconds": interval([run["seconds"] for run in runs[kind]]),
+    }
+    base = next(iter(runs))
+    if kind != base:
+        row["minus_base"] = differences(right[kind], right[base])
+    return row
 
 
 def plot(table: dict) -> Figure:
-    """Plot the share of right answers in validation by epoch, and in the test."""
-    cells = list(dict.fromkeys((row["task"], row["rate"]) for row in table["rows"]))
-    kinds = list(dict.fromkeys(row["kind"] for row in table["rows"]))
-    message = f"Entries of composed relations answered correctly, mean of {len(table['seeds'])} seeds"
-    figure, (*by_epoch, by_kind) = plots.panels(message, len(cells) + 1, 2, 4)
-    for axes, (task, rate) in zip(by_epoch, cells):
-        for kind in kinds:
-            runs = [run for run in table["runs"] if (run["task"], run["rate"], run["kind"]) == (task, rate, kind)]
-            shares = [[point[3] for point in run["curve"]] for run in runs]
-            means = [sum(at) / len(at) for at in zip(*shares)]
-            axes.plot(range(1, len(means) + 1), means, label=kind)
-        axes.set(title=f"{task}, rate {rate:g}", xlabel="epoch", ylabel="right in validation (higher is better)")
-    right = {(row["task"], row["rate"], row["kind"]): row["right"] for row in table["rows"]}
-    shown = {kind: points([right[(*cell, kind)] for cell in cells]) for kind in kinds}
-    plots.dots(by_kind, [f"{task}\n{rate:g}" for task, rate in cells], shown)
-    by_kind.set(xlabel="right in the test, 95% interval where there are seeds")
+    """Plot the share of right answers in validation by epoch."""
+    message = f"Right entries of {table['task']} relations at the rate {table['rate']:g}, seeds: {len(table['seeds'])}"
+    figure, (axes,) = plots.panels(message, height=4)
+    for kind, curves in table["runs"].items():
+        means = [fmean(point[3] for point in at) for at in zip(*curves)]
+        axes.plot(range(1, len(means) + 1), means, marker=".", label=kind)
+    axes.axhline(table["from_degrees"], color="black", linewidth=0.8, label="counts of row and column alone")
+    axes.set(xlabel="epoch", ylabel="right in validation, mean of seeds (higher is better)")
     return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     parser = study_parser(__doc__, "relation_composition", seeds=1)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["ternary"], metavar="TASK")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS[:-1]), metavar="KIND")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3], help="of Adam (0.001)")
+    parser.add_argument("--task", choices=TASKS, default="ternary", help="(ternary)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS[:-1], metavar="KIND")
+    parser.add_argument("--rate", type=float, default=1e-3, help="of Adam (0.001)")
     parser.add_argument("--epochs", type=int, default=8, help="of a run at most (8)")
     args = parser.parse_args(argv)
+    args.study += f"_{args.task}" * (args.task != "ternary") + f"_{args.rate:g}" * (args.rate != 1e-3)
     begin(args)
     setting = {**SIZE, "epochs": args.epochs}
-    runs = []
+    runs = {kind: [] for kind in args.kinds}
     with sole_writer(args.output):
-        for seed, task, rate, kind in product(args.seeds, args.tasks, args.rates, args.kinds):
-            path = args.output / f"{task}-{kind}-{rate:g}-{seed}.json"
-            run = run_once(path, partial(train, task, rate, kind, seed, args.epochs), setting)
-            runs.append({"task": task, "rate": rate, "kind": kind, "seed": seed, **run})
-    rows = []
-    for cell in product(args.tasks, args.rates):
-        of_cell = {
-            kind: [run for run in runs if (run["task"], run["rate"], run["kind"]) == (*cell, kind)]
-            for kind in args.kinds
-        }
-        rows += summary(*cell, of_cell)
+        for seed, kind in product(args.seeds, args.kinds):
+            path = args.output / f"{args.task}-{kind}-{args.rate:g}-{seed}.json"
+            compute = partial(train, args.task, args.rate, kind, seed, args.epochs)
+            runs[kind].append(run_once(path, compute, setting))
+    rows = [summary(kind, runs) for kind in runs]
     correct_by_holm([row["minus_base"] for row in rows if "minus_base" in row])
-    write(args, plot, **setting, effect=EFFECT, seeds=args.seeds, rows=rows, runs=runs)
+    curves = {kind: [run["curve"] for run in of_kind] for kind, of_kind in runs.items()}
+    more = {
+        "task": args.task,
+        "rate": args.rate,
+        "seeds": args.seeds,
+        "effect": EFFECT,
+        "from_degrees": from_degrees(args.task),
+    }
+    write(args, plot, **setting, **more, rows=rows, runs=curves)
 
 
 if __name__ == "__main__":
