@@ -14,8 +14,8 @@ of 32 examples, Adam at a constant rate, no dropout, and the test at the epoch o
 batch holds one m, so no row is padded. The kinds start from the weights that they share with "mha" and read the same
 batches. Their parameters differ by 1%, those of "simplicial" by 17%.
 
-The smallest difference worth having is one point of accuracy. By default a seed takes about an hour of one core;
-"simplicial" alone takes another 3.6 hours, and is left out.
+The smallest difference worth having is one point of accuracy. By default a seed takes 50 minutes of one core, most of
+them for "iha". "simplicial" would take another three hours or more, and is left out.
 
 example: python -m research.experiments.relation_composition --task binary --kinds mha iha --epochs 100
 """
@@ -195,7 +195,7 @@ def plot(table: dict) -> Figure:
         means = [fmean(point[3] for point in at) for at in zip(*curves)]
         axes.plot(range(1, len(means) + 1), means, marker=".", label=kind)
     axes.axhline(table["from_degrees"], color="black", linewidth=0.8, label="counts of row and column alone")
-    axes.set(xlabel="epoch", ylabel="right in validation, mean of seeds (higher is better)")
+    axes.set(xlabel="epoch", ylabel="right in validation (higher is better)")
     return figure
 
 
