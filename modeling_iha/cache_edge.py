@@ -7,9 +7,9 @@ from typing import Any
 from transformers.cache_utils import Cache
 
 
-# The additional tokens that a cache keeps. Its length counts the new token. With P > 1 a window of W * P virtual tokens
-# reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last still see token n - W, which a cache for a
-# window of W tokens has dropped.
+# The additional tokens that a cache keeps. Its length counts the new token. With P > 1 a window of W * P virtual
+# tokens reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last still see token n - W, which a cache
+# for a window of W tokens has dropped.
 WINDOW_EDGE = 1
 
 

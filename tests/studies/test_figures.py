@@ -109,6 +109,14 @@ def tasks_more() -> list[Number]:
     return [row["seconds"]["mean"] / by_kind["mha"]["seconds"]["mean"] for row in by_kind.values()]
 
 
+def relation_more() -> list[Number]:
+    """Return the times in that of "mha", the lead of "iha" in validation, and what it has right after one epoch."""
+    seconds = {name: row["seconds"]["mean"] for name, row in rows("relation_composition", "kind").items()}
+    curves = table("relation_composition")["runs"]
+    ahead = [ours[3] - theirs[3] for ours, theirs in zip(curves["iha"][0], curves["mha"][0])]
+    return [*(each / seconds["mha"] for each in seconds.values()), ahead[0], ahead[-1], curves["iha"][0][0][3]]
+
+
 PAIRED = ("paired_heads", "paired_heads_1024_512_cuda", "paired_heads_prose")
 
 
@@ -145,6 +153,7 @@ SECTIONS = {
     "Paired heads": (PAIRED, paired_more, ("0.01", "-0.03")),
     "HyperFeatureAttention": (("hyper_language",), list, ("27.97", "28.70")),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),
+    "Relation composition": (("relation_composition",), relation_more, ("1e-4", "1.5", "0.5")),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
     "Theorems 2 and 4": (("theorems",), list, ("2.5",)),
     "Interactions": (("interactions",), list, ("3,000", "3.1", "4.9")),
