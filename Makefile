@@ -112,7 +112,7 @@ test-vllm: .venv-vllm/installed
 
 # From the cheapest to the dearest, so that what is broken shows early.
 bench: .venv/installed
-	@set -e; for name in default_form decode_model layer prefill schedule any_decoder training_plan "serving batching" report; do \
+	@set -e; for name in default_form decode_model layer obvious prefill schedule any_decoder training_plan "serving batching" report; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m research.benchmarks.$$name --out research/benchmarks/results; \
 	done
 

@@ -27,7 +27,7 @@ A time is a ratio of medians of interleaved runs in one process, a memory a rati
 own; below 1 the first takes less. The JSON files hold seconds, bytes, threads and what the cost model predicts.
 `python -m research.benchmarks.report` writes this page from them, and `make bench` measures anew."""
 # Benchmark -> the fields that tell its columns apart; by default all of a setting.
-COLUMNS = {"any_decoder": ("pass", "window")}
+COLUMNS = {"any_decoder": ("pass", "window"), "obvious": ("pass", "window", "tokens")}
 # Presets by the names that a plot gives them and the schedules.
 GPU_FORMS = {"global-local": "windows alone", "paired-heads": "paired heads"}
 GPU_FORMS |= {f"iha, P = {virtual}": f"schedule, P = {virtual}" for virtual in (2, 4, 20)}

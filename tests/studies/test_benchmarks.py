@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from research.benchmarks import (
     default_form,
     gpu,
     layer,
+    obvious,
     prefill,
     report,
     schedule,
@@ -40,17 +42,26 @@ def results(tmp_path_factory):
             monkeypatch.setitem(sizes, "intermediate_size", 128)
         for script in (prefill, training_plan):  # one process less for each form
             monkeypatch.setattr(script, "extra_bytes", lambda prepare, sizes, small: prepare(*small)() or 1)
-        for script in (*COMMANDS, any_decoder):
+        for script in (*COMMANDS, any_decoder, obvious):
             options = ["--tokens", str(TOKENS), "--repeats", "1", "--out", str(directory)]
-            options += ["--threads", "1", "--dtypes", "float32"] if script is any_decoder else []
+            options += ["--threads", "1", "--dtypes", "float32"] if script in (any_decoder, obvious) else []
             monkeypatch.setattr(sys, "argv", ["any", *options])
             script.main()
     return directory
 
 
 def test_nothing_that_git_tracks_is_written_unless_told():
-    for script in (*COMMANDS, any_decoder, default_form, gpu, serving):
+    for script in (*COMMANDS, any_decoder, obvious, default_form, gpu, serving):
         assert script.PARSER.parse_args(["vllm"] if script is serving else []).out.is_relative_to(ROOT / "outputs")
+
+
+def test_a_layer_computes_what_the_obvious_implementation_does(results):
+    """Expect a row for each case; `obvious` compares the outputs before it times them."""
+    rows = json.loads((results / "obvious.json").read_text())["rows"]
+    assert {(row["pass"], row["pseudo_heads"], row["window"] is not None) for row in rows} == set(
+        product(("forward", "training"), (2, 4), (False, True))
+    )
+    assert all(row["ratios"][obvious.RATIO] > 0 for row in rows)
 
 
 def test_continuous_batching_beside_padded_rows(tmp_path, monkeypatch):
