@@ -109,8 +109,7 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     kwargs |= {name: kwargs[name] * num_pseudo_heads for name in sizes if kwargs.get(name) is not None}
     mask = make_mask(mask_function=sees, attention_mask=attention_mask, **kwargs)
     if isinstance(mask, BlockMask):
-        # For layers that are not interleaved. A copy, such as the hooks of accelerate make, lacks it, and these layers
-        # then raise an error.
+        # For layers that are not interleaved. A copy lacks it, and `token_mask` then raises an error.
         mask.of_tokens = make_token_mask()
     return mask
 
@@ -123,11 +122,18 @@ def _may_need_no_mask(attention_mask, q_length: int, kv_length: int, local_size:
 
 
 def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
-    """Return the mask over tokens for a layer that is not interleaved: that of the last pseudo-heads."""
+    """Return the mask over tokens for a layer that is not interleaved: that of the last pseudo-heads.
+
+    Raise a RuntimeError for a copy of a BlockMask, which lacks it."""
     if mask is None or num_pseudo_heads == 1:
         return mask
     if not isinstance(mask, torch.Tensor):
-        return mask.of_tokens  # a BlockMask
+        if not hasattr(mask, "of_tokens"):
+            raise RuntimeError(
+                "Something, such as a hook of accelerate, copied the BlockMask of flex_attention, and the copy lacks "
+                "the mask of the layers that are not interleaved. Use sdpa, or interleave all layers."
+            )
+        return mask.of_tokens
     if is_first_key_mask(mask):
         return first_keys_over_tokens(mask, num_pseudo_heads)
     last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)

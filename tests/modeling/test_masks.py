@@ -5,6 +5,7 @@ What a core would silently ignore is refused. Padding and packing of every kind 
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from helpers import (
     CORES,
     GEOMETRIES,
@@ -21,6 +22,7 @@ from helpers import (
     set_core,
     small_config,
 )
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -29,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from modeling_iha.cache_names import CACHE
 from modeling_iha.first_keys import documents_of, is_first_key_mask
 from modeling_iha.masks import create_masks
+from modeling_iha.virtual_masks import token_mask
 
 
 FLASH = "flash_attention_2"
@@ -286,3 +289,12 @@ def test_a_window_that_reaches_every_token_is_no_window(window):
     config = small_config(layer_types="sliding_attention", sliding_window=window)
     config._attn_implementation = "sdpa"
     assert create_masks(config, torch.empty(1, 10, 0), None, None, None) == {"sliding_attention": None}
+
+
+def test_a_copied_block_mask_is_refused_by_layers_that_are_not_interleaved():
+    """Copy as the hooks of accelerate do, which makes a new BlockMask from the parts of one."""
+    mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 128, 128, device="cpu")
+    mask.of_tokens = mask
+    assert token_mask(mask, 2) is mask
+    with pytest.raises(RuntimeError, match="copied the BlockMask .* Use sdpa, or interleave all layers"):
+        token_mask(send_to_device(mask, "meta"), 2)
