@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,17 @@ def anchor(heading: str) -> str:
 def section(text: str, heading: str) -> str:
     """Return the text between a heading of the second level and the next one."""
     return re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_tables_have_a_header_and_rows_of_one_width(document):
+    lines = (ROOT / document).read_text(encoding="utf-8").splitlines()
+    for index, line in enumerate(lines):
+        if not re.fullmatch(r"\|(?:[ :-]+\|)+", line):
+            continue
+        rows = [lines[index - 1], *takewhile(lambda row: row.startswith("|"), lines[index:])]
+        widths = {len(re.findall(r"(?<!\\)\|", re.sub("`[^`]*`", "", row))) for row in rows}
+        assert rows[0].startswith("|") and len(widths) == 1, (document, rows[0], widths)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
