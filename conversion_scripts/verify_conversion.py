@@ -20,6 +20,7 @@ from iha.errors import UserError, run_cli
 from iha.files import MAX_TEXT, checked, read_text, write_json
 from iha.foreign_code import note_foreign_code
 from iha.kinds import companion_of, interleaved_kind, is_interleaved
+from iha.sources import find_source
 from modeling_iha.modeling_interleaved import backbone_of
 
 from .architectures import exact_length
@@ -183,6 +184,8 @@ def verify(
     conversion differs or the control does not.
     """
     check_verification(source, converted, text, tokens, max_new_tokens, json)
+    source = find_source(source)
+    converted = find_source(converted)
     config, converted_config, ids = read_both(source, converted, Path(text or DEFAULT_TEXT), tokens)
     length, new_tokens = min(tokens, exact_length(config, converted_config) or tokens), max_new_tokens
     if length < tokens:

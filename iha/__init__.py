@@ -1,4 +1,4 @@
 """Hold what the commands share, and the command `iha` itself.
 
-`cli`, `api` and `cost` call the rooms above this one. Everything else here is below them and calls none.
+`cli`, `api` and `cost` call `conversion_scripts`. Everything else here is below the other folders and calls none.
 """

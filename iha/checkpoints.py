@@ -1,8 +1,4 @@
-"""Read and write checkpoints, as every command does.
-
-A checkpoint that does not load completely is refused. A saved directory can be loaded in a process without this
-package, which proves that it is complete.
-"""
+"""Read checkpoints, as every command does, and refuse one that does not load completely."""
 
 import hashlib
 import importlib.util

@@ -22,9 +22,9 @@ class UserError(Exception):
 def run_cli(main: Callable[[], object]) -> None:
     """Run a command's `main` and turn its errors into one line on stderr and an exit code.
 
-    The code is 130 for Ctrl-C and 1 for every exception. Of one that is neither a mistake of the user nor a refusal of
-    the machine, such as a full disk, the line names a file with the traceback. The option --traceback of every command
-    shows it instead. Help names the command as it was started.
+    The code is 130 for Ctrl-C and 1 for every exception. For an exception that is neither a mistake of the user nor a
+    refusal of the machine, such as a full disk, the line names a file with the traceback. The option --traceback of
+    every command shows the traceback instead. Help names the command as it was started.
     """
     if not sys.stderr.isatty():  # a log would keep every state of a progress bar
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for Transformers too, if it is imported later

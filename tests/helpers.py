@@ -235,7 +235,7 @@ def random_ids(*shape, vocab_size=61, seed=1):
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Whether "iha" layers decode from base states, by the id of a configuration; without an entry `uses_new_token_path`
+# By the id of a configuration, if its "iha" layers decode from base states; without an entry `uses_new_token_path`
 # decides.
 ABSORBS: dict[int, bool] = {}
 

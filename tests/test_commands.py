@@ -1,6 +1,6 @@
 """Start every command as a module from the checkout, and find an example in its help.
 
-Launchers also start some by path. Imports between rooms go downwards. Tests share modules of helpers only.
+Launchers also start some by path. Imports between folders go downwards. Tests share modules of helpers only.
 """
 
 import os
@@ -21,7 +21,7 @@ from iha.sources import find_source, locate
 # Started by path, Python looks beside the script only. This line adds its checkout.
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
-ROOMS = (
+FOLDERS = (
     *("modeling_iha", "configuration_iha", "iha", "conversion_scripts", "sft", "evaluation"),
     *("research/benchmarks", "research/experiments", "research/checkpoints", "research", "vllm_iha"),
 )
@@ -29,7 +29,7 @@ BY_PATH = ("sft/train.py", "sft/train_dpo.py", "sft/train_grpo.py", "evaluation/
 # TRL's parser shows their keys, and needs PyTorch for it.
 COMMANDS = sorted(
     path
-    for name in ROOMS
+    for name in FOLDERS
     for path in (ROOT / name).glob("*.py")
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
     and path.name != "run_program.py"  # run_code.py starts it; it runs without this repository on the path
@@ -49,7 +49,7 @@ def documented_options(command: str) -> set[str]:
 
 
 def test_a_command_by_path_finds_its_own_checkout(tmp_path):
-    names = {room.partition("/")[0] for room in ROOMS}
+    names = {folder.partition("/")[0] for folder in FOLDERS}
     for path in BY_PATH:
         before, line, _ = (ROOT / path).read_text(encoding="utf-8").partition(LINE)
         assert line and not any(f"\n{word} {name}" in before for word in ("from", "import") for name in names), path
@@ -61,12 +61,12 @@ def test_a_command_by_path_finds_its_own_checkout(tmp_path):
 
 def test_imports_go_downwards():
     upward = []
-    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         parts = path.relative_to(ROOT).parts
-        rank = ROOMS.index("/".join(parts[: 2 if parts[0] == "research" and len(parts) > 2 else 1]))
+        rank = FOLDERS.index("/".join(parts[: 2 if parts[0] == "research" and len(parts) > 2 else 1]))
         modules = re.findall(r"^ *(?:from|import) (research\.\w+|\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        rooms = [module.replace(".", "/") for module in modules]
-        upward += [(path.name, room) for room in rooms if room in ROOMS and ROOMS.index(room) > rank]
+        folders = [module.replace(".", "/") for module in modules]
+        upward += [(path.name, folder) for folder in folders if folder in FOLDERS and FOLDERS.index(folder) > rank]
     assert not upward
 
 

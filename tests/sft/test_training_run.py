@@ -242,9 +242,11 @@ def test_pretraining_on_a_text(tmp_path, monkeypatch):
     with interrupted_at(MixingTrainer, 3):
         train.main(["--config", recipe("pretrain"), *arguments, *fields])
     assert len(read) < 20, read  # not a thousand copies for TRL to pack
-    with pytest.raises(UserError, match="belongs to a run with another base_model, preset tiny"):
-        train.main(["--config", recipe("pretrain"), *arguments, "--preset_fields", "max_position_embeddings=256"])
+    for others in (["--preset_fields", "max_position_embeddings=256"], [*fields, "--seed", "4"]):
+        with pytest.raises(UserError, match="belongs to a run with another base_model, preset tiny"):
+            train.main(["--config", recipe("pretrain"), *arguments, *others])
     train.main(["--config", recipe("pretrain"), *arguments, *fields])
+    assert json.loads((tmp_path / "run" / "final" / "config.json").read_text())["max_position_embeddings"] == 128
 
     make_model.main(["tiny", str(tmp_path / "start"), "--seed", "3", "--set", "max_position_embeddings=128"])
     start, final = (weights(tmp_path / name) for name in ("start", "run/final"))

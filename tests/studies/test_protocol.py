@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from statistics import mean
 
@@ -231,10 +232,9 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp
     assert given["--text"] == "my.txt" and given["--most-seeds"] == "4" and given["--steps"] == "50"
     _, windows, paired, *_ = capsys.readouterr().out.splitlines()
     assert windows.split()[0] == "windows" and f"{base['loss']['mean'] / math.log(2):.4f}" in windows
-    for budget in ("steps", "FLOPs", "time"):
-        difference = row["minus_base"][budget]["difference"]
-        assert f"{difference['mean']:+.4f} ± {difference['half_width']:.4f}" in paired
-    assert f" {128 / table['step_seconds']['paired_4']:,.0f} " in paired
+    differences = [row["minus_base"][budget]["difference"] for budget in ("steps", "FLOPs", "time")]
+    shown = [f"{each['mean']:+.4f} ± {each['half_width']:.4f}" for each in differences]
+    assert re.split(" {2,}", paired)[3:7] == [*shown, f"{128 / table['step_seconds']['paired_4']:,.0f}"]
 
 
 def test_paired_heads_learn_a_file_of_ones_own(tmp_path):
