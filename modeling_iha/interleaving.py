@@ -35,20 +35,14 @@ def interleave(states: torch.Tensor) -> torch.Tensor:
 
 
 def make_virtual_sequence(
-    states: torch.Tensor,
-    alpha: torch.Tensor,
-    rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
-    head_by_head: bool = False,
+    states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3, R_p).
-
-    In memory the heads of a token follow one another or, `head_by_head`, the virtual tokens of a head."""
+    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3, R_p)."""
     states = mix(states, alpha)
     if rotation is not None:
         cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
         states = rotate(states, cos, sin)
-    states = interleave(states)
-    return states.contiguous() if head_by_head else states
+    return interleave(states)
 
 
 def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:

@@ -11,11 +11,6 @@ from .interleaving import collapse, make_virtual_sequence
 from .new_token import new_token_attention
 
 
-# From so many virtual tokens on, copying each head pays: the flash kernel of a CPU reads a head several times, and
-# faster where its virtual tokens follow one another (research/benchmarks/obvious.py).
-LONG_ROW = 2048
-
-
 class MixedHeads(NamedTuple):
     """Hold the weights by which an "iha" layer mixes, rotates and collapses its heads (IHA, Algorithm 1).
 
@@ -64,15 +59,9 @@ class MixedHeads(NamedTuple):
         `attend_virtual` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. It returns
         the output [batch, N * P, H, head_dim] and weights. Return the output [batch, N, H, head_dim] and those
         weights."""
-        head_by_head = False
-        # Windows are computed in blocks of the layout that the mixing writes, so they are not copied. Compiled code
-        # compares no lengths, because that would specialize it to them.
-        is_whole = attention_mask is None and kwargs.get("sliding_window") is None
-        if is_whole and query.device.type == "cpu" and not torch.compiler.is_compiling():
-            head_by_head = query.shape[2] * self.num_pseudo_heads >= LONG_ROW
-        query = make_virtual_sequence(query, self.q_mix, self.rotation, head_by_head)
-        key = make_virtual_sequence(key, self.k_mix, self.rotation, head_by_head)
-        value = make_virtual_sequence(value, self.v_mix, None, head_by_head)
+        query = make_virtual_sequence(query, self.q_mix, self.rotation)
+        key = make_virtual_sequence(key, self.k_mix, self.rotation)
+        value = make_virtual_sequence(value, self.v_mix)
         output, attn_weights = attend_virtual(query, key, value, attention_mask, **kwargs)
         return collapse(output, self.collapse, self.num_pseudo_heads), attn_weights
 

@@ -9,9 +9,8 @@ import torch
 from helpers import HYBRID, assert_close, decoder, logits_and_gradients, random_ids, random_model, small_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_iha import interleave_heads, mixed_heads, windows
+from modeling_iha import interleave_heads, windows
 from modeling_iha.windows import first_key_attention, window_attention
 
 
@@ -194,21 +193,3 @@ def test_the_window_of_a_mask_is_made_once(monkeypatch):
     with torch.no_grad():
         model(random_ids(2, 9), use_cache=False)
     assert len(made) == 1
-
-
-def test_long_rows_without_a_window_are_laid_out_head_by_head(monkeypatch):
-    model, ids = random_model(small_config(num_pseudo_heads=2)), random_ids(1, 9)
-    expected = logits_and_gradients(model, "sdpa", input_ids=ids)
-    laid_out = []
-
-    def record(module, query, key, value, *args, **kwargs):
-        laid_out.append([states.is_contiguous() for states in (query, key, value)])
-        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", record)
-    for long_row, is_copied in ((18, True), (19, False)):  # in virtual tokens
-        laid_out.clear()
-        monkeypatch.setattr(mixed_heads, "LONG_ROW", long_row)
-        for actual, other in zip(logits_and_gradients(model, "sdpa", input_ids=ids), expected, strict=True):
-            assert_close(actual, other)
-        assert laid_out == [[is_copied] * 3] * model.config.num_hidden_layers
