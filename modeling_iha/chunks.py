@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attend a chunk of tokens at a time: the virtual tokens of a long row never exist at once."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from .windows import window_attention
+from .first_keys import row_window
+from .windows import StockCore, window_attention
 
 
 # Bytes of a chunk's virtual queries: few enough for them and their keys to stay in a CPU's cache. (1 MiB and 4 MiB
@@ -40,15 +40,28 @@ def chunk_tokens(heads: Any, query: torch.Tensor, window: int) -> int:
     return max(window // pseudo_heads, CHUNK_BYTES // bytes_of_token, LEAST_TOKENS)
 
 
-def exceeds_chunk(heads: Any, query: torch.Tensor, window: int) -> bool:
-    """Return whether the base queries [batch, H, N, head_dim] are more than one chunk has."""
-    return query.shape[2] > chunk_tokens(heads, query, window)
+def chunk_window(
+    heads: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    window: int | None,
+) -> int | None:
+    """Return the window in virtual keys by which to attend chunk by chunk, or `None` to take whole rows.
+
+    `mask` is one of first keys or `None`, and `window` is that of the layer in virtual keys, or `None`."""
+    if not may_chunk(heads, query, key, value):
+        return None
+    window = row_window(mask, window)
+    if window is None or query.shape[2] <= chunk_tokens(heads, query, window):
+        return None
+    return window
 
 
 def attend_in_chunks(
     heads: Any,
-    attention_function: Callable,
-    module: torch.nn.Module,
+    core: StockCore,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -61,7 +74,7 @@ def attend_in_chunks(
     it."""
     size = chunk_tokens(heads, query, sliding_window)
     before = sliding_window // heads.num_pseudo_heads
-    attend = partial(window_attention, attention_function, module)
+    attend = partial(window_attention, core)
     outputs = []
     for start in range(0, query.shape[2], size):
         chunk = slice(start, start + size)

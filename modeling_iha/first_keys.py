@@ -2,12 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe windows, documents and padding by the first key that each query sees, without a dense mask.
 
-Query v sees the keys u with first_keys[v] <= u <= v. Such a mask takes O(N) memory. It has one of three layouts:
+Query v sees the keys u with first_keys[v] <= u <= v. Queries, keys and windows are counted in virtual tokens, of which
+there are L = N * P. Such a mask takes O(N) memory. It has one of three layouts:
 
-    shape                    made by                 says
-    [1, L, window, 0]        plain_window_mask       a window alone; the tensor is empty
+    shape                    made by                 describes
+    [1, L, window, 0]        plain_window_mask       only a window: the shape holds it, and the tensor is empty
     [batch, 1, L, 1]         first_keys_of           documents, padding and a window
-    [batch, 1, L, window]    document_first_keys     the same for compiled code, one column expanded
+    [batch, 1, L, window]    compiled_first_keys     the same in compiled code, for layers with a window: one column of
+                                                     first keys, expanded, so that the shape holds the window
+
+There is one exception to the rule of the first line. Compiled code cannot look at values, so its padding may lie
+anywhere in a row. Padding then has the first key L, which lies after itself: no token sees it, and it sees nothing, for
+which SDPA returns zeros.
 
 A mask has to be a tensor: Transformers' models, the hooks of accelerate and FSDP, checkpointing and compiled layers
 take, slice, move and trace tensors. A separate object would be refused or lost. An attribute of a tensor is lost when
@@ -40,16 +46,17 @@ def plain_window(mask: torch.Tensor) -> int | None:
     return mask.shape[2] if mask.shape[-1] == 0 else None
 
 
-def document_first_keys(
-    position_ids: torch.Tensor, batch: int, num_pseudo_heads: int, window: int | None
+def compiled_first_keys(
+    is_document_start: torch.Tensor, is_padding: torch.Tensor | None, num_pseudo_heads: int, window: int | None
 ) -> torch.Tensor:
-    """Return the first keys of documents, int32 [batch, 1, N * P, window in virtual tokens or 1], for compiled code.
+    """Return the first keys of documents and padding, int32 [batch, 1, N * P, window in virtual tokens or 1].
 
-    A document begins where positions [batch or 1, N] do not increase by one, which is how Transformers detects
-    packing. The last dimension is one expanded column. Its size is the window, so compiled code has it as a
-    constant."""
-    is_document_start = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
-    first = first_keys_of(is_document_start.expand(batch, -1), num_pseudo_heads, window or is_document_start.shape[1])
+    Both masks are boolean [batch, N]. The last dimension of the result is one expanded column. Its size is the window,
+    so compiled code has it as a constant."""
+    first = first_keys_of(is_document_start, num_pseudo_heads, window or is_document_start.shape[1])
+    if is_padding is not None:
+        is_hidden = is_padding.repeat_interleave(num_pseudo_heads, dim=-1)[:, None, :, None]
+        first = first.masked_fill(is_hidden, first.shape[2])
     return first.expand(-1, -1, -1, 1 if window is None else window * num_pseudo_heads)
 
 
@@ -145,10 +152,11 @@ class Documents(NamedTuple):
     bounds: torch.Tensor
     longest: int
     longest_span: int  # the most keys that a query sees
+    hide_padding: bool = False  # whether padding has the first key L, by which `bounds` are not true
 
     def is_one_document_per_row(self, batch: int, length: int) -> bool:
         """Return whether each row of `length` tokens is one document."""
-        return self.longest == length and len(self.bounds) == batch + 1
+        return self.longest == length and len(self.bounds) == batch + 1 and not self.hide_padding
 
 
 def documents_of(first_keys: torch.Tensor) -> Documents:
@@ -159,8 +167,9 @@ def documents_of(first_keys: torch.Tensor) -> Documents:
         first = first_keys[:, 0, :, 0]
         seen = torch.arange(1, first.shape[1] + 1, device=first.device) - first
         bounds = torch.nn.functional.pad((seen == 1).flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
-        longest, longest_span = torch.stack((bounds.diff().max(), seen.max())).tolist()
-        first_keys.documents = Documents(bounds, longest, longest_span)
+        numbers = torch.stack((bounds.diff().max(), seen.max(), seen.min())).tolist()
+        longest, longest_span, shortest_span = numbers
+        first_keys.documents = Documents(bounds, longest, longest_span, hide_padding=shortest_span < 1)
     return first_keys.documents
 
 
@@ -200,5 +209,6 @@ def first_keys_over_tokens(mask: torch.Tensor, num_pseudo_heads: int) -> torch.T
             bounds=documents.bounds // num_pseudo_heads,
             longest=documents.longest // num_pseudo_heads,
             longest_span=documents.longest_span // num_pseudo_heads,
+            hide_padding=documents.hide_padding,
         )
     return first_keys

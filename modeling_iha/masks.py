@@ -14,7 +14,7 @@ from transformers.utils.import_utils import is_tracing
 from .cache_edge import keep_window_edge
 from .cache_names import CACHE
 from .configuration_iha import IHAConfig
-from .first_keys import document_first_keys, plain_window_mask
+from .first_keys import compiled_first_keys, plain_window_mask
 from .overlay import Overlay
 from .virtual_masks import (
     CREATE_MASK,
@@ -28,7 +28,7 @@ from .virtual_masks import (
 from .windows import is_exported
 
 
-def create_masks(
+def make_masks(
     config: IHAConfig,
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | None,
@@ -43,7 +43,7 @@ def create_masks(
         attention_mask: [batch, cached + N], nonzero for real tokens, or a custom boolean or additive one
             [batch, heads or 1, N, cached + N]. Sliding layers keep their window under a custom mask.
         cache: the cache before it takes the N tokens. Its sliding layers are made to keep the window's edge.
-        position_ids: [batch or 1, N]; a restart begins a packed document.
+        position_ids: [batch or 1, N]. Where they do not increase by one, a packed document begins.
         default_positions: whether `position_ids` are the default ones, which declare no documents.
     """
     num_pseudo_heads = virtual_tokens_per_token(config)
@@ -53,11 +53,12 @@ def create_masks(
     if attention_mask is not None and attention_mask.ndim != 2:
         past = 0 if cache is None else cache.get_seq_length()
         attention_mask = mask_over_virtual_tokens(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)
-    if core == "sdpa" and has_no_padding_or_cache(config, attention_mask, cache):
-        if default_positions:
-            return {name: plain_mask(config, name, inputs_embeds) for name in config.layer_types}
-        if torch.compiler.is_compiling() and cache is None:
-            return _document_masks(config, position_ids, len(inputs_embeds))
+    if core == "sdpa" and may_make_first_keys(config, cache):
+        if attention_mask is None and default_positions:
+            return {name: plain_mask(config, name, inputs_embeds) for name in dict.fromkeys(config.layer_types)}
+        covers_these_tokens = attention_mask is None or attention_mask.shape == inputs_embeds.shape[:2]
+        if torch.compiler.is_compiling() and cache is None and covers_these_tokens:
+            return _compiled_masks(config, inputs_embeds, attention_mask, position_ids)
     if default_positions and not is_tracing(inputs_embeds):
         # Transformers would search them for packed documents, and a GPU would wait for the answer.
         position_ids = None
@@ -89,27 +90,41 @@ def create_masks(
     return masks
 
 
-def has_no_padding_or_cache(config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cache | None) -> bool:
-    """Return whether a call is known from its shapes to have no padding and no cached tokens.
+def may_make_first_keys(config: IHAConfig, cache: Cache | None) -> bool:
+    """Return whether masks of first keys can be made from shapes and without looking at a cache.
 
-    It is False under export and tracing, where later calls may have other lengths, and for the kinds that compute the
-    score matrix, which take other masks."""
-    if attention_mask is not None or not {"mha", *VIRTUAL_KINDS}.issuperset(config.attention_kinds):
+    It is False where tokens are cached, under export and tracing, where later calls may have other lengths, and for
+    the kinds other than "mha", "iha" and "paired_heads", because some of these read dense masks."""
+    if not {"mha", *VIRTUAL_KINDS}.issuperset(config.attention_kinds):
         return False
     if is_exported() or (is_tracing() and not torch.compiler.is_compiling()):
         return False
     return cache is None or (not cache.is_compileable and cache.get_seq_length() == 0)
 
 
-def _document_masks(config: IHAConfig, position_ids: torch.Tensor, batch: int) -> dict[str, torch.Tensor]:
-    """Return the mask of each layer type for compiled code.
+def _compiled_masks(
+    config: IHAConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """Return the mask of each layer type for compiled code and a call without cache.
 
-    A document begins where `position_ids` do not increase by one."""
+    As in Transformers, a document begins where `position_ids` do not increase by one, and an `attention_mask`
+    [batch, N] declares padding instead of documents."""
+    batch, length, _ = inputs_embeds.shape
+    if attention_mask is None:
+        is_padding = None
+        is_document_start = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
+    else:
+        is_padding = attention_mask.to(inputs_embeds.device) == 0
+        is_document_start = torch.arange(length, device=inputs_embeds.device)[None] == 0
+    is_document_start = is_document_start.expand(batch, -1)
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     num_pseudo_heads = virtual_tokens_per_token(config)
     return {
-        layer_type: document_first_keys(position_ids, batch, num_pseudo_heads, windows[layer_type])
-        for layer_type in config.layer_types
+        layer_type: compiled_first_keys(is_document_start, is_padding, num_pseudo_heads, windows[layer_type])
+        for layer_type in dict.fromkeys(config.layer_types)
     }
 
 
@@ -133,8 +148,10 @@ def check_inputs(
 ) -> None:
     """Raise a ValueError for packed documents that the core would silently join, and inputs that do not fit the cache.
 
-    Documents are declared by `position_ids` [batch, N] that restart, or by `cu_seq_lens_q` among `kwargs`. Masks and
-    flash cores look for these in some cases only. The other arguments are those of `create_masks`."""
+    Documents are declared by `position_ids` [batch, N] that restart, or by `cu_seq_lens_q` among `kwargs`. There are
+    cases in which Transformers does not look for them, and would join the documents. A jump forward begins a document
+    for Transformers too, but is not refused, because no data collator makes one. The other arguments are those of
+    `make_masks`."""
     _warn_flex_on_cpu(config, inputs_embeds)
     core = config._attn_implementation
     if not is_flash_attention_requested(config) and core not in ("eager", "flex_attention", "sdpa"):

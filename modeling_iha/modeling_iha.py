@@ -4,6 +4,7 @@
 
 import sys
 from copy import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ from .cache_names import CACHE, takes_cache
 from .configuration_iha import IHAConfig
 from .head_mixing import set_initial_scale
 from .interleaving import token_attentions
-from .masks import check_inputs, create_masks
+from .masks import check_inputs, make_masks
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 
@@ -177,7 +178,11 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
         return super().save_pretrained(*args, **kwargs)
 
     def _init_weights(self, module: nn.Module):
-        """Initialise as Llama does, and call `init_mechanism` of a mechanism's own modules."""
+        """Initialise as Llama does, and call `init_mechanism` of a mechanism's own modules.
+
+        Matrices are normal with `initializer_range`, norms are 1 and biases 0. Of an "iha" layer the mixing is the
+        identity, with noise of `initializer_range` on each entry (`HeadMixing`), and the collapse averages
+        (`HeadCollapse`). The other kinds say in their own files how they start."""
         super()._init_weights(module)
         init_mechanism = getattr(module, "init_mechanism", None)
         if init_mechanism is not None:
@@ -210,14 +215,14 @@ class IHAModel(IHAPreTrainedModel):
 
     def create_masks(
         self, inputs_embeds, attention_mask, cache, position_ids, default_positions=False, **kwargs
-    ) -> dict[str, torch.Tensor | None]:
+    ) -> dict[str, Any]:
         """Return the mask of each layer type, after `check_inputs`. `kwargs` of the forward may declare documents."""
         given_positions = None if default_positions else position_ids
         check_inputs(self.config, inputs_embeds, attention_mask, cache, given_positions, **kwargs)
         convolving = next((layer for layer in self.layers if layer.self_attn.convolves), None)
         if convolving is not None:
             convolving.self_attn.check_holes(attention_mask)
-        return create_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, default_positions)
+        return make_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, default_positions)
 
     @takes_cache
     @merge_with_config_defaults
@@ -363,6 +368,7 @@ IHAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 IHAForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 IHAForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 IHAForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
-# Transformers puts remote code into `sys.modules` alone, and dill (datasets) finds it as an attribute of its package.
+# Transformers adds modules of remote code to `sys.modules`, but not to their package. dill, which `datasets` uses,
+# looks them up there.
 for name in ("configuration_iha", "modeling_iha"):
     setattr(sys.modules[__package__], name, sys.modules[f"{__package__}.{name}"])

@@ -6,11 +6,15 @@ from typing import Any
 
 
 class Overlay:
-    """Show an object, such as a config or a cache, with the attributes of `overrides` in place of its own."""
+    """Show an object, such as a config or a cache, with the attributes of `overrides` in place of its own.
+
+    It is for reading: an attribute that is set on it does not reach the object."""
 
     def __init__(self, target: Any, **overrides):
         self._target = target
         self._overrides = overrides
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("_target", "_overrides"):
+            raise AttributeError(name)  # `copy` and `pickle` ask an object that has no attributes yet
         return self._overrides[name] if name in self._overrides else getattr(self._target, name)

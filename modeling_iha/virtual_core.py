@@ -13,13 +13,13 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
-from .chunks import attend_in_chunks, exceeds_chunk, may_chunk
-from .first_keys import is_first_key_mask, narrower, plain_window, row_window
+from .chunks import attend_in_chunks, chunk_window
+from .first_keys import is_first_key_mask, narrower, plain_window
 from .interleaving import virtual_kwargs
 from .new_token import uses_new_token_path
 from .overlay import Overlay
 from .virtual_masks import in_window, token_mask, virtual_tokens_per_token
-from .windows import first_key_attention, window_attention
+from .windows import StockCore, first_key_attention, window_attention
 
 
 def virtual_heads_of(module: Any) -> Any:
@@ -56,9 +56,10 @@ def virtual_attention(
     """
     _check_mask(core, attention_mask)
     num_queries = query.shape[2]
-    if is_first_key_mask(attention_mask):
-        # The mask already applies the base model's window, so none is passed on. It has no columns for unused places
-        # of a static cache, so these are cut off.
+    has_first_keys = is_first_key_mask(attention_mask)
+    if has_first_keys:
+        # The mask applies the base model's window already. It is made only where nothing was cached, so the keys after
+        # those of the queries are unused places of a static cache.
         kwargs["sliding_window"] = None
         key = key[:, :, :num_queries]
         value = value[:, :, :num_queries]
@@ -74,7 +75,8 @@ def virtual_attention(
     query = query.to(value.dtype)
     key = key.to(value.dtype)
 
-    if num_queries == 1 and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
+    is_new_token = num_queries == 1 and not has_first_keys
+    if is_new_token and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         if attention_mask is None and window is not None:
             # Every pseudo-head but the last sees one token more than the window.
@@ -89,12 +91,11 @@ def _attend_over_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output and weights of a layer without virtual heads, under a mask over virtual tokens."""
     num_pseudo_heads = virtual_tokens_per_token(module.config)
-    attention_function = core_function(core, module)
-    view = stock_view(module, core, num_pseudo_heads)
+    stock = stock_core(core, module, num_pseudo_heads)
     mask = token_mask(attention_mask, num_pseudo_heads)
     if is_first_key_mask(mask):
-        return first_key_attention(attention_function, view, query, key, value, mask, **kwargs)
-    return attention_function(view, query, key, value, mask, **kwargs)
+        return first_key_attention(stock, query, key, value, mask, **kwargs)
+    return stock(query, key, value, mask, **kwargs)
 
 
 def _attend_over_virtual_tokens(
@@ -105,44 +106,40 @@ def _attend_over_virtual_tokens(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
-    window: int | None,
+    window_in_tokens: int | None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output and weights of a core that runs on virtual tokens.
 
-    `heads` make the virtual tokens. The mask is that of `layer_mask`, and `window` is the layer's own, in tokens."""
+    `heads` make the virtual tokens. The mask is that of `layer_mask`, and the window is the layer's own."""
     num_pseudo_heads = virtual_tokens_per_token(module.config)
-    attention_function = core_function(core, module)
-    view = stock_view(module, core, num_pseudo_heads)
-    if window is not None:
-        kwargs["sliding_window"] = narrower(window, kwargs.get("sliding_window"))
+    stock = stock_core(core, module, num_pseudo_heads)
+    if window_in_tokens is not None:
+        kwargs["sliding_window"] = narrower(window_in_tokens, kwargs.get("sliding_window"))
     if kwargs.get("s_aux") is not None:
-        kwargs["s_aux"] = view.sinks
+        kwargs["s_aux"] = stock.module.sinks
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
 
     num_queries = query.shape[2]
-    is_causal_prefill = False
-    if attention_mask is None and "flash" not in core:
-        if num_queries == 1:
-            attention_mask = new_token_mask(key.shape[2], window, num_pseudo_heads, query.device)
-        else:
-            # No mask and several queries: nothing was cached before, so query i is token i. A static cache has unused
-            # places after the keys of the queries.
-            is_causal_prefill = True
-            key = key[:, :, :num_queries]
-            value = value[:, :, :num_queries]
-    has_no_dense_mask = is_causal_prefill or is_first_key_mask(attention_mask)
-    if has_no_dense_mask and may_chunk(heads, query, key, value):
-        window_of_rows = row_window(attention_mask, kwargs.get("sliding_window"))
-        if window_of_rows is not None and exceeds_chunk(heads, query, window_of_rows):
-            kwargs["sliding_window"] = window_of_rows
-            return attend_in_chunks(heads, attention_function, view, query, key, value, **kwargs), None
-    attend = attention_function
-    if is_causal_prefill:
-        attend = partial(window_attention, attention_function)
-    elif has_no_dense_mask:
-        attend = partial(first_key_attention, attention_function)
-    return heads.attend(partial(attend, view), query, key, value, attention_mask, **kwargs)
+    has_no_mask = attention_mask is None and "flash" not in core
+    if has_no_mask and num_queries == 1:
+        attention_mask = new_token_mask(key.shape[2], window_in_tokens, num_pseudo_heads, query.device)
+        return heads.attend(stock, query, key, value, attention_mask, **kwargs)
+    if has_no_mask:
+        # Several queries without a mask: nothing was cached before, so query i is token i. A static cache has unused
+        # places after the keys of the queries.
+        key = key[:, :, :num_queries]
+        value = value[:, :, :num_queries]
+        attend = partial(window_attention, stock)
+    elif is_first_key_mask(attention_mask):
+        attend = partial(first_key_attention, stock)
+    else:
+        return heads.attend(stock, query, key, value, attention_mask, **kwargs)
+    window = chunk_window(heads, query, key, value, attention_mask, kwargs.get("sliding_window"))
+    if window is not None:
+        kwargs["sliding_window"] = window
+        return attend_in_chunks(heads, stock, query, key, value, **kwargs), None
+    return heads.attend(attend, query, key, value, attention_mask, **kwargs)
 
 
 def layer_mask(
@@ -159,8 +156,8 @@ def layer_mask(
             _check_size(mask, core, length, mask.shape[-1])
         return mask  # `first_key_attention` takes the window as an argument
     if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-        # The mask may be wider than this layer's cache. Slice only if needed: a slice loses the result that
-        # `in_window` stored on the mask.
+        # The mask may be wider than this layer's cache. A slice loses the result that `in_window` stored on the mask,
+        # so slice only if needed. Under tracing always slice, because comparing lengths would specialize the graph.
         if window is not None and (is_tracing(mask) or mask.shape[-1] != width):
             mask = mask[..., -width:]
         _check_size(mask, core, length, width)
@@ -172,7 +169,7 @@ def _check_size(mask: torch.Tensor, core: str, length: int, width: int) -> None:
     if mask.shape[-2:] != (length, width):
         raise ValueError(
             f"attention_mask is {list(mask.shape)} for {length} x {width} virtual tokens on {core!r}: pass "
-            "attention_mask [batch, tokens] or [batch, 1, queries, keys] to the model by its name."
+            "attention_mask [batch, tokens] or [batch, 1, queries, keys] to the model as a keyword argument."
         )
 
 
@@ -181,6 +178,11 @@ def new_token_mask(num_keys: int, window: int | None, num_pseudo_heads: int, dev
     places = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=device)
     mask = places.tril((num_keys - 1) * num_pseudo_heads)[None, None]
     return in_window(mask, None if window is None else window * num_pseudo_heads)
+
+
+def stock_core(core: str, module: Any, num_pseudo_heads: int) -> StockCore:
+    """Return the attention function of a core, with the module as it must see it."""
+    return StockCore(core_function(core, module), stock_view(module, core, num_pseudo_heads))
 
 
 def core_function(core: str, module: nn.Module) -> Callable:

@@ -31,7 +31,7 @@ from iha.errors import UserError, one_line, run_cli
 from iha.files import current_commit, read_json, sole_writer, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.cache_names import CACHE
-from modeling_iha.masks import create_masks
+from modeling_iha.masks import make_masks
 from modeling_iha.package import flop_matched_window
 from modeling_iha.virtual_masks import virtual_tokens_per_token
 from research.benchmarks import harness
@@ -284,7 +284,7 @@ def decode_step(case: dict, preset: str, **overrides) -> Work:
     read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
     position_ids = torch.full((1, 1), case["tokens"], device=DEVICE)
     # Transformers takes the capture of a graph for tracing, under which masks are dense.
-    masks = create_masks(model.config, draw(batch, 1, 1), None, cache, position_ids)
+    masks = make_masks(model.config, draw(batch, 1, 1), None, cache, position_ids)
     step = partial(model, attention_mask=masks, position_ids=position_ids, **{CACHE: cache})
     run = inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE))
     return Work(replayed(run), {"tokens": batch, "GB": sum(tensor.nbytes for tensor in read) / 1e9})

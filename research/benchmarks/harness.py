@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 
 from iha.files import current_commit, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_core
-from modeling_iha.masks import create_masks
+from modeling_iha.masks import make_masks
 
 
 # Imported once for all processes that measure memory.
@@ -49,7 +49,7 @@ class Attention(torch.nn.Module):
         Masks and rotary tables are made beforehand, for the shape of `states`."""
         past = 0 if cache is None else cache.get_seq_length()
         positions = torch.arange(past, past + states.shape[1], device=states.device)[None]
-        masks = create_masks(self.model.config, states, None, cache, positions)
+        masks = make_masks(self.model.config, states, None, cache, positions)
         tables = self.model.rotary_emb.tables(states, positions)
 
         def run(hidden_states: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from helpers import assert_close, random_ids, random_model, set_core, small_conf
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig
 
+from modeling_iha import virtual_core
 from modeling_iha.kind_options import OPTIONS_CLASSES
 
 
@@ -212,10 +213,10 @@ def test_generated_code():
         assert_close(p.grad, expected[name])
 
 
-@pytest.mark.parametrize("inputs", ["plain", "packed"])
+@pytest.mark.parametrize("inputs", ["plain", "packed", "padded"])
 @pytest.mark.parametrize("kind", ["iha", "paired_heads", "mha"])
 def test_a_compiled_window_takes_no_dense_mask(kind, inputs):
-    """Without padding no compiled tensor has an entry for each pair of tokens, and two graphs serve every length."""
+    """No compiled tensor has an entry for each pair of tokens, and two graphs serve every length."""
     fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "num_hidden_layers": 1}
     model = random_model(small_config(**fields, layer_types="sliding_attention", sliding_window=4))
     entries = []
@@ -227,9 +228,32 @@ def test_a_compiled_window_takes_no_dense_mask(kind, inputs):
 
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for length in (2000, 1970, 2013):
-        input_ids, packed = random_ids(2, length), [torch.arange(201), torch.arange(length - 201)]
-        given = {"position_ids": torch.cat(packed)[None].expand(2, -1)} if inputs == "packed" else {}
+        input_ids, real = random_ids(2, length), torch.ones(2, length, dtype=torch.long)
+        given = {}
+        if inputs == "packed":
+            packed = torch.cat([torch.arange(201), torch.arange(length - 201)])
+            given = {"position_ids": packed[None].expand(2, -1)}
+        elif inputs == "padded":
+            real[0, :130] = 0  # on the left
+            real[1, -3:] = 0  # on the right
+            real[1, 700:702] = 0  # and in the middle
+            given = {"attention_mask": real}
         with torch.no_grad():
             output = compiled(input_ids, use_cache=False, **given).logits
-        assert_close(output, uncached_logits(model, input_ids, **given))
+        assert not output.isnan().any()
+        assert_close(output[real.bool()], uncached_logits(model, input_ids, **given)[real.bool()])
     assert graphs() == 2 and 0 < int(entries[0]) < 2000**2
+
+
+@pytest.mark.parametrize("kind", ["iha", "paired_heads"])
+def test_one_compiled_token_is_causal(kind, monkeypatch):
+    """Compile a call of one token that has no cache, with the choice of a GPU: its mask is one of first keys."""
+    fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "num_hidden_layers": 1}
+    model = random_model(small_config(**fields))
+    input_ids = random_ids(2, 1)
+    expected = uncached_logits(model, input_ids)
+    monkeypatch.setattr(virtual_core, "uses_new_token_path", lambda *args: True)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        output = compiled(input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False).logits
+    assert_close(output, expected)

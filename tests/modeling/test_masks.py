@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha.cache_names import CACHE
 from modeling_iha.first_keys import documents_of, is_first_key_mask
-from modeling_iha.masks import create_masks
+from modeling_iha.masks import make_masks
 from modeling_iha.virtual_masks import token_mask
 
 
@@ -260,7 +260,7 @@ def masks_for(core, geometry, length, attention_mask=None, cache=None, device="m
     model = random_model(small_config(**GEOMETRIES[geometry]))
     set_core(model, core)
     embeds = torch.empty(1 if positions is None else len(positions), length, 0, device=device)
-    return create_masks(model.config, embeds, attention_mask, cache, positions)
+    return make_masks(model.config, embeds, attention_mask, cache, positions)
 
 
 def test_causal_attention_over_the_whole_input_builds_no_mask():
@@ -288,7 +288,7 @@ def test_documents_and_windows_build_no_dense_mask_on_sdpa(geometry, rows):
 def test_a_window_that_reaches_every_token_is_no_window(window):
     config = small_config(layer_types="sliding_attention", sliding_window=window)
     config._attn_implementation = "sdpa"
-    assert create_masks(config, torch.empty(1, 10, 0), None, None, None) == {"sliding_attention": None}
+    assert make_masks(config, torch.empty(1, 10, 0), None, None, None) == {"sliding_attention": None}
 
 
 def test_a_copied_block_mask_is_refused_by_layers_that_are_not_interleaved():

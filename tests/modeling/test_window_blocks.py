@@ -11,7 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_iha import interleave_heads, windows
-from modeling_iha.windows import first_key_attention, window_attention
+from modeling_iha.first_keys import compiled_first_keys
+from modeling_iha.windows import StockCore, first_key_attention, window_attention
 
 
 CONFIGS = {
@@ -28,9 +29,9 @@ def blocks(monkeypatch):
     """Record the lengths that go through `window_attention`."""
     lengths = []
 
-    def counted(core, module, query, *args, **kwargs):
+    def counted(core, query, *args, **kwargs):
         lengths.append(query.shape[2])
-        return window_attention(core, module, query, *args, **kwargs)
+        return window_attention(core, query, *args, **kwargs)
 
     monkeypatch.setattr(windows, "window_attention", counted)
     return lengths
@@ -93,14 +94,32 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
     module.config, module.num_key_value_groups = small_config(), 2
     weight = torch.randn(2, length, 4, 6, generator=generator, dtype=torch.float64)
     first_keys = torch.searchsorted(documents, documents).int()[:, None, :, None]
-    output, _ = first_key_attention(
-        sdpa_attention_forward, module, query, key, value, first_keys, sliding_window=window, scaling=6**-0.5
-    )
+    core = StockCore(sdpa_attention_forward, module)
+    output, _ = first_key_attention(core, query, key, value, first_keys, sliding_window=window, scaling=6**-0.5)
     expected = naive(query, key, value, documents, length if window is None else window)
     torch.testing.assert_close(output, expected)
     gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
     for actual, target in zip(gradients, torch.autograd.grad((expected * weight).sum(), (query, key, value))):
         torch.testing.assert_close(actual, target)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_mask_of_compiled_code_hides_padding_after_a_graph_break(small_blocks, window):
+    """Attend in eager code under such a mask, with padding on both sides and between real tokens."""
+    query, key, value = (torch.randn(2, 2, 38, 6, dtype=torch.float64) for _ in range(3))
+    real = torch.ones(2, 38, dtype=torch.bool)
+    real[0, :13] = False
+    real[1, 20:22] = False
+    real[1, -3:] = False
+    row_starts = (torch.arange(38) == 0).expand(2, -1)
+    first_keys = compiled_first_keys(row_starts, ~real, 1, window)
+    output, _ = first_key_attention(
+        StockCore(sdpa_attention_forward, torch.nn.Module()), query, key, value, first_keys
+    )
+    distance = torch.arange(38)[:, None] - torch.arange(38)
+    mask = (distance >= 0) & (distance < (window or 38)) & real[:, None, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+    torch.testing.assert_close(output[real], expected[real])
 
 
 def varlen_stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
@@ -157,10 +176,9 @@ def test_where_varlen_is_taken(monkeypatch):
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: autocast)
     autocast = False
 
-    def takes(device="cuda", dtype=torch.float16, **fields):
-        states = SimpleNamespace(device=torch.device(device), dtype=dtype)
-        fields = {"head_dim": 64, "attention_dropout": 0.0, **fields}
-        return windows.has_varlen(states, *fields.values())
+    def takes(device="cuda", dtype=torch.float16, head_dim=64, attention_dropout=0.0):
+        states = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 2, 3, head_dim))
+        return windows.has_varlen(states, attention_dropout)
 
     assert takes() and takes(dtype=torch.bfloat16) and takes(head_dim=256)
     assert not takes("cpu") and not takes("meta") and not takes(dtype=torch.float32)
