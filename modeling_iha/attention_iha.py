@@ -11,8 +11,18 @@ from .mixed_heads import MixedHeads
 class InterleavedHeadAttention(MultiHeadAttention):
     """Attend by Interleaved Head Attention (IHA, Algorithm 1).
 
-    `virtual_attention` interleaves the heads of a module with these weights. With grouped-query attention the G
-    key/value heads mix among themselves.
+    Without a window, a cache and grouped queries, a layer computes this from its projections q, k and v, each
+    [batch, N, H, head_dim]. The rotation is that of RoPE at positions 0 to N * P - 1:
+
+        # [batch, H, N * P, head_dim]
+        query = rotate(einsum("bnmd,mhp->bhnpd", q, q_mix).flatten(2, 3))
+        key = rotate(einsum("bnmd,mhp->bhnpd", k, k_mix).flatten(2, 3))
+        value = einsum("bnmd,mhp->bhnpd", v, v_mix).flatten(2, 3)
+        output = scaled_dot_product_attention(query, key, value, is_causal=True).unflatten(2, (N, P))
+        output = einsum("bhnpd,hp->bnhd", output, collapse)
+
+    `virtual_attention` does so with these weights. With grouped-query attention the G key/value heads mix among
+    themselves.
 
     The mixing writes the layout [batch, N, P, heads, head_dim], and [batch, N * P, heads, head_dim] is a view of it.
     Interleaving therefore copies nothing and runs on any attention core of Transformers.

@@ -1,6 +1,12 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Define multi-head attention, kind "mha": Llama's with QK-norm and a window. It is the base of the other kinds."""
+"""Define multi-head attention, kind "mha": Llama's with QK-norm and a window. It is the base of the other kinds.
+
+The shapes of all files are in these symbols:
+
+    N  tokens of a call       H  query heads                P  pseudo-heads of a head
+    W  window, in tokens      G  key and value heads        M  H for queries, G for keys and values
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -147,9 +153,9 @@ class MultiHeadAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `create_masks`.
 
-        `paged_requests` holds the requests of continuous batching, and `cache` their pages where the whole model is
-        Llama's."""
-        self.check_core()
+        In continuous batching `paged_requests` holds the requests and their pages. Only a model whose layers are all
+        Llama's runs on Transformers' paged cores: there `cache` holds the pages."""
+        self.check_core()  # again, because `set_attn_implementation` may have changed the core
         pages = cache if isinstance(cache, PagedAttentionCache) else None
         cached = cache if pages is None else None
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings, cached)

@@ -6,7 +6,8 @@ Source: "Paired Head Attention" of modded-nanogpt (records/track_1_short/2026-01
 
 Virtual token (n, p) of virtual head i is head p * (H / P) + i of token n, at position n * P + p. The H / P virtual
 heads attend to N * P virtual tokens, and the output at (n, p) is that of the head. This is Algorithm 1 of IHA with
-fixed mixing whose P pseudo-heads are equal for heads with the same h mod S: with S = H / P,
+fixed mixing. With S = H / P, pseudo-head p of head h is head p * S + h mod S, so heads with the same h mod S have the
+same pseudo-heads:
 
     alpha[m, h, p] = 1[m = p * S + h mod S],  R[h, p] = 1[p = h // S]
 

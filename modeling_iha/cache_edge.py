@@ -30,7 +30,7 @@ def keep_window_edge(cache: Cache, sliding_window: int | None) -> None:
 
 
 def lacks_window_edge(layer: Any, sliding_window: int | None) -> bool:
-    """Return whether a layer of a cache keeps what a window of tokens reaches, and no more."""
+    """Return whether a sliding layer of a cache keeps exactly the tokens of the window, and so lacks the edge."""
     # Recurrent layers have no `is_sliding`. A layer with another length was changed on purpose and is left alone.
     return getattr(layer, "is_sliding", False) and getattr(layer, _length_name(layer)) == sliding_window
 

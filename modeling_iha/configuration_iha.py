@@ -5,13 +5,13 @@
 from copy import deepcopy
 from dataclasses import fields
 from difflib import get_close_matches
-from math import inf
+from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
 from .tested_versions import check_transformers
 
 
-# This comes first: another Transformers is then named, not an import that it lacks.
+# This comes before the other imports, so that an unsupported Transformers gives this error and not an ImportError.
 check_transformers()
 
 from huggingface_hub.dataclasses import strict
@@ -24,7 +24,9 @@ from .kind_options import OPTIONS_CLASSES
 from .mixing_scale import check_scale
 
 
-if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone (mergekit) brings the model's code too.
+if TYPE_CHECKING:
+    # Transformers copies every file that an import names, also here. A configuration that is saved without a model, as
+    # mergekit does, then brings the model's code too.
     from .modeling_iha import IHAModel  # noqa: F401
 
 
@@ -48,25 +50,43 @@ CHOICES = {
 MAX_LAYERS = 10_000  # a damaged config.json may ask for lists that fill the memory
 # A saved config.json names all of them.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Numbers of the config and of its `rope_parameters`, alone or in lists, by what they must be.
-NUMBERS = {
-    "a number above 0": (
-        lambda value: 0 < value < inf,
-        ("rms_norm_eps", "mixing_scale", "rope_theta", "factor", "original_max_position_embeddings")
-        + ("attention_factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
-    ),
-    "a number, at least 0": (lambda value: 0 <= value < inf, ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")),
-    "a number, at least 0 and below 1": (lambda value: 0 <= value < 1, ("attention_dropout",)),
-    "a number from 0 to 1": (lambda value: 0 <= value <= 1, ("partial_rotary_factor",)),
+# Numbers of the config and of its `rope_parameters`, alone or in lists. Others have rules of their own.
+ABOVE_ZERO = {
+    "rms_norm_eps",
+    "mixing_scale",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "short_factor",
+    "long_factor",
 }
+AT_LEAST_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 
 
 def _check_number(name: str, value: Any, where: str = "") -> None:
-    """Raise a ValueError for a field of NUMBERS with another value, such as NaN."""
-    for expected, (is_valid, names) in NUMBERS.items():
-        numbers = value if isinstance(value, list) else [value]
-        if name in names and not all(type(number) in (int, float) and is_valid(number) for number in numbers):
-            raise ValueError(f"{where}{name}={value!r}; it must be {expected}.")
+    """Raise a ValueError for a field of numbers that has another value, such as NaN. Other fields pass."""
+    numbers = value if isinstance(value, list) else [value]
+    # No comparison with NaN is true.
+    numbers = [number if type(number) in (int, float) else nan for number in numbers]
+    if name in ABOVE_ZERO:
+        expected = "a number above 0"
+        are_valid = [0 < number < inf for number in numbers]
+    elif name in AT_LEAST_ZERO:
+        expected = "a number, at least 0"
+        are_valid = [0 <= number < inf for number in numbers]
+    elif name == "attention_dropout":
+        expected = "a number, at least 0 and below 1"
+        are_valid = [0 <= number < 1 for number in numbers]
+    elif name == "partial_rotary_factor":
+        expected = "a number from 0 to 1"
+        are_valid = [0 <= number <= 1 for number in numbers]
+    else:
+        return
+    if not all(are_valid):
+        raise ValueError(f"{where}{name}={value!r}; it must be {expected}.")
 
 
 def _expand_pattern(pattern: str | list, num_layers: int) -> list:
@@ -154,12 +174,12 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        # Transformers keeps unknown fields, so a misspelt one would be stored and never read. The fields that other
-        # libraries add have words of their own.
-        ours = IHAConfig.__annotations__
+        # Transformers keeps unknown fields, so a misspelt one would be stored and never read. Fields that other
+        # libraries add pass, because none of their names consists only of words of one of ours.
+        known = (*IHAConfig.__annotations__, *LlamaConfig.__annotations__)
         for name in kwargs:
-            meant = get_close_matches(name, (*ours, *LlamaConfig.__annotations__), n=1, cutoff=0.9)
-            meant = meant or [field for field in ours if set(name.split("_")) <= set(field.split("_"))]
+            meant = get_close_matches(name, known, n=1, cutoff=0.9)
+            meant = meant or [field for field in known if set(name.split("_")) <= set(field.split("_"))]
             if meant:
                 words = " or ".join(map(repr, meant))
                 raise ValueError(f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {words}?")
@@ -326,7 +346,7 @@ class IHAConfig(LlamaConfig):
         """Build a config as Transformers does, which reads every config.json through this method.
 
         Fields among `kwargs` replace those of the file before the config is checked; fewer layers are its first ones.
-        Raise a ValueError where a size is missing: the model would have Llama-7B's, whatever the weights beside it.
+        Raise a ValueError where a size is missing: LlamaConfig would fill in that of Llama-7B.
         Raise one for another `mixing_scale` than that of the file, on which the values of the weights depend."""
         missing = [name for name in SIZES if name not in config_dict]
         if missing:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .tested_versions import check_transformers
 
 
-# This comes first: another Transformers is then named, not an import that it lacks.
+# This comes before the other imports, so that an unsupported Transformers gives this error and not an ImportError.
 check_transformers()
 
 import transformers
@@ -18,7 +18,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from .mixing_scale import check_scale
 
 
-if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone (mergekit) brings the model's code too.
+if TYPE_CHECKING:
+    # Transformers copies every file that an import names, also here. A configuration that is saved without a model, as
+    # mergekit does, then brings the model's code too.
     from .head_mixing import HeadMixing  # noqa: F401  # old versions of Transformers copy what stands here alone
     from .modeling_interleaved import InterleavedModel  # noqa: F401
 
@@ -50,7 +52,8 @@ class InterleavedConfig(PreTrainedConfig):
         interleaved_window (`int`, *optional*): window of these modules in tokens, where it is not the base's.
         virtual_heads (`str`, *optional*): "paired" where the heads are paired (`pair_heads`), and not mixed."""
 
-    # On disk. No program then takes the checkpoint for the plain base model. See `config_class`.
+    # This is in config.json and on the class, so that no program takes a checkpoint for the plain base model.
+    # Instances have the base's type (see `ModelType`).
     model_type = "interleaved"
 
     @classmethod
@@ -59,10 +62,11 @@ class InterleavedConfig(PreTrainedConfig):
 
 
 class ModelType:
-    """Give a class of configurations "interleaved", which is saved, and its objects the base's model type.
+    """Return "interleaved" as the model type of the class, and the base's as that of an instance.
 
-    It is no field of an object: a framework that copies those (torchtitan) would find the base by it and build the
-    plain model."""
+    Transformers saves the type of the class, and looks up an architecture by that of the instance. This is a
+    descriptor and not an attribute of the instance, because torchtitan copies attributes and would then build the
+    plain base model."""
 
     def __get__(self, config: PreTrainedConfig | None, owner: Any) -> str:
         return InterleavedConfig.model_type if config is None else owner.__base__.model_type
@@ -134,10 +138,12 @@ def unpickled_part(base: Any) -> PreTrainedConfig:
 
 
 def unpickled_config(base_model_type: str) -> PreTrainedConfig:
-    """Return a configuration without fields; pickle fills it, and finds no class that is made at run time.
+    """Return a configuration without fields, which pickle then sets.
 
-    With the package a process that did not read the checkpoint (a worker of vLLM) can then build its model. Code in a
-    checkpoint imports nothing here: a copy of a configuration would load the model's code a second time."""
+    Pickle cannot look up the class by name, because it is made at run time. If modeling_interleaved is imported, as
+    with the installed package, register the models too: a process that did not read the checkpoint, such as a worker
+    of vLLM, can then build them. It is not imported here, because in the code of a checkpoint that would load the
+    model's code a second time."""
     models = sys.modules.get(f"{__package__}.modeling_interleaved")
     if models is not None:
         models.register_models(config_class(base_model_type))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-# Rounding error of the sum over the pseudo-heads of offsets that are not exact in binary.
+# Rounding error of the sum over the pseudo-heads of value offsets that training or another dtype has rounded.
 OFFSET_TOLERANCE = 1e-6
 
 

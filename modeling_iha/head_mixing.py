@@ -31,8 +31,9 @@ class Mixing(nn.Module):
     def init_weight(self, name: str, value: torch.Tensor):
         """Initialize the parts of a weight that were not loaded.
 
-        Older checkpoints store no scale; the configuration gives it. If it is 1, they store no start either. Raise a
-        ValueError for any other weight that was loaded without its start."""
+        Checkpoints of earlier versions store no scale, which is then that of the configuration. At a scale of 1 they
+        store no start either, which is then zero. Raise a ValueError if a weight was loaded without its start at
+        another scale."""
         weight = self.get_parameter(name)
         start = self.get_buffer(f"{name}_start")
         scale = self.get_buffer(f"{name}_scale")
@@ -58,7 +59,8 @@ class Mixing(nn.Module):
         value = torch.addcmul(getattr(self, f"{name}_start"), weight.detach(), getattr(self, f"{name}_scale"))
         if not torch.is_grad_enabled():
             return value
-        return value + (weight - weight.detach())  # zero, with the gradient of the value
+        # The gradient of start + s * w would be s times too large, so w gets the value's own: the term added is zero.
+        return value + (weight - weight.detach())
 
 
 def was_loaded(tensor: torch.Tensor) -> bool:
@@ -108,7 +110,7 @@ class HeadCollapse(Mixing):
         self.num_pseudo_heads = num_pseudo_heads
         columns = num_pseudo_heads if pseudo_collapse == "per_head" else num_heads * num_pseudo_heads
         self.add_weight("weight", torch.empty(num_heads, columns))
-        self.init_mechanism()
+        self.init_mechanism()  # parameters are finite as soon as they are made
 
     def init_mechanism(self, config: PreTrainedConfig | None = None):
         """Start at the mean over the pseudo-heads."""

@@ -3,7 +3,17 @@
 """Interleave heads: mix them into pseudo-heads, lay these out as virtual tokens, collapse (IHA, Algorithm 1).
 
 P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1, over which a stock attention
-core runs."""
+core runs. Who sees whom, for P = 2 and three tokens (with a window of one token only the last two x of each row):
+
+                                  key of token 0   token 1   token 2
+                     pseudo-head             0 1       0 1       0 1
+    query of token 0, pseudo-head 0          x
+                      pseudo-head 1          x x
+    query of token 1, pseudo-head 0          x x       x
+                      pseudo-head 1          x x       x x
+    query of token 2, pseudo-head 0          x x       x x       x
+                      pseudo-head 1          x x       x x       x x
+"""
 
 from collections.abc import Sequence
 
@@ -50,9 +60,9 @@ def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) 
     states = states.unflatten(1, (-1, num_pseudo_heads))
     weight = weight.to(states.dtype)
     if weight.shape[1] == num_pseudo_heads:
-        # A product and a sum keep no copy of the states for the backward pass.
+        # `einsum` would permute the states, and autograd would keep that copy for the backward pass.
         return (states * weight.t().unsqueeze(-1)).sum(dim=2)
-    # Cores return contiguous states, and some base models rely on it.
+    # Some base models call `view` on the output of attention, so it must be contiguous, as a core's is.
     return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states).contiguous()
 
 

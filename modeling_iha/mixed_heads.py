@@ -42,7 +42,10 @@ class MixedHeads(NamedTuple):
     def from_module(
         cls, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rotation
     ) -> "MixedHeads":
-        """Return the weights of a module for queries, keys and values before mixing (base states)."""
+        """Return the weights of a module.
+
+        They do not depend on the states. Mixing modules are called with states because wrappers (PEFT, offloading,
+        FSDP) act on calls."""
         return cls(module.q_mix(query), module.k_mix(key), module.v_mix(value), module.collapse(query), rotation)
 
     def attend(
@@ -66,5 +69,5 @@ class MixedHeads(NamedTuple):
         return collapse(output, self.collapse, self.num_pseudo_heads), attn_weights
 
     def attend_new_token(self, *args) -> torch.Tensor:
-        """Return the output of one new token, by `new_token_attention` of the arguments."""
+        """Return the output of one new token. `args` are the arguments of `new_token_attention` after the weights."""
         return new_token_attention(self, *args)

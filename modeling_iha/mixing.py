@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the weights that mix heads, read their values, and change the rate at which they learn.
 
-A module is known by its state (see `weight_names`): the code of a loaded checkpoint is a copy, with classes of its
-own. Weights that FSDP2 shards are gathered, for which every process must call.
+Mixing modules are recognised by their buffers (`weight_names`) and not by their class, because a loaded checkpoint has
+its own copy of the classes. Under FSDP2 every process must call these functions, because they gather sharded weights.
 """
 
 import math

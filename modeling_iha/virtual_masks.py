@@ -24,7 +24,8 @@ from .first_keys import first_keys_of_mask_function, first_keys_over_tokens, is_
 
 
 # Each checkpoint brings a copy of this code, and copies in one process share the registries. The name of each
-# copy's package is unique. It is hashed here, because "flash" in it would ask for a flash core.
+# copy's package is unique. It is hashed here, because Transformers takes a core with "flash" in its name for a flash
+# core, and a package may be named so.
 PREFIX = "iha_" if __package__ == "modeling_iha" else f"iha_{zlib.crc32(__package__.encode()):08x}_"
 CORES: dict[str, str] = {}  # from a name of `register_masks` to its core
 CHANGED = "changed_"  # prefix of names for models that compute something else than their base
@@ -39,9 +40,16 @@ LOWEST[torch.float64] = LOWEST[torch.float32]
 
 def register_masks(core: str) -> str:
     """Register masks over virtual tokens for a core of Transformers, and return their name."""
-    # A name that begins with iha_ was registered by another copy of this code.
-    if core not in ALL_MASK_ATTENTION_FUNCTIONS or core.startswith("iha_"):
-        raise ValueError(f"attn_implementation={core!r} makes no masks, which interleaved heads need.")
+    if core.startswith("iha_"):
+        raise ValueError(
+            f"attn_implementation={core!r} was registered by another copy of this code: pass the core itself, such as "
+            "'sdpa'."
+        )
+    if core not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ValueError(
+            f"attn_implementation={core!r} makes no masks, which interleaved heads need: use 'sdpa', 'eager', "
+            "'flex_attention' or a flash core."
+        )
     name = PREFIX + core.replace("/", "_")
     CORES[name] = core
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
@@ -51,7 +59,7 @@ def register_masks(core: str) -> str:
 def core_of(name: str) -> str:
     """Return the core that a registered name stands for, in this process or another.
 
-    A name that is not registered is returned unchanged."""
+    A core's own name is returned unchanged."""
     return CORES.get(name, name.removeprefix(CHANGED).removeprefix(PREFIX))
 
 
@@ -66,9 +74,9 @@ def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
 def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
     """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
 
-    A window of W tokens becomes exactly the last W * P virtual tokens. Pseudo-head p of token n sees pseudo-heads 0 to
-    p of each token m that n sees. It sees pseudo-heads p + 1 to P - 1 of an earlier token m if token n - 1 of the same
-    document sees m. This includes m = n - W, which n itself does not see, and excludes m = n.
+    Pseudo-head p of token n sees the last W * P virtual tokens up to itself, for a window of W tokens. Told by tokens,
+    it sees pseudo-heads 0 to p of each token that n sees, and pseudo-heads p + 1 to P - 1 of each earlier token that
+    n - 1 sees, if n - 1 is in the same document. With a window the latter reach token n - W, one further than n does.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (first_keys.py)."""
     num_pseudo_heads = virtual_tokens_per_token(config)
@@ -145,8 +153,8 @@ def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
 def in_window(mask: Any, window: int | None) -> Any:
     """Hide the keys that lie `window` or more places before a query's own key.
 
-    The result is kept on the mask, because all layers ask for it. A query's own key is in the last columns of the mask
-    or, where a static cache has unused places after it, the last key that the query sees."""
+    The result is kept on the mask, because all layers ask for it. The own key of query i of L is the i-th of the last
+    L columns. In a static cache unused places come after it: there it is the last key that the query sees."""
     if mask is None or window is None:
         return mask
     if not isinstance(mask, torch.Tensor):
