@@ -12,8 +12,8 @@ there are L = N * P. Such a mask takes O(N) memory. It has one of three layouts:
                                                      first keys, expanded, so that the shape holds the window
 
 There is one exception to the rule of the first line. Compiled code cannot look at values, so its padding may lie
-anywhere in a row. Padding then has the first key L, which lies after itself: no token sees it, and it sees nothing, for
-which SDPA returns zeros.
+anywhere in a row. Padding then has the first key L, which lies after itself. No token sees it, and it sees nothing,
+for which SDPA returns zeros.
 
 A mask has to be a tensor: Transformers' models, the hooks of accelerate and FSDP, checkpointing and compiled layers
 take, slice, move and trace tensors. A separate object would be refused or lost. An attribute of a tensor is lost when
