@@ -1,5 +1,6 @@
 """Share what benchmarks and studies need: layers of one size, times, peaks of memory, and tables."""
 
+import gc
 import multiprocessing
 import os
 import platform
@@ -129,6 +130,7 @@ def _memory(field: str) -> int:
 def _extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
     torch.set_num_threads(1)
     prepare(*small)()
+    gc.collect()  # TRL's loss puts a model into a cycle: freed later, it would hide the peak of the next one
     function = prepare(*sizes)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
     before = _memory("VmRSS")
