@@ -13,7 +13,7 @@ from transformers.utils import CONFIG_NAME
 from iha.errors import UserError
 from iha.files import read_json
 from modeling_iha.configuration_interleaved import InterleavedConfig
-from modeling_iha.package import INTERLEAVED_FILES, PACKAGE, shipped_code
+from modeling_iha.package import imported_code, shipped_code
 
 
 CUSTOM_GENERATE = "custom_generate/generate.py"  # Transformers puts it in the place of `generate`
@@ -49,7 +49,7 @@ def foreign_code(directory: Path) -> list[str]:
     configs = {path.name: read_json(path) for path in sorted(directory.glob("*config.json"))}
     config = configs.get(CONFIG_NAME, {})
     if config.get("model_type") == InterleavedConfig.model_type:
-        known = {name: (PACKAGE / name).read_bytes() for name in INTERLEAVED_FILES}
+        known = imported_code("modeling_interleaved.py")
     else:
         kinds = config.get("attention_kinds", [])
         known = shipped_code(kinds if isinstance(kinds, list) else [kinds])
