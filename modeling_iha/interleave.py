@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interleave the heads of a decoder of Transformers in place, without changing what it computes, and undo it.
 
-At the start every pseudo-head equals its head, and the pseudo-heads of a token share its RoPE position. The collapse
-selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask.
-Every layer then computes what it computed before (the inclusion of IHA, Theorem 2, in its causal form). Value offsets
-that sum to zero over the pseudo-heads make them differ without changing the result, because their keys are equal.
+The mixing that changes nothing is that of exact_start.py, which says why. A probe compares the model before and after.
 """
 
 import copy

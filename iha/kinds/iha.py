@@ -1,11 +1,4 @@
-"""Describe kind "iha", Interleaved Head Attention (IHA).
-
-With the exact start every IHA layer computes the multi-head attention that it replaces (the inclusion of IHA, Theorem
-2, in its causal form). Every pseudo-head equals its head, and the pseudo-heads of a token share its RoPE position. The
-collapse selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal
-mask. Value offsets that sum to zero over the pseudo-heads make them differ without changing the result, because their
-keys are equal.
-"""
+"""Describe kind "iha", Interleaved Head Attention (IHA)."""
 
 import torch
 
@@ -19,7 +12,7 @@ from . import Companion
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
-    """Return identity mixing and a collapse that selects the last pseudo-head.
+    """Return the mixing and collapse that leave a layer's output unchanged (see modeling_iha/exact_start.py).
 
     The value offsets "balanced" make the pseudo-heads differ; with "none" they are equal."""
     offsets = generator if value_offsets == "balanced" else None
