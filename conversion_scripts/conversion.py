@@ -33,15 +33,30 @@ from modeling_iha.configuration_iha import SIZES
 # Config fields that have the same name and meaning in IHA and in all architectures that are converted by them.
 SHARED_FIELDS = (
     *SIZES,
-    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
-    *("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters"),
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "rope_parameters",
     "attention_dropout",
 )
 # Fields that no forward pass reads: those of Transformers' base class, and others that published checkpoints have.
 HARMLESS_FIELDS = {
     *PreTrainedConfig().to_dict(),
-    *("head_dim", "is_llama_config", "model_max_length", "pretraining_tp", "transformers.js_config"),
-    *("unk_token_id", "unsloth_fixed", "unsloth_version"),
+    "head_dim",
+    "is_llama_config",
+    "model_max_length",
+    "pretraining_tp",
+    "transformers.js_config",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
 }
 # Attention cores count tokens in 32 bits.
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]

@@ -81,8 +81,15 @@ class Entries(TypedDict):
 # Fields that change no logit: of Transformers' base class, and how the official code trains, caches and prefills.
 HARMLESS_FIELDS = {
     *PreTrainedConfig().to_dict(),
-    *("use_gradient_checkpointing", "is_training", "q_chunk_size", "prefill_pad", "head_dim", "pad_token_id"),
-    *("torch_dtype", "auto_map", "tie_word_embeddings"),
+    "use_gradient_checkpointing",
+    "is_training",
+    "q_chunk_size",
+    "prefill_pad",
+    "head_dim",
+    "pad_token_id",
+    "torch_dtype",
+    "auto_map",
+    "tie_word_embeddings",
 }
 
 # Parameter of a DCFormer -> IHA's. The official RoPE rotates component i with i + d/2, as Llama's does.

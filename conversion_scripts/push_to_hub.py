@@ -40,8 +40,10 @@ WEIGHTS = ["model.safetensors*", "model[.-]*.safetensors*", "pytorch_model*.bin*
 SUPERSEDED = [
     *WEIGHTS,
     *sorted(LOADED_NAMES | {path.name for path in PACKAGE.glob("*.py")}),
-    *("adapter_config.json", "adapter_model*"),
-    *(f"{CHAT_TEMPLATE_DIR}/*", f"{Path(CUSTOM_GENERATE).parent}/*"),
+    "adapter_config.json",
+    "adapter_model*",
+    f"{CHAT_TEMPLATE_DIR}/*",
+    f"{Path(CUSTOM_GENERATE).parent}/*",
 ]
 
 

@@ -247,7 +247,10 @@ def _costs(config: Any) -> str | None:
     tokens = config.max_position_embeddings
     ours, mha = (cost_of_model(each, tokens) for each in (config, with_mha(config, "full_attention")))
     titles = [
-        *("Parameters", "FLOPs of a forward", "FLOPs of a training step", "FLOPs of one more token"),
+        "Parameters",
+        "FLOPs of a forward",
+        "FLOPs of a training step",
+        "FLOPs of one more token",
         "Values in the KV cache",
     ]
     rows = [

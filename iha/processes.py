@@ -82,9 +82,19 @@ if prompt is not None:
 # All that a clean process sees of the user's environment, which may hold tokens and keys: where programs and libraries
 # lie, the language, the devices and, for a process that may use it, the network.
 _ENVIRONMENT = (
-    *("PATH", "LD_LIBRARY_PATH", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
-    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "ROCR_VISIBLE_DEVICES"),
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "TMPDIR",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME",
+    "ROCR_VISIBLE_DEVICES",
 )
 _NETWORK = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "SSL_CERT_FILE")
 

@@ -27,8 +27,12 @@ from .head_mixing import Mixing
 RECORD_KEY = "interleaving"  # in the `auto_mapping` of an adapter's configuration; on disk "targets" stand beside it
 # By these fields PEFT finds what an adapter changes.
 TARGETS = (
-    *("target_modules", "modules_to_save", "exclude_modules", "target_parameters"),
-    *("layers_to_transform", "layers_pattern"),
+    "target_modules",
+    "modules_to_save",
+    "exclude_modules",
+    "target_parameters",
+    "layers_to_transform",
+    "layers_pattern",
 )
 # A saved configuration has this sentence in place of its targets. PEFT prints: "Target modules ... not found in the
 # base model. Please check the target modules and try again."

@@ -24,8 +24,12 @@ if TYPE_CHECKING:  # Saving copies what such a line names: a config saved alone 
 
 
 TASKS = (
-    *("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
-    *("ForImageTextToText", "ForMultimodalLM"),
+    "ForCausalLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForImageTextToText",
+    "ForMultimodalLM",
 )
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 # Attention modules and masks read these fields from the configurations of their own models.
