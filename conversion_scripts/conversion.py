@@ -208,7 +208,8 @@ def write_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         if section is not None:
-            base_model, license = None if Path(src).expanduser().exists() else str(src), source_license(str(src))
+            base_model = None if Path(src).expanduser().exists() else str(src)
+            license = source_license(str(src))
             about: dict[str, Any] = {"base_model": base_model, "license": license, "details": section}
             card = render_card(model.config, Path(dst).name, **about)
             (directory / "README.md").write_text(card, encoding="utf-8")

@@ -178,7 +178,9 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
             raise UserError(f"{name} has the dtype {tensor.dtype}; expected floating-point weights.")
     check_finite(weights.items(), "the source weights")
 
-    width, heads, rank = config.hidden_size, config.num_attention_heads, config.options_of("dcmha").rank
+    width = config.hidden_size
+    heads = config.num_attention_heads
+    rank = config.options_of("dcmha").rank
     inner = 2 * rank * heads
 
     def pop(name: str, *shape: int) -> torch.Tensor:

@@ -35,7 +35,8 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
 
     Raise a `UserError` that names the first layer or parameter by which `model` computes another attention.
     """
-    config, added = model.config, set()
+    config = model.config
+    added = set()
     for i, kind in enumerate(config.attention_kinds):
         if kind == "mha":
             continue
@@ -45,7 +46,8 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
             positions = f"pseudo_positions={config.pseudo_positions!r}"
             raise UserError(f"Layer {i} has {positions}; only shared positions can equal an MHA.")
         for parameter, deviation in iha.deviations(model.model.layers[i].self_attn, config).items():
-            name, largest = f"model.layers.{i}.self_attn.{parameter}", deviation.abs().max().item()
+            name = f"model.layers.{i}.self_attn.{parameter}"
+            largest = deviation.abs().max().item()
             if largest != 0:  # true for NaN too
                 moved = f"{name} has moved by up to {largest:.2g} from the warm start"
                 raise UserError(f"{moved}: no stock architecture computes the layer any more.")

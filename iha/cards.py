@@ -149,7 +149,8 @@ def render_card(
         modules = own_modules(AutoModel.from_config(config))
     config = described(config)
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
-    length, pseudo_heads = min(16384, config.max_position_embeddings), config.num_pseudo_heads
+    length = min(16384, config.max_position_embeddings)
+    pseudo_heads = config.num_pseudo_heads
     pairs_of_kinds = {"iha": pseudo_heads**2, "paired_heads": pseudo_heads}  # times those of "mha"
     kinds = {kind: _mechanism(kind) for kind in dict.fromkeys(config.attention_kinds)}
     of_all_tokens = {
@@ -277,7 +278,8 @@ def with_name(card: str, name: str) -> str:
     Such a name is the Hub id under which the checkpoint is published. A stranger's card stays as it is, and so does a
     title that somebody has given the card.
     """
-    name, edited = one_printable_line(name), parse_card(card)
+    name = one_printable_line(name)
+    edited = parse_card(card)
     lines = {
         r"^name = (.*)$": f"name = {json.dumps(name, ensure_ascii=False)}",
         r"^name=.*$": f"name={shlex.quote(name)}",

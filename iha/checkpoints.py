@@ -122,7 +122,8 @@ def _unread(file: str, config: PreTrainedConfig) -> list[str]:
     """Return what a GGUF file holds of RoPE, windows and biases and Transformers left out of its `config`."""
     metadata, names = read_gguf_metadata(file)  # `gguf.GGUFReader` takes seconds for a vocabulary
     header = {key.partition(".")[2]: value for key, value in metadata.items()}
-    unread, off = [], (None, 0, 1)
+    unread = []
+    off = (None, 0, 1)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "default":
         unread += [key for key in ("rope.scaling.factor", "rope.scale_linear") if header.get(key) not in off]

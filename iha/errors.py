@@ -33,7 +33,8 @@ def run_cli(main: Callable[[], object]) -> None:
     if not sys.warnoptions:
         for category in (FutureWarning, SyntaxWarning):  # of a library, to whoever calls it: our tests show them
             warnings.simplefilter("ignore", category)
-    given, arguments = sys.argv, [word for word in sys.argv if word != "--traceback"]
+    given = sys.argv
+    arguments = [word for word in sys.argv if word != "--traceback"]
     if (file := Path(arguments[0].removesuffix(".py"))).is_relative_to(ROOT):
         arguments[0] = f"python -m {'.'.join(file.relative_to(ROOT).parts)}"
     sys.argv = arguments

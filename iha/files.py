@@ -250,7 +250,8 @@ def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
 
 def checked(function: Callable) -> Callable:
     """Have a function refuse arguments of other types than its annotations name, with a `UserError`."""
-    signature, hints = inspect.signature(function), get_type_hints(function)
+    signature = inspect.signature(function)
+    hints = get_type_hints(function)
 
     @wraps(function)
     def call(*args, **kwargs):

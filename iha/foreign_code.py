@@ -53,7 +53,8 @@ def foreign_code(directory: Path) -> list[str]:
     else:
         kinds = config.get("attention_kinds", [])
         known = shipped_code(kinds if isinstance(kinds, list) else [kinds])
-    elsewhere, modules = [], set()
+    elsewhere = []
+    modules = set()
     for name, entries in configs.items():
         elsewhere += [f"{entry} in {name}" for entry in code_elsewhere(entries)]
         for reference in _references(entries):

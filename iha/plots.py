@@ -23,7 +23,8 @@ Point = tuple[float, float, float]
 def panels(message: str, count: int = 1, columns: int = 1, height: float = 3) -> tuple[Figure, list[Axes]]:
     """Return a figure under a `message`, and its axes, in rows of `height` inches and at most `columns` columns."""
     columns = min(columns, count)
-    rows, lines = -(-count // columns), textwrap.wrap(message, 72)
+    rows = -(-count // columns)
+    lines = textwrap.wrap(message, 72)
     figure = Figure(figsize=(WIDTH, rows * height + LINE * len(lines)), layout="constrained")
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize="large", fontweight="bold")
     axes = figure.subplots(rows, columns, squeeze=False).flat

@@ -60,7 +60,8 @@ def locate(source: str | os.PathLike) -> Source:
     mistyped path. Raise it too for a directory with a folder, a FIFO or a broken link in the place of a file, which a
     load would pass over in silence or wait for.
     """
-    name, path = str(source), Path(source).expanduser()
+    name = str(source)
+    path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"{source} does not exist: expected a GGUF file.")

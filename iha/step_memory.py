@@ -32,7 +32,8 @@ class Counter(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self._alive:
             self._alive.add(key)
             self.now += size

@@ -90,7 +90,8 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         options = config.options_of("dcmha")
-        self.num_heads, self.num_groups = config.num_attention_heads, options.num_groups
+        self.num_heads = config.num_attention_heads
+        self.num_groups = options.num_groups
         self.rank = options.rank
         dynamic = self.rank > 0 or options.gate
         group_size = self.num_heads // self.num_groups

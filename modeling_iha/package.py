@@ -47,7 +47,8 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     preset, _ = cls.get_config_dict(directory / f"{name}.json")
     rope_theta = {"rope_theta": overrides.pop("rope_theta")} if "rope_theta" in overrides else {}
     fields = preset | overrides
-    length, slides = fields["max_position_embeddings"], "sliding_attention" in fields.get("layer_types", ())
+    length = fields["max_position_embeddings"]
+    slides = "sliding_attention" in fields.get("layer_types", ())
     if "sliding_window" in preset.keys() - overrides.keys():
         fields["sliding_window"] = _following_window(preset, fields) if slides else None
     if slides and (fields.get("sliding_window") or 0) >= length:

@@ -181,7 +181,9 @@ class ScoreMatrixAttention(MultiHeadAttention):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with the queries from `first_row` on; those before it are past queries."""
-        length, num_keys, device = query_states.shape[2], key_states.shape[2], query_states.device
+        length = query_states.shape[2]
+        num_keys = key_states.shape[2]
+        device = query_states.device
         offset = query_offset(length, num_keys)
         window = documents_of(attention_mask).longest_span if is_first_key_mask(attention_mask) else None
 

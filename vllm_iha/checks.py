@@ -31,7 +31,8 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
         """Raise a NotImplementedError of one line.
 
         Pydantic would wrap a ValueError in several lines."""
-        config, cache_config = vllm_config.model_config.hf_config, vllm_config.cache_config
+        config = vllm_config.model_config.hf_config
+        cache_config = vllm_config.cache_config
         try:
             config.validate()  # vLLM's options have replaced fields since the config was read and checked.
         except StrictDataclassError as error:
@@ -52,7 +53,8 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
 
 def refused_model(vllm_config: VllmConfig) -> str | None:
     """Return what in a model the plugin cannot serve, or `None`."""
-    model_config, config = vllm_config.model_config, vllm_config.model_config.hf_text_config
+    model_config = vllm_config.model_config
+    config = vllm_config.model_config.hf_text_config
     whole = model_config.hf_config
     architecture = whole.architectures[0]
     if architecture not in ARCHITECTURES:
@@ -76,7 +78,8 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
     for each in [each for each in parameters.values() if isinstance(each, dict)] or [parameters]:
         if (rope_type := each.get("rope_type", "default")) not in ROPE_TYPES:
             return f"rope_type={rope_type!r}, and vLLM serves {', '.join(map(repr, ROPE_TYPES))}"
-    head_dim, head_sizes = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    head_dim = model_config.get_head_size()
+    head_sizes = CPUAttentionBackend.get_supported_head_sizes()
     if current_platform.is_cpu() and head_dim not in head_sizes:
         return f"head_dim={head_dim}, and vLLM's attention on a CPU takes {', '.join(map(str, head_sizes))}"
     return None
@@ -84,8 +87,10 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
 
 def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
     """Return a line on an option that cannot be served, or `None`. Blocks must hold a multiple of `step` tokens."""
-    model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
-    parallel_config, config = vllm_config.parallel_config, model_config.hf_text_config
+    model_config = vllm_config.model_config
+    cache_config = vllm_config.cache_config
+    parallel_config = vllm_config.parallel_config
+    config = model_config.hf_text_config
     rope_theta = (parameters := getattr(config, "rope_parameters", None) or {}).get("rope_theta")
     if not vllm.__version__.startswith(tuple(f"{version}." for version in VLLM)):
         known = " and ".join(VLLM)

@@ -143,7 +143,8 @@ class PairedAttention(VirtualAttention):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Attend over the virtual tokens of queries, keys and values [N, heads * head_dim]: they are views of them."""
-        num_tokens, size = len(query), self.block_pool_size
+        num_tokens = len(query)
+        size = self.block_pool_size
         query = self.rotate(query.view(num_tokens, size, self.num_heads, self.head_size))
         key = self.rotate(key.view(num_tokens, size, self.num_kv_heads, self.head_size))
         value = value.view(num_tokens, size, self.num_kv_heads, self.head_size_v)
@@ -203,7 +204,8 @@ class Interleaved(VirtualTransformers):
     def _create_hf_to_vllm_mapper(self):
         # The classes of the base tell how its weights are named, and what its experts do.
         self.config.architectures = [self.names_of_bases[self.config.model_type]]
-        own, bases = type(self.model), type(self.model).__mro__
+        own = type(self.model)
+        bases = type(self.model).__mro__
         self.model.__class__ = next(each for each in bases if each.__module__.startswith("transformers."))
         super()._create_hf_to_vllm_mapper()
         self.model.__class__ = own
@@ -232,9 +234,11 @@ class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
     """Serve layers of kinds "iha", "paired_heads" and "mha" by the modules of Llama and Qwen3, which vLLM fuses."""
 
     def recursive_replace(self):
-        config, model = self.config, self.model
+        config = self.config
+        model = self.model
         for layer in model.layers:
-            module, virtual = layer.self_attn, getattr(layer.self_attn, "virtual_heads", None)
+            module = layer.self_attn
+            virtual = getattr(layer.self_attn, "virtual_heads", None)
             # Their equations are those of these classes, but for the choice among RoPE tables.
             table = "interleaved" if virtual and config.pseudo_positions == "interleaved" else "token"
             module.register_forward_pre_hook(partial(choose_table, table), with_kwargs=True)

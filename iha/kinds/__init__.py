@@ -85,7 +85,8 @@ def described(config: PreTrainedConfig) -> Any:
         return config
     text = config.get_text_config(decoder=True)
     interleaved = [_layer_number(name) for name in getattr(config, "interleaved_layers", ())]
-    layers, window = range(text.num_hidden_layers), getattr(text, "sliding_window", None)
+    layers = range(text.num_hidden_layers)
+    window = getattr(text, "sliding_window", None)
     kinds = dict.fromkeys(layers, config.model_type) | dict.fromkeys(interleaved, interleaved_kind(config))
     types = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(layers)
     if own := getattr(config, "interleaved_window", None):

@@ -32,7 +32,9 @@ def from_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str,
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of twice the query heads of "mha", and of lambda."""
-    heads, hidden, width = config.num_attention_heads, config.hidden_size, config.num_attention_heads * config.head_dim
+    heads = config.num_attention_heads
+    hidden = config.hidden_size
+    width = config.num_attention_heads * config.head_dim
     first = mha.cost(config, tokens, window, form)
     second = Cost(0, first.prefill, first.training, first.decode)
     return first + second + linear(tokens, hidden, width, config.attention_bias) + linear(tokens, hidden, heads)

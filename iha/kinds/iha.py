@@ -68,7 +68,8 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of Interleaved Head Attention between the projections: mixing, attention and collapse."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    virtual, per_head = config.num_pseudo_heads, config.pseudo_collapse == "per_head"
+    virtual = config.num_pseudo_heads
+    per_head = config.pseudo_collapse == "per_head"
     cached = tokens if window is None else min(tokens, window)
     keys = cached + 1
     mixing = (heads**2 + 2 * groups**2) * virtual
