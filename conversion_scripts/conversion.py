@@ -85,8 +85,8 @@ def check_known(entries: dict, known: set[str]) -> None:
 
 
 def check_iha(source: str | os.PathLike, config: PreTrainedConfig) -> None:
-    """Raise `UserError` unless `config`, that of the checkpoint `source`, is an IHA model's without quantization."""
-    if (model_type := type(config).model_type) != "iha":  # of interleaved heads, where an object has the base's
+    """Raise `UserError` unless `config`, that of the checkpoint `source`, belongs to an unquantized IHA model."""
+    if (model_type := type(config).model_type) != "iha":  # with interleaved heads the object has the base's type
         raise UserError(f"{source} is a {model_type!r} checkpoint; expected 'iha'.")
     if getattr(config, "quantization_config", None):
         raise UserError(f"The weights of {source} are quantized: take the checkpoint from which they were made.")
@@ -135,7 +135,7 @@ def read_source(
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
     """Return the model, of the class that its config names, and the tokenizer of the checkpoint `src`, if it has one.
 
-    Loading takes long, so `check` refuses by the config what can be refused without weights. Raise `UserError`.
+    Loading takes long, so `check` first refuses what the config alone shows. Raise `UserError`.
     """
     src = find_source(src)
     check_no_adapter(src)
@@ -150,7 +150,7 @@ def read_source(
 
 
 def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
-    """Say on stderr that `source` holds weights in a dtype that `dtype` rounds, in which it was loaded.
+    """Print on stderr which weights of `source` were rounded, because it was loaded in `dtype`.
 
     A config may name another dtype than the files have, and a load takes the config's.
     """

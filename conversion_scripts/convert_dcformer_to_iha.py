@@ -126,7 +126,7 @@ def iha_config(source: dict) -> IHAConfig:
         raise UserError(f"The source config has model_type={model_type!r}; expected 'dcformer'.")
     source = typed({**DEFAULTS, **source}, Entries, "The source config")
     check_known(source, {*FIELDS, *DEFAULTS, *HARMLESS_FIELDS, "rope_base", "window_size", "n_local_heads"})
-    # What the official code does not compute as the fields say, or the IHA model not at all.
+    # In these cases the official code does not compute what the fields say, or no IHA model computes it.
     for names, is_refused, expected in (
         (("n_local_heads", "n_head"), source.get("n_local_heads", -1) not in (-1, source["n_head"]), "equal numbers"),
         (("query_wise", "use_dcmha"), source["query_wise"] or not source["use_dcmha"], "False and True"),

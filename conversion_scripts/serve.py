@@ -20,7 +20,7 @@ from iha.errors import run_cli
 @wraps(Serve)
 def start(**options: Any) -> None:
     """Start the server on models of this package too. Raise `UserError` for a model that it cannot serve."""
-    from . import served_models  # when the options are known to be right
+    from . import served_models  # imported only when the options are known to be right
 
     served_models.find_models()
     if options["force_model"] is not None:

@@ -1,9 +1,9 @@
 """Check on real text that a converted checkpoint computes what its source does, and that the check can fail.
 
 Both models run in float32 on the same tokens, within the length for which the conversion is exact. The source is
-first compared with itself, with and without a cache, because what it does not agree with no conversion can. As a
-control, the command breaks one parameter of the converted model in memory; the same thresholds must reject that model.
-The exit code is 1 if the models differ, or if the control does not.
+first compared with itself, with and without a cache, because no conversion can agree with a source that disagrees with
+itself. As a control, the command breaks one parameter of the converted model in memory. The same thresholds must
+reject that model. The exit code is 1 if the models differ, or if the control does not.
 """
 
 import os
@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Say how far a run is from the reference."""
+    """Hold how far a run is from the reference."""
 
     max_logit_difference: float
     allowed_difference: float

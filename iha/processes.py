@@ -129,7 +129,7 @@ def run_in_clean_process(
             env={name: os.environ[name] for name in names if name in os.environ} | isolated,
         )
     if process.returncode != 0:
-        # Behind an exception nanobind, of Triton 3.9 for one, lists what is still in use as leaks.
+        # After an exception nanobind (of Triton 3.9, for example) lists objects that are still in use as leaks.
         lines = process.stderr.partition("nanobind: leaked")[0].strip().splitlines()
         raise UserError((lines or [f"exit code {process.returncode}"])[-1].strip())
     return json.loads(process.stdout.strip().splitlines()[-1])

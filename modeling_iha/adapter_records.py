@@ -74,7 +74,7 @@ def watch_peft() -> None:
         from peft import PeftModel
         from peft.config import PeftConfigMixin
         from peft.tuners.tuners_utils import BaseTuner
-    except Exception:  # not installed, or broken, which whoever uses it will see
+    except Exception:  # PEFT is not installed, or broken, which its users will see
         return
     if hasattr(BaseTuner, WRAPPED_MARK):
         return
@@ -156,7 +156,7 @@ def _with_targets_hidden(config: Any) -> Any:
 def saved_record(config: Any) -> dict[str, Any] | None:
     """Return the record of a configuration that was read from disk and is not restored yet, else `None`.
 
-    Its "targets" stand beside such a record."""
+    Such a record has "targets" beside it."""
     mapping = config.auto_mapping or {}
     return mapping[RECORD_KEY] if "targets" in mapping else None
 

@@ -4,8 +4,8 @@
 
 Transformers' models call attention and make masks through two registries. Each attention core, such as "sdpa", gets a
 second name in both, such as "iha_sdpa" (virtual_masks.py). Under that name a mask is over virtual tokens, and an
-attention module with virtual heads attends over virtual tokens. All else is the base model's own: its projections,
-RoPE, cache, generation and parallel plans.
+attention module with virtual heads attends over virtual tokens. Everything else is the base model's own: its
+projections, RoPE, cache, generation and parallel plans.
 """
 
 import os
@@ -348,7 +348,7 @@ def use_virtual_cores(model: PreTrainedModel) -> None:
 
 
 def set_core(config: PreTrainedConfig, core: str) -> None:
-    """Set the attention core of one configuration, and of none within it.
+    """Set the attention core of one configuration, but not those of configurations within it.
 
     The public `set_attn_implementation` sets cores of vision towers too, checks them by their names, and in a model of
     `interleave_heads` calls this. A configuration has no public setter; this is the field that Transformers sets."""
@@ -385,7 +385,7 @@ def _check_decoder(interleaved: dict[str, nn.Module], decoder: PreTrainedModel, 
 
 
 def is_mixing(name: str) -> bool:
-    """Return whether a parameter, by its name, is of the mixing."""
+    """Return whether a parameter with this name belongs to the mixing."""
     return not set(MIXING_MODULES).isdisjoint(name.split("."))
 
 
@@ -443,7 +443,7 @@ def _window(decoder: PreTrainedModel) -> int | None:
 
 
 def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
-    """Make the layers of a cache keep what windows of virtual tokens reach: one token more than the windows have."""
+    """Make the layers of a cache keep one token more than their windows: windows of virtual tokens reach it."""
     layers = getattr(cache, "layers", ())  # caches of encoders have none
     if not layers:
         return

@@ -39,7 +39,7 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     heads where the preset states no other. The window of IHA's schedule is `flop_matched_window` of the context length
     and P; any other keeps its share of the context length. Special tokens outside of the vocabulary are left out.
 
-    Raise a ValueError for a window that is not shorter than the context, whose layers would be global in silence."""
+    Raise a ValueError for a window that is not shorter than the context: its layers would silently be global."""
     directory = PACKAGE.parent / "configuration_iha"
     presets = sorted(path.stem for path in directory.glob("*.json"))
     if name not in presets:

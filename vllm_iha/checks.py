@@ -15,7 +15,7 @@ from . import ARCHITECTURES
 
 
 VLLM = ("0.31", "0.32")
-KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of so many keys; 16 would do on a GPU.
+KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of this many keys; 16 would do on a GPU.
 DEFAULT_BLOCK = 128  # vLLM's own on a CPU
 KINDS = ("iha", "paired_heads", "mha")
 WITH_IMAGES = ("llava",)  # model types of bases
@@ -40,7 +40,7 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
                 f"{error.__cause__} Correct config.json, or leave out the option that changed it (--hf-overrides, "
                 "--disable-sliding-window)."
             ) from error
-        # A block of so many virtual tokens holds whole tokens, and as many tokens of another layer fill a page.
+        # A block of this many virtual tokens holds whole tokens, and as many tokens of another layer fill a page.
         step = math.lcm(KERNEL_BLOCK, config.num_pseudo_heads)
         if not cache_config.user_specified_block_size:
             cache_config.block_size = step * math.ceil(DEFAULT_BLOCK / step)
@@ -91,11 +91,13 @@ def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
     cache_config = vllm_config.cache_config
     parallel_config = vllm_config.parallel_config
     config = model_config.hf_text_config
-    rope_theta = (parameters := getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rope_theta = parameters.get("rope_theta")
     if not vllm.__version__.startswith(tuple(f"{version}." for version in VLLM)):
         known = " and ".join(VLLM)
         return f"vllm_iha is made for vLLM {known}, and this is {vllm.__version__}: install vLLM {VLLM[-1]}."
-    if (given := getattr(config, "rope_theta", rope_theta)) != rope_theta:
+    given = getattr(config, "rope_theta", rope_theta)
+    if given != rope_theta:
         return f"rope_theta={given} has no effect beside rope_parameters={parameters}: give it there, with the others."
     if parallel_config.world_size > 1 or parallel_config.decode_context_parallel_size > 1:
         return "Interleaving mixes all heads, so a model runs on one device: leave the parallel sizes at 1."

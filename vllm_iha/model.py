@@ -61,7 +61,7 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
         rotation: (cos, sin) of R_p, each [P, head_dim], or `None` for shared positions (`MixedHeads` of modeling_iha).
     """
 
-    copies = 1  # how many times as many values as the plain layer's the cache holds
+    copies = 1  # the cache holds this many times the values of the plain layer's
 
     def __init__(self, module: nn.Module, rotation, cache_config, per_layer_sliding_window=None, **kwargs):
         config = module.config
@@ -99,7 +99,7 @@ class MixedAttention(VirtualAttention):
         if heads != [self.num_heads, self.num_kv_heads, self.num_kv_heads]:  # the kernel would write out of bounds
             raise ValueError(f"The layer has {heads} heads, and vLLM reads another number from the configuration.")
         self.copies = self.block_pool_size
-        # In a tuple: as submodules they would be the layer's twice.
+        # They are in a tuple, because as submodules the layer would have them twice.
         self.mixing = (module.q_mix, module.k_mix, module.v_mix, module.collapse)
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ class VirtualTransformers(Base):
 
     def _patch_config(self):
         super()._patch_config()
-        # The model is built with a core of its own package. (`recursive_replace` says "vllm".)
+        # The model is built with a core of its own package, and `recursive_replace` sets "vllm" later.
         self.text_config._attn_implementation = "eager"
 
     def recursive_replace(self):
@@ -211,7 +211,7 @@ class Interleaved(VirtualTransformers):
         self.model.__class__ = own
 
     def recursive_replace(self):
-        # Hooks of the package see to it that its own cores attend.
+        # The package's hooks would raise an error, because other cores than its own attend.
         sys.modules[type(self.model).__module__].remove_hooks(*self.model.modules())
         super().recursive_replace()
 

@@ -59,7 +59,7 @@ def to_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, t
 def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
     """Return the differences from the exact start, and zeros for what folds into the projections.
 
-    Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters.
+    For the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters.
     NaN and infinity become NaN."""
     moved = deviations_from_start(values(attention), heads_of(config), config.num_pseudo_heads, config.pseudo_collapse)
     return moved | {name: 0 * moved[name] for name in foldable(config)}
