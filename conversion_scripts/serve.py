@@ -1,6 +1,6 @@
 """Serve a checkpoint with `transformers serve`, an OpenAI-compatible server, and all its options.
 
-That server looks for the class of a checkpoint among the names of `transformers`. This command adds those of this
+The server looks for the class of a checkpoint among the names of `transformers`. This command adds those of this
 package, and refuses weights that do not fill their models. It runs the installed package, not the code in the
 checkpoint.
 

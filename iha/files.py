@@ -234,7 +234,7 @@ def read_text(path: str | os.PathLike, most: int) -> str:
 def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
     """Return `content`, which was read from `source`, if it has the types that `shape` names.
 
-    `shape` is any type that pydantic knows, mostly a `typing_extensions.TypedDict`. Nothing is converted, and keys
+    `shape` is any type that pydantic knows, mostly a `typing_extensions.TypedDict`. Values are not converted, and keys
     that `shape` does not name stay. Raise a `UserError` that names the first key with a wrong value.
     """
     try:

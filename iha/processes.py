@@ -104,9 +104,9 @@ def run_in_clean_process(
 ) -> dict:
     """Run Python code in a new isolated process that cannot import `modeling_iha`, and return its answer.
 
-    The process has an empty home, Hugging Face caches that are empty but for a `hub_cache`, only the harmless part of
-    the user's environment, no token and, if `offline`, no Hub. The code reads the variable `request` and assigns its
-    answer, which must be serialisable as JSON, to the variable `result`.
+    Its home is empty, and so are the caches of Hugging Face unless a `hub_cache` is given. It gets only the harmless
+    part of the user's environment, no token and, if `offline`, no Hub. The code reads the variable `request` and
+    assigns its answer, which must be serialisable as JSON, to the variable `result`.
 
     This keeps secrets of the environment from the code, but it is no sandbox. If the process fails, raise `UserError`
     with the last line that the process wrote.

@@ -96,6 +96,6 @@ def check_on_hub(source: str) -> None:
         raise UserError(f"{source} is no directory, and the Hub has no such model, {hidden}.") from None
     except HfHubHTTPError:
         pass  # such as a server that is busy, which Transformers asks again, or a repository without that file
-    except Exception as error:  # of whichever library holds the connection
+    except Exception as error:  # its type depends on the library that holds the connection
         wrong = f"{source} is no directory, and the Hub does not answer: {one_line(error)}"
         raise UserError(f"{wrong}. Give a directory, or a Hub id and a network.") from error

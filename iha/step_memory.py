@@ -57,7 +57,7 @@ def one_document() -> Iterator[None]:
     """Have Transformers take a row without data for one document.
 
     It takes each for a packed one, and would build its mask [N, N]; nothing public tells it that there is no packing.
-    Rows with data, such as those of another thread, are treated as before."""
+    Rows with data, such as those of another thread, are treated the same as before."""
     find = masking_utils.find_packed_sequence_indices
 
     def find_in_data(position_ids: torch.Tensor) -> torch.Tensor | None:

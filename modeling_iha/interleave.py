@@ -100,7 +100,7 @@ def interleave_heads(
 ) -> PreTrainedModel:
     """Interleave the heads of a decoder in place, without changing what it computes (IHA, Algorithm 1).
 
-    Trainer, TRL, PEFT and `generate` take the model as before. `save_pretrained` writes a checkpoint that loads with
+    Trainer, TRL, PEFT and `generate` still take the model. `save_pretrained` writes a checkpoint that loads with
     `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` where this package is not installed.
 
     Args:

@@ -239,7 +239,7 @@ class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
         for layer in model.layers:
             module = layer.self_attn
             virtual = getattr(layer.self_attn, "virtual_heads", None)
-            # Their equations are those of these classes, but for the choice among RoPE tables.
+            # Their equations are those of these classes, except that they choose among RoPE tables.
             table = "interleaved" if virtual and config.pseudo_positions == "interleaved" else "token"
             module.register_forward_pre_hook(partial(choose_table, table), with_kwargs=True)
             module.virtual_heads = virtual  # an attribute of the class that it loses

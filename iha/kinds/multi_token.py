@@ -1,7 +1,7 @@
 """Describe kind "multi_token".
 
-A layer computes the multi-head attention that it replaces while its kernels are zero but for the one in the middle of
-the last row, and its mixing is the identity. A norm or a gate of the heads leaves no exact start.
+A layer computes the multi-head attention that it replaces while each kernel is 1 in the middle of its last row and 0
+elsewhere, and its mixing is the identity. A norm or a gate of the heads leaves no exact start.
 """
 
 import torch
