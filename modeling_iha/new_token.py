@@ -106,14 +106,16 @@ def new_token_attention(
 
 
 def apply_mask(scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return scores [batch, H, i, j, N] with the keys that a mask hides at the lowest value."""
+    """Return scores [batch, H, i, j, N] with the keys that a mask hides at the lowest value.
+
+    A boolean mask changes the scores in place, because paired heads pass a view whose layout a copy would lose."""
     num_pseudo_heads, num_keys = scores.shape[-2:]
     # [batch, heads, i, N * j] as [batch, heads, i, j, N]
     mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
     if mask.dtype != torch.bool:
         return scores + mask
     # Padding sees nothing, and a row of -inf would become NaN.
-    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
 
 
 def hide_in_place(scores: torch.Tensor, window: int | None) -> None:
