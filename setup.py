@@ -50,14 +50,16 @@ setup(
     license_expression="Apache-2.0",
     install_requires=[
         # `make test-newest` tells when the bound may move.
-        *("torch>=2.11", f"transformers>={OLDEST},<{FIRST_UNTESTED}", "packaging"),
-        *("accelerate", "safetensors", "pydantic"),
+        "torch>=2.11",
+        f"transformers>={OLDEST},<{FIRST_UNTESTED}",
+        "packaging",
+        "accelerate",
+        "safetensors",
+        "pydantic",
     ],
     extras_require={
         # What GGUF files, fine-tuning, the studies and the other commands of a checkout need.
-        "scripts": [
-            *("datasets", "gguf", "matplotlib", "networkx", "peft", "reasoning-gym", "scipy", "trl"),
-        ],
+        "scripts": ["datasets", "gguf", "matplotlib", "networkx", "peft", "reasoning-gym", "scipy", "trl"],
         # What `iha serve` needs.
         "serve": ["transformers[serving]"],
         # What `python -m evaluation.run` needs beside "scripts".
@@ -67,8 +69,19 @@ setup(
         "flash": ["flash-attn-4[cu13]>=4.0.0b36; platform_system == 'Linux'"],
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
-            *("coverage", "mypy", "parameterized", "pytest", "pytest-xdist", "ruff", "transformers-mlinter"),
-            *("bitsandbytes", "fastapi", "openai", "rich", "torchao", "uvicorn"),
+            "coverage",
+            "mypy",
+            "parameterized",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "transformers-mlinter",
+            "bitsandbytes",
+            "fastapi",
+            "openai",
+            "rich",
+            "torchao",
+            "uvicorn",
         ],
     },
 )

@@ -26,7 +26,7 @@ from iha.errors import UserError, refusing
 from iha.foreign_code import refuse_foreign_code
 
 
-# What Transformers reads beside weights and code.
+# Files that Transformers reads beside weights and code.
 LOADED_NAMES = {
     "added_tokens.json",
     "chat_template.jinja",

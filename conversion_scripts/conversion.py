@@ -33,15 +33,30 @@ from modeling_iha.configuration_iha import SIZES
 # Config fields that have the same name and meaning in IHA and in all architectures that are converted by them.
 SHARED_FIELDS = (
     *SIZES,
-    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps"),
-    *("use_cache", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings", "rope_parameters"),
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "rope_parameters",
     "attention_dropout",
 )
 # Fields that no forward pass reads: those of Transformers' base class, and others that published checkpoints have.
 HARMLESS_FIELDS = {
     *PreTrainedConfig().to_dict(),
-    *("head_dim", "is_llama_config", "model_max_length", "pretraining_tp", "transformers.js_config"),
-    *("unk_token_id", "unsloth_fixed", "unsloth_version"),
+    "head_dim",
+    "is_llama_config",
+    "model_max_length",
+    "pretraining_tp",
+    "transformers.js_config",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
 }
 # Attention cores count tokens in 32 bits.
 Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -70,8 +85,8 @@ def check_known(entries: dict, known: set[str]) -> None:
 
 
 def check_iha(source: str | os.PathLike, config: PreTrainedConfig) -> None:
-    """Raise `UserError` unless `config`, that of the checkpoint `source`, is an IHA model's without quantization."""
-    if (model_type := type(config).model_type) != "iha":  # of interleaved heads, where an object has the base's
+    """Raise `UserError` unless `config`, that of the checkpoint `source`, belongs to an unquantized IHA model."""
+    if (model_type := type(config).model_type) != "iha":  # with interleaved heads the object has the base's type
         raise UserError(f"{source} is a {model_type!r} checkpoint; expected 'iha'.")
     if getattr(config, "quantization_config", None):
         raise UserError(f"The weights of {source} are quantized: take the checkpoint from which they were made.")
@@ -120,7 +135,7 @@ def read_source(
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
     """Return the model, of the class that its config names, and the tokenizer of the checkpoint `src`, if it has one.
 
-    Loading takes long, so `check` refuses by the config what can be refused without weights. Raise `UserError`.
+    Loading takes long, so `check` first refuses what the config alone shows. Raise `UserError`.
     """
     src = find_source(src)
     check_no_adapter(src)
@@ -135,7 +150,7 @@ def read_source(
 
 
 def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
-    """Say on stderr that `source` holds weights in a dtype that `dtype` rounds, in which it was loaded.
+    """Print on stderr which weights of `source` were rounded, because it was loaded in `dtype`.
 
     A config may name another dtype than the files have, and a load takes the config's.
     """
@@ -193,7 +208,8 @@ def write_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         if section is not None:
-            base_model, license = None if Path(src).expanduser().exists() else str(src), source_license(str(src))
+            base_model = None if Path(src).expanduser().exists() else str(src)
+            license = source_license(str(src))
             about: dict[str, Any] = {"base_model": base_model, "license": license, "details": section}
             card = render_card(model.config, Path(dst).name, **about)
             (directory / "README.md").write_text(card, encoding="utf-8")

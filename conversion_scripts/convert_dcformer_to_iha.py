@@ -81,8 +81,15 @@ class Entries(TypedDict):
 # Fields that change no logit: of Transformers' base class, and how the official code trains, caches and prefills.
 HARMLESS_FIELDS = {
     *PreTrainedConfig().to_dict(),
-    *("use_gradient_checkpointing", "is_training", "q_chunk_size", "prefill_pad", "head_dim", "pad_token_id"),
-    *("torch_dtype", "auto_map", "tie_word_embeddings"),
+    "use_gradient_checkpointing",
+    "is_training",
+    "q_chunk_size",
+    "prefill_pad",
+    "head_dim",
+    "pad_token_id",
+    "torch_dtype",
+    "auto_map",
+    "tie_word_embeddings",
 }
 
 # Parameter of a DCFormer -> IHA's. The official RoPE rotates component i with i + d/2, as Llama's does.
@@ -119,7 +126,7 @@ def iha_config(source: dict) -> IHAConfig:
         raise UserError(f"The source config has model_type={model_type!r}; expected 'dcformer'.")
     source = typed({**DEFAULTS, **source}, Entries, "The source config")
     check_known(source, {*FIELDS, *DEFAULTS, *HARMLESS_FIELDS, "rope_base", "window_size", "n_local_heads"})
-    # What the official code does not compute as the fields say, or the IHA model not at all.
+    # In these cases the official code does not compute what the fields say, or no IHA model computes it.
     for names, is_refused, expected in (
         (("n_local_heads", "n_head"), source.get("n_local_heads", -1) not in (-1, source["n_head"]), "equal numbers"),
         (("query_wise", "use_dcmha"), source["query_wise"] or not source["use_dcmha"], "False and True"),
@@ -171,7 +178,9 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
             raise UserError(f"{name} has the dtype {tensor.dtype}; expected floating-point weights.")
     check_finite(weights.items(), "the source weights")
 
-    width, heads, rank = config.hidden_size, config.num_attention_heads, config.options_of("dcmha").rank
+    width = config.hidden_size
+    heads = config.num_attention_heads
+    rank = config.options_of("dcmha").rank
     inner = 2 * rank * heads
 
     def pop(name: str, *shape: int) -> torch.Tensor:

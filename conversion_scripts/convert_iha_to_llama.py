@@ -35,7 +35,8 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
 
     Raise a `UserError` that names the first layer or parameter by which `model` computes another attention.
     """
-    config, added = model.config, set()
+    config = model.config
+    added = set()
     for i, kind in enumerate(config.attention_kinds):
         if kind == "mha":
             continue
@@ -45,7 +46,8 @@ def check_layers(model: IHAForCausalLM) -> set[str]:
             positions = f"pseudo_positions={config.pseudo_positions!r}"
             raise UserError(f"Layer {i} has {positions}; only shared positions can equal an MHA.")
         for parameter, deviation in iha.deviations(model.model.layers[i].self_attn, config).items():
-            name, largest = f"model.layers.{i}.self_attn.{parameter}", deviation.abs().max().item()
+            name = f"model.layers.{i}.self_attn.{parameter}"
+            largest = deviation.abs().max().item()
             if largest != 0:  # true for NaN too
                 moved = f"{name} has moved by up to {largest:.2g} from the warm start"
                 raise UserError(f"{moved}: no stock architecture computes the layer any more.")
@@ -62,7 +64,9 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "head_dim")}
     if config.has_sliding_rope:
         raise UserError(f"None of {', '.join(ARCHITECTURES)} has a RoPE of its own in the layers with a window.")
-    for model_type, architecture in ARCHITECTURES.items() if config.gated_mlp and not config.mlp_gate_groups else ():
+    has_llama_ffn = config.gated_mlp and not config.mlp_gate_groups
+    candidates = ARCHITECTURES if has_llama_ffn else {}
+    for model_type, architecture in candidates.items():
         own = {name: getattr(config, name) for name in architecture.known_fields if hasattr(config, name)}
         if "use_sliding_window" in architecture.known_fields:
             own["use_sliding_window"] = config.sliding_window is not None
@@ -104,8 +108,8 @@ def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
 def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     """Return the stock model that computes what `model` does, in eval mode and its dtype.
 
-    It shares the memory of all weights into which nothing is folded. Say on stderr if half precision rounds those that
-    are folded. Raise `UserError` if no stock architecture computes the layers, or has the rest of the model.
+    It shares the memory of all weights into which nothing is folded. Print on stderr how many folded weights half
+    precision rounds. Raise `UserError` if no stock architecture computes the layers, or has the rest of the model.
     """
     if "diff" in model.config.attention_kinds:
         diffllama = diffllama_config(model.config)

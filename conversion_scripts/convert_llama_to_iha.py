@@ -49,7 +49,8 @@ def iha_config(
     context = source.max_position_embeddings
     if num_pseudo_heads is not None:
         typed(num_pseudo_heads * context, Size, "The virtual tokens of a full context")
-    kinds, windows = [kind], layer_windows(source)
+    kinds = [kind]
+    windows = layer_windows(source)
     if num_pseudo_heads is not None and schedule == "hybrid":
         # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
         kinds = ["iha", "iha", "iha", "iha", "mha"]
@@ -119,7 +120,8 @@ def convert_model(
     """
     config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options)
     generator = torch.Generator().manual_seed(seed)
-    state, lacks = source.state_dict(), ARCHITECTURES[source.config.model_type].lacks
+    state = source.state_dict()
+    lacks = ARCHITECTURES[source.config.model_type].lacks
     for i, layer_kind in enumerate(config.attention_kinds):
         prefix = f"model.layers.{i}.self_attn."
         state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source.dtype) for name in lacks}

@@ -22,7 +22,7 @@ from .checkpoint_checks import check_checkpoint, checkpoint_files, loading_code,
 def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", trust_code: bool = False) -> str:
     """Fetch the repository `repo_id` at a commit, tag or branch into the new `directory`, and return the commit.
 
-    With `trust_code`, code that is not this package's is run. What was downloaded stays in the Hub's cache, so a call
+    With `trust_code`, code that is not this package's is run. Downloaded files stay in the Hub's cache, so a call
     that was stopped goes on from there. Raise `UserError` if a file differs from the Hub's checksum or the checkpoint
     does not pass `check_checkpoint`, and the client's errors where the Hub refuses.
     """

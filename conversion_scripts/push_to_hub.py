@@ -36,12 +36,14 @@ from .checkpoint_checks import (
 
 # Names of weights, in one file or several, of any variant, as Transformers looks for them.
 WEIGHTS = ["model.safetensors*", "model[.-]*.safetensors*", "pytorch_model*.bin*"]
-# What a load would find in the repository beside what is published, or in its place.
+# Files that a load would find in the repository beside the published ones, or in their place.
 SUPERSEDED = [
     *WEIGHTS,
     *sorted(LOADED_NAMES | {path.name for path in PACKAGE.glob("*.py")}),
-    *("adapter_config.json", "adapter_model*"),
-    *(f"{CHAT_TEMPLATE_DIR}/*", f"{Path(CUSTOM_GENERATE).parent}/*"),
+    "adapter_config.json",
+    "adapter_model*",
+    f"{CHAT_TEMPLATE_DIR}/*",
+    f"{Path(CUSTOM_GENERATE).parent}/*",
 ]
 
 
@@ -60,8 +62,8 @@ def push(
     """Check a saved model, commit it to the model repository `repo_id`, made if necessary, and load it back.
 
     The options are those of the command. Return the web address of the commit or pull request. Raise `UserError`,
-    before anything is uploaded where that is possible, and the client's errors where the Hub refuses. Whatever stops
-    it, the repository holds the old checkpoint or the new one, and the same call goes on from there.
+    before anything is uploaded where that is possible, and the client's errors where the Hub refuses. If it is
+    stopped, the repository holds the old checkpoint or the new one, and the same call goes on from there.
     """
     check_push(directory, repo_id, tag, create_pr)
     directory = Path(directory)
@@ -89,7 +91,7 @@ def push(
         tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags}
         if tags.get(tag, info.sha) != info.sha or (tag in tags and changed):
             raise UserError(f"{repo_id} already has a tag {tag!r}: choose another, or delete it first.")
-        # The results of the weights before do not describe the new ones.
+        # Results of the former weights do not describe the new ones.
         new_weights = any(fnmatch(name, pattern) for name in changed for pattern in WEIGHTS)
         commit = api.upload_folder(
             repo_id=repo_id,
@@ -97,7 +99,7 @@ def push(
             commit_message="Upload Interleaved Head Attention model",
             delete_patterns=[*SUPERSEDED, f"{EVAL_RESULTS}/*"] if new_weights else SUPERSEDED,
             create_pr=create_pr,
-            parent_commit=info.sha,  # of a commit that somebody made meanwhile the Hub says so
+            parent_commit=info.sha,  # the Hub refuses if somebody committed meanwhile
         )
         api.snapshot_download(repo_id, revision=commit.oid, allow_patterns=names)
         print(f"Loading {repo_id} at {commit.oid} in a clean process", flush=True)
@@ -110,7 +112,7 @@ def push(
 
 
 def _changed(api: HfApi, stage: Path, repo_id: str, revision: str) -> list[str]:
-    """Return the names of the files that a commit of the repository lacks of the directory `stage`, by checksums."""
+    """Return the names of the files in `stage` that a commit lacks, or holds with another checksum."""
     found = api.verify_repo_checksums(repo_id, revision=revision, local_dir=stage)
     return [mismatch["path"] for mismatch in found.mismatches] + found.extra_paths
 

@@ -1,6 +1,6 @@
 """Serve a checkpoint with `transformers serve`, an OpenAI-compatible server, and all its options.
 
-That server looks for the class of a checkpoint among the names of `transformers`. This command adds those of this
+The server looks for the class of a checkpoint among the names of `transformers`. This command adds those of this
 package, and refuses weights that do not fill their models. It runs the installed package, not the code in the
 checkpoint.
 
@@ -20,7 +20,7 @@ from iha.errors import run_cli
 @wraps(Serve)
 def start(**options: Any) -> None:
     """Start the server on models of this package too. Raise `UserError` for a model that it cannot serve."""
-    from . import served_models  # when the options are known to be right
+    from . import served_models  # imported only when the options are known to be right
 
     served_models.find_models()
     if options["force_model"] is not None:

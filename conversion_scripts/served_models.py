@@ -1,4 +1,4 @@
-"""Have Transformers' server find the classes of this package, and refuse what it would not serve as it says."""
+"""Make Transformers' server find the classes of this package, and refuse models that it would serve wrongly."""
 
 import os
 from typing import Any
@@ -12,11 +12,11 @@ from modeling_iha.modeling_interleaved import InterleavedPreTrainedModel
 
 
 class WholeModel:
-    """Refuse weights that do not fill a model of ours, where Transformers gives random ones in their place."""
+    """Refuse weights that do not fill a model of ours. Transformers would put random ones in their place."""
 
     @classmethod
     def from_pretrained(cls, source: str, *arguments: Any, **options: Any) -> Any:
-        """Return the model in `source`. Raise `UserError` if its config leads to code from elsewhere, too."""
+        """Return the model in `source`. Raise `UserError` also if its config leads to code from elsewhere."""
         check_served(source)
         loaded: Any = super().from_pretrained(source, *arguments, output_loading_info=True, **options)  # type: ignore[misc]
         model, info = loaded

@@ -1,9 +1,9 @@
 """Check on real text that a converted checkpoint computes what its source does, and that the check can fail.
 
 Both models run in float32 on the same tokens, within the length for which the conversion is exact. The source is
-first compared with itself, with and without a cache, because what it does not agree with no conversion can. As a
-control, the command breaks one parameter of the converted model in memory; the same thresholds must reject that model.
-The exit code is 1 if the models differ, or if the control does not.
+first compared with itself, with and without a cache, because no conversion can agree with a source that disagrees with
+itself. As a control, the command breaks one parameter of the converted model in memory. The same thresholds must
+reject that model. The exit code is 1 if the models differ, or if the control does not.
 """
 
 import os
@@ -42,7 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Say how far a run is from the reference."""
+    """Hold how far a run is from the reference."""
 
     max_logit_difference: float
     allowed_difference: float
@@ -81,7 +81,8 @@ def forward(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
 
 def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> tuple[float, float]:
     """Return the largest difference of logits [tokens, vocab_size], and the mean of KL(reference || logits)."""
-    divergence, largest = 0.0, []
+    divergence = 0.0
+    largest = []
     # In float64 the logits of all tokens would take too much memory.
     for expected, actual in zip(reference.split(64), logits.split(64)):
         largest.append((expected - actual).abs().max())
@@ -108,7 +109,8 @@ def run_source(name: str, source: PreTrainedModel, tokens: torch.Tensor, prompt:
 
     Raise `UserError` if they are not finite, or if it computes something else with a cache than without.
     """
-    logits, decoded = forward(source, tokens), decode(source, prompt, new_tokens)
+    logits = forward(source, tokens)
+    decoded = decode(source, prompt, new_tokens)
     if not all(computed.isfinite().all() for computed in (logits, decoded.logits)):
         raise UserError(f"{name} itself gives NaN or infinity for this text: no conversion can be compared with it.")
     uncached = forward(source, torch.cat((prompt, decoded.continuation[:-1])))[-new_tokens:]
@@ -187,7 +189,8 @@ def verify(
     source = find_source(source)
     converted = find_source(converted)
     config, converted_config, ids = read_both(source, converted, Path(text or DEFAULT_TEXT), tokens)
-    length, new_tokens = min(tokens, exact_length(config, converted_config) or tokens), max_new_tokens
+    length = min(tokens, exact_length(config, converted_config) or tokens)
+    new_tokens = max_new_tokens
     if length < tokens:
         new_tokens = min(new_tokens, length // 2)
         how = f"it is verified on {length}, of which it decodes {new_tokens}, and compared beyond them"

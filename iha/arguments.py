@@ -26,7 +26,7 @@ KINDS = ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "t
 
 
 def new_parser(description: str, example: str) -> argparse.ArgumentParser:
-    """Return a parser without arguments. The example goes without the name of the command."""
+    """Return a parser without arguments. The example leaves out the name of the command."""
     return argparse.ArgumentParser(description=description, epilog=f"example: %(prog)s {example}")
 
 
@@ -62,7 +62,7 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     add = parser.add_argument
     # `check_attention` says why another kind is refused.
-    add("--kind", metavar="KIND", default="iha", help=f"of the converted layers: {', '.join(KINDS)} (default: iha)")
+    add("--kind", metavar="KIND", default="iha", help=f"attention kind: {', '.join(KINDS)} (default: iha)")
     add("--options", type=json.loads, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
     add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
     add(
@@ -116,7 +116,7 @@ def check_conversion(
 
 
 def check_attention(num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str) -> None:
-    """Refuse a kind, P, schedule and window that cannot work together, whatever the source. Raise `UserError`."""
+    """Refuse a kind, P, schedule and window that cannot work together for any source. Raise `UserError`."""
     if kind not in KINDS:
         raise UserError(f"kind={kind!r} has no exact start from Llama; expected one of {', '.join(KINDS)}.")
     if (kind == "iha") != (num_pseudo_heads is not None):
@@ -187,7 +187,7 @@ def push_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add("--private", action="store_true", help="make a new repository private")
     add("--tag", help="name the uploaded revision, such as v1")
     add("--create-pr", action="store_true", help="open a pull request instead of committing")
-    add("--license", help="of the weights, if the model card does not state it, such as apache-2.0")
+    add("--license", help="license of the weights, such as apache-2.0, if the card does not state it")
     add("--base-model", help="Hub id of the model it was made from, if the card does not state it; none: from scratch")
     add("--trust-code", action="store_true", help="run and publish code that is not this package's")
     add("--dry-run", action="store_true", help="check all, print what would be uploaded, and stay off the network")
@@ -242,8 +242,8 @@ def check_pull(repo_id: str, directory: str | os.PathLike, **others) -> None:
 def cost_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the arguments of `cost`. Raise `UserError`."""
     parser = new_parser(
-        "Print the parameters, FLOPs, cached values and training memory of a model: of each kind of layer, of the "
-        'whole, and beside the same model with "mha" in every layer.',
+        "Print the parameters, FLOPs, cached values and training memory of each kind of layer and of the whole model, "
+        'with ratios to the same model with "mha" in every layer.',
         "--preset paper-2.4b-iha --num-pseudo-heads 4 --tokens 8192",
     )
     model = parser.add_mutually_exclusive_group(required=True)
@@ -281,6 +281,6 @@ def check_cost(
 
 
 def preset_names() -> list[str]:
-    """Return the names of the presets. The package that holds them is not imported: it imports PyTorch."""
+    """Return the names of the presets, without importing the package that holds them, which imports PyTorch."""
     package = find_spec("configuration_iha")
     return sorted(path.stem for path in Path(str(package and package.origin)).parent.glob("*.json"))

@@ -39,7 +39,7 @@ TEMPLATE = Path(__file__).with_name("card_template.md")
 MAX_CARD = 2**20  # bytes
 NOT_EVALUATED = "Not evaluated."
 FROM_SCRATCH = "trained-from-scratch"  # the tag of a model without a base model
-# A results.json of `python -m evaluation.run`, as far as cards and comparisons read it
+# The parts of a results.json of `python -m evaluation.run` that cards and comparisons read
 
 
 Count = Annotated[int, Interval(ge=0, le=10**12)]
@@ -112,7 +112,7 @@ def figure_text(figure: dict | None, percent: bool) -> str:
     return f"{scale * figure['value']:.{digits}f}{error}"
 
 
-# What the converters and trainers write
+# The cards of converters and trainers
 
 
 def render_card(
@@ -127,9 +127,9 @@ def render_card(
 ) -> str:
     """Return a checkpoint's README.md: metadata for the Hub, how to use the model, and its attention layers.
 
-    Its title and the usage example have `name`, a directory's or a Hub id. `base_model`, `license` and `datasets` are
-    identifiers of the Hub. A card `from_scratch` says so by a tag. `details` are Markdown sections on how the
-    checkpoint was made and what holds for it.
+    Its title and the usage example have `name`, that of a directory or a Hub id. `base_model`, `license` and
+    `datasets` are identifiers of the Hub. A model `from_scratch` gets a tag that says so. `details` are Markdown
+    sections on how the checkpoint was made and what holds for it.
     """
     name = one_printable_line(name)
     tags = ["custom_code", "iha"]
@@ -149,7 +149,8 @@ def render_card(
         modules = own_modules(AutoModel.from_config(config))
     config = described(config)
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
-    length, pseudo_heads = min(16384, config.max_position_embeddings), config.num_pseudo_heads
+    length = min(16384, config.max_position_embeddings)
+    pseudo_heads = config.num_pseudo_heads
     pairs_of_kinds = {"iha": pseudo_heads**2, "paired_heads": pseudo_heads}  # times those of "mha"
     kinds = {kind: _mechanism(kind) for kind in dict.fromkeys(config.attention_kinds)}
     of_all_tokens = {
@@ -163,7 +164,7 @@ def render_card(
             title=markdown(name),
             python_name=json.dumps(name, ensure_ascii=False),
             shell_name=shlex.quote(name),
-            # What the recipe states and a checkpoint may not have.
+            # The recipe states these sizes, and a checkpoint may have others.
             recipe_sizes=f"--max_length {length} --num_pseudo_heads {virtual_tokens_per_token(config)}",
             adapters=" ".join(adapters),
             mechanisms="\n".join(f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()),
@@ -247,7 +248,10 @@ def _costs(config: Any) -> str | None:
     tokens = config.max_position_embeddings
     ours, mha = (cost_of_model(each, tokens) for each in (config, with_mha(config, "full_attention")))
     titles = [
-        *("Parameters", "FLOPs of a forward", "FLOPs of a training step", "FLOPs of one more token"),
+        "Parameters",
+        "FLOPs of a forward",
+        "FLOPs of a training step",
+        "FLOPs of one more token",
         "Values in the KV cache",
     ]
     rows = [
@@ -265,7 +269,7 @@ def _short(number: float) -> str:
     return f"{number / 1000**thousands:.4g} {units[thousands]}".rstrip()
 
 
-# What an evaluation and a publication change
+# Changes by an evaluation or a publication
 
 
 def with_name(card: str, name: str) -> str:
@@ -274,7 +278,8 @@ def with_name(card: str, name: str) -> str:
     Such a name is the Hub id under which the checkpoint is published. A stranger's card stays as it is, and so does a
     title that somebody has given the card.
     """
-    name, edited = one_printable_line(name), parse_card(card)
+    name = one_printable_line(name)
+    edited = parse_card(card)
     lines = {
         r"^name = (.*)$": f"name = {json.dumps(name, ensure_ascii=False)}",
         r"^name=.*$": f"name={shlex.quote(name)}",
@@ -332,7 +337,7 @@ def _evaluation(results: dict) -> str:
 def _model_index(results: dict) -> list[EvalResult]:
     """Return the figures for the card's metadata.
 
-    They exclude the smoke suite, which says nothing of a model, and figures that are not comparable with published
+    They exclude the smoke suite, which says nothing about a model, and figures that are not comparable with published
     ones.
     """
     return [

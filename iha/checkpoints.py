@@ -46,7 +46,7 @@ from modeling_iha import cpu_precision
 from modeling_iha.configuration_iha import MAX_LAYERS
 
 
-# How the names of a tokenizer's files start: of Transformers, SentencePiece, BPE and Mistral.
+# The names of tokenizer files start with one of these (Transformers, SentencePiece, BPE and Mistral).
 _TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 
 # A word in the advice of other libraries that no command here can follow -> the text that replaces the advice.
@@ -100,7 +100,7 @@ def _refusing(what: str) -> Iterator[None]:
 
 
 def load_config(source: str | os.PathLike) -> Any:
-    """Return the configuration, in the class that it names, of a checkpoint: a directory, a Hub id or a GGUF file.
+    """Return the configuration of a checkpoint (a directory, a Hub id or a GGUF file) in the class that it names.
 
     Raise `UserError`.
     """
@@ -119,10 +119,11 @@ def load_config(source: str | os.PathLike) -> Any:
 
 
 def _unread(file: str, config: PreTrainedConfig) -> list[str]:
-    """Return what a GGUF file holds of RoPE, windows and biases and Transformers left out of its `config`."""
+    """Return what a GGUF file says about RoPE, windows and biases that Transformers left out of its `config`."""
     metadata, names = read_gguf_metadata(file)  # `gguf.GGUFReader` takes seconds for a vocabulary
     header = {key.partition(".")[2]: value for key, value in metadata.items()}
-    unread, off = [], (None, 0, 1)
+    unread = []
+    off = (None, 0, 1)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "default":
         unread += [key for key in ("rope.scaling.factor", "rope.scale_linear") if header.get(key) not in off]
@@ -279,7 +280,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
 
 
 def check_filled(info: dict, source: str | os.PathLike) -> None:
-    """Raise `UserError` if the weights of `source` did not fill its model exactly, by the loading `info` of a load."""
+    """Raise `UserError` if the weights of `source` did not fill its model exactly, by the `info` of the load."""
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if names := sorted(map(str, info[problem])):
             some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -302,7 +303,7 @@ def _check_tied(model: Any, source: str | os.PathLike) -> None:
 
 
 def note_slow_dtype(dtype: torch.dtype) -> None:
-    """Say on stderr, for commands that compute on it, that this CPU has no products of `dtype`."""
+    """Print on stderr, for commands that compute in `dtype`, that this CPU has no products of it."""
     if dtype in cpu_precision.SLOW_DTYPES:
         name = str(dtype).removeprefix("torch.")
         why = f"This CPU has no instructions for products of {name}"
@@ -312,7 +313,7 @@ def note_slow_dtype(dtype: torch.dtype) -> None:
 def lacks_tokenizer(source: str | os.PathLike) -> bool:
     """Return whether `source` is a directory without the files of a tokenizer.
 
-    Some of Transformers' tokenizers are built without any file, and know no word.
+    Transformers builds some tokenizers without any file, and these know no word.
     """
     path = Path(source).expanduser()
     return path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir())
@@ -328,7 +329,7 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     source = find_source(source)
     with _refusing(f"{source} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
-        # What was read is a class of Transformers, whatever code of its own the source names.
+        # This is a class of Transformers, even if the source names code of its own.
         tokenizer.init_kwargs.pop("auto_map", None)
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
         if highest < 0:
@@ -340,7 +341,7 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
 
 
 def fingerprint(source: str | os.PathLike) -> str:
-    """Return what tells one checkpoint from another.
+    """Return a text that tells one checkpoint from another.
 
     It is the commit of a Hub id, or the SHA-256 of a GGUF file or of what a directory is loaded from.
     """

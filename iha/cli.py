@@ -19,7 +19,8 @@ from iha.arguments import (
 from iha.errors import run_cli
 
 
-# Each is imported when its arguments have been checked: PyTorch takes seconds. Its function has the command's name.
+# A module is imported when its arguments are checked, because PyTorch takes seconds. Its function has the command's
+# name.
 COMMANDS = {
     "convert": "iha.conversion_scripts.convert_llama_to_iha",
     "verify": "iha.conversion_scripts.verify_conversion",

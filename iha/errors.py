@@ -31,9 +31,10 @@ def run_cli(main: Callable[[], object]) -> None:
         if "transformers" in sys.modules:
             sys.modules["transformers"].utils.logging.disable_progress_bar()
     if not sys.warnoptions:
-        for category in (FutureWarning, SyntaxWarning):  # of a library, to whoever calls it: our tests show them
+        for category in (FutureWarning, SyntaxWarning):  # a library's, for its callers; our tests show them
             warnings.simplefilter("ignore", category)
-    given, arguments = sys.argv, [word for word in sys.argv if word != "--traceback"]
+    given = sys.argv
+    arguments = [word for word in sys.argv if word != "--traceback"]
     if (file := Path(arguments[0].removesuffix(".py"))).is_relative_to(ROOT):
         arguments[0] = f"python -m {'.'.join(file.relative_to(ROOT).parts)}"
     sys.argv = arguments
@@ -64,8 +65,8 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
         return one_line(error)
     if type(error).__module__.partition(".")[0] in ("httpx", "httpx2"):  # the Hub's client, of two generations
         return f"the Hub does not answer: {one_line(error)}"
-    name = getattr(error, "name", None) or ""
-    if isinstance(error, ModuleNotFoundError) and name and find_spec(name := name.partition(".")[0]) is None:
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if isinstance(error, ModuleNotFoundError) and name and find_spec(name) is None:
         extras = "serve" if name == "uvicorn" else "scripts,evaluation"
         how = f'pip install "modeling-iha[{extras}]"; in a checkout give -e ".[{extras}]"'
         return f"the package {name} is not installed: {how}."
@@ -95,7 +96,10 @@ def refusing(what: str, *errors: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` in a block that takes longer, such as a chat template that loops, in the main thread."""
+    """Raise `TimeoutError` in a block that takes longer, such as a chat template that loops.
+
+    It works in the main thread only.
+    """
 
     def stop(number, frame):
         raise TimeoutError(f"it takes more than {seconds} s")

@@ -169,7 +169,7 @@ def _locked(path: Path, dst: Path) -> Iterator[None]:
 
     Raise `UserError`, which names `dst`, when another run holds the lock and when the file cannot be locked.
     """
-    # Not at once, because a run that ends may remove the file that this one has just opened.
+    # Try for a moment, because a run that ends may remove the file that this one has just opened.
     lock = FileLock(path, timeout=0.2, poll_interval=0.02, fallback_to_soft=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,7 @@ def current_commit() -> str:
 
 
 def open_regular(path: str | os.PathLike) -> BufferedReader:
-    """Open a file for reading bytes. Raise `UserError` for what is no regular file: a FIFO would wait for ever."""
+    """Open a file for reading bytes. Raise `UserError` unless it is a regular file: a FIFO would wait for ever."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise UserError(f"{path} is no regular file: expected a file to read.")
     return open(path, "rb")
@@ -234,7 +234,7 @@ def read_text(path: str | os.PathLike, most: int) -> str:
 def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
     """Return `content`, which was read from `source`, if it has the types that `shape` names.
 
-    `shape` is any type that pydantic knows, mostly a `typing_extensions.TypedDict`. Nothing is converted, and keys
+    `shape` is any type that pydantic knows, mostly a `typing_extensions.TypedDict`. Values are not converted, and keys
     that `shape` does not name stay. Raise a `UserError` that names the first key with a wrong value.
     """
     try:
@@ -250,7 +250,8 @@ def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
 
 def checked(function: Callable) -> Callable:
     """Have a function refuse arguments of other types than its annotations name, with a `UserError`."""
-    signature, hints = inspect.signature(function), get_type_hints(function)
+    signature = inspect.signature(function)
+    hints = get_type_hints(function)
 
     @wraps(function)
     def call(*args, **kwargs):

@@ -54,7 +54,7 @@ def score_products(form: str, tokens: int, virtual: int, window: int | None = No
     """Return the multiply-adds of query-key and weight-value products, for one head of size 1.
 
     They are those of a forward pass, 2 products of a pair, or, with `training`, of a forward and a backward pass, 4
-    more. All forms (those of `counted_pairs`) but "eager" recompute the scores in the backward pass, one product more.
+    more. All forms of `counted_pairs` except "eager" recompute the scores in the backward pass, which is one more.
     """
     products = 2 + training * (4 + (form != "eager"))
     return products * counted_pairs(form, tokens, virtual, window)
@@ -77,8 +77,9 @@ def score_matrix(
 ) -> Cost:
     """Return the cost, between the projections, of a kind that changes the scores.
 
-    `form` is that of `counted_pairs`. `per_pair` is more multiply-adds for each pair, `linear` parameters in linear
-    maps of every token, `cached_more` more values cached for each token. The backward pass recomputes the blocks."""
+    `form` is that of `counted_pairs`. `per_pair` are further multiply-adds for each pair, `linear` is the number of
+    parameters in linear maps of every token, and `cached_more` are further values cached for each token. The backward
+    pass recomputes the blocks."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     cached = tokens if window is None else min(tokens, window - 1)
     per_pair += 2 * heads * d

@@ -1,11 +1,11 @@
 """Find a stranger's code in a checkpoint, and refuse it.
 
-Nothing of a checkpoint runs unless it is this package's, byte for byte, or the user says so. docs/CHECKPOINTS.md says
+A checkpoint's code runs only if it is this package's, byte for byte, or if the user says so. docs/CHECKPOINTS.md says
 what each command runs, and when.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from transformers.utils import CONFIG_NAME
@@ -13,7 +13,7 @@ from transformers.utils import CONFIG_NAME
 from iha.errors import UserError
 from iha.files import read_json
 from modeling_iha.configuration_interleaved import InterleavedConfig
-from modeling_iha.package import INTERLEAVED_FILES, PACKAGE, shipped_code
+from modeling_iha.package import imported_code, shipped_code
 
 
 CUSTOM_GENERATE = "custom_generate/generate.py"  # Transformers puts it in the place of `generate`
@@ -24,7 +24,10 @@ def refuse_foreign_code(directory: Path, trust_code: bool) -> None:
 
     The load is one with `trust_remote_code=True`. Raise `UserError` unless `trust_code`.
     """
-    if not trust_code and (found := ", ".join(foreign_code(directory))):
+    if trust_code:
+        return
+    found = ", ".join(foreign_code(directory))
+    if found:
         advice = "save the model again with this package, or read the code and give --trust-code"
         raise UserError(f"{found} of {directory} differs from this package's code, which a load runs: {advice}.")
 
@@ -35,7 +38,10 @@ def note_foreign_code(source: str | Path) -> None:
     This is for commands that load weights only into the classes of Transformers and of this package. Raise
     `UserError`.
     """
-    if Path(source).is_dir() and (found := ", ".join(foreign_code(Path(source)))):
+    if not Path(source).is_dir():
+        return
+    found = ", ".join(foreign_code(Path(source)))
+    if found:
         print(f"Not run, because it is not this package's: {found} of {source}", file=sys.stderr)
 
 
@@ -49,11 +55,12 @@ def foreign_code(directory: Path) -> list[str]:
     configs = {path.name: read_json(path) for path in sorted(directory.glob("*config.json"))}
     config = configs.get(CONFIG_NAME, {})
     if config.get("model_type") == InterleavedConfig.model_type:
-        known = {name: (PACKAGE / name).read_bytes() for name in INTERLEAVED_FILES}
+        known = imported_code("modeling_interleaved.py")
     else:
         kinds = config.get("attention_kinds", [])
         known = shipped_code(kinds if isinstance(kinds, list) else [kinds])
-    elsewhere, modules = [], set()
+    elsewhere = []
+    modules = set()
     for name, entries in configs.items():
         elsewhere += [f"{entry} in {name}" for entry in code_elsewhere(entries)]
         for reference in _references(entries):
@@ -61,7 +68,7 @@ def foreign_code(directory: Path) -> list[str]:
                 elsewhere.append(f"{reference} in {name}")
             else:
                 modules.add(f"{reference.rpartition('.')[0]}.py")
-    # What ours imports is ours, so no other file can be reached.
+    # Our files import only files of ours, so a load reaches no others.
     there = {name: (directory / name).read_bytes() for name in known if (directory / name).is_file()}
     files = sorted(name for name in modules | there.keys() if name not in known or there.get(name) != known[name])
     if (directory / CUSTOM_GENERATE).exists():
@@ -90,7 +97,11 @@ def _references(entries: dict) -> Iterator[str]:
 
 def _entries(content: object) -> Iterator[tuple[str, object]]:
     """Yield every key of the objects in a JSON value, at any depth, with its value."""
+    inner: Iterable[object] = ()
     if isinstance(content, dict):
         yield from content.items()
-    for value in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
+        inner = content.values()
+    elif isinstance(content, list):
+        inner = content
+    for value in inner:
         yield from _entries(value)

@@ -27,8 +27,11 @@ def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: 
             f"The cost model knows {', '.join(map(repr, known))}, not {kind!r}: add its function to {place}."
         )
     window = config.sliding_window if layer_type == "sliding_attention" else None
-    hidden, bias, norms = config.hidden_size, config.attention_bias, 2 * config.head_dim * config.use_qk_norm
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    hidden = config.hidden_size
+    bias = config.attention_bias
+    norms = 2 * config.head_dim * config.use_qk_norm
+    queries = config.num_attention_heads * config.head_dim
+    keys = config.num_key_value_heads * config.head_dim
     projections = linear(tokens, hidden, queries, bias) + linear(tokens, queries, hidden, bias)
     projections += linear(tokens, hidden, keys, bias) + linear(tokens, hidden, keys, bias)
     return projections + Cost(parameters=norms) + between(config, tokens, window, form)
@@ -36,7 +39,9 @@ def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: 
 
 def ffn(config: IHAConfig, tokens: int) -> Cost:
     """Return the cost of the FFN."""
-    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    hidden = config.hidden_size
+    inner = config.intermediate_size
+    bias = config.mlp_bias
     cost = linear(tokens, hidden, inner, bias) + linear(tokens, inner, hidden, bias)
     return cost + linear(tokens, hidden, inner, bias) if config.gated_mlp else cost
 

@@ -23,7 +23,8 @@ Point = tuple[float, float, float]
 def panels(message: str, count: int = 1, columns: int = 1, height: float = 3) -> tuple[Figure, list[Axes]]:
     """Return a figure under a `message`, and its axes, in rows of `height` inches and at most `columns` columns."""
     columns = min(columns, count)
-    rows, lines = -(-count // columns), textwrap.wrap(message, 72)
+    rows = -(-count // columns)
+    lines = textwrap.wrap(message, 72)
     figure = Figure(figsize=(WIDTH, rows * height + LINE * len(lines)), layout="constrained")
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize="large", fontweight="bold")
     axes = figure.subplots(rows, columns, squeeze=False).flat
@@ -39,9 +40,9 @@ def dots(
     limits: tuple[float, float] = (-inf, inf),
     mark: float | None = None,
 ) -> None:
-    """Plot a line of dots for each name, from above, a dot of each of the series; `None` leaves one out.
+    """Plot a row for each name, from the top down, with a dot of each of the series; `None` leaves a dot out.
 
-    Beyond the `limits` of the axis a number stands at its edge in place of the dot. A vertical line stands at `mark`.
+    A value beyond the `limits` of the axis is a number at its edge and not a dot. A vertical line stands at `mark`.
     """
     low, high = limits
     if mark is not None:
@@ -94,8 +95,9 @@ def save_plot(figure: Figure, path: Path) -> None:
     named: dict[str, Artist] = {}
     for axes in figure.axes:
         plain_numbers(axes)
-        for handle, label in zip(*axes.get_legend_handles_labels()) if axes.get_legend() is None else ():
-            named.setdefault(label, handle)
+        if axes.get_legend() is None:
+            for handle, label in zip(*axes.get_legend_handles_labels()):
+                named.setdefault(label, handle)
     if named:
         columns = max(1, min(len(named), int(92 / (max(map(len, named)) + 7))))
         figure.set_figheight(figure.get_figheight() + LINE * -(-len(named) // columns))

@@ -82,9 +82,19 @@ if prompt is not None:
 # All that a clean process sees of the user's environment, which may hold tokens and keys: where programs and libraries
 # lie, the language, the devices and, for a process that may use it, the network.
 _ENVIRONMENT = (
-    *("PATH", "LD_LIBRARY_PATH", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
-    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"),
-    *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "ROCR_VISIBLE_DEVICES"),
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "TMPDIR",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "MKL_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME",
+    "ROCR_VISIBLE_DEVICES",
 )
 _NETWORK = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "SSL_CERT_FILE")
 
@@ -94,9 +104,9 @@ def run_in_clean_process(
 ) -> dict:
     """Run Python code in a new isolated process that cannot import `modeling_iha`, and return its answer.
 
-    The process has an empty home, Hugging Face caches that are empty but for a `hub_cache`, only the harmless part of
-    the user's environment, no token and, if `offline`, no Hub. The code reads the variable `request` and assigns its
-    answer, which must be serialisable as JSON, to the variable `result`.
+    Its home is empty, and so are the caches of Hugging Face unless a `hub_cache` is given. It gets only the harmless
+    part of the user's environment, no token and, if `offline`, no Hub. The code reads the variable `request` and
+    assigns its answer, which must be serialisable as JSON, to the variable `result`.
 
     This keeps secrets of the environment from the code, but it is no sandbox. If the process fails, raise `UserError`
     with the last line that the process wrote.
@@ -119,7 +129,7 @@ def run_in_clean_process(
             env={name: os.environ[name] for name in names if name in os.environ} | isolated,
         )
     if process.returncode != 0:
-        # Behind an exception nanobind, of Triton 3.9 for one, lists what is still in use as leaks.
+        # After an exception nanobind (of Triton 3.9, for example) lists objects that are still in use as leaks.
         lines = process.stderr.partition("nanobind: leaked")[0].strip().splitlines()
         raise UserError((lines or [f"exit code {process.returncode}"])[-1].strip())
     return json.loads(process.stdout.strip().splitlines()[-1])

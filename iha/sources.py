@@ -54,13 +54,14 @@ def find_source(source: str | os.PathLike) -> Source:
 
 
 def locate(source: str | os.PathLike) -> Source:
-    """Return where `source` lies, without a question to the Hub.
+    """Return where `source` lies, without asking the Hub.
 
-    Raise `UserError` for what is no directory, GGUF file or Hub id, and for a name in a folder that exists, which is a
-    mistyped path. Raise it too for a directory with a folder, a FIFO or a broken link in the place of a file, which a
-    load would pass over in silence or wait for.
+    Raise `UserError` for anything but a directory, GGUF file or Hub id, and for a name in a folder that exists, which
+    is a mistyped path. Raise it too for a directory with a folder, a FIFO or a broken link in the place of a file,
+    which a load would silently pass over or wait for.
     """
-    name, path = str(source), Path(source).expanduser()
+    name = str(source)
+    path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"{source} does not exist: expected a GGUF file.")
@@ -70,7 +71,7 @@ def locate(source: str | os.PathLike) -> Source:
             if file.suffix in LOADED and not file.is_file():
                 raise UserError(f"{file} is no file, or a link to none: remove it, or fetch what it stood for.")
         return Source(name, str(path))
-    if path.parent != Path() and path.parent.is_dir():  # to ask the Hub takes a minute without a network
+    if path.parent != Path() and path.parent.is_dir():  # asking the Hub takes a minute without a network
         there = f"{path.parent} is one: expected a directory in it, or a Hub id such as org/name."
         raise UserError(f"{source} is no directory, and {there}")
     try:
@@ -95,6 +96,6 @@ def check_on_hub(source: str) -> None:
         raise UserError(f"{source} is no directory, and the Hub has no such model, {hidden}.") from None
     except HfHubHTTPError:
         pass  # such as a server that is busy, which Transformers asks again, or a repository without that file
-    except Exception as error:  # of whichever library holds the connection
+    except Exception as error:  # its type depends on the library that holds the connection
         wrong = f"{source} is no directory, and the Hub does not answer: {one_line(error)}"
         raise UserError(f"{wrong}. Give a directory, or a Hub id and a network.") from error

@@ -1,4 +1,4 @@
-"""Count what a training step takes in memory before there is one.
+"""Count the memory that a training step will take.
 
 PyTorch counts: the step runs on a model without data (FakeTensorMode), and the bytes of each tensor count from when it
 is made until it is freed.
@@ -22,7 +22,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 class Counter(TorchDispatchMode):
     """Count the bytes of the tensors that are alive, `now`, and the most that ever were, `peak`.
 
-    PyTorch's MemTracker counts the same to the byte, and each module apart: 30 layers take it a minute.
+    PyTorch's MemTracker counts the same to the byte, but module by module, and takes a minute for 30 layers.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,8 @@ class Counter(TorchDispatchMode):
 
     def add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self._alive:
             self._alive.add(key)
             self.now += size
@@ -56,7 +57,7 @@ def one_document() -> Iterator[None]:
     """Have Transformers take a row without data for one document.
 
     It takes each for a packed one, and would build its mask [N, N]; nothing public tells it that there is no packing.
-    Rows with data, such as another thread's, are asked as before."""
+    Rows with data, such as those of another thread, are treated the same as before."""
     find = masking_utils.find_packed_sequence_indices
 
     def find_in_data(position_ids: torch.Tensor) -> torch.Tensor | None:

@@ -3,7 +3,7 @@
 import re
 
 
-# What thoughts begin with, in DeepSeek-R1's form and in OpenThoughts-114k's, which the recipes of `sft` train.
+# Thoughts begin with these, in the forms of DeepSeek-R1 and of OpenThoughts-114k, which the recipes of `sft` train.
 THOUGHTS = ("<think>", "<|begin_of_thought|>")
 
 

@@ -27,8 +27,12 @@ from .head_mixing import Mixing
 RECORD_KEY = "interleaving"  # in the `auto_mapping` of an adapter's configuration; on disk "targets" stand beside it
 # By these fields PEFT finds what an adapter changes.
 TARGETS = (
-    *("target_modules", "modules_to_save", "exclude_modules", "target_parameters"),
-    *("layers_to_transform", "layers_pattern"),
+    "target_modules",
+    "modules_to_save",
+    "exclude_modules",
+    "target_parameters",
+    "layers_to_transform",
+    "layers_pattern",
 )
 # A saved configuration has this sentence in place of its targets. PEFT prints: "Target modules ... not found in the
 # base model. Please check the target modules and try again."
@@ -70,7 +74,7 @@ def watch_peft() -> None:
         from peft import PeftModel
         from peft.config import PeftConfigMixin
         from peft.tuners.tuners_utils import BaseTuner
-    except Exception:  # not installed, or broken, which whoever uses it will see
+    except Exception:  # PEFT is not installed, or broken, which its users will see
         return
     if hasattr(BaseTuner, WRAPPED_MARK):
         return
@@ -152,7 +156,7 @@ def _with_targets_hidden(config: Any) -> Any:
 def saved_record(config: Any) -> dict[str, Any] | None:
     """Return the record of a configuration that was read from disk and is not restored yet, else `None`.
 
-    Its "targets" stand beside such a record."""
+    Such a record has "targets" beside it."""
     mapping = config.auto_mapping or {}
     return mapping[RECORD_KEY] if "targets" in mapping else None
 

@@ -38,7 +38,7 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
         kwargs: those of `PeftModel.from_pretrained`, such as `is_trainable=True` or `adapter_name`.
 
     Return PEFT's model, or for mixing alone the model itself. Raise a ValueError for a base with other layers or
-    heads. As in PEFT no weights are compared: another base of the same shape is taken."""
+    heads. As in PEFT, weights are not compared, so another base of the same shape raises no error."""
     source = str(source)
     hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
     file = find_adapter_config_file(source, **hub)
@@ -57,7 +57,7 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
         raise ValueError(f"{source} needs no interleaved heads: load it with PeftModel.from_pretrained.")
     config = PeftConfig.from_peft_type(**{**fields, **mapping["targets"], "auto_mapping": None})
     record = mapping[RECORD_KEY]
-    # Older records lack "mixing"; then `modules_to_save` tells.
+    # Older records lack "mixing"; then `modules_to_save` tells whether the adapter holds it.
     holds_mixing = record.get("mixing", bool(fields.get("modules_to_save")))
     needs_mixing = not holds_mixing and record.get("virtual_heads") != "paired"
     if not hasattr(model.config, "interleaved_layers") and needs_mixing:

@@ -90,7 +90,8 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         options = config.options_of("dcmha")
-        self.num_heads, self.num_groups = config.num_attention_heads, options.num_groups
+        self.num_heads = config.num_attention_heads
+        self.num_groups = options.num_groups
         self.rank = options.rank
         dynamic = self.rank > 0 or options.gate
         group_size = self.num_heads // self.num_groups
@@ -183,9 +184,9 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
                 composed = composed + torch.einsum("bgrij,bgmir->bgmij", shared, w2)
             elif self.rank > 0:
                 # One matrix product for each key would first copy the attention key by key.
-                for w1, w2 in zip(w1.unbind(-1), w2.unbind(-1)):
-                    shared = (attention * w1.unsqueeze(-2)).sum(dim=2, keepdim=True)
-                    composed = composed + shared * w2.unsqueeze(-2)
+                for down, up in zip(w1.unbind(-1), w2.unbind(-1)):
+                    shared = (attention * down.unsqueeze(-2)).sum(dim=2, keepdim=True)
+                    composed = composed + shared * up.unsqueeze(-2)
             if gate.shape[-1] > 0:
                 composed = composed + attention * (gate if of_query else gate.transpose(-1, -2))
         return composed.flatten(1, 2)

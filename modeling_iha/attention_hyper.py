@@ -94,8 +94,11 @@ class LinearHyperAttention(TupleAttention):
         attention_mask: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor, None]:
-        query, keys, values = query_states * self.scaling, self.split_keys(key_states), self.split_keys(value_states)
-        (batch, heads, stack, num_keys, head_dim), length = keys.shape, query.shape[2]
+        query = query_states * self.scaling
+        keys = self.split_keys(key_states)
+        values = self.split_keys(value_states)
+        batch, heads, stack, num_keys, head_dim = keys.shape
+        length = query.shape[2]
         # Only an input without cached keys and without a mask is one running sum: see `query_offset`.
         running = attention_mask is None and length > 1
         state = query.new_zeros(

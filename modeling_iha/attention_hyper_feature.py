@@ -60,7 +60,8 @@ class HyperFeatureAttention(ScoreMatrixAttention):
     def rotate(
         self, query_states: torch.Tensor, key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        queries, keys = self.split_runs(query_states, self.num_key_value_groups), self.split_runs(key_states, 1)
+        queries = self.split_runs(query_states, self.num_key_value_groups)
+        keys = self.split_runs(key_states, 1)
         rotated = []
         for (order, _), query, key in zip(self.runs, queries, keys):
             # RoPE's frequencies for width w, theta^(-2i / w), are every A-th of those for head_dim.

@@ -38,8 +38,8 @@ class KeyQueryConvolution(Mixing):
     def forward(self, matrix: torch.Tensor, length: int, counts: torch.Tensor | None) -> torch.Tensor:
         """Return the last `length` rows of the convolution of a matrix [batch, H, rows, columns].
 
-        The matrix is 0 where a query sees no key. `counts` is bool, [batch or 1, 1 or H, length, c_q], True
-        where what a row of the kernel reads counts, and `None` where all count."""
+        The matrix is 0 where a query sees no key. `counts` is bool, [batch or 1, 1 or H, length, c_q], True where the
+        row of scores that a row of the kernel reads counts. It is `None` if all of them count."""
         heads, _, query_kernel, key_kernel = self.weight.shape
         kernel = self.value().to(matrix.dtype)
         convolved = matrix.new_zeros(())
@@ -191,7 +191,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
             # A GPU would wait for the answer.
             if counts.device.type == "cpu" and not is_tracing(counts) and counts.all():
                 counts = None
-        # The weights of the block's rows and of the rows convolved with them.
+        # Weights are needed in the block's rows and in the rows that are convolved with them.
         own = rows.stop - rows.start
         needed = own if self.weight_conv is None else own + self.query_kernel - 1
         kwargs["sight"] = (visible, counts, needed, own)
@@ -209,7 +209,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
         """Convolve and mix scores or weights [batch, H, rows, columns].
 
         Return the last `length` rows, or all if there are fewer. `visible` and `counts` say in all rows of the block
-        which keys a query sees, and which rows count for it."""
+        which keys a query sees and which rows count for it."""
         if convolution is not None:
             sees = visible[..., -length:, :]
             if counts is not None:

@@ -324,7 +324,8 @@ class IHAConfig(LlamaConfig):
             raise ValueError(
                 f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, OPTIONS_CLASSES))}."
             )
-        options_class, options = OPTIONS_CLASSES[kind], self.attention_options.get(kind, {})
+        options_class = OPTIONS_CLASSES[kind]
+        options = self.attention_options.get(kind, {})
         where = f"attention_options[{kind!r}]"
         if not isinstance(options, dict):
             raise ValueError(f"{where}={options!r}; it must be a dict of options, perhaps empty.")

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 
 
 TASKS = (
-    *("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"),
-    *("ForImageTextToText", "ForMultimodalLM"),
+    "ForCausalLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForImageTextToText",
+    "ForMultimodalLM",
 )
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 # Attention modules and masks read these fields from the configurations of their own models.

@@ -1,6 +1,12 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Make the mixing weights that leave a layer's output unchanged, and measure how far a layer is from them."""
+"""Make the mixing weights that leave a layer's output unchanged, and measure how far a layer is from them.
+
+At the start every pseudo-head equals its head, and the pseudo-heads of a token share its RoPE position. The collapse
+selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask.
+Every layer then computes what it computed before (the inclusion of IHA, Theorem 2, in its causal form). Value offsets
+that sum to zero over the pseudo-heads make them differ without changing the result, because their keys are equal.
+"""
 
 from collections.abc import Sequence
 

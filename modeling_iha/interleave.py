@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interleave the heads of a decoder of Transformers in place, without changing what it computes, and undo it.
 
-At the start every pseudo-head equals its head, and the pseudo-heads of a token share its RoPE position. The collapse
-selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask.
-Every layer then computes what it computed before (the inclusion of IHA, Theorem 2, in its causal form). Value offsets
-that sum to zero over the pseudo-heads make them differ without changing the result, because their keys are equal.
+The mixing that changes nothing is that of exact_start.py, which says why. A probe compares the model before and after.
 """
 
 import copy
@@ -63,7 +60,7 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torc
 
 
 class AttentionCall(NamedTuple):
-    """Hold what an attention module called its core with; `heads` are the numbers of query, key and value heads."""
+    """Hold the arguments of an attention module's call; `heads` are the numbers of query, key and value heads."""
 
     query: torch.Tensor
     heads: tuple[int, int, int]
@@ -103,8 +100,8 @@ def interleave_heads(
 ) -> PreTrainedModel:
     """Interleave the heads of a decoder in place, without changing what it computes (IHA, Algorithm 1).
 
-    The model stays what it is to Trainer, TRL, PEFT and `generate`. `save_pretrained` writes a checkpoint that loads
-    with `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` where this package is not installed.
+    Trainer, TRL, PEFT and `generate` still take the model. `save_pretrained` writes a checkpoint that loads with
+    `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` where this package is not installed.
 
     Args:
         model: any decoder of Transformers whose attention goes through its attention registry, also within a model
@@ -117,9 +114,9 @@ def interleave_heads(
             `max_position_embeddings` (IHA, Appendix C), or `None` for the base model's own. For inputs
             longer than the window the outputs change.
         collapse: "per_head" (Algorithm 1) or "all_heads" (Definition 3).
-        seed: of the value offsets, which make the pseudo-heads of a head differ; `None` for none.
-        mixing_scale: how many times the optimizer's rate the mixing learns at. Its entries are of order 1, and at a
-            backbone's rate they hardly move. The weights hold changes from the exact start (see `Mixing`).
+        seed: the seed of the value offsets, which make the pseudo-heads of a head differ; `None` for no offsets.
+        mixing_scale: the mixing learns at this many times the optimizer's rate, because its entries are of order 1
+            and would hardly move at a backbone's rate. The weights hold changes from the exact start (see `Mixing`).
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
     _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
@@ -313,7 +310,7 @@ def _check_calls(config: PreTrainedConfig, calls: dict[nn.Module, AttentionCall]
 
 @contextmanager
 def _recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
-    """Give the calls of a model's attention modules in this thread, by the module."""
+    """Record the calls of a model's attention modules in this thread, and yield them by module."""
     cores = [(config, config._attn_implementation) for config in configs(model.modules())]
     calls: dict[nn.Module, AttentionCall] = {}
     token = CALLS.set(calls)
@@ -462,7 +459,7 @@ def _copy_config(model: PreTrainedModel) -> None:
 
 
 def remove_mixing(module: torch.nn.Module) -> None:
-    """Remove from an attention module what `attach_virtual_heads` gave it, but for the hooks."""
+    """Remove from an attention module what `attach_virtual_heads` gave it, except for the hooks."""
     for name in (*MIXING_MODULES, "virtual_heads", "attended", "was_traced"):
         if hasattr(module, name):  # paired heads have no mixing
             delattr(module, name)

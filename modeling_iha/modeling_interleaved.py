@@ -4,8 +4,8 @@
 
 Transformers' models call attention and make masks through two registries. Each attention core, such as "sdpa", gets a
 second name in both, such as "iha_sdpa" (virtual_masks.py). Under that name a mask is over virtual tokens, and an
-attention module with virtual heads attends over virtual tokens. All else is the base model's own: its projections,
-RoPE, cache, generation and parallel plans.
+attention module with virtual heads attends over virtual tokens. Everything else is the base model's own: its
+projections, RoPE, cache, generation and parallel plans.
 """
 
 import os
@@ -14,9 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache, partial
 from inspect import signature
-from threading import local
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import transformers
@@ -32,6 +30,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .adapter_records import meet_adapter, watch_peft
+from .attended import begin_forward, check_all_attended, check_attended, note_attended
 from .cache_edge import WINDOW_EDGE, keep_window_edge, lacks_window_edge
 from .cache_names import CACHE, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
@@ -53,27 +52,6 @@ MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForMultimodal
 # this.
 HOOK = "interleaving"
 ABSENT_FROM_OLD_CHECKPOINTS = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|scale)$"
-
-
-class Attended(local):
-    """Record, per thread, which modules called `virtual_attention`.
-
-    There are two records, because each fails in one case. Dynamo loses what compiled code writes here. The attribute
-    `attended` of a module (see `noted_attention`) survives compilation, but threads that share a model overwrite it.
-    `_check_attention` accepts either."""
-
-    module: nn.Module | None = None  # the module that attended last and is not checked yet
-
-    def __init__(self):
-        # For each decoder, the modules checked in its current forward
-        self.by_decoder = WeakKeyDictionary[nn.Module, set[nn.Module]]()
-
-
-ATTENDED = Attended()
-REPLACED = (
-    "{} has interleaved heads and attended without them: the module, its forward or its attention core was replaced. "
-    "Use the model without the tool that did so, or apply remove_interleaving first."
-)
 
 
 def register_core(core: str, is_changed: bool = False) -> str:
@@ -124,9 +102,7 @@ def noted_attention(
         requests.attended.add(module.layer_idx)
         attend = partial(requests.attend, attend, module.layer_idx)
     if virtual_heads_of(module) is not None:
-        module.attended = True
-        if not torch.compiler.is_dynamo_compiling():
-            ATTENDED.module = module
+        note_attended(module)
     return attend(query, key, value, attention_mask, **kwargs)
 
 
@@ -290,8 +266,8 @@ def _add_virtual_heads(module: nn.Module, heads: list[int], config: PreTrainedCo
     """Add to an attention module what makes its virtual tokens, and a hook that checks that it attends over them.
 
     `heads` are the numbers of query, key and value heads."""
-    module.attended = False  # see `noted_attention`
-    module.was_traced = False  # see `_check_attention`
+    module.attended = False  # see `note_attended`
+    module.was_traced = False  # see `check_attended`
     module._forward_hooks[HOOK] = _check_attention
     module._forward_hooks_with_kwargs[HOOK] = True
     # CODEPATH: decoders of `pair_heads` are paired, those of `interleave_heads` mixed.
@@ -372,7 +348,7 @@ def use_virtual_cores(model: PreTrainedModel) -> None:
 
 
 def set_core(config: PreTrainedConfig, core: str) -> None:
-    """Set the attention core of one configuration, and of none within it.
+    """Set the attention core of one configuration, but not those of configurations within it.
 
     The public `set_attn_implementation` sets cores of vision towers too, checks them by their names, and in a model of
     `interleave_heads` calls this. A configuration has no public setter; this is the field that Transformers sets."""
@@ -380,29 +356,9 @@ def set_core(config: PreTrainedConfig, core: str) -> None:
 
 
 def _check_attention(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-    """Raise a RuntimeError where a module with virtual heads attended without them."""
-    # Either record will do: see `Attended`.
-    attended = module.attended
-    module.attended = False
-    if torch.compiler.is_dynamo_compiling():
-        _note_traced(module)
-    else:
-        attended = attended or ATTENDED.module is module
-        ATTENDED.module = None
-        for modules in ATTENDED.by_decoder.values():
-            modules.add(module)
-    if not attended:
-        raise RuntimeError(REPLACED.format(type(module).__name__))
+    """Raise a RuntimeError where a module attended without its virtual heads, or with a cache that lacks keys."""
+    check_attended(module)
     _check_cache(module, [*args, *kwargs.values()])
-
-
-@torch.compiler.assume_constant_result
-def _note_traced(module: nn.Module) -> bool:
-    """Note, while Dynamo traces, that a compiled module attends.
-
-    Compiled code that recomputes a layer (activation checkpointing) does not note this itself."""
-    module.was_traced = True
-    return True
 
 
 def _check_cache(module: nn.Module, inputs: list) -> None:
@@ -424,49 +380,12 @@ def _check_cache(module: nn.Module, inputs: list) -> None:
 
 def _check_decoder(interleaved: dict[str, nn.Module], decoder: PreTrainedModel, args: tuple, output: Any) -> None:
     """Raise a RuntimeError where attention modules, by their names, were replaced or passed by."""
-    attended = None  # not known while Dynamo traces
-    if not torch.compiler.is_dynamo_compiling():
-        attended = ATTENDED.by_decoder.pop(decoder, None)
-    for name, recorded in interleaved.items():
-        if is_cut_off(decoder, name):
-            continue
-        module = _present_module(decoder, name, recorded)
-        was_replaced = virtual_heads_of(module) is None
-        if was_replaced or not (_has_attended(module, attended) or _may_skip(decoder, module)):
-            raise RuntimeError(REPLACED.format(f"{name} of {type(decoder).__name__}"))
-
-
-def _present_module(decoder: PreTrainedModel, name: str, recorded: nn.Module) -> nn.Module:
-    """Return the attention module that now has a name, or without one the module that had the name at first."""
-    module = recorded
-    with suppress(AttributeError):  # A wrapper of the layer changes the name.
-        module = decoder.get_submodule(name)
-    if virtual_heads_of(module) is not None:
-        return module
-    # A wrapper of the module, such as that of PEFT's adaption prompts, holds it.
-    return next((inner for inner in module.modules() if virtual_heads_of(inner) is not None), module)
-
-
-def _has_attended(module: nn.Module, attended: set[nn.Module] | None) -> bool:
-    """Return whether a module attended in this forward, as far as is known.
-
-    For a compiled module we only know that it attended when it was traced."""
-    return attended is None or module.was_traced or module in attended
-
-
-def _may_skip(decoder: PreTrainedModel, module: nn.Module) -> bool:
-    """Return whether a decoder may leave out a layer.
-
-    Training may leave out layers at random, and generation the last ones (`assistant_early_exit`)."""
-    if decoder.training and getattr(decoder, "layerdrop", 0):
-        return True
-    depth = getattr(decoder.config.get_text_config(decoder=True), "num_hidden_layers", None)
-    layer_idx = getattr(module, "layer_idx", None) or 0
-    return bool(depth) and layer_idx >= depth
+    present = {name: module for name, module in interleaved.items() if not is_cut_off(decoder, name)}
+    check_all_attended(decoder, present)
 
 
 def is_mixing(name: str) -> bool:
-    """Return whether a parameter, by its name, is of the mixing."""
+    """Return whether a parameter with this name belongs to the mixing."""
     return not set(MIXING_MODULES).isdisjoint(name.split("."))
 
 
@@ -476,8 +395,7 @@ def _prepare_decoder(
     """Prepare the arguments of a decoder's forward: its cache, a user's mask, and the pages of continuous batching.
 
     `names` are those of the positional arguments, and `fixed` replaces keyword arguments."""
-    if not torch.compiler.is_dynamo_compiling():
-        ATTENDED.by_decoder[decoder] = set()
+    begin_forward(decoder)
     named = dict(zip(names, args))
     args = args[len(names) :]
     kwargs = dict(**named, **kwargs) | fixed
@@ -525,7 +443,7 @@ def _window(decoder: PreTrainedModel) -> int | None:
 
 
 def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
-    """Make the layers of a cache keep what windows of virtual tokens reach: one token more than the windows have."""
+    """Make the layers of a cache keep one token more than their windows: windows of virtual tokens reach it."""
     layers = getattr(cache, "layers", ())  # caches of encoders have none
     if not layers:
         return

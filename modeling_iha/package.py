@@ -5,60 +5,17 @@
 `from_preset` reads the named presets. `save_pretrained` ships the code of a model's own mechanisms only."""
 
 import os
+import re
 from pathlib import Path
 
 from transformers.models.llama.configuration_llama import LlamaConfig
 
+from .attention_kinds import ATTENTION_CLASSES
 from .configuration_iha import IHAConfig
+from .kind_options import OPTIONS_CLASSES
 
 
-# The files of each attention kind. A checkpoint ships those of its own kinds, and all files that no kind names.
-SCORES = ("option_fields.py", "score_matrix.py")
-PAIRS = ("options_pairs.py", "tuple_attention.py", *SCORES)
-KIND_FILES = {
-    "mha": (),
-    "iha": ("attention_iha.py", "mixed_heads.py"),
-    "paired_heads": ("attention_paired_heads.py", "options_paired_heads.py", "pairing.py"),
-    "talking_heads": ("attention_talking_heads.py", "score_matrix.py"),
-    "diff": ("attention_diff.py", "options_diff.py", "option_fields.py"),
-    "diff_v2": ("attention_diff_v2.py",),
-    "gated": ("attention_gated.py", "options_gated.py", "option_fields.py"),
-    "knocking_heads": ("attention_knocking_heads.py", "options_knocking_heads.py", "option_fields.py"),
-    "multi_token": ("attention_multi_token.py", "options_multi_token.py", *SCORES),
-    "hyper_feature": ("attention_hyper_feature.py", "options_hyper_feature.py", *SCORES),
-    "hyper": ("attention_hyper.py", "options_hyper.py", *PAIRS),
-    "simplicial": ("attention_simplicial.py", *PAIRS),
-    "dcmha": ("attention_dcmha.py", "options_dcmha.py", *SCORES),
-}
-KIND_TABLES = ("attention_kinds.py", "kind_options.py")
-PACKAGE_ONLY = {
-    *("__init__.py", "package.py", "mixing.py", "exact_start.py"),
-    *("adapters.py", "adapter_records.py"),
-    *("interleave.py", "paired_decoders.py", "configuration_interleaved.py", "modeling_interleaved.py"),
-}
-# The files that an interleaved decoder's checkpoint ships (`interleave_heads`, `pair_heads`).
-INTERLEAVED_FILES = (
-    "adapter_records.py",
-    "cache_names.py",
-    "chunks.py",
-    "configuration_interleaved.py",
-    "exact_start.py",
-    "first_keys.py",
-    "interleaving.py",
-    "head_mixing.py",
-    "mixed_heads.py",
-    "new_token.py",
-    "windows.py",
-    "overlay.py",
-    "cache_edge.py",
-    "mixing_scale.py",
-    "virtual_core.py",
-    "virtual_masks.py",
-    "paged_requests.py",
-    "tested_versions.py",
-    "pairing.py",
-    "modeling_interleaved.py",
-)
+KIND_LISTS = ("attention_kinds.py", "kind_options.py")
 PACKAGE = Path(__file__).resolve().parent
 
 
@@ -82,7 +39,7 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     heads where the preset states no other. The window of IHA's schedule is `flop_matched_window` of the context length
     and P; any other keeps its share of the context length. Special tokens outside of the vocabulary are left out.
 
-    Raise a ValueError for a window that is not shorter than the context, whose layers would be global in silence."""
+    Raise a ValueError for a window that is not shorter than the context: its layers would silently be global."""
     directory = PACKAGE.parent / "configuration_iha"
     presets = sorted(path.stem for path in directory.glob("*.json"))
     if name not in presets:
@@ -90,7 +47,8 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     preset, _ = cls.get_config_dict(directory / f"{name}.json")
     rope_theta = {"rope_theta": overrides.pop("rope_theta")} if "rope_theta" in overrides else {}
     fields = preset | overrides
-    length, slides = fields["max_position_embeddings"], "sliding_attention" in fields.get("layer_types", ())
+    length = fields["max_position_embeddings"]
+    slides = "sliding_attention" in fields.get("layer_types", ())
     if "sliding_window" in preset.keys() - overrides.keys():
         fields["sliding_window"] = _following_window(preset, fields) if slides else None
     if slides and (fields.get("sliding_window") or 0) >= length:
@@ -115,16 +73,40 @@ def _following_window(preset: dict, fields: dict) -> int:
 def shipped_code(kinds: list[str]) -> dict[str, bytes]:
     """Return the files that a checkpoint with these attention kinds ships, by name.
 
-    Two files list the kinds, one to a line. The lines of other kinds are left out."""
-    own = {file for kind, files in KIND_FILES.items() if kind in kinds for file in files}
-    others = {file for files in KIND_FILES.values() for file in files} - own
-    code = {path.name: path.read_bytes() for path in PACKAGE.glob("*.py") if path.name not in others | PACKAGE_ONLY}
-    unused = [f"from .{file.removesuffix('.py')} import " for file in others]
-    unused += [f'    "{kind}": ' for kind in KIND_FILES if kind not in kinds]
-    for name in KIND_TABLES:
+    They are the model, the classes of its kinds, and what these import. Two files list all kinds, one to a line. They
+    ship without the lines of other kinds."""
+    own = [kind for kind in ATTENTION_CLASSES if kind in kinds]
+    classes = [ATTENTION_CLASSES[kind] for kind in own] + [OPTIONS_CLASSES[kind] for kind in own]
+    modules = ["modeling_iha", "options", *(own_class.__module__.split(".")[-1] for own_class in classes)]
+    code = imported_code(*(f"{module}.py" for module in modules))
+    for name in KIND_LISTS:
         lines = code[name].decode().splitlines(keepends=True)
-        code[name] = "".join(line for line in lines if not line.startswith(tuple(unused))).encode()
+        code[name] = "".join(line for line in lines if _is_shipped(line, own, code)).encode()
     return code
+
+
+def imported_code(*names: str) -> dict[str, bytes]:
+    """Return files of this package and those that they import, directly or through others, by name."""
+    code: dict[str, bytes] = {}
+    found = list(names)
+    while found:
+        name = found.pop()
+        if name in code:
+            continue
+        code[name] = (PACKAGE / name).read_bytes()
+        if name not in KIND_LISTS:  # these import the files of every kind
+            modules = re.findall(r"^ *from \.(\w+) import ", code[name].decode(), re.MULTILINE)
+            found += [f"{module}.py" for module in modules]
+    return code
+
+
+def _is_shipped(line: str, kinds: list[str], code: dict[str, bytes]) -> bool:
+    """Return whether a line of a list of kinds ships with the files `code` of some kinds."""
+    imported = re.match(r"from \.(\w+) import ", line)
+    if imported:
+        return f"{imported[1]}.py" in code
+    entry = re.match(r'    "(\w+)": ', line)
+    return entry is None or entry[1] in kinds
 
 
 def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args, **kwargs) -> None:
@@ -132,10 +114,11 @@ def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args,
 
     A stranger reads that code before trusting it. Saving a model calls this after copying the code."""
     LlamaConfig.save_pretrained(config, save_directory, *args, **kwargs)
-    directory, shipped = Path(save_directory), shipped_code(list(config.attention_kinds))
+    directory = Path(save_directory)
     if directory.samefile(PACKAGE):
         return
-    for name in {path.name for path in PACKAGE.glob("*.py")} - PACKAGE_ONLY:
+    shipped = shipped_code(list(config.attention_kinds))
+    for name in shipped_code(list(ATTENTION_CLASSES)):
         if name in shipped:
             (directory / name).write_bytes(shipped[name])
         else:

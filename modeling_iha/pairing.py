@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .first_keys import is_first_key_mask
+from .new_token import apply_mask, hide_in_place
 
 
 class PairedHeads(NamedTuple):
@@ -92,15 +93,17 @@ class PairedHeads(NamedTuple):
             key_heads = key.shape[2]
             query = self._group_queries(query.squeeze(2) * scaling, key_heads)
             scores = torch.matmul(query, key.transpose(-1, -2))  # [batch, P of the keys, G / P, H / G * P, N]
-            # [batch, P of the keys, H / P, P of the queries, N], in float32 at least, as in the eager core
-            scores = scores.unflatten(3, (-1, num_pseudo_heads)).flatten(2, 3)
+            # A view of them as [batch, H / P, P of the queries, P of the keys, N], the order in `new_token_attention`.
+            scores = scores.unflatten(3, (-1, num_pseudo_heads)).flatten(2, 3).permute(0, 2, 3, 1, 4)
+            # The softmax is in float32 at least, as in the eager core.
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             if attention_mask is None:
-                _hide_in_place(scores, window)
+                hide_in_place(scores, window)
             else:
-                scores = _apply_mask(scores, self.mask_of_virtual_heads(attention_mask))
-            weights = _softmax_over_heads_and_keys(scores).to(value.dtype)
-            weights = weights.unflatten(2, (key_heads, -1)).flatten(3, 4)  # as the scores were before
+                scores = apply_mask(scores, self.mask_of_virtual_heads(attention_mask))
+            weights = (scores - scores.logsumexp(dim=(-2, -1), keepdim=True)).exp().to(value.dtype)
+            weights = weights.permute(0, 3, 1, 2, 4)  # in the order of the product with the keys
+            weights = weights.unflatten(2, (key_heads, -1)).flatten(3, 4)
             output = torch.matmul(weights, value).sum(dim=1)  # [batch, G / P, H / G * P, head_dim]
             output = output.unflatten(2, (-1, num_pseudo_heads)).flatten(1, 2)  # [batch, H / P, P, head_dim]
             return output.transpose(1, 2).flatten(1, 2).unsqueeze(1).to(dtype)
@@ -112,32 +115,3 @@ class PairedHeads(NamedTuple):
         query = query.unflatten(1, (self.num_pseudo_heads, -1)).transpose(1, 2)  # [batch, H / P, P, head_dim]
         # The virtual query heads of a key head follow each other.
         return query.unflatten(1, (key_heads, -1)).flatten(2, 3).unsqueeze(1)
-
-
-def _apply_mask(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return scores [batch, P of the keys, H / P, P of the queries, N] with the keys that a mask hides at the lowest.
-
-    The mask is boolean or additive, [batch or 1, H / P or 1, P of the queries, N * P of the keys]."""
-    num_keys = scores.shape[-1]
-    mask = mask.unflatten(-1, (num_keys, -1)).permute(0, 4, 1, 2, 3)
-    if mask.dtype != torch.bool:
-        return scores + mask
-    # Padding sees nothing, and a row of -inf would become NaN.
-    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-
-
-def _hide_in_place(scores: torch.Tensor, window: int | None) -> None:
-    """Set the hidden keys among scores [batch, P of the keys, H / P, P of the queries, N] to -inf, without a mask."""
-    num_pseudo_heads = scores.shape[1]
-    num_keys = scores.shape[-1]
-    hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
-    # Query i sees the keys up to i of its own token. Keys come first here, and queries in `new_token._hide_in_place`.
-    scores[..., -1] += hidden.tril(-1).unsqueeze(1)
-    if window is not None and num_keys == window + 1:
-        # It sees the keys after i of the token just before the window.
-        scores[..., 0] += hidden.triu().unsqueeze(1)
-
-
-def _softmax_over_heads_and_keys(scores: torch.Tensor) -> torch.Tensor:
-    """Return the softmax of scores [batch, P of the keys, H / P, P of the queries, N] over N and the P of the keys."""
-    return (scores - scores.logsumexp(dim=(1, -1), keepdim=True)).exp()

@@ -69,7 +69,7 @@ def query_offset(length: int, num_keys: int) -> int:
 def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: int | None, num_keys: int) -> slice:
     """Return the keys that any query of a block may see, of those in a window of `window` keys.
 
-    With a dense mask they are all keys."""
+    With a dense mask these are all keys."""
     if mask is not None and not is_first_key_mask(mask):
         return slice(0, num_keys)
     first = 0 if window is None else max(0, rows.start + offset - window + 1)
@@ -79,7 +79,7 @@ def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: i
 def recomputed(function: Callable, num_blocks: int, *args, **kwargs):
     """Return `function(*args, **kwargs)`.
 
-    With several blocks nothing of a block is kept, and the backward pass computes it again."""
+    With several blocks no intermediate result is kept, and the backward pass computes each block again."""
     if torch.is_grad_enabled() and num_blocks > 1:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     return function(*args, **kwargs)
@@ -116,7 +116,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
     Masks are those of SDPA or the eager core. A flash core or FlexAttention never builds the scores and is refused.
     """
 
-    past_queries = 0  # queries before a row of scores that changes of the row need
+    past_queries = 0  # how many queries before a row of scores the changes of the row read
 
     def check_core(self):
         super().check_core()
@@ -181,7 +181,9 @@ class ScoreMatrixAttention(MultiHeadAttention):
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with the queries from `first_row` on; those before it are past queries."""
-        length, num_keys, device = query_states.shape[2], key_states.shape[2], query_states.device
+        length = query_states.shape[2]
+        num_keys = key_states.shape[2]
+        device = query_states.device
         offset = query_offset(length, num_keys)
         window = documents_of(attention_mask).longest_span if is_first_key_mask(attention_mask) else None
 

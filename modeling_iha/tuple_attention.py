@@ -120,8 +120,10 @@ class PairAttention(TupleAttention):
         attention_mask: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        keys, values = self.split_keys(key_states), self.split_keys(value_states)
-        (batch, heads, length, head_dim), num_keys = query_states.shape, key_states.shape[2]
+        keys = self.split_keys(key_states)
+        values = self.split_keys(value_states)
+        batch, heads, length, head_dim = query_states.shape
+        num_keys = key_states.shape[2]
         offset = query_offset(length, num_keys)
         reach = [num_keys if window is None else min(num_keys, window + PAIR_BLOCK) for window in self.windows]
         scores_per_query = batch * heads * reach[0] * max(reach[1], head_dim)

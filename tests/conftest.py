@@ -77,10 +77,28 @@ def small_blocks(monkeypatch):
 # The files that take longest, in this order: begun first, none of them keeps one process busy while the other is idle
 # at the end.
 LONGEST = (
-    *("test_interleave", "test_compile", "test_conversion", "test_mechanisms", "test_transformers_suite"),
-    *("test_distributed", "test_model_types", "test_sft", "test_training_run", "test_sft_data"),
-    *("test_peft", "test_make_gpu", "test_hub", "test_benchmarks", "test_preference", "test_recipes"),
-    *("test_readme", "test_serving", "test_faults", "test_evaluation", "test_pull", "test_commands"),
+    "test_interleave",
+    "test_compile",
+    "test_conversion",
+    "test_mechanisms",
+    "test_transformers_suite",
+    "test_distributed",
+    "test_model_types",
+    "test_sft",
+    "test_training_run",
+    "test_sft_data",
+    "test_peft",
+    "test_make_gpu",
+    "test_hub",
+    "test_benchmarks",
+    "test_preference",
+    "test_recipes",
+    "test_readme",
+    "test_serving",
+    "test_faults",
+    "test_evaluation",
+    "test_pull",
+    "test_commands",
 )
 
 

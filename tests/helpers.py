@@ -155,11 +155,30 @@ LOCAL_ROPE = {
 
 # What a checkpoint of "iha" and "mha" layers ships.
 IHA_CODE = {
-    *("configuration_iha.py", "modeling_iha.py", "masks.py", "virtual_core.py"),
-    *("attention_kinds.py", "attention_mha.py", "attention_iha.py", "kind_options.py", "options.py"),
-    *("interleaving.py", "head_mixing.py", "mixed_heads.py", "new_token.py", "windows.py", "chunks.py"),
-    *("virtual_masks.py", "overlay.py", "cache_edge.py", "mixing_scale.py", "cpu_precision.py", "paged_requests.py"),
-    *("cache_names.py", "tested_versions.py", "first_keys.py"),
+    "configuration_iha.py",
+    "modeling_iha.py",
+    "masks.py",
+    "virtual_core.py",
+    "attention_kinds.py",
+    "attention_mha.py",
+    "attention_iha.py",
+    "kind_options.py",
+    "options.py",
+    "interleaving.py",
+    "head_mixing.py",
+    "mixed_heads.py",
+    "new_token.py",
+    "windows.py",
+    "chunks.py",
+    "virtual_masks.py",
+    "overlay.py",
+    "cache_edge.py",
+    "mixing_scale.py",
+    "cpu_precision.py",
+    "paged_requests.py",
+    "cache_names.py",
+    "tested_versions.py",
+    "first_keys.py",
 }
 
 

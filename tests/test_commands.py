@@ -22,8 +22,17 @@ from iha.sources import find_source, locate
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 FOLDERS = (
-    *("modeling_iha", "configuration_iha", "iha", "conversion_scripts", "sft", "evaluation"),
-    *("research/benchmarks", "research/experiments", "research/checkpoints", "research", "vllm_iha"),
+    "modeling_iha",
+    "configuration_iha",
+    "iha",
+    "conversion_scripts",
+    "sft",
+    "evaluation",
+    "research/benchmarks",
+    "research/experiments",
+    "research/checkpoints",
+    "research",
+    "vllm_iha",
 )
 BY_PATH = ("sft/train.py", "sft/train_dpo.py", "sft/train_grpo.py", "evaluation/run.py")
 # TRL's parser shows their keys, and needs PyTorch for it.

@@ -114,7 +114,8 @@ FAULTS = {
         "beyond float16": (
             set_weight("down_proj.weight", first_value(65536.0)),
             "layers.0.mlp.down_proj.weight of ",
-            *("--dtype", "float16"),
+            "--dtype",
+            "float16",
         ),
         "tokenizer of another model": (
             lambda source: tiny_tokenizer(VOCAB_SIZE + 1).save_pretrained(source),

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 ARCHITECTURES = ("InterleavedForCausalLM", "InterleavedForImageTextToText", "IHAForCausalLM")
-REFUSED = "InterleavedForMultimodalLM"  # registered to be refused in a line
+REFUSED = "InterleavedForMultimodalLM"  # registered so that it is refused in one line
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from . import ARCHITECTURES
 
 
 VLLM = ("0.31", "0.32")
-KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of so many keys; 16 would do on a GPU.
+KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of this many keys; 16 would do on a GPU.
 DEFAULT_BLOCK = 128  # vLLM's own on a CPU
 KINDS = ("iha", "paired_heads", "mha")
 WITH_IMAGES = ("llava",)  # model types of bases
@@ -31,7 +31,8 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
         """Raise a NotImplementedError of one line.
 
         Pydantic would wrap a ValueError in several lines."""
-        config, cache_config = vllm_config.model_config.hf_config, vllm_config.cache_config
+        config = vllm_config.model_config.hf_config
+        cache_config = vllm_config.cache_config
         try:
             config.validate()  # vLLM's options have replaced fields since the config was read and checked.
         except StrictDataclassError as error:
@@ -39,7 +40,7 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
                 f"{error.__cause__} Correct config.json, or leave out the option that changed it (--hf-overrides, "
                 "--disable-sliding-window)."
             ) from error
-        # A block of so many virtual tokens holds whole tokens, and as many tokens of another layer fill a page.
+        # A block of this many virtual tokens holds whole tokens, and as many tokens of another layer fill a page.
         step = math.lcm(KERNEL_BLOCK, config.num_pseudo_heads)
         if not cache_config.user_specified_block_size:
             cache_config.block_size = step * math.ceil(DEFAULT_BLOCK / step)
@@ -52,7 +53,8 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
 
 def refused_model(vllm_config: VllmConfig) -> str | None:
     """Return what in a model the plugin cannot serve, or `None`."""
-    model_config, config = vllm_config.model_config, vllm_config.model_config.hf_text_config
+    model_config = vllm_config.model_config
+    config = vllm_config.model_config.hf_text_config
     whole = model_config.hf_config
     architecture = whole.architectures[0]
     if architecture not in ARCHITECTURES:
@@ -76,7 +78,8 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
     for each in [each for each in parameters.values() if isinstance(each, dict)] or [parameters]:
         if (rope_type := each.get("rope_type", "default")) not in ROPE_TYPES:
             return f"rope_type={rope_type!r}, and vLLM serves {', '.join(map(repr, ROPE_TYPES))}"
-    head_dim, head_sizes = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    head_dim = model_config.get_head_size()
+    head_sizes = CPUAttentionBackend.get_supported_head_sizes()
     if current_platform.is_cpu() and head_dim not in head_sizes:
         return f"head_dim={head_dim}, and vLLM's attention on a CPU takes {', '.join(map(str, head_sizes))}"
     return None
@@ -84,13 +87,17 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
 
 def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
     """Return a line on an option that cannot be served, or `None`. Blocks must hold a multiple of `step` tokens."""
-    model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
-    parallel_config, config = vllm_config.parallel_config, model_config.hf_text_config
-    rope_theta = (parameters := getattr(config, "rope_parameters", None) or {}).get("rope_theta")
+    model_config = vllm_config.model_config
+    cache_config = vllm_config.cache_config
+    parallel_config = vllm_config.parallel_config
+    config = model_config.hf_text_config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rope_theta = parameters.get("rope_theta")
     if not vllm.__version__.startswith(tuple(f"{version}." for version in VLLM)):
         known = " and ".join(VLLM)
         return f"vllm_iha is made for vLLM {known}, and this is {vllm.__version__}: install vLLM {VLLM[-1]}."
-    if (given := getattr(config, "rope_theta", rope_theta)) != rope_theta:
+    given = getattr(config, "rope_theta", rope_theta)
+    if given != rope_theta:
         return f"rope_theta={given} has no effect beside rope_parameters={parameters}: give it there, with the others."
     if parallel_config.world_size > 1 or parallel_config.decode_context_parallel_size > 1:
         return "Interleaving mixes all heads, so a model runs on one device: leave the parallel sizes at 1."

@@ -61,7 +61,7 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
         rotation: (cos, sin) of R_p, each [P, head_dim], or `None` for shared positions (`MixedHeads` of modeling_iha).
     """
 
-    copies = 1  # how many times as many values as the plain layer's the cache holds
+    copies = 1  # the cache holds this many times the values of the plain layer's
 
     def __init__(self, module: nn.Module, rotation, cache_config, per_layer_sliding_window=None, **kwargs):
         config = module.config
@@ -99,7 +99,7 @@ class MixedAttention(VirtualAttention):
         if heads != [self.num_heads, self.num_kv_heads, self.num_kv_heads]:  # the kernel would write out of bounds
             raise ValueError(f"The layer has {heads} heads, and vLLM reads another number from the configuration.")
         self.copies = self.block_pool_size
-        # In a tuple: as submodules they would be the layer's twice.
+        # They are in a tuple, because as submodules the layer would have them twice.
         self.mixing = (module.q_mix, module.k_mix, module.v_mix, module.collapse)
 
     @torch.no_grad()
@@ -143,7 +143,8 @@ class PairedAttention(VirtualAttention):
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Attend over the virtual tokens of queries, keys and values [N, heads * head_dim]: they are views of them."""
-        num_tokens, size = len(query), self.block_pool_size
+        num_tokens = len(query)
+        size = self.block_pool_size
         query = self.rotate(query.view(num_tokens, size, self.num_heads, self.head_size))
         key = self.rotate(key.view(num_tokens, size, self.num_kv_heads, self.head_size))
         value = value.view(num_tokens, size, self.num_kv_heads, self.head_size_v)
@@ -158,7 +159,7 @@ class VirtualTransformers(Base):
 
     def _patch_config(self):
         super()._patch_config()
-        # The model is built with a core of its own package. (`recursive_replace` says "vllm".)
+        # The model is built with a core of its own package, and `recursive_replace` sets "vllm" later.
         self.text_config._attn_implementation = "eager"
 
     def recursive_replace(self):
@@ -203,13 +204,14 @@ class Interleaved(VirtualTransformers):
     def _create_hf_to_vllm_mapper(self):
         # The classes of the base tell how its weights are named, and what its experts do.
         self.config.architectures = [self.names_of_bases[self.config.model_type]]
-        own, bases = type(self.model), type(self.model).__mro__
+        own = type(self.model)
+        bases = type(self.model).__mro__
         self.model.__class__ = next(each for each in bases if each.__module__.startswith("transformers."))
         super()._create_hf_to_vllm_mapper()
         self.model.__class__ = own
 
     def recursive_replace(self):
-        # Hooks of the package see to it that its own cores attend.
+        # The package's hooks would raise an error, because other cores than its own attend.
         sys.modules[type(self.model).__module__].remove_hooks(*self.model.modules())
         super().recursive_replace()
 
@@ -232,10 +234,12 @@ class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
     """Serve layers of kinds "iha", "paired_heads" and "mha" by the modules of Llama and Qwen3, which vLLM fuses."""
 
     def recursive_replace(self):
-        config, model = self.config, self.model
+        config = self.config
+        model = self.model
         for layer in model.layers:
-            module, virtual = layer.self_attn, getattr(layer.self_attn, "virtual_heads", None)
-            # Their equations are those of these classes, but for the choice among RoPE tables.
+            module = layer.self_attn
+            virtual = getattr(layer.self_attn, "virtual_heads", None)
+            # Their equations are those of these classes, except that they choose among RoPE tables.
             table = "interleaved" if virtual and config.pseudo_positions == "interleaved" else "token"
             module.register_forward_pre_hook(partial(choose_table, table), with_kwargs=True)
             module.virtual_heads = virtual  # an attribute of the class that it loses

@@ -61,7 +61,7 @@ def all_companions() -> dict[str, Companion]:
 
 
 def is_interleaved(config: PreTrainedConfig) -> bool:
-    """Return if a configuration is that of a decoder of Transformers with interleaved or paired heads."""
+    """Return whether a configuration is that of a decoder of Transformers with interleaved or paired heads."""
     return hasattr(config, "interleaved_layers")
 
 
@@ -71,21 +71,22 @@ def interleaved_kind(config: PreTrainedConfig) -> str:
 
 
 def is_ours(config: PreTrainedConfig) -> bool:
-    """Return if a configuration is that of a model of this package, of either way."""
+    """Return whether a configuration is that of an `IHAForCausalLM`, or of interleaved or paired heads."""
     return isinstance(config, IHAConfig) or is_interleaved(config)
 
 
 def described(config: PreTrainedConfig) -> Any:
     """Return a configuration with the kind, the type and P of each layer in the fields of an IHAConfig.
 
-    In a decoder of Transformers a kind is that of `interleaved_kind` where the heads are interleaved, and elsewhere
+    In a decoder of Transformers the kind of an interleaved layer is `interleaved_kind`, and that of another layer is
     the model type.
     """
     if isinstance(config, IHAConfig):
         return config
     text = config.get_text_config(decoder=True)
     interleaved = [_layer_number(name) for name in getattr(config, "interleaved_layers", ())]
-    layers, window = range(text.num_hidden_layers), getattr(text, "sliding_window", None)
+    layers = range(text.num_hidden_layers)
+    window = getattr(text, "sliding_window", None)
     kinds = dict.fromkeys(layers, config.model_type) | dict.fromkeys(interleaved, interleaved_kind(config))
     types = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(layers)
     if own := getattr(config, "interleaved_window", None):
@@ -109,7 +110,7 @@ def _layer_number(name: str) -> int:
 def own_modules(model: torch.nn.Module) -> list[str]:
     """Return the names of the modules that a kind of attention initialises by itself, such as the mixing.
 
-    They are small and start where an adapter would not, so that they train in full beside adapters.
+    They are small and have starts of their own, so they train in full beside adapters.
     """
     modules = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
     return sorted(

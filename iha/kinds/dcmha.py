@@ -13,7 +13,8 @@ from . import Companion
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
     """Return compositions that change nothing; the generator draws their first projections as at any start."""
-    options, state = config.options_of("dcmha"), {}
+    options = config.options_of("dcmha")
+    state = {}
     if options.base_map:
         size = config.num_attention_heads // options.num_groups
         maps = torch.eye(size).repeat(options.num_groups, 1, 1)
@@ -30,7 +31,8 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of the scores with compositions, two of rank R for each stage (DCMHA, Section 3.3)."""
-    options, heads = config.options_of("dcmha"), config.num_attention_heads
+    options = config.options_of("dcmha")
+    heads = config.num_attention_heads
     groups, rank = options.num_groups, options.rank
     size = heads // groups
     stages = 2 if options.stages == "both" else 1

@@ -3,8 +3,8 @@
 Exact start: query head h of Llama becomes heads 2 h and 2 h + 1, which compute the same output y, because they are of
 the group that head h was of: 2 h // (2 H / G) = (2 h + 1) // (2 H / G) = h // (H / G). Where W is zero, lambda is
 sigmoid(0) = 1/2, so their difference is y - y / 2 = y / 2, and a doubled output projection undoes the half. All
-factors are powers of two, so nothing is rounded. The output projection's bias stays. The price is that of 2 H query
-heads: H * head_dim more rows in the query projection, and twice the products of attention.
+factors are powers of two, so nothing is rounded. The output projection's bias stays. A layer costs as much as one with
+2 H query heads: H * head_dim more rows in the query projection, and twice the products of attention.
 """
 
 import torch
@@ -32,7 +32,9 @@ def from_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str,
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of twice the query heads of "mha", and of lambda."""
-    heads, hidden, width = config.num_attention_heads, config.hidden_size, config.num_attention_heads * config.head_dim
+    heads = config.num_attention_heads
+    hidden = config.hidden_size
+    width = config.num_attention_heads * config.head_dim
     first = mha.cost(config, tokens, window, form)
     second = Cost(0, first.prefill, first.training, first.decode)
     return first + second + linear(tokens, hidden, width, config.attention_bias) + linear(tokens, hidden, heads)

@@ -10,7 +10,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of a score matrix, and of the further values of a value product.
 
     The features of a head divide its channels, so their scores cost together what one score does."""
-    options, groups = config.options_of("hyper_feature"), config.num_key_value_heads
+    options = config.options_of("hyper_feature")
+    groups = config.num_key_value_heads
     further = 0
     if options.value_product:
         orders = options.of_heads(config.num_attention_heads)[:: config.num_attention_heads // groups]

@@ -1,11 +1,4 @@
-"""Describe kind "iha", Interleaved Head Attention (IHA).
-
-With the exact start every IHA layer computes the multi-head attention that it replaces (the inclusion of IHA, Theorem
-2, in its causal form). Every pseudo-head equals its head, and the pseudo-heads of a token share its RoPE position. The
-collapse selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal
-mask. Value offsets that sum to zero over the pseudo-heads make them differ without changing the result, because their
-keys are equal.
-"""
+"""Describe kind "iha", Interleaved Head Attention (IHA)."""
 
 import torch
 
@@ -19,7 +12,7 @@ from . import Companion
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
-    """Return identity mixing and a collapse that selects the last pseudo-head.
+    """Return the mixing and collapse that leave a layer's output unchanged (see modeling_iha/exact_start.py).
 
     The value offsets "balanced" make the pseudo-heads differ; with "none" they are equal."""
     offsets = generator if value_offsets == "balanced" else None
@@ -66,7 +59,7 @@ def to_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, t
 def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
     """Return the differences from the exact start, and zeros for what folds into the projections.
 
-    Of the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters.
+    For the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters.
     NaN and infinity become NaN."""
     moved = deviations_from_start(values(attention), heads_of(config), config.num_pseudo_heads, config.pseudo_collapse)
     return moved | {name: 0 * moved[name] for name in foldable(config)}
@@ -75,7 +68,8 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of Interleaved Head Attention between the projections: mixing, attention and collapse."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    virtual, per_head = config.num_pseudo_heads, config.pseudo_collapse == "per_head"
+    virtual = config.num_pseudo_heads
+    per_head = config.pseudo_collapse == "per_head"
     cached = tokens if window is None else min(tokens, window)
     keys = cached + 1
     mixing = (heads**2 + 2 * groups**2) * virtual

@@ -13,7 +13,8 @@ from . import Companion, mha
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
     """Return identity maps."""
-    options, d = config.options_of("knocking_heads"), config.head_dim
+    options = config.options_of("knocking_heads")
+    d = config.head_dim
     linear = [options.queries and "q_map", options.keys and "k_map", options.values == "linear" and "v_map"]
     state = {f"{name}.weight": torch.eye(d) for name in linear if name}
     if options.values == "mlp":
@@ -23,9 +24,11 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of multi-head attention and of the maps of every token's heads."""
-    options, d = config.options_of("knocking_heads"), config.head_dim
+    options = config.options_of("knocking_heads")
+    d = config.head_dim
     matrices = {None: 0, "linear": 1, "mlp": 3}[options.values]
-    queries, groups = options.queries * config.num_attention_heads, config.num_key_value_heads
+    queries = options.queries * config.num_attention_heads
+    groups = config.num_key_value_heads
     products = d * d * (queries + groups * (options.keys + matrices))
     return mha.cost(config, tokens, window, form) + Cost(
         parameters=d * d * (options.queries + options.keys + matrices),

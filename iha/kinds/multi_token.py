@@ -1,7 +1,7 @@
 """Describe kind "multi_token".
 
-A layer computes the multi-head attention that it replaces while its kernels are zero but for the one in the middle of
-the last row, and its mixing is the identity. A norm or a gate of the heads leaves no exact start.
+A layer computes the multi-head attention that it replaces while each kernel is 1 in the middle of its last row and 0
+elsewhere, and its mixing is the identity. A norm or a gate of the heads leaves no exact start.
 """
 
 import torch
@@ -19,7 +19,8 @@ def _acts(where: str | None) -> list[str]:
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
     """Return kernels and mixing that change nothing."""
-    options, heads = config.options_of("multi_token"), config.num_attention_heads
+    options = config.options_of("multi_token")
+    heads = config.num_attention_heads
     kernel = torch.zeros(heads, 1, options.query_kernel, options.key_kernel)
     kernel[:, :, -1, options.key_kernel // 2] = 1
     group = options.head_group or heads
@@ -30,10 +31,13 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of a score matrix with its convolutions and mixing, and of the rows of past queries."""
-    options, heads, d = config.options_of("multi_token"), config.num_attention_heads, config.head_dim
+    options = config.options_of("multi_token")
+    heads = config.num_attention_heads
+    d = config.head_dim
     convolved, mixed = _acts(options.convolution), _acts(options.head_mixing)
     past = len(convolved) * (options.query_kernel - 1)
-    kernel, group = options.query_kernel * options.key_kernel, options.head_group or heads
+    kernel = options.query_kernel * options.key_kernel
+    group = options.head_group or heads
     of_scores, of_weights = (
         heads * ((name in convolved) * kernel + (name in mixed) * group) for name in ("score", "weight")
     )

@@ -401,8 +401,13 @@ def test_converted_directory_is_complete(converted):
     assert {path.name for path in converted.iterdir()} == {"source", "iha"}
     assert {path.name for path in (converted / "iha").iterdir()} == {
         *IHA_CODE,
-        *("README.md", "config.json", "generation_config.json", "model.safetensors"),
-        *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
     }
     config = json.loads((converted / "iha" / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and config["model_type"] == "iha"

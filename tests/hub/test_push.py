@@ -24,12 +24,24 @@ from iha.processes import run_in_clean_process
 
 
 CHECKPOINT = IHA_CODE | {
-    *("README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"),
-    *("tokenizer.json", "tokenizer_config.json"),
+    "README.md",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
 }
 STRAY = {
-    *(".env", "notes.txt", "secret.py", "token", "train.log", "trainer_state.json", "wandb-key.json"),
-    *("training_args.bin", "optimizer.pt"),  # of a Trainer
+    ".env",
+    "notes.txt",
+    "secret.py",
+    "token",
+    "train.log",
+    "trainer_state.json",
+    "wandb-key.json",
+    "training_args.bin",
+    "optimizer.pt",  # of a Trainer
 }
 SECRET = "hf_" + "a1B2" * 9
 
@@ -210,10 +222,18 @@ def test_what_is_superseded_goes_in_the_same_commit(directory, hub, push, passed
     push()
     repository = hub.repositories["me/iha"]
     added = (
-        *("LICENSE", ".eval_results/a.yaml", "vocab.json", "attention_diff.py", "adapter_config.json"),
-        *("custom_generate/generate.py", "additional_chat_templates/tool_use.jinja"),
-        *("model.fp16.safetensors", "pytorch_model.bin", "other.safetensors"),
-        *("adapter_model.safetensors", "adapter_model.bin"),
+        "LICENSE",
+        ".eval_results/a.yaml",
+        "vocab.json",
+        "attention_diff.py",
+        "adapter_config.json",
+        "custom_generate/generate.py",
+        "additional_chat_templates/tool_use.jinja",
+        "model.fp16.safetensors",
+        "pytorch_model.bin",
+        "other.safetensors",
+        "adapter_model.safetensors",
+        "adapter_model.bin",
     )
     files = {name: File(b"x", name.endswith(LFS_SUFFIXES)) for name in added}
     repository.commit("main", {**hub.head("me/iha"), **files})

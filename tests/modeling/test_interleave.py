@@ -451,6 +451,7 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
         assert {path.name for path in (tmp_path / name).glob("*.py")} == {
             *(
                 "adapter_records.py",
+                "attended.py",
                 "chunks.py",
                 "cache_names.py",
                 "configuration_interleaved.py",

@@ -118,8 +118,14 @@ def test_attention_matches_reference(num_pseudo_heads, collapse, positions, head
         {**LOCAL_ROPE, "pseudo_positions": "shared"},
     ],
     ids=[
-        *("qk_norm", "biases", "two_matrix_ffn", "wide_shared_all_heads", "hybrid_everything", "four_kinds"),
-        *("local_rope", "local_rope_shared"),
+        "qk_norm",
+        "biases",
+        "two_matrix_ffn",
+        "wide_shared_all_heads",
+        "hybrid_everything",
+        "four_kinds",
+        "local_rope",
+        "local_rope_shared",
     ],
 )
 def test_model_matches_reference(overrides):

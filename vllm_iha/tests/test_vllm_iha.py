@@ -306,7 +306,7 @@ def test_forty_requests_at_once(tmp_path):
 def test_a_converted_model(tmp_path, undecorated):
     converted, schedule = tmp_path / "iha", ["--num-pseudo-heads", "2", "--schedule", "hybrid", "--window", "32"]
     run_command(converted, "conversion_scripts.convert_llama_to_iha", smollm2_gguf(), converted, *schedule)
-    # Of random tokens beyond its windows the model makes a text in which rounding grows twentyfold at one place.
+    # From random tokens beyond its windows the model makes a text in which rounding grows twentyfold at one place.
     text = AutoTokenizer.from_pretrained(converted)((ROOT / "LICENSE").read_text())["input_ids"]
     with engine(converted) as llm:
         outputs = serve(llm, [text[:5], text[:40], text[:130]])

@@ -1,0 +1,118 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Notice attention modules with virtual heads that attend without them.
+
+A tool may replace a module, its forward or its attention core. The model would then compute something else without an
+error. Therefore `noted_attention` records which modules attend, and hooks of the modules and of their decoder check
+these records (see `attach_virtual_heads`)."""
+
+from contextlib import suppress
+from threading import local
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .virtual_core import virtual_heads_of
+
+
+class Attended(local):
+    """Record, per thread, which modules called `virtual_attention`.
+
+    There are two records, because each fails in one case. Dynamo loses what compiled code writes here. The attribute
+    `attended` of a module (see `note_attended`) survives compilation, but threads that share a model overwrite it.
+    `check_attended` accepts either."""
+
+    module: nn.Module | None = None  # the module that attended last and is not checked yet
+
+    def __init__(self):
+        # For each decoder, the modules checked in its current forward
+        self.by_decoder = WeakKeyDictionary[nn.Module, set[nn.Module]]()
+
+
+ATTENDED = Attended()
+REPLACED = (
+    "{} has interleaved heads and attended without them: the module, its forward or its attention core was replaced. "
+    "Use the model without the tool that did so, or apply remove_interleaving first."
+)
+
+
+def begin_forward(decoder: PreTrainedModel) -> None:
+    """Begin to record which attention modules of a decoder are checked in its forward."""
+    if not torch.compiler.is_dynamo_compiling():
+        ATTENDED.by_decoder[decoder] = set()
+
+
+def note_attended(module: Any) -> None:
+    """Record that a module calls `virtual_attention`."""
+    module.attended = True
+    if not torch.compiler.is_dynamo_compiling():
+        ATTENDED.module = module
+
+
+def check_attended(module: nn.Module) -> None:
+    """Raise a RuntimeError where a module with virtual heads attended without them."""
+    # Either record will do: see `Attended`.
+    attended = module.attended
+    module.attended = False
+    if torch.compiler.is_dynamo_compiling():
+        _note_traced(module)
+    else:
+        attended = attended or ATTENDED.module is module
+        ATTENDED.module = None
+        for modules in ATTENDED.by_decoder.values():
+            modules.add(module)
+    if not attended:
+        raise RuntimeError(REPLACED.format(type(module).__name__))
+
+
+@torch.compiler.assume_constant_result
+def _note_traced(module: nn.Module) -> bool:
+    """Note, while Dynamo traces, that a compiled module attends.
+
+    Compiled code that recomputes a layer (activation checkpointing) does not note this itself."""
+    module.was_traced = True
+    return True
+
+
+def check_all_attended(decoder: PreTrainedModel, interleaved: dict[str, nn.Module]) -> None:
+    """Raise a RuntimeError where attention modules of a decoder, by their names, were replaced or passed by."""
+    attended = None  # not known while Dynamo traces
+    if not torch.compiler.is_dynamo_compiling():
+        attended = ATTENDED.by_decoder.pop(decoder, None)
+    for name, recorded in interleaved.items():
+        module = _present_module(decoder, name, recorded)
+        was_replaced = virtual_heads_of(module) is None
+        if was_replaced or not (_has_attended(module, attended) or _may_skip(decoder, module)):
+            raise RuntimeError(REPLACED.format(f"{name} of {type(decoder).__name__}"))
+
+
+def _present_module(decoder: PreTrainedModel, name: str, recorded: nn.Module) -> nn.Module:
+    """Return the attention module that now has a name, or without one the module that had the name at first."""
+    module = recorded
+    with suppress(AttributeError):  # A wrapper of the layer changes the name.
+        module = decoder.get_submodule(name)
+    if virtual_heads_of(module) is not None:
+        return module
+    # A wrapper of the module, such as that of PEFT's adaption prompts, holds it.
+    return next((inner for inner in module.modules() if virtual_heads_of(inner) is not None), module)
+
+
+def _has_attended(module: nn.Module, attended: set[nn.Module] | None) -> bool:
+    """Return whether a module attended in this forward, as far as is known.
+
+    For a compiled module we only know that it attended when it was traced."""
+    return attended is None or module.was_traced or module in attended
+
+
+def _may_skip(decoder: PreTrainedModel, module: nn.Module) -> bool:
+    """Return whether a decoder may leave out a layer.
+
+    Training may leave out layers at random, and generation the last ones (`assistant_early_exit`)."""
+    if decoder.training and getattr(decoder, "layerdrop", 0):
+        return True
+    depth = getattr(decoder.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    layer_idx = getattr(module, "layer_idx", None) or 0
+    return bool(depth) and layer_idx >= depth
