@@ -14,6 +14,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from iha.errors import UserError, refusing
 from iha.files import read_text
+from sft.data import names_file
 
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads: they would silently do nothing, or what a recipe promises would not hold.
 UNUSED_KEYS = (
     *("model_revision", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
-    *("bnb_4bit_quant_storage", "lora_task_type", "dataset_config", "dataset_test_split", "ignore_bias_buffers"),
+    *("bnb_4bit_quant_storage", "lora_task_type", "ignore_bias_buffers"),
     *("model_init_kwargs", "hub_token", "push_to_hub"),
 )
 # Keys of a start from random weights.
@@ -40,7 +41,8 @@ UNUSED_WITH = {
         *PRESET_KEYS,
     ),
     "GRPOConfig": (
-        *("eval_dataset_name", "dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
+        *("eval_dataset_name", "dataset_streaming", "sync_ref_model", "use_vllm"),
+        *("dataset_config", "dataset_train_split", "dataset_test_split"),
         *PRESET_KEYS,
     ),
 }
@@ -65,6 +67,11 @@ class RunArguments(ScriptArguments, ModelConfig):
     preset_fields: list[str] | None = key("FIELD=VALUE in place of the preset's; what depends on them follows.")
     tokenizer: str | None = key("Tokenizer of a preset: a directory or an id on the Hub; single bytes by default.")
     dataset_name: str = field(metadata={"help": ".jsonl, .parquet or .txt file, .yaml mixture, or id on the Hub."})
+    dataset_config: str | None = key("Configuration of dataset_name, by default the dataset's own default.")
+    dataset_train_split: str = key("Split of dataset_name to train on.", "train")
+    dataset_test_split: str | None = key(
+        "Split to evaluate on: of eval_dataset_name (train by default), or else of dataset_name (test by default)."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = key("Type of the trained weights.", "float32")
     eval_size: float = key("Rows held out for evaluation: a share below 1, or a number of rows.", 0.0)
     eval_dataset_name: str | None = key("Rows to evaluate on, in place of eval_size: a file or an id on the Hub.")
@@ -119,11 +126,7 @@ class RecipeParser(TrlParser):
             if value is not None and not least <= value < math.inf:
                 expected = "a number above 0" if 0 < least < 1 else f"at least {least}"
                 raise UserError(f"{name}={value:g}: expected {expected}.")
-        evaluates = args.eval_strategy != "no" or args.eval_on_start
-        if run.eval_size == 0 and run.eval_dataset_name is None and evaluates:
-            raise UserError(
-                "eval_strategy and eval_on_start need rows to evaluate on: set eval_size or eval_dataset_name."
-            )
+        _check_data_keys(run, args)
         return run, args
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
@@ -152,6 +155,28 @@ def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
         raise UserError("model_name_or_path: give a checkpoint to start from, or a preset for random weights.")
     if not run.preset and (given := [name for name in PRESET_KEYS if getattr(run, name)]):
         raise UserError(f"{', '.join(given)}: for runs that start from a preset. Remove what is named here.")
+
+
+def evaluates(args: "TrainingArguments") -> bool:
+    """Return whether a recipe asks for an evaluation during training."""
+    return args.eval_strategy != "no" or args.eval_on_start
+
+
+def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
+    """Refuse keys of the data that exclude each other, and an evaluation without rows. Raise `UserError`."""
+    is_file = names_file(run.dataset_name)
+    if run.dataset_config is not None and is_file:
+        raise UserError(f"dataset_config: {run.dataset_name} is a file and has no configurations: remove the key.")
+    if run.dataset_test_split is not None and run.eval_size:
+        raise UserError(
+            "dataset_test_split and eval_size both say what to evaluate on: set eval_size to 0, or remove the split."
+        )
+    if run.dataset_test_split is not None and not evaluates(args):
+        raise UserError("dataset_test_split: this run does not evaluate: set eval_strategy, or remove the key.")
+    if evaluates(args) and is_file and run.eval_size == 0 and run.eval_dataset_name is None:
+        raise UserError(
+            "eval_strategy and eval_on_start need rows to evaluate on: set eval_size or eval_dataset_name."
+        )
 
 
 def chat_template(args: "TrainingArguments") -> str | None:

@@ -6,11 +6,21 @@ TRL ignores OpenThoughts' `system` column and does not rename its roles. It toke
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import Gt, MinLen
-from datasets import Dataset, Features, IterableDataset, List, Value, interleave_datasets, load_dataset
+from datasets import (
+    Dataset,
+    Features,
+    IterableDataset,
+    List,
+    Value,
+    get_dataset_split_names,
+    interleave_datasets,
+    load_dataset,
+)
+from datasets.inspect import SplitsNotFoundError
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 from typing_extensions import TypedDict
@@ -35,6 +45,7 @@ UNREAD_COLUMNS = ("tools", "chat_template_kwargs", "image", "images", "video", "
 TURNS = List({"role": Value("string"), "content": Value("string")})
 # What the name of a file ends with, without .gz -> the reader of the datasets library.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+MIXTURES = (".yaml", ".yml")
 Rows = Dataset | IterableDataset
 # From the first row of a source: what converts a row, given with what names it in errors, and the columns that it has.
 Schema = Callable[[dict], tuple[Callable[[dict, str], dict], Features]]
@@ -125,6 +136,19 @@ def _suffix(name: str) -> str:
     return Path(name.removesuffix(".gz")).suffix
 
 
+class Source(NamedTuple):
+    """Name rows: a file, or a split of a configuration of a directory or of a dataset on the Hub."""
+
+    name: str
+    split: str = "train"
+    config: str | None = None
+
+
+def names_file(name: str) -> bool:
+    """Return whether a source is a file or a mixture, which has neither configurations nor splits."""
+    return Path(name).is_file() or _suffix(name) in (*READERS, *MIXTURES)
+
+
 def check_source(name: str, split: str) -> None:
     """Refuse a file that is not there, and a split of a file, which has none. Raise `UserError`."""
     if _suffix(name) in READERS and not Path(name).is_file():
@@ -133,19 +157,55 @@ def check_source(name: str, split: str) -> None:
         raise UserError(f"{name}, split {split!r}: expected a file {', '.join(READERS)}, which has no split.")
 
 
-def load_rows(name: str, split: str = "train", streaming: bool = False, schema: Schema = schema_of) -> Rows:
+def check_split(source: Source, key: str, or_else: str = "") -> None:
+    """Refuse a configuration or a split that a directory or a dataset on the Hub does not have.
+
+    `key` is the key of the recipe that names the split, and `or_else` is another way out. Raise `UserError`, which
+    lists what there is.
+    """
+    name, split, config = source
+    if names_file(name):
+        return
+    with loading(name, config):
+        try:
+            known = get_dataset_split_names(name, config)
+        except SplitsNotFoundError:  # of archives that cannot be read in part: `load_rows` reads them whole
+            return
+    # A split may be a sum of slices: train[:10%]+test.
+    parts = [part.partition("[")[0].strip() for part in split.split("+")]
+    for part in parts:
+        if part not in (*known, "all"):
+            raise UserError(
+                f"dataset {name!r} has no split {part!r}: set {key} to one of {', '.join(known)}{or_else}."
+            )
+
+
+def loading(name: str, config: str | None) -> AbstractContextManager[None]:
+    """Raise `UserError` for a dataset that cannot be found in the block, or has no such configuration."""
+    what = f"cannot load dataset {name!r} (dataset_config={config})"
+    return refusing(what, FileNotFoundError, ValueError, ConnectionError)
+
+
+def load_rows(
+    name: str,
+    split: str = "train",
+    config: str | None = None,
+    streaming: bool = False,
+    schema: Schema = schema_of,
+) -> Rows:
     """Load and convert the rows of a source, which the datasets library caches.
 
     Args:
         name: a .jsonl, .parquet or .txt file (one document), also compressed by gzip, or what `load_dataset` takes.
         split: of a dataset that is no file.
+        config: the configuration of such a dataset, or None for its default one.
         streaming: read the rows as they are used.
         schema: see `Schema`.
 
     Raise `UserError` for a missing or empty source and for a bad row.
     """
     check_source(name, split)
-    source = {"path": name, "split": split}
+    source = {"path": name, "name": config, "split": split}
     if Path(name).is_file():
         reader = READERS[_suffix(name)]
         whole = {"sample_by": "document"} if reader == "text" else {}
@@ -212,7 +272,7 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
     The file holds a list of `{path: NAME, share: NUMBER}`. Raise `UserError`; shares must add up to 1.
     """
     file = Path(dataset_name)
-    if file.suffix not in (".yaml", ".yml"):
+    if file.suffix not in MIXTURES:
         return [(dataset_name, 1.0)]
     entries = read_yaml(file, Annotated[list[Part], MinLen(1)])
     total = sum(entry["share"] for entry in entries)

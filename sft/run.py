@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset_builder
-from datasets.exceptions import DatasetNotFoundError
 from transformers import TrainingArguments
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
@@ -21,16 +20,17 @@ from typing_extensions import TypedDict
 from iha import plots
 from iha.cards import markdown, render_card, source_base_model, source_license, source_name
 from iha.checkpoints import load_config_dict
-from iha.errors import UserError, refusing
+from iha.errors import UserError
 from iha.files import current_commit, file_sha256, new_directory, read_json, sole_writer, write_json
 from iha.kinds import is_ours
 from sft import make_model
 from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
 from sft.base_model import start_config
-from sft.data import sources
+from sft.data import loading, sources
 from sft.distributed import check_launch, whole_model
 from sft.make_model import start_tokenizer
 from sft.trainer import RECORD, NotFiniteError, RecipeTrainer, newest_whole_checkpoint
+from sft.training_rows import check_splits, evaluation_source
 
 
 Section = dict[str, Any]
@@ -55,6 +55,8 @@ _UNRECORDED = {
     *("model_name_or_path", "tokenizer", "dataset_name", "eval_dataset_name", "output_dir", "logging_dir"),
     *("run_name", "resume_from_checkpoint", "chat_template_path", *UNUSED_KEYS),
 }
+# Keys of a recipe that a resumed run may not change.
+FIXED_KEYS = ("mixing_scale", "dataset_config", "dataset_train_split")
 # Keys of a recipe that a model card names in any case; others when they are not the default.
 CARD_KEYS = (
     *("learning_rate", "lr_scheduler_type", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -142,10 +144,11 @@ def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) ->
 def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     """Return what the run is made of, as JSON values. Raise `UserError` for a model or data that are not there."""
     template = chat_template(args)
+    check_splits(run, args)
     recipe = {name: value for name, value in (asdict(run) | args.to_dict()).items() if name not in _UNRECORDED}
     recipe["chat_template"] = template and hashlib.sha256(template.encode()).hexdigest()
     record = {
-        "data": {"name": run.dataset_name, **identify_data(run.dataset_name)},
+        "data": {"name": run.dataset_name, **identify_data(run.dataset_name, run.dataset_config)},
         "base_model": identify_start(run, args),
         "recipe": recipe,
         "processes": args.world_size,
@@ -172,12 +175,13 @@ def compare_records(record: Record, checkpoint: Path) -> None:
                 f"{checkpoint} belongs to a run with another {section}, {kept[section]['name']}: choose another "
                 "output_dir, or give this run what it began with."
             )
-    then, now = (each["recipe"].get("mixing_scale") for each in (kept, record))
-    if then != now:
-        raise UserError(
-            f"mixing_scale: the run began with {then} and cannot go on with {now}. Give it what it began with, or "
-            "start another run from its final model."
-        )
+    for name in FIXED_KEYS:
+        then, now = (each["recipe"].get(name) for each in (kept, record))
+        if then != now:
+            raise UserError(
+                f"{name}: the run began with {then} and cannot go on with {now}. Give it what it began with, or "
+                "start another run from its final model."
+            )
     for section in ("recipe", "versions"):
         for name, now in record[section].items():
             if (then := kept[section].get(name)) != now:
@@ -204,8 +208,11 @@ def identify_model(source: str) -> dict[str, str | None]:
     return {"commit": extract_commit_hash(cached_file(source, CONFIG_NAME), None)}
 
 
-def identify_data(name: str) -> dict[str, str | None]:
-    """Return the hash of a local source or of a mixture with all its parts, or the commit of a dataset on the Hub."""
+def identify_data(name: str, config: str | None = None) -> dict[str, str | None]:
+    """Return the hash of a local source or of a mixture with all its parts, or the commit of a dataset on the Hub.
+
+    A dataset without a default configuration is only found with one, `config`. Raise `UserError` if it is not found.
+    """
     if (parts := sources(name)) != [(name, 1.0)]:
         identities = [(share, identify_data(part)) for part, share in parts]
         return {"sha256": hashlib.sha256(json.dumps(identities).encode()).hexdigest()}
@@ -214,8 +221,8 @@ def identify_data(name: str) -> dict[str, str | None]:
         return {
             "sha256": file_sha256(path) if path.is_file() else _hash_files(f for f in path.rglob("*") if f.is_file())
         }
-    with refusing(f"cannot load dataset {name!r}", DatasetNotFoundError, ValueError, ConnectionError):
-        return {"revision": load_dataset_builder(name).hash}
+    with loading(name, config):
+        return {"revision": load_dataset_builder(name, config).hash}
 
 
 def _hash_files(files: Iterable[Path]) -> str:
@@ -261,9 +268,12 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
     facts = {
         "Start" if from_scratch else "Base model": f"{source}, {_identity(record['base_model'])}",
         "Data": f"{data}, {_identity(record['data'])}",
-        **({"Held-out data": source_name(run.eval_dataset_name)} if run.eval_dataset_name else {}),
-        "Steps": trainer.state.global_step,
     }
+    held_out = evaluation_source(run, args)
+    if held_out is not None:
+        split = "" if held_out.split == "train" else f", split {held_out.split}"
+        facts["Held-out data"] = source_name(held_out.name) + split
+    facts["Steps"] = trainer.state.global_step
     for title, name in (("Training loss", "loss"), ("Held-out loss", "eval_loss")):
         if values := [entry[name] for entry in history if name in entry]:
             facts[f"{title}, first and last logged"] = f"{values[0]:.4f}, {values[-1]:.4f}"

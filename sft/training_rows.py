@@ -2,14 +2,14 @@
 
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, SFTTrainer
 
 from iha.errors import UserError, refusing
 from modeling_iha.modeling_interleaved import core_of
-from sft.arguments import RunArguments
-from sft.data import Rows, check_chat_template, check_source, load_rows, mix, sources
+from sft.arguments import RunArguments, evaluates
+from sft.data import Rows, Source, check_chat_template, check_source, check_split, load_rows, mix, sources
 
 
 # Besides the flash cores.
@@ -38,9 +38,29 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
     if run.dataset_streaming and args.max_steps < 1:
         raise UserError(f"max_steps={args.max_steps}: dataset_streaming has no last row, so give the number of steps.")
     for name, _ in parts:
-        check_source(name, run.dataset_train_split if len(parts) == 1 else "train")
+        check_source(name, run.dataset_train_split)
+    held_out = evaluation_source(run, args)
+    if held_out is not None:
+        check_source(held_out.name, held_out.split)
+
+
+def evaluation_source(run: RunArguments, args: TrainingArguments) -> Source | None:
+    """Return where the rows to evaluate on are read from, or None if a run holds out rows or does not evaluate."""
     if run.eval_dataset_name:
-        check_source(run.eval_dataset_name, "train")
+        return Source(run.eval_dataset_name, run.dataset_test_split or "train")
+    if run.eval_size or not evaluates(args):
+        return None
+    return Source(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
+
+
+def check_splits(run: RunArguments, args: TrainingArguments) -> None:
+    """Refuse configurations and splits that the run's datasets do not have. Raise `UserError`."""
+    for name, _ in sources(run.dataset_name):
+        check_split(Source(name, run.dataset_train_split, run.dataset_config), "dataset_train_split")
+    held_out = evaluation_source(run, args)
+    if held_out is not None:
+        or_else = "" if run.eval_dataset_name else ", or eval_size to a number of rows"
+        check_split(held_out, "dataset_test_split", or_else)
 
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
@@ -60,23 +80,33 @@ def training_rows(
 ) -> tuple[Rows, Dataset | None]:
     """Return rows for TRL to train on, and those to evaluate on or None. Raise `UserError`.
 
-    The latter are the rows of `run.eval_dataset_name`, or `run.eval_size` rows that are held out: the first ones of a
+    The latter are the rows of `evaluation_source`, or `run.eval_size` rows that are held out: the first ones of a
     stream. They are held out one by one, before any packing: packing changes neither which they are nor what they are
     next to.
     """
     names, shares = zip(*sources(run.dataset_name))
     with args.main_process_first():
-        parts = [load_rows(name, run.dataset_train_split, run.dataset_streaming) for name in names]
+        parts = [load_rows(name, run.dataset_train_split, run.dataset_config, run.dataset_streaming) for name in names]
         if "messages" in parts[0].features:
             check_chat_template(tokenizer, args.assistant_only_loss)
         splits = args.packing and args.packing_strategy != "bfd"
         max_length = None if splits else args.max_length  # to which TRL cuts a row
         rows = parts[0] if len(parts) == 1 else mix(parts, shares, tokenizer, max_length, args.seed)
-        if run.eval_dataset_name:
-            return rows, load_rows(run.eval_dataset_name)
+        held_out = evaluation_source(run, args)
+        if held_out is not None:
+            # A dataset that is streamed is not downloaded: to load one split of it would download all of them.
+            is_streamed = run.dataset_streaming and held_out.name == run.dataset_name
+            return rows, read_all(load_rows(*held_out, streaming=is_streamed))
     if isinstance(rows, IterableDataset):
         return hold_out_first(rows, int(run.eval_size))
     return split_rows(rows, run, args)
+
+
+def read_all(rows: Rows) -> Dataset:
+    """Read a stream to its end, and return a dataset as it is."""
+    if isinstance(rows, IterableDataset):
+        return Dataset.from_list(list(rows), features=rows.features)
+    return rows
 
 
 def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset | None]:
