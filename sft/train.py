@@ -19,7 +19,7 @@ from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_o
 from sft.memory_plan import check_memory
 from sft.run import begun, train
 from sft.trainer import MixingTrainer
-from sft.training_rows import check_cut, check_packing, check_rows, training_rows
+from sft.training_rows import check_cut, check_packing, check_rows, training_rows, whole_text_bytes
 
 
 USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
@@ -58,12 +58,7 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
         # Repeat the stream without end, so that a resume can skip the batches that were seen, however many passes they
         # took. This comes after TRL packs: it packs 1,000 rows at a time, which would be copies of a short stream.
         trainer.train_dataset = trainer.train_dataset.repeat(None)
-    # Bits per byte can be given only if no held-out text is cut: without `max_length`, or where packing splits long
-    # texts instead of cutting them.
-    packs = args.packing if args.eval_packing is None else args.eval_packing
-    is_whole = args.max_length is None or (packs and args.packing_strategy == "bfd_split")
-    if is_whole and eval_rows is not None and "text" in eval_rows.column_names:
-        trainer.eval_bytes = sum(len(text.encode()) for text in eval_rows["text"])
+    trainer.eval_bytes = whole_text_bytes(eval_rows, args)
     trainer.count_tokens.peak_tokens_per_second = peak
     return trainer
 

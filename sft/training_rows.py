@@ -134,6 +134,19 @@ def check_cut(trainer: SFTTrainer, rows: Rows) -> None:
         )
 
 
+def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:
+    """Count the bytes of the text to evaluate on, or return None for other rows and for text that TRL cuts.
+
+    TRL cuts no text without `max_length`, or if packing splits long texts.
+    """
+    packs = args.packing if args.eval_packing is None else args.eval_packing
+    splits = packs and args.packing_strategy == "bfd_split"
+    is_whole = args.max_length is None or splits
+    if rows is None or "text" not in rows.column_names or not is_whole:
+        return None
+    return sum(len(text.encode()) for text in rows["text"])
+
+
 def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset | None]:
     """Return rows to train on and `run.eval_size` held-out rows or None.
 

@@ -12,7 +12,7 @@ from iha.errors import ROOT, UserError
 from iha.files import read_json
 from sft import train, train_dpo
 from sft.arguments import RecipeParser
-from sft.run import make_record
+from sft.record import make_record
 from sft.trainer import RECORD, MixingTrainer
 from sft.training_rows import check_splits, training_rows
 

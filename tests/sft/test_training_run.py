@@ -19,14 +19,14 @@ from trl import SFTConfig, SFTTrainer
 from conversion_scripts.checkpoint_checks import checkpoint_files
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
-from sft import make_model, train
+from sft import make_model, results, train
 from sft import run as sft_run
 from sft.trainer import RECORD, MixingTrainer, newest_whole_checkpoint
 
 
 STEPS = 6
 NO_EVALUATION = {"eval_size": 0, "eval_strategy": "no", "eval_on_start": "false"}
-DRAW = sft_run.draw
+DRAW = results.draw
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
 
@@ -328,7 +328,7 @@ def test_a_checkpoint_without_an_optimizer_of_this_launch_is_refused(whole, tiny
 
 
 def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(sft_run, "draw", DRAW)
+    monkeypatch.setattr(results, "draw", DRAW)
     output, base = tmp_path / "run", shutil.copytree(tiny, tmp_path / "base")
     (base / "README.md").write_text("---\nlicense: mit\nbase_model: me/base\n---\n")
     train.main(command(base, rows_file, output, max_steps=4, eval_on_start="false"))
@@ -355,7 +355,7 @@ def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
 
 
 def test_the_curves_fill_their_picture(tmp_path):
-    points = {name: [] for panel in sft_run.CURVES for name in (panel, f"eval_{panel}")}
+    points = {name: [] for panel in results.CURVES for name in (panel, f"eval_{panel}")}
     DRAW(points | {"loss": [[1, 2.0], [2, 1.5]]}, tmp_path / "curves.png")
     picture = imread(tmp_path / "curves.png")
     assert all(half.min() < 0.5 for half in np.array_split(picture, 2, axis=1))  # drawn on white
