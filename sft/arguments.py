@@ -24,9 +24,17 @@ if TYPE_CHECKING:
 MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads: they would silently do nothing, or what a recipe promises would not hold.
 UNUSED_KEYS = (
-    *("model_revision", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
-    *("bnb_4bit_quant_storage", "lora_task_type", "ignore_bias_buffers"),
-    *("model_init_kwargs", "hub_token", "push_to_hub"),
+    "model_revision",
+    "load_in_8bit",
+    "load_in_4bit",
+    "bnb_4bit_quant_type",
+    "use_bnb_nested_quant",
+    "bnb_4bit_quant_storage",
+    "lora_task_type",
+    "ignore_bias_buffers",
+    "model_init_kwargs",
+    "hub_token",
+    "push_to_hub",
 )
 # Keys of a start from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
@@ -37,12 +45,20 @@ UNUSED_WITH = {
     # computes under a key of rows and weights alone, though it depends on the recipe too.
     # Neither preferences nor rewards teach random weights anything.
     "DPOConfig": (
-        *("eval_dataset_name", "dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),
+        "eval_dataset_name",
+        "dataset_streaming",
+        "sync_ref_model",
+        "precompute_ref_log_probs",
         *PRESET_KEYS,
     ),
     "GRPOConfig": (
-        *("eval_dataset_name", "dataset_streaming", "sync_ref_model", "use_vllm"),
-        *("dataset_config", "dataset_train_split", "dataset_test_split"),
+        "eval_dataset_name",
+        "dataset_streaming",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
+        "sync_ref_model",
+        "use_vllm",
         *PRESET_KEYS,
     ),
 }

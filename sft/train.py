@@ -18,7 +18,7 @@ from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_of_turn
 from sft.memory_plan import check_memory
 from sft.run import begun, train
-from sft.trainer import MixingTrainer
+from sft.trainer import SFTRecipeTrainer
 from sft.training_rows import check_cut, check_packing, check_rows, training_rows, whole_text_bytes
 
 
@@ -36,7 +36,7 @@ example:
 """
 
 
-def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
+def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     check_packing(model, args)
@@ -45,7 +45,7 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
     train_rows, eval_rows = training_rows(run, args, tokenizer)
     if args.assistant_only_loss:
         stop_at_end_of_turn(model, tokenizer)
-    trainer = MixingTrainer(
+    trainer = SFTRecipeTrainer(
         model=model,
         args=args,
         train_dataset=train_rows,

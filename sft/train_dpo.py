@@ -40,7 +40,7 @@ COLUMNS = ("prompt", "chosen", "rejected")
 Pair = TypedDict("Pair", dict.fromkeys(COLUMNS, Messages))
 
 
-class MixingDPOTrainer(RecipeTrainer, DPOTrainer):
+class DPORecipeTrainer(RecipeTrainer, DPOTrainer):
     """Train by preference optimisation."""
 
 
@@ -101,7 +101,7 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
     )
 
 
-def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
+def build_trainer(run: RunArguments, args: DPOConfig) -> DPORecipeTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     if args.beta == 0:
         raise UserError("beta is 0, with which no answer is preferred: expected above 0.")
@@ -116,7 +116,7 @@ def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
     # TRL would load it without what the recipe changes in the config. With adapters the model serves itself.
     reference = None if run.use_peft else load_base_model(run, config)
     train_rows, eval_rows = split_rows(pairs, run, args) if test_pairs is None else (pairs, test_pairs)
-    trainer = MixingDPOTrainer(
+    trainer = DPORecipeTrainer(
         model=model,
         ref_model=reference,
         args=args,

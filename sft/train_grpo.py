@@ -34,7 +34,7 @@ example:
 """
 
 
-class MixingGRPOTrainer(RecipeTrainer, GRPOTrainer):
+class GRPORecipeTrainer(RecipeTrainer, GRPOTrainer):
     """Train by reinforcement learning."""
 
 
@@ -61,7 +61,7 @@ def load_prompts(path: str) -> Dataset:
     )
 
 
-def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
+def build_trainer(run: RunArguments, args: GRPOConfig) -> GRPORecipeTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
         raise UserError(
@@ -81,7 +81,7 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
             model.init_continuous_batching()
     check_positions(model, tokenizer, list(rows["prompt"]), args.max_completion_length)
     train_rows, eval_rows = split_rows(rows, run, args)
-    trainer = MixingGRPOTrainer(
+    trainer = GRPORecipeTrainer(
         model=model,
         reward_funcs=correctness,
         args=args,

@@ -185,7 +185,7 @@ class CountTokens(TrainerCallback):
         state.log_history[-1].update(logs)
 
 
-class MixingTrainer(RecipeTrainer, SFTTrainer):
+class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
     """Train by supervised fine-tuning."""
 
     eval_bytes: int | None = None  # of the text to evaluate on

@@ -13,7 +13,7 @@ from iha.files import read_json
 from sft import train, train_dpo
 from sft.arguments import RecipeParser
 from sft.record import make_record
-from sft.trainer import RECORD, MixingTrainer
+from sft.trainer import RECORD, SFTRecipeTrainer
 from sft.training_rows import check_splits, training_rows
 
 
@@ -172,7 +172,7 @@ def test_a_run_does_not_continue_on_another_configuration_or_split(tmp_path, tin
     def command(**changed) -> list[str]:
         return ["--config", recipe("demo"), *sizes(tiny, name, tmp_path / "run", **{**keys, **changed})]
 
-    with interrupted_at(MixingTrainer, 3):
+    with interrupted_at(SFTRecipeTrainer, 3):
         train.main(command())
     for changed in ({"dataset_config": "hard", "dataset_test_split": "validation"}, {"dataset_train_split": "test"}):
         named = f"{next(iter(changed))}: the run began with .* and cannot go on with"
