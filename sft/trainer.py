@@ -78,7 +78,8 @@ class RecipeTrainer(Trainer):
     def _get_grad_norm(self, model, grad_norm=None):
         # The last call before the optimiser's step that knows the norm.
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        losses, self._losses = self._losses, 0
+        losses = self._losses
+        self._losses = 0  # for the next step
         self._refuse_not_finite("loss", losses)
         # In float16 a norm is infinite now and then: the scaler passes over such a step by itself.
         if self.accelerator.scaler is None and grad_norm is not None:
@@ -105,7 +106,8 @@ class RecipeTrainer(Trainer):
         self.check_weights()
         output = Path(self.args.output_dir)
         checkpoint = output / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        kept, self.args.save_total_limit = self.args.save_total_limit, None
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None  # so that the Trainer removes no checkpoint before this one is whole
         try:
             if self.args.should_save:
                 (checkpoint / RECORD).unlink(missing_ok=True)  # what a stopped run left is whole no more
@@ -114,10 +116,9 @@ class RecipeTrainer(Trainer):
             if self.args.should_save:
                 with whole_file(checkpoint / RECORD) as file:
                     shutil.copyfile(output / RECORD, file)
-                # Not by the Trainer: it would remove the last whole checkpoint before this one is.
-                rotate_checkpoints(self.args.output_dir, kept, self.state.best_model_checkpoint)
+                rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
         finally:
-            self.args.save_total_limit = kept
+            self.args.save_total_limit = limit
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.is_fsdp_enabled:
@@ -167,7 +168,8 @@ class CountTokens(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
-        self.before = self.last = counts[-1] if counts else 0
+        self.before = counts[-1] if counts else 0
+        self.last = self.before
         self.time = time.monotonic()
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
@@ -178,10 +180,12 @@ class CountTokens(TrainerCallback):
             return
         logs["num_tokens"] += self.before
         now = time.monotonic()
-        rate = logs["tokens_per_second"] = (logs["num_tokens"] - self.last) / (now - self.time)
+        rate = (logs["num_tokens"] - self.last) / (now - self.time)
+        logs["tokens_per_second"] = rate
         if self.peak_tokens_per_second is not None:
             logs["model_flops_utilization"] = rate / self.peak_tokens_per_second
-        self.last, self.time = logs["num_tokens"], now
+        self.last = logs["num_tokens"]
+        self.time = now
         state.log_history[-1].update(logs)
 
 

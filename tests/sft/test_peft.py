@@ -164,7 +164,7 @@ def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, mo
 # sft/train.py
 
 
-# What `SFTRecipeTrainer` makes of the parameters that a kind has beside its projections: (weight decay, whether they are
+# How `SFTRecipeTrainer` trains the parameters that a kind has beside its projections: (weight decay, whether they are
 # trained beside adapters). The table of sft/recipes/README.md says the same.
 MIXES, MATRIX, VECTOR = (0.0, True), (0.1, True), (0.0, False)
 LINEAR = (0.1, False)  # they take adapters, as the projections do
