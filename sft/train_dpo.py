@@ -26,8 +26,8 @@ from sft.training_rows import evaluation_source, split_rows
 USAGE = """python -m sft.train_dpo --config sft/recipes/dpo/dpo.yaml [--key value ...]
 
 Train a model to prefer the chosen answer of each row to the rejected one. A row holds `prompt`, `chosen` and
-`rejected`, each a list of {role, content}. Every key below can stand in the YAML file or on the command line, which
-wins. A run that was stopped continues from its newest whole checkpoint when the same command is given again.
+`rejected`, each a list of {role, content}. Every key below can be in the YAML file or on the command line, which
+overrides the file. After a stop, the same command resumes from the newest complete checkpoint.
 
 example:
   python -m sft.train_dpo \\
@@ -47,10 +47,10 @@ class DPORecipeTrainer(RecipeTrainer, DPOTrainer):
 def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
     """Return `prompt`, `chosen` and `rejected` of a row, each a list of {"role", "content"}.
 
-    The prompt ends with the user, the answers are the assistant's and differ. `where` names the row in errors. Raise
-    `UserError` naming the row and the column.
+    The prompt ends with the user, and both answers are the assistant's and differ. `where` names the row in errors.
+    Raise `UserError` naming the row and the column.
     """
-    typed(dict(row), Pair, where)  # a row of the Hub is no dictionary
+    typed(dict(row), Pair, where)  # a row of the datasets library is no dictionary
     pair = {}
     for column in ("chosen", "rejected"):
         turns = {name: row.get(name) for name in ("system", *UNREAD_COLUMNS)}
@@ -77,9 +77,9 @@ def load_pairs(source: Source) -> Dataset:
 
 
 def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOConfig, which: str = "") -> None:
-    """Print how many pairs `max_length` cuts. `which` says which pairs they are.
+    """Print how many pairs `max_length` cuts. `which` says in the messages which pairs these are.
 
-    Raise `UserError` for a pair whose answers do not differ in what is left: TRL drops some of them silently and
+    Raise `UserError` for a pair whose answers no longer differ after the cut: TRL drops some of these silently and
     learns nothing from the others.
     """
     length = args.max_length or sys.maxsize
@@ -113,7 +113,8 @@ def build_trainer(run: RunArguments, args: DPOConfig) -> DPORecipeTrainer:
     check_lengths(pairs, tokenizer, args)
     if test_pairs is not None:
         check_lengths(test_pairs, tokenizer, args, "held-out ")
-    # TRL would load it without what the recipe changes in the config. With adapters the model serves itself.
+    # TRL itself would load the reference model without the recipe's changes of the configuration. With adapters, the
+    # model without them is the reference.
     reference = None if run.use_peft else load_base_model(run, config)
     train_rows, eval_rows = split_rows(pairs, run, args) if test_pairs is None else (pairs, test_pairs)
     trainer = DPORecipeTrainer(
