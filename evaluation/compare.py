@@ -22,12 +22,12 @@ from iha.errors import UserError, run_cli
 from iha.files import check_output_file, read_json, read_jsonl, whole_file
 
 
-# What two evaluations must have in common in a task; its shots are a part of the hash.
+# Settings of a task that two evaluations must have in common. The hash covers its shots.
 SETTINGS = ("task_hash", "samples_each", "generation", "chat")
 
 
 class ComparedTask(Task):
-    """Name what decides whether two evaluations of a task can be compared."""
+    """Hold a task with the settings that two evaluations must have in common."""
 
     task_hash: str
     generation: dict | None
@@ -57,7 +57,7 @@ def read_run(directory: Path) -> dict:
 
 
 def check_alike(task: str, reference: dict, other: dict) -> None:
-    """Raise `UserError` when examples or settings of a task differ between two runs."""
+    """Raise `UserError` if the examples or settings of a task differ between two runs."""
     names = f"{other['name']} than in {reference['name']}"
     for what in SETTINGS:
         if reference["tasks"][task][what] != other["tasks"][task][what]:
@@ -84,9 +84,9 @@ def paired_difference(before: dict[tuple, dict], after: dict[tuple, dict], metri
 def compare(reference: dict, other: dict) -> list[dict]:
     """Return one row for each task and metric that both runs have.
 
-    It holds {"task", "metric", "examples", "figures", "difference", "other_replies"}: "figures" of both, and
-    "other_replies", the number of examples with another reply (`None` for a task without replies). Raise `UserError`
-    without a common task, and for runs that are not alike.
+    It holds {"task", "metric", "examples", "figures", "difference", "other_replies"}. "figures" are those of both
+    runs, and "other_replies" is the number of examples with another reply (`None` for a task without replies). Raise
+    `UserError` if the runs have no task in common, or if their settings or examples differ.
     """
     rows = []
     for task in reference["tasks"].keys() & other["tasks"].keys():
@@ -115,7 +115,7 @@ def compare(reference: dict, other: dict) -> list[dict]:
 
 
 def draw(rows: list[dict], names: list[str], path: Path) -> None:
-    """Draw the figures in per cent, under how many of the second run are above those of the first."""
+    """Draw the figures in per cent. The title says how many of the second run are above those of the first."""
     signs = [row["figures"][1]["value"] - row["figures"][0]["value"] for row in rows]
     above, below = sum(sign > 0 for sign in signs), sum(sign < 0 for sign in signs)
     points: dict[str, list] = {
@@ -163,7 +163,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if names[0] == names[1]:
         raise UserError(f"{names[0]} is the name of both directories: expected different names.")
     rows, plot = compare(*runs), args.output.with_suffix(".png")
-    if drawn := [row for row in rows if "loss" not in row["metric"]]:  # losses are left to the table
+    drawn = [row for row in rows if "loss" not in row["metric"]]  # losses are in the table only
+    if drawn:
         draw(drawn, names, plot)
     text = markdown(rows, runs, plot.name if drawn else None)
     with whole_file(args.output) as path:

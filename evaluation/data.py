@@ -1,8 +1,8 @@
-"""Read the benchmarks' rows and texts, and make them lm-eval's {split: rows}.
+"""Read the benchmarks' rows and texts, and return them as lm-eval's {split: rows}.
 
-They come from a data directory, every file checked against the manifest, or from the Hub. The YAML of a task names
-`files`, `dcformer_synthetic` or `text_windows` under `custom_dataset`; lm-eval passes it the task's `metadata` and
-`dataset_kwargs`.
+They come from a data directory, whose files are checked against the manifest, or from the Hub. The YAML of a task
+names `files`, `dcformer_synthetic` or `text_windows` under `custom_dataset`. lm-eval calls that function with the
+task's `metadata` and `dataset_kwargs`.
 """
 
 import os
@@ -19,17 +19,17 @@ from iha.files import read_json, read_jsonl
 
 
 MANIFEST = read_json(Path(__file__).with_name("data_manifest.json"))
-# A few hand-made rows of each benchmark in the layout of a data directory. They travel with the repository.
+# A few hand-made rows of each benchmark, in the layout of a data directory, which are part of the repository.
 SMOKE = Path(__file__).with_name("smoke_data")
 
 
-file_sha256 = cache(files.file_sha256)  # text of many megabytes is asked for by every task
+file_sha256 = cache(files.file_sha256)  # because every task asks for texts of many megabytes
 
 
 def locate(name: str, directory: str | os.PathLike) -> Path:
     """Return the path of the file `name` of the manifest inside the data directory.
 
-    Raise `UserError` when it is missing or is not the file of the manifest.
+    Raise `UserError` if it is missing or is not the file of the manifest.
     """
     path = Path(directory).expanduser() / name
     if not path.is_file():
@@ -38,7 +38,9 @@ def locate(name: str, directory: str | os.PathLike) -> Path:
             f"tasks that need it with --tasks."
         )
     expected = MANIFEST[name]["sha256"]
-    if Path(directory).resolve() != SMOKE and (found := file_sha256(path)) != expected:
+    is_smoke = Path(directory).resolve() == SMOKE
+    found = expected if is_smoke else file_sha256(path)
+    if found != expected:
         raise UserError(
             f"{path} has SHA-256 {found[:12]}..., expected {expected[:12]}... as in evaluation/data_manifest.json: "
             f"get it again from {MANIFEST[name]['source']}."
@@ -47,15 +49,16 @@ def locate(name: str, directory: str | os.PathLike) -> Path:
 
 
 def rows(name: str, directory: str | os.PathLike | None) -> list[dict]:
-    """Return the rows of the JSON-lines file `name` of the manifest; without a `directory`, of its copy on the Hub.
+    """Return the rows of the JSON-lines file `name` of the manifest, or without a `directory` of its copy on the Hub.
 
-    Raise `UserError` when they cannot be had, and when the Hub's copy has another number of rows.
+    Raise `UserError` if they cannot be read, and if the Hub's copy has another number of rows.
     """
     if directory is not None:
         return list(read_jsonl(locate(name, directory)))
-    if "hub" not in (entry := MANIFEST[name]):
+    entry = MANIFEST[name]
+    if "hub" not in entry:
         raise UserError(f"{name} is not on the Hub in this form ({entry['source']}): give a directory with --data.")
-    with refusing(f"{entry['hub']['path']} cannot be read from the Hub", Exception):  # of many types without a network
+    with refusing(f"{entry['hub']['path']} cannot be read from the Hub", Exception):  # its clients raise many types
         loaded = load_dataset(**entry["hub"]).to_list()
     if len(loaded) != entry["rows"]:
         raise UserError(f"{entry['hub']['path']} on the Hub has {len(loaded)} rows, expected {entry['rows']}.")
@@ -69,7 +72,7 @@ def text(name: str, directory: str | os.PathLike | None) -> str:
     return locate(name, directory).read_text(encoding="utf-8", errors="replace")
 
 
-# For `custom_dataset`
+# Functions that a task names under `custom_dataset`
 
 
 def files(files: dict[str, str], data_directory=None, **_) -> dict[str, Dataset]:
@@ -78,11 +81,11 @@ def files(files: dict[str, str], data_directory=None, **_) -> dict[str, Dataset]
 
 
 def dcformer_synthetic(data_directory=None, **_) -> dict[str, Dataset]:
-    """Return each bracketed word of DCFormer's synthetic texts as a target, after the lines before it as its shots.
+    """Return each bracketed word of DCFormer's synthetic texts as a target, with the lines before it as its shots.
 
-    888 texts of eight lines, of which the last six have a target, give 5,328 rows {"context", "target", "shots"}
-    (Xiao et al., "Improving Transformers with Dynamically Composable Multi-Head Attention", section 4.3: between 2
-    and 7 shots).
+    There are 888 texts of eight lines. The last six lines of each have a target, which gives 5,328 rows {"context",
+    "target", "shots"} with 2 to 7 shots (Xiao et al., "Improving Transformers with Dynamically Composable Multi-Head
+    Attention", section 4.3).
     """
     targets = []
     for entry in rows("dcformer/synthetic_dataset.jsonl", data_directory):
@@ -105,7 +108,7 @@ def text_windows(data_directory, length, windows=20, tokenizer=None, **_) -> dic
         )
     whole, found, start = text("text/state_union.txt", data_directory), [], 0
     for index in count():
-        # No text has more tokens than bytes; most have a quarter of that.
+        # 16 characters for each token are enough: most texts have one token for four bytes.
         piece = whole[start : start + 16 * length]
         offsets = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         if index == windows or len(offsets) < length:

@@ -1,4 +1,4 @@
-"""Give lm-eval a checkpoint as every command here loads it, and mend what would change figures without a word."""
+"""Give lm-eval a checkpoint as every command here loads it, and correct what would silently change figures."""
 
 import hashlib
 import os
@@ -15,19 +15,19 @@ from iha.errors import UserError
 from iha.sources import find_source
 
 
-# Llama's chat template names a day: the same one tomorrow, when a run goes on.
+# Llama's chat template writes the date. A fixed date keeps prompts the same when a run resumes another day.
 DAY = {"date_string": "26 Jul 2024"}
 
 
 class Model(HFLM):
-    """Run a checkpoint of any class that Transformers or this package has; `accelerate launch` shares the documents.
+    """Run a checkpoint of any class that Transformers or this package has.
 
-    The generation settings of the checkpoint, such as a repetition penalty, are put aside: a task's own count. Its
-    end tokens stay.
+    `accelerate launch` distributes the documents over processes. The generation settings of a task replace those of
+    the checkpoint, such as a repetition penalty. The checkpoint's end tokens stay.
 
     Args:
-        seed: of sampled replies. The same batch draws the same random numbers, and another one, or another sample of
-            the same documents, draws others, in whatever run they are made.
+        seed: determines sampled replies. In every run, the same sample of the same batch draws the same random
+            numbers, and another sample or batch draws others.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class Model(HFLM):
         self._model = load_model(self.source, dtype).to(self.device)
 
     def _model_generate(self, context, max_length, stop, sample=None, **settings) -> torch.Tensor:
-        """Generate for a batch of prompts, token ids [batch, length]; `sample` is the number of a sampled reply."""
+        """Generate for a batch of prompts, token ids [batch, length]. `sample` is the number of a sampled reply."""
         if sample is not None:
             batch = hashlib.sha256(repr((self.seed, sample, context.tolist())).encode()).digest()
             torch.manual_seed(int.from_bytes(batch[:8], "big"))
         return super()._model_generate(context, max_length, stop, **settings)
 
     def tok_decode(self, tokens, skip_special_tokens: bool = True) -> str:
-        """Return the text of a reply with the blanks that it begins with.
+        """Return the text of a reply with the blanks at its beginning.
 
-        SentencePiece's decoders drop one at the beginning of a text, which is a part of a program's indent.
+        SentencePiece's decoders drop the first blank of a text, which may belong to the indent of a program.
         """
         tokens = [tokens] if isinstance(tokens, int) else list(tokens)
         before = self.tokenizer.decode(self._before_reply, skip_special_tokens=skip_special_tokens)
@@ -70,7 +70,7 @@ class Model(HFLM):
         return whole[len(before) :]
 
     def check_prompts(self, task: str, requests: list[Instance]) -> None:
-        """Raise `UserError` when a prompt and its reply do not fit into the context: lm-eval would cut the prompt."""
+        """Raise `UserError` if a prompt and its reply do not fit into the context: lm-eval would cut the prompt."""
         needed, limit = [], 0
         for request in requests:
             if request.request_type == "loglikelihood":
@@ -82,7 +82,8 @@ class Model(HFLM):
                 needed.append(tokens + limit)
             else:
                 needed.append(tokens - 1)  # the last token is not read
-        if too_long := sum(each > self.max_length for each in needed):
+        too_long = sum(each > self.max_length for each in needed)
+        if too_long:
             raise UserError(
                 f"{task}: {too_long} prompts do not fit: prompt and reply need up to {max(needed)} tokens, {limit} of "
                 f"them the reply's, and the context has {self.max_length}. Lower --lengths or --max-new-tokens, or "
@@ -90,9 +91,9 @@ class Model(HFLM):
             )
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[list[float]]:
-        """Return the log-probability, in nats, of every token of each text but the first, given all before it.
+        """Return the log-probability, in nats, of each token of a text but the first, given all tokens before it.
 
-        lm-eval's own returns their sum.
+        lm-eval's own method returns their sum.
         """
         result = []
         for request in tqdm(requests, desc="Reading", unit="text", disable=disable_tqdm or self.rank != 0):

@@ -1,7 +1,7 @@
 """Give every scorer its benchmark's own answers, which must score 1, and broken ones, which must score 0.
 
-Mathematics is broken by another number, code by a function that raises or returns None. Writes one JSON
-file with the counts, the rows that are not as expected, and the versions.
+A broken answer to mathematics has another number, and a broken program raises or returns None. The command writes one
+JSON file with the counts, the rows that are not as expected, and the versions.
 
 example: python -m evaluation.replay_gold --data DIR --output gold.json --confirm-run-unsafe-code
 """
@@ -22,7 +22,7 @@ from iha.errors import UserError, run_cli
 from iha.files import check_output_file, write_json
 
 
-# Each returns a gold and a broken reply to a row.
+# Each of these functions returns a gold reply and a broken reply to a row.
 
 
 def _gsm8k(row: dict) -> tuple[str, str]:
@@ -45,7 +45,7 @@ def _humaneval(row: dict) -> tuple[str, str]:
     return f"```python\n{whole}\n```", f"```python\n{row['prompt']}    return None\n```"
 
 
-# benchmark -> file of rows, scorer, maker of replies
+# A benchmark -> its file of rows, its scorer, and the function that makes replies.
 REPLAYS: dict[str, tuple[str, Callable, Callable]] = {
     "gsm8k": ("gsm8k/test.jsonl", scores.gsm8k, _gsm8k),
     "math500": ("math500/test.jsonl", scores.math500, _math500),

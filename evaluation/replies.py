@@ -1,4 +1,4 @@
-r"""Read a chat model's reply: its final answer as math_verify reads it, and its program.
+r"""Read a chat model's reply: its final answer, which math_verify parses, and its program.
 
 tests/evaluation/replies.jsonl holds replies with a reader's verdict.
 """
@@ -21,14 +21,14 @@ from iha.thoughts import after_thoughts
 
 
 def final_part(reply: str) -> str:
-    """Return what a reply says after its thoughts, without OpenThoughts' markers."""
+    """Return the part of a reply after its thoughts, without OpenThoughts' markers."""
     return re.sub(r"<\|(?:begin|end)_of_solution\|>", "", after_thoughts(reply))
 
 
 # Mathematics
 
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# Between the boxes of one answer: x = \boxed{3} or x = \boxed{5}.
+# The text between the boxes of one answer, as in x = \boxed{3} or x = \boxed{5}.
 _GAP = r"(?:[\s$&]|\\[()\[\]]|\\q?quad)*"
 _JOINT = re.compile(
     rf"{_GAP}(?:,|,?{_GAP}(?:\\text\{{\s*)?\b(?:and|or)\b\s*\}}?){_GAP}(?:[A-Za-z](?:_\{{?\d\}}?)?\s*=\s*)?"
@@ -38,7 +38,7 @@ _MARKER = re.compile(r"(?<!#)####\s*(-?\s*\\?[$€£]?\s*-?\s*[\d,]*\.?\d+\s*\\?
 # Signs that math_verify does not read.
 _SIGNS = str.maketrans({"−": "-", "∞": r"\infty ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "`": ""})
 
-# Around the number of an answer.
+# The text around the number of an answer.
 _TEXT = r"\\(?:text(?:it|rm|sf|normal)?|math(?:rm|sf)|mbox)\s*"
 _CURRENCY = re.compile(rf"{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds\b|\b(?:USD|EUR|GBP)\b")
 _THOUSANDS = re.compile(r"(?:^|=)\s*-?\s*\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?(?=\s*(?:\Z|\$|\\[)\]]))")
@@ -56,8 +56,8 @@ _MULTIPLE = re.compile(
     re.IGNORECASE,
 )
 
-# A reply without a box: its formulas in lines of their own, sentences that do not say the answer, what takes it back,
-# and numbers that are none: bounds and ranges, times and ratios, "60k".
+# Parts of a reply without a box: formulas in lines of their own, sentences that do not say the answer, words that take
+# an answer back, and numbers that are no answer (bounds and ranges, times and ratios, "60k").
 _DISPLAY = re.compile(
     r"\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\begin\{((?:align|gather|eqnarray)\*?)\}(.*?)\\end\{\3\}", re.DOTALL
 )
@@ -72,7 +72,7 @@ _NO_ANSWER = re.compile(
 
 
 class Box(NamedTuple):
-    """Hold where a box begins and ends in a text, and what it holds."""
+    """Hold the start, the end and the content of a box in a text."""
 
     start: int
     end: int
@@ -80,7 +80,7 @@ class Box(NamedTuple):
 
 
 def boxes(text: str) -> tuple[list[Box], bool]:
-    """Return the boxes of `text`, and whether one that does not end follows the last of them."""
+    """Return the boxes of `text`, and whether a box that does not end follows the last of them."""
     found, position, is_open = [], 0, False
     while opening := _OPENING.search(text, position):
         depth, position = 1, opening.end()
@@ -89,7 +89,7 @@ def boxes(text: str) -> tuple[list[Box], bool]:
             position += 1
         is_open = depth > 0
         if is_open:
-            position = opening.end()  # what it holds may be boxes that end
+            position = opening.end()  # it may hold boxes that end
         else:
             found.append(Box(opening.start(), position, text[opening.end() : position - 1]))
     return found, is_open
@@ -121,9 +121,11 @@ def _without_unit(answer: str) -> str:
     if whole := re.fullmatch(rf"{_TEXT}\{{([^{{}}]*\d[^{{}}]*)\}}", answer):
         answer = whole[1]
     answer = re.sub(r"(?<!\\)\\[ ,;:]|~", " ", _CURRENCY.sub("", answer)).strip().removesuffix(".")
-    if (unit := _UNIT.search(answer)) and (number := answer[: unit.start()].strip()):
+    unit = _UNIT.search(answer)
+    number = answer[: unit.start()].strip() if unit else ""
+    if number:
         words = re.findall("[a-z]+", (unit[1] or unit[2] or unit[3]).lower())
-        # math_verify would drop every text.
+        # The words are kept beside the number, because math_verify would drop every text.
         answer = number if _NO_UNITS.isdisjoint(words) else f"({number}, {' '.join(words)})"
     return _THOUSANDS.sub(_without_separators, _SUM.sub("", answer))
 
@@ -135,7 +137,7 @@ def _is_range(part: Basic) -> bool:
 
 def _read(answer: str) -> tuple | None:
     answer = _without_unit(_plain(answer.strip())).replace(r"\varnothing", r"\emptyset")
-    if re.match(r"[<>≤≥]|\\[gl](?:eq?|t)\b", answer):  # math_verify reads the number alone
+    if re.match(r"[<>≤≥]|\\[gl](?:eq?|t)\b", answer):  # math_verify would read only the number
         return None
     found = tuple(parse(rf"\boxed{{{answer}}}"))
     if re.search(r"\bor\b", answer) and isinstance(found[0], FiniteSet) and all(map(_is_range, found[0].args)):
@@ -154,14 +156,14 @@ def _last_row(display: re.Match) -> str:
 def _conclusion(text: str) -> str:
     """Return the last sentence with a number or LaTeX of a reply without a box, from its last "answer" on.
 
-    It is empty where the reply breaks off or takes back its answer, and where there is no such sentence.
+    It is empty if the reply is truncated or takes back its answer, and if there is no such sentence.
     """
     text = _DISPLAY.sub(_last_row, text).replace(".$", "$.").strip()
     text = re.sub(r"(?i)(answer(?: is)?)\W*\n", r"\1: ", text)
     sentences = re.split(r"(?i)(?<=[.!?])(?<!\d!)\s+|\n+|(?=\banswer)", text)
     says = re.compile(r"(?i)\d|\\\w|\$|^answer(?: is|\W*:)")
     stated = [sentence for sentence in sentences if says.search(sentence) and not _ASIDE.match(sentence)]
-    if not stated or re.search(r"(?:\s[-=+*/×]|,|[.!?] [^\d\\\n]*[A-Za-z])$", text):  # it breaks off
+    if not stated or re.search(r"(?:\s[-=+*/×]|,|[.!?] [^\d\\\n]*[A-Za-z])$", text):  # the reply is truncated
         return ""
     named = [number for number, sentence in enumerate(stated) if sentence.lower().startswith("answer")]
     if named and any(map(_CORRECTION.search, stated[named[-1] :])):
@@ -171,10 +173,11 @@ def _conclusion(text: str) -> str:
 
 @cache
 def math_answer(text: str) -> tuple | None:
-    """Return the final answer in `text` as math_verify reads it; `None` when there is none.
+    """Return the final answer in `text` as math_verify reads it, or `None` if there is none.
 
-    It is in the last box, else after the last "####" (GSM8K's marker) with nothing but a number, else in the
-    conclusion. Thoughts do not count, and boxes that "and", "or" or a comma joins are one answer.
+    It is in the last box. Without a box it is the number that stands alone after the last "####" (GSM8K's marker), and
+    without both it is in the conclusion. Thoughts do not count. Boxes that "and", "or" or a comma joins are one
+    answer.
     """
     text = final_part(text)
     if tagged := re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL):
@@ -197,13 +200,13 @@ def math_answer(text: str) -> tuple | None:
 
 
 def _letters(latex: str) -> set[str]:
-    """Return the letters of the variables in `latex`; none of a word."""
+    """Return the letters of the variables in `latex`, but no letters if it is a word."""
     letters = re.sub(rf"{_TEXT}\{{[^{{}}]*\}}|\\[A-Za-z]+", "", latex)
     return set() if letters.isalpha() else set(filter(str.isalpha, letters))
 
 
 def _differ(first: str, second: str) -> bool:
-    """Return whether answers differ in what math_verify passes over: 3r and 3R, and 44 in base 8 and in base 9."""
+    """Return whether answers differ in a way that math_verify ignores: 3r and 3R, or 44 in base 8 and in base 9."""
     mine, yours = _letters(first), _letters(second)
     if any(letter.swapcase() in yours - mine for letter in mine - yours):
         return True
@@ -219,7 +222,7 @@ def equal_answers(gold: tuple, answer: tuple) -> bool:
 
 # Code
 
-# Fences in lists and behind tags are fences too.
+# Without these rules, fences in lists and behind tags count too.
 _MARKDOWN = MarkdownIt("commonmark").disable(["code", "html_block"])
 
 
@@ -227,7 +230,7 @@ def _names(code: str) -> tuple[set[str], set[str], set[str]]:
     """Return the names that `code` defines, those that it imports, and those that it uses beside Python's own."""
     try:
         tables = [symtable.symtable(code, "reply", "exec")]
-    except (SyntaxError, ValueError, RecursionError):  # a program that breaks off is the reply's program all the same
+    except (SyntaxError, ValueError, RecursionError):  # a truncated program is still the reply's program
         return set(re.findall(r"^(?:def|class) +(\w+)", code, re.MULTILINE)), set(), set()
     defined = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned()}
     imported = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_imported()}
@@ -245,10 +248,11 @@ def names_needed(code: str) -> set[str]:
 
 
 def program(reply: str, names: set[str]) -> str:
-    """Return the program in a chat model's reply, which is to define `names`.
+    """Return the program in a chat model's reply, which should define `names`.
 
-    It is the last block of Python that defines them, with the blocks that it needs; without such a block the last one.
-    Blocks without a label count where none says Python, and the whole reply where there is no block.
+    It is the last block of Python that defines them, with the blocks that it needs. If no block defines them, it is
+    the last block. If no block is labelled as Python, blocks without a label count. If there is no block, it is the
+    whole reply.
     """
     # A fence may stand behind prose: "Here is the code: ```python".
     reply = re.sub(r"(?m)(?<=\S)[ \t]+(?=```\w+\s*$)", "\n", final_part(reply))
@@ -259,12 +263,12 @@ def program(reply: str, names: set[str]) -> str:
         return reply
     provided, used = [], []
     for defined, imported, needed in map(_names, blocks):
-        provided.append(defined | imported - names)  # an example of use may import the function
+        provided.append(defined | imported - names)  # a block that shows how to use the function may import it
         used.append(needed)
     chosen, missing = set(), names
     while found := [i for i, provides in enumerate(provided) if i not in chosen and missing & provides]:
         chosen.add(found[-1])
         missing = names.union(*(used[i] for i in chosen)).difference(*(provided[i] for i in chosen))
-    if not chosen:  # in HumanEval's prompt an indented block goes on with the function
+    if not chosen:  # an indented block continues the function of HumanEval's prompt
         return next((block for block in reversed(blocks) if re.match(r"[ \t]+\S", block)), blocks[-1])
     return "\n".join(blocks[i] for i in sorted(chosen))

@@ -1,4 +1,4 @@
-"""Write the report of an evaluation: a Markdown file with ours beside the paper's figures."""
+"""Write the report of an evaluation: a Markdown file with our figures beside the paper's."""
 
 import math
 from collections import defaultdict
@@ -13,7 +13,7 @@ PAPER = read_json(Path(__file__).with_name("paper.json"))
 
 
 def _mean(tasks: list[dict]) -> dict:
-    """Return the mean of RULER's metric over tasks, {"value", "stderr"}, as of independent figures."""
+    """Return the mean of RULER's metric over tasks, {"value", "stderr"}. The error assumes independent figures."""
     figures = [task["metrics"]["string_match"] for task in tasks]
     errors = [figure["stderr"] for figure in figures]
     stderr = None if None in errors else math.hypot(*errors) / len(figures)
@@ -21,15 +21,15 @@ def _mean(tasks: list[dict]) -> dict:
 
 
 def ruler_means(tasks: dict[str, dict]) -> dict:
-    """Return the means of the RULER tasks that were run, each with the same weight; {} without any.
+    """Return the means of the RULER tasks that were run, each with the same weight, or {} if none was run.
 
-    They are {"by_length": {length: figure}, "all": figure, "tasks": names}. (lm-eval's group counts length 4096 and
-    no other.)
+    They are {"by_length": {length: figure}, "all": figure, "tasks": names}. (lm-eval's group counts only length 4096.)
     """
     by_length: dict[int, dict] = defaultdict(dict)
     for name, task in tasks.items():
-        if (kind := name.partition("@")[0]) in ruler.TASKS:
-            by_length[int(name.partition("@")[2])][kind] = task
+        kind, _, length = name.partition("@")
+        if kind in ruler.TASKS:
+            by_length[int(length)][kind] = task
     if not by_length:
         return {}
     return {
@@ -52,7 +52,7 @@ def _tasks_table(tasks: dict[str, dict]) -> str:
 
 
 def _ours(results: dict, column: dict) -> dict | None:
-    """Return our figure for a column of the paper's tables, or `None` when it was not measured as the paper does."""
+    """Return our figure for a column of the paper's tables, or `None` if it was not measured as in the paper."""
     task, metric = column["task"], column["metric"]
     if results["suite"] == "smoke":  # hand-made examples
         return None
@@ -71,7 +71,7 @@ def _paper_table(results: dict, table: dict) -> str:
 
 
 def markdown(results: dict) -> str:
-    """Return the report, with a line for all that was cut or left out."""
+    """Return the report, which says in lines of its own what was cut or left out."""
     tasks, means = results["tasks"], results["ruler"]
     lines = [
         f"# {results['model']}: {results['suite']}\n",
@@ -81,11 +81,13 @@ def markdown(results: dict) -> str:
         + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
         + ". What each figure means: evaluation/README.md.\n",
     ]
-    if (first := results["first_commit"]) != results["commit"]:
+    first = results["first_commit"]
+    if first != results["commit"]:
         lines.append(f"- The run began at commit {first}, and was scored at {results['commit']}.")
     for name, task in tasks.items():
         of = task["examples"] * task["samples_each"]
-        if unfinished := task["unfinished_replies"]:
+        unfinished = task["unfinished_replies"]
+        if unfinished:
             lines.append(f"- {name}: {unfinished} of {of} replies were still going at the limit.")
     lines += ["", _tasks_table(tasks)]
     if means:
@@ -94,7 +96,8 @@ def markdown(results: dict) -> str:
             for length, figure in [*means["by_length"].items(), ("all", means["all"])]
         ]
         lines += ["## RULER: mean of the tasks that were run\n", markdown_table(["length", "string_match"], rows)]
-        if missing := [task for task in ruler.TASKS if task not in means["tasks"]]:
+        missing = [task for task in ruler.TASKS if task not in means["tasks"]]
+        if missing:
             lines.append(f"Not run, and not in the means: {', '.join(missing)}.\n")
     beside = [
         f"### {table['title']}\n\n{_paper_table(results, table)}"

@@ -1,9 +1,9 @@
 """Make lm-eval's RULER tasks (Hsieh et al., 2024) for one length each, and score them.
 
-The documents are lm-eval's own. What this adds: the random state is seeded by run, task and length, because lm-eval
-draws needles from the global one, and a length has its own figure. `niah_single_1`, `niah_multikey_2` and
-`niah_multikey_3`, `ruler_vt`, `ruler_cwe` and `ruler_fwe` need no network; lm-eval gets the essays and the questions
-of the others from the Hub.
+The documents are lm-eval's own. This file gives each length a figure of its own, and seeds the random state by run,
+task and length, because lm-eval draws needles from the global state. `niah_single_1`, `niah_multikey_2`,
+`niah_multikey_3`, `ruler_vt`, `ruler_cwe` and `ruler_fwe` need no network. lm-eval gets the essays and the questions
+of the other tasks from the Hub.
 """
 
 import random
@@ -19,14 +19,24 @@ from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 from iha.errors import UserError
 
 
-# Multi-key retrieval first: it is where the paper sees the largest difference.
+# Multi-key retrieval comes first, because the paper sees the largest difference there.
 TASKS = (
-    *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
-    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multivalue", "niah_multiquery"),
-    *("ruler_vt", "ruler_cwe", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot"),
+    "niah_multikey_1",
+    "niah_multikey_2",
+    "niah_multikey_3",
+    "niah_single_1",
+    "niah_single_2",
+    "niah_single_3",
+    "niah_multivalue",
+    "niah_multiquery",
+    "ruler_vt",
+    "ruler_cwe",
+    "ruler_fwe",
+    "ruler_qa_squad",
+    "ruler_qa_hotpot",
 )
 STOCK = Path(lm_eval.tasks.__file__).parent / "ruler"
-# Below this length, in tokens, lm-eval's makers of these tasks may never end.
+# Below this length, in tokens, lm-eval may never finish making these tasks.
 SHORTEST = {"ruler_vt": 1024, "ruler_cwe": 1024, "ruler_fwe": 1024}
 
 
@@ -34,7 +44,7 @@ def config(task: str, length: int, tokenizer: str) -> dict:
     """Return lm-eval's configuration of a task for one length, in tokens, with this module's score.
 
     Args:
-        tokenizer: the directory of the tokenizer that measures the documents. lm-eval would run code that it brings.
+        tokenizer: the directory of the tokenizer that measures the documents. lm-eval would run code in it.
 
     Raise `UserError` for a length that is too short.
     """
@@ -49,14 +59,17 @@ def config(task: str, length: int, tokenizer: str) -> dict:
 
 @contextmanager
 def seeded(title: str, seed: int) -> Iterator[None]:
-    """Let the block draw the documents of a task, NAME@LENGTH, by `seed`, and leave the random state as it is."""
-    states = random.getstate(), np.random.get_state()
+    """Let the block draw the documents of a task, NAME@LENGTH, by `seed`, and restore the random state after it."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     number = random.Random(f"{seed}/{title}").getrandbits(32)
-    random.seed(number), np.random.seed(number)
+    random.seed(number)
+    np.random.seed(number)
     try:
         yield
     finally:
-        random.setstate(states[0]), np.random.set_state(states[1])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def score_all(document: dict, replies: list[str]) -> dict[str, float]:
@@ -65,6 +78,6 @@ def score_all(document: dict, replies: list[str]) -> dict[str, float]:
 
 
 def score_any(document: dict, replies: list[str]) -> dict[str, float]:
-    """Score whether one reference is there (RULER's string_match_part); lm-eval takes the mean over them."""
+    """Score whether the reply contains any reference (RULER's string_match_part). lm-eval takes their mean."""
     each = [score_all({"outputs": [reference]}, replies)["string_match"] for reference in document["outputs"]]
     return {"string_match": max(each)}

@@ -1,8 +1,8 @@
 """Measure a checkpoint as the paper does, through lm-eval with this directory's tasks.
 
 The tasks are RULER, GSM8K, MATH-500, MBPP, HumanEval, DCFormer's synthetic task and loss by position. Everything is
-checked before the first token is generated. lm-eval's cache keeps each answer: the same command continues a killed
-run, and with more --samples adds to those that are there. evaluation/README.md says what each figure means.
+checked before the first token is generated. lm-eval's cache keeps each answer, so the same command resumes a killed
+run, and more --samples add to those in the cache. evaluation/README.md explains each figure.
 
 examples:
   python -m evaluation.run outputs/smollm2-iha --suite smoke
@@ -44,20 +44,21 @@ from iha.foreign_code import note_foreign_code
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
-# The modules of this directory that decide on a task's figures.
+# The modules of this directory that determine a task's figures.
 _DECIDING = ("data", "model", "replies", "ruler", "run", "run_code", "scores", "suites")
 
 
 def claim_output(directory: Path, identity: dict) -> dict:
-    """Make `directory` this run's, or go on with it, and return what its run.json records.
+    """Record this run in `directory`, or check that the directory belongs to it, and return its run.json.
 
-    lm-eval's cache knows a reply by its prompt and settings, not by its model. Raise `UserError` when the directory
-    holds something else, or replies of another checkpoint, tokenizer, seed or dtype.
+    The check is needed because lm-eval's cache finds a reply by its prompt and settings, not by its model. Raise
+    `UserError` if the directory holds something else, or replies of another checkpoint, tokenizer, seed or dtype.
     """
     path = directory / "run.json"
     if path.is_file():
         found = read_json(path)
-        if different := [name for name in identity if found.get(name) != identity[name]]:
+        different = [name for name in identity if found.get(name) != identity[name]]
+        if different:
             another = " and ".join(different)
             raise UserError(f"{directory} holds replies of another {another}: choose another --output, or remove it.")
         return found
@@ -69,14 +70,14 @@ def claim_output(directory: Path, identity: dict) -> dict:
 
 
 def task_hash() -> str:
-    """Return a hash of everything in this repository that decides the tasks' prompts, replies and scores."""
+    """Return a hash of all files of this repository that determine the tasks' prompts, replies and scores."""
     settings = sorted(suites.TASKS.glob("*.yaml"))  # all of them, because tasks include others
     modules = [Path(__file__).with_name(f"{module}.py") for module in _DECIDING]
     return hashlib.sha256(b"".join(file.read_bytes() for file in settings + modules)).hexdigest()[:16]
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, tasks: dict[str, suites.Task]) -> None:
-    """Raise `UserError` when the tokenizer has no end, ends every prompt, or cannot write a chat that it must."""
+    """Raise `UserError` if the tokenizer has no end token, ends every prompt, or lacks a chat template for a task."""
     if tokenizer.eos_token_id is None:
         raise UserError("The tokenizer has no end token, where replies stop: set eos_token, or give --tokenizer.")
     if tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]:
@@ -84,14 +85,15 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, tasks: dict[str, suites.
             f"The tokenizer puts its end token {tokenizer.eos_token} behind every text, so that a reply would begin "
             f"after the end: give another --tokenizer, one without add_eos_token."
         )
-    if names := [name for name, task in tasks.items() if task.config.metadata["chat"]]:
+    names = [name for name, task in tasks.items() if task.config.metadata["chat"]]
+    if names:
         advice = "add a template (see sft/chat_templates), give another --tokenizer, or put plain text with --no-chat"
         with refusing(f"The tokenizer writes no chat, as {', '.join(names)} need: {advice}", ValueError):
             tokenizer.get_chat_template()
 
 
 def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model) -> dict:
-    """Return the metrics of a task with standard errors, and what they were measured on, by lm-eval's samples."""
+    """Return the metrics of a task with standard errors, and counts and settings of lm-eval's samples."""
     metrics = {}
     for key, value in figures.items():
         metric, _, pipeline = key.partition(",")
@@ -118,7 +120,7 @@ def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model) 
 
 
 def kept_samples(rows: list[dict]) -> list[dict]:
-    """Return one row a document of lm-eval's samples: its hash, target, replies and scores."""
+    """Return one row for each document of lm-eval's samples: its hash, target, replies and scores."""
     kept = []
     for row in sorted(rows, key=lambda row: row["doc_id"]):
         kept.append({key: row[key] for key in ("doc_id", "doc_hash", "prompt_hash", "target", *row["metrics"])})
@@ -130,7 +132,8 @@ def kept_samples(rows: list[dict]) -> list[dict]:
 def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Return the command line with the suite's tasks and defaults filled in. Raise `UserError`."""
     for name in ("limit", "samples", "max_new_tokens", "batch_size"):
-        if (value := getattr(args, name)) is not None and value < 1:
+        value = getattr(args, name)
+        if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
     for name, value in (suites.SMOKE_DEFAULTS if args.suite == "smoke" else suites.DEFAULTS).items():
         if getattr(args, name) is None:
@@ -165,9 +168,11 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     parser.add_argument(
         "--data", type=Path, help="directory of data files as in data_manifest.json (default: the Hub)"
     )
-    parser.add_argument("--lengths", type=int, nargs="+", help="of RULER's prompts and replies, in tokens")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", help="lengths of RULER's prompts with their replies, in tokens"
+    )
     parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
-    parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (16)")
+    parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (default 16)")
     parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
     parser.add_argument("--output", type=Path, help="default: outputs/evaluation/MODEL")
     parser.add_argument("--batch-size", type=int, default=8, help="default: 8")
@@ -177,15 +182,15 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
     parser.add_argument(run_code.FLAG, action="store_true", help=run_code.FLAG_HELP)
     args = complete(parser.parse_args(argv))
-    # Without a timeout, because some processes finish hours before others.
+    # There is no timeout, because some processes finish hours before others.
     process = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])
-    # The other processes of a run write beside the main one.
+    # The main process holds the lock. The other processes of the run write beside it.
     with sole_writer(args.output) if process.is_main_process else nullcontext():
         return measure(args, process)
 
 
 def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
-    """Evaluate as the command line asks and return what `main` does. Raise `UserError`."""
+    """Evaluate as the command line asks, and return the results as `main` does. Raise `UserError`."""
     config = load_config(args.model)
     note_foreign_code(args.model)
     tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
@@ -197,7 +202,9 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "seed": args.seed,
         "dtype": args.dtype,
     }
-    record = claim_output(args.output, identity) if process.is_main_process else {}  # others might find it half done
+    record = (
+        claim_output(args.output, identity) if process.is_main_process else {}
+    )  # another process might find it incomplete
     process.wait_for_everyone()
 
     started = time.monotonic()
@@ -236,7 +243,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "device": model.device.type,
         "chat_template": not args.no_chat,
         "commit": current_commit(),
-        "first_commit": record["commit"],  # of the oldest replies in the cache
+        "first_commit": record["commit"],  # the commit of the oldest replies in the cache
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
         "isolated_code": run_code.isolates(),
         "data_sha256": {

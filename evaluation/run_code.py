@@ -1,9 +1,9 @@
 """Run programs that a model wrote, each in a Python process of its own with limits, never in the evaluating process.
 
 A program gets an empty working directory, an empty environment, and limits on processor time, wall-clock time, address
-space and the size of a file. Where bubblewrap (https://github.com/containers/bubblewrap) is installed and works, a
-program also sees no network, no other process, and of the files only the interpreter, its packages and the system's
-libraries, read-only. Without it a program can do what the user can: run the evaluation in a container.
+space and the size of a file. If bubblewrap (https://github.com/containers/bubblewrap) is installed and works, it also
+sees no network, no other process, and no files except the interpreter, its packages and the system's libraries, all
+read-only. Without bubblewrap a program can do everything that the user can: run the evaluation in a container.
 
 A program shares its interpreter with its tests, so one that was written against this file can pass without its tests.
 """
@@ -21,15 +21,16 @@ from contextlib import suppress
 from functools import cache
 
 
-FLAG = "--confirm-run-unsafe-code"  # lm-eval's
-FLAG_HELP = "run programs that the model writes; without bubblewrap only the process's limits hold them"
+FLAG = "--confirm-run-unsafe-code"  # the name of lm-eval's flag
+FLAG_HELP = "run programs that the model writes; without bubblewrap only limits on the process restrain them"
 
 CPU_SECONDS = 10
 WALL_SECONDS = 60
 MEMORY_BYTES = 2 * 2**30
 FILE_BYTES = 2**20
 
-# The key is written when the program has come to its end: neither sys.exit(0) nor os._exit(0) before the tests passes.
+# The key is written after the last line of the program, so that sys.exit(0) or os._exit(0) before the tests does not
+# pass.
 _SCRIPT = """
 import os, resource, signal
 signal.alarm({wall_seconds})  # if the evaluating process is killed, too
@@ -37,7 +38,7 @@ for name, limit in {limits}.items():
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (limit, limit))
 report, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
 os.dup2(nothing, 1)
-exec(compile({program!r}, "program.py", "exec"), {{}})  # as the benchmarks' own harnesses do: not as `__main__`
+exec(compile({program!r}, "program.py", "exec"), {{}})  # not as `__main__`, as in the benchmarks' own harnesses
 os.write(report, {key!r})
 os._exit(0)
 """
@@ -45,18 +46,19 @@ _SHOWN = ("/usr", "/bin", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cac
 
 
 def _wall() -> list[str]:
-    """Return the command that walls off the command behind it; without bubblewrap an empty one."""
-    if (bubblewrap := shutil.which("bwrap")) is None:
+    """Return the beginning of a command that isolates the rest of it, or an empty list without bubblewrap."""
+    bubblewrap = shutil.which("bwrap")
+    if bubblewrap is None:
         return []
     shown = [word for path in dict.fromkeys(_SHOWN) for word in ("--ro-bind-try", path, path)]
-    # /tmp first: it may hold the interpreter.
+    # /tmp comes first, because it may hold the interpreter.
     places = ["--tmpfs", "/tmp", *shown, "--proc", "/proc", "--dev", "/dev", "--dir", "/tmp/run"]
     return [bubblewrap, "--unshare-all", "--die-with-parent", "--new-session", *places, "--chdir", "/tmp/run", "--"]
 
 
 @cache
 def isolates() -> bool:
-    """Return whether bubblewrap is installed and works, which it does not in many containers."""
+    """Return whether bubblewrap is installed and works. In many containers it does not work."""
     return bool(_wall()) and _passes("import ctypes, decimal, ssl", _wall())
 
 
@@ -64,8 +66,8 @@ def passes(program: str, **limits) -> bool:
     """Return whether `program` (Python source, tests included) runs to its end without an exception.
 
     Args:
-        limits: `cpu_seconds`, of processor time; `wall_seconds`, which bound its sleep; `memory_bytes`, of address
-            space.
+        limits: `cpu_seconds` limits processor time, `wall_seconds` the whole time, sleep included, and `memory_bytes`
+            the address space.
     """
     return _passes(program, _wall() if isolates() else [], **limits)
 
@@ -82,7 +84,7 @@ def _passes(
     script = _SCRIPT.format(wall_seconds=wall_seconds, limits=limits, program=program, key=key)
     with (
         tempfile.TemporaryDirectory(prefix="run-code-", ignore_cleanup_errors=True) as home,
-        tempfile.TemporaryFile() as report,  # no pipe: what a program writes there would fill this process's memory
+        tempfile.TemporaryFile() as report,  # a pipe would hold what a program writes in this process's memory
     ):
         process = subprocess.Popen(
             [*wall, sys.executable, "-s", "-P", "-"],
@@ -90,7 +92,7 @@ def _passes(
             stdout=report,
             stderr=subprocess.DEVNULL,
             cwd=home,
-            # A fixed hash seed, so that a score does not depend on the order of a set.
+            # The hash seed is fixed, so that a score does not depend on the order of a set.
             env={"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"},
             start_new_session=True,
         )

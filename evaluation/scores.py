@@ -1,4 +1,4 @@
-"""Score the replies to one document, one for each sample: one number per metric. The tasks name these functions."""
+"""Score the replies to one document, one reply for each sample, in each metric. The tasks name these functions."""
 
 import ast
 import math
@@ -17,16 +17,16 @@ from evaluation.run_code import passes_each
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Return the unbiased chance that at least one of `k` samples passes, for k <= `samples`.
 
-    It is 1 - C(n-c, k) / C(n, k) for c of n samples that passed: Chen et al., "Evaluating Large Language Models
+    It is 1 - C(n-c, k) / C(n, k), if c of n samples passed: Chen et al., "Evaluating Large Language Models
     Trained on Code" (2021), equation 1.
     """
     return 1 - math.comb(samples - passed, k) / math.comb(samples, k)
 
 
 def majority(answers: Sequence, equal: Callable[[object, object], bool]):
-    """Return the answer that most of `answers` are equal to; among equally frequent ones that which came first.
+    """Return the answer that most of `answers` are equal to, or the first of several equally frequent answers.
 
-    `None` stands for a reply without an answer and never wins; without any answer the result is `None`. Each answer is
+    `None` stands for a reply without an answer and never wins. Without any answer the result is `None`. Each answer is
     compared with every other one, because 0.18 and 18 are equal to 18% and not to each other.
     """
     votes = [answer for answer in answers if answer is not None]
@@ -42,7 +42,7 @@ def majority(answers: Sequence, equal: Callable[[object, object], bool]):
 
 
 def _math_metrics(gold: tuple, replies: list[str]) -> dict[str, float]:
-    """Return P@1, the mean over the samples, and Maj@k of `k` samples; with one sample its exact match."""
+    """Return P@1, the mean over the samples, and Maj@k of `k` samples, or the exact match of a single sample."""
     answers = [math_answer(reply) for reply in replies]
     right = [answer is not None and equal_answers(gold, answer) for answer in answers]
     if len(replies) == 1:
@@ -66,7 +66,7 @@ def math500(document: dict, replies: list[str]) -> dict[str, float]:
 
 def minerva_shots() -> list[dict]:
     """Return the four worked problems of Lewkowycz et al. (2022)."""
-    # lm-eval's file is read and not imported: the import demands antlr 4.11, which its comparison by sympy needs.
+    # lm-eval's file is read and not imported, because to import it requires antlr 4.11 for its comparison by sympy.
     file = Path(find_spec("lm_eval.tasks").submodule_search_locations[0], "minerva_math", "utils.py")
     functions = [each for each in ast.parse(file.read_text("utf-8")).body if isinstance(each, ast.FunctionDef)]
     samples = next(each for each in functions if each.name == "list_fewshot_samples")
@@ -77,10 +77,10 @@ def minerva_shots() -> list[dict]:
 
 
 def _code_metrics(solutions: list[str], tests: str) -> dict[str, float]:
-    """Return P@1, the mean over the samples, and P@10 when there are as many."""
+    """Return P@1, the mean over the samples, and P@10 if there are at least 10 samples."""
     programs = []
     for code in solutions:
-        futures = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)  # Python wants them before a prompt
+        futures = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)  # these lines must come before a prompt
         programs.append("".join([*futures.findall(code), futures.sub("", code), "\n", tests]))
     passed = passes_each(programs)
     count = len(passed)
@@ -89,14 +89,14 @@ def _code_metrics(solutions: list[str], tests: str) -> dict[str, float]:
 
 def mbpp_completion(document: dict, replies: list[str]) -> dict[str, float]:
     """Score completions after [BEGIN], which are code."""
-    # The set-up of a test uses what the solution defines.
+    # The set-up of a test comes after the solution, because it uses the solution's names.
     return _code_metrics(replies, "\n".join([document["test_setup_code"], *document["test_list"]]))
 
 
 def mbpp(document: dict, replies: list[str]) -> dict[str, float]:
     """Score replies of a chat model."""
     tests = "\n".join(document["test_list"])
-    # A task may ask for a function with the name of one of Python's own.
+    # A task may ask for a function with the name of a builtin.
     names = names_needed(tests) | set(re.findall(r"assert[\s(]+(\w+)\(", tests))
     return mbpp_completion(document, [program(reply, names) for reply in replies])
 
@@ -110,8 +110,8 @@ def humaneval_completion(document: dict, replies: list[str]) -> dict[str, float]
 def humaneval(document: dict, replies: list[str]) -> dict[str, float]:
     """Score replies of a chat model.
 
-    The prompt stands before the reply's code, for its imports and helpers: what follows continues its function or
-    defines it again.
+    The prompt comes before the reply's code, because the code may need its imports and helpers. The code continues the
+    prompt's function or defines it again.
     """
     return humaneval_completion(document, [program(reply, {document["entry_point"]}) for reply in replies])
 
@@ -128,12 +128,14 @@ def next_word(document: dict, results: list[tuple[float, bool]]) -> dict[str, fl
 def loss_by_position(document: dict, results: list[list[float]]) -> dict[str, float]:
     """Return the mean loss in nats a token over the positions 1 to 63, 64 to 127, 128 to 255, and so on.
 
-    Each mean has the name of its first position. A stretch is left out unless the text fills more than half of it.
+    Each mean is named for its first position. A range of positions is left out unless the text fills more than half of
+    it.
     """
     (log_probs,) = results
     metrics, first, end = {}, 1, 64
     while len(log_probs) >= first + (end - first) / 2:
         part = log_probs[first - 1 : end - 1]
         metrics[f"loss@{first}"] = -sum(part) / len(part)
-        first, end = end, 2 * end
+        first = end
+        end = 2 * end
     return metrics

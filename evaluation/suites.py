@@ -1,4 +1,4 @@
-"""Name the tasks of each suite, and build lm-eval's tasks of them."""
+"""Name the tasks of each suite, and build them as tasks of lm-eval."""
 
 import argparse
 import logging
@@ -20,7 +20,7 @@ TASKS = Path(__file__).with_name("tasks")
 
 TABLE_1 = ("gsm8k", "math500", "mbpp", "humaneval")
 TABLE_2 = ("gsm8k_5shot", "gsm8k_5shot_maj5", "math500_4shot", "mbpp_5shot", "humaneval_completion")
-# Tasks that run what the model writes.
+# Tasks that run programs that the model writes.
 CODE = ("mbpp", "humaneval", "mbpp_5shot", "humaneval_completion")
 # Tasks that are made anew for each of `--lengths`.
 BY_LENGTH = (*ruler.TASKS, "perplexity_by_position")
@@ -30,16 +30,16 @@ SUITES = {
     "reasoning": TABLE_1,
     "paper": (*TABLE_1, *TABLE_2, "dcformer_synthetic", *BY_LENGTH),
 }
-# Of the command line's options; `None` leaves one to the task.
+# Defaults of options of the command line. The task decides on an option that is `None`.
 DEFAULTS: dict[str, Any] = {"lengths": [4096, 8192, 16384]}
 SMOKE_DEFAULTS = {"lengths": [512], "limit": 2, "samples": 2, "max_new_tokens": 8, "data": data.SMOKE}
 
 
 class Task(ConfigurableTask):
-    """Put the questions to a model as the task's metadata says, as a chat or as text, with a request for each sample.
+    """Ask a model the questions as the task's metadata says, as a chat or as text, with a request for each sample.
 
-    A request of its own gives each sample a place of its own in lm-eval's cache. (lm-eval repeats one request, keeps
-    no sampled reply, and where processes have unequal shares gives the last document replies to others.)
+    So each sample has its own place in lm-eval's cache. (lm-eval itself repeats one request and caches no sampled
+    reply. If processes have unequal shares, it gives the last document the replies to other documents.)
     """
 
     model: Any = None  # the `Model`, which sees every prompt before it generates
@@ -81,9 +81,9 @@ def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
     Args:
         args: the options of `evaluation.run`, with the suite's tasks and defaults filled in.
     """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every task that has functions of its own
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of every task that names functions
     tasks = {}
-    # A copy, because a checkpoint may bring code, and a GGUF file is no directory.
+    # RULER gets a copy of the tokenizer, because a checkpoint may contain code, and a GGUF file is no directory.
     with tempfile.TemporaryDirectory() as copy:
         tokenizer.save_pretrained(copy)
         for name in args.tasks:
@@ -91,7 +91,7 @@ def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
                 title = name if length is None else f"{name}@{length}"
                 if name in ruler.TASKS:
                     config = ruler.config(name, length, copy)
-                    # Without a network the Hub's clients raise exceptions of many types.
+                    # Without a network the Hub's clients raise many types of exceptions.
                     with (
                         ruler.seeded(title, args.seed),
                         refusing(f"{title} cannot be made (name the others with --tasks)", Exception),
@@ -109,7 +109,8 @@ def _build(title: str, name: str, config: dict, args: argparse.Namespace) -> Tas
     is_chat = config["metadata"].pop("chat", False) and not args.no_chat
     task = Task(config=config | {"task": title})
     task.config.metadata = {"chat": is_chat}  # lm-eval copies them, a tokenizer too, into its results
-    if (settings := task.config.generation_kwargs) is not None and args.max_new_tokens:
+    settings = task.config.generation_kwargs
+    if settings is not None and args.max_new_tokens:
         settings["max_gen_toks"] = args.max_new_tokens
     if name in TABLE_1 and args.samples:
         task.config.repeats = args.samples

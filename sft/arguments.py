@@ -1,4 +1,4 @@
-"""Declare the keys of a recipe, TRL's and our own, which TRL reads from a YAML file and the command line."""
+"""Declare the keys of a recipe, TRL's and our own. TRL reads them from a YAML file and the command line."""
 
 import math
 import sys
@@ -14,6 +14,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 
 from iha.errors import UserError, refusing
 from iha.files import read_text
+from sft.data import names_file
 
 
 if TYPE_CHECKING:
@@ -21,30 +22,48 @@ if TYPE_CHECKING:
 
 
 MAX_TEMPLATE = 2**20  # bytes
-# Keys of TRL that nothing here reads: they would silently do nothing, or what a recipe promises would not hold.
+# Keys of TRL that nothing here reads. They would silently do nothing, or break what a recipe promises.
 UNUSED_KEYS = (
-    *("model_revision", "load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
-    *("bnb_4bit_quant_storage", "lora_task_type", "dataset_config", "dataset_test_split", "ignore_bias_buffers"),
-    *("model_init_kwargs", "hub_token", "push_to_hub"),
+    "model_revision",
+    "load_in_8bit",
+    "load_in_4bit",
+    "bnb_4bit_quant_type",
+    "use_bnb_nested_quant",
+    "bnb_4bit_quant_storage",
+    "lora_task_type",
+    "ignore_bias_buffers",
+    "model_init_kwargs",
+    "hub_token",
+    "push_to_hub",
 )
-# Keys of a start from random weights.
+# Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
-# Class of a trainer's arguments -> more such keys. Rows of sft/train.py are tokenized whole and cut on the right.
+# The class of a trainer's arguments -> further unused keys. sft/train.py tokenizes whole rows and cuts them on the
+# right.
 UNUSED_WITH = {
     "SFTConfig": ("completion_only_loss", "dataset_kwargs", "dataset_text_field", "truncation_mode"),
-    # `sync_ref_model` moves the reference model, which no checkpoint holds. `precompute_ref_log_probs` caches what it
-    # computes under a key of rows and weights alone, though it depends on the recipe too.
-    # Neither preferences nor rewards teach random weights anything.
+    # `sync_ref_model` changes the reference model, which no checkpoint saves. `precompute_ref_log_probs` caches its
+    # results under a key of the rows and the weights, although they depend on the recipe too. A preset is refused
+    # because preferences and rewards teach random weights nothing.
     "DPOConfig": (
-        *("eval_dataset_name", "dataset_streaming", "sync_ref_model", "precompute_ref_log_probs"),
+        "eval_dataset_name",
+        "dataset_streaming",
+        "sync_ref_model",
+        "precompute_ref_log_probs",
         *PRESET_KEYS,
     ),
     "GRPOConfig": (
-        *("eval_dataset_name", "dataset_streaming", "sync_ref_model", "use_vllm", "dataset_train_split"),
+        "eval_dataset_name",
+        "dataset_streaming",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
+        "sync_ref_model",
+        "use_vllm",
         *PRESET_KEYS,
     ),
 }
-# The least that a number may be. The trainers do not check it before they train.
+# Lower bounds of numbers, which the trainers do not check before they train.
 LEAST = {
     **{"learning_rate": 0, "eval_size": 0, "num_pseudo_heads": 1, "max_position_embeddings": 1, "sliding_window": 2},
     **dict.fromkeys(("mixing_scale", "rope_theta", "peak_tflops"), sys.float_info.min),  # above 0
@@ -58,40 +77,53 @@ def key(help: str, default: Any = None) -> Any:
 
 @dataclass(kw_only=True)
 class RunArguments(ScriptArguments, ModelConfig):
-    """Hold TRL's arguments of scripts and models, and what a run needs beside them."""
+    """Hold TRL's arguments of scripts and models, and the other arguments of a run."""
 
     model_name_or_path: str | None = key("Checkpoint directory or id on the Hub to start from.")
-    preset: str | None = key("Preset of configuration_iha to train from random weights (those of seed).")
-    preset_fields: list[str] | None = key("FIELD=VALUE in place of the preset's; what depends on them follows.")
+    preset: str | None = key("Preset of configuration_iha to train from random weights, which seed determines.")
+    preset_fields: list[str] | None = key(
+        "FIELD=VALUE: fields to change in the preset. Fields that depend on them follow."
+    )
     tokenizer: str | None = key("Tokenizer of a preset: a directory or an id on the Hub; single bytes by default.")
-    dataset_name: str = field(metadata={"help": ".jsonl, .parquet or .txt file, .yaml mixture, or id on the Hub."})
+    dataset_name: str = field(
+        metadata={"help": ".jsonl, .parquet or .txt file, .yaml mixture, directory, or id on the Hub."}
+    )
+    dataset_config: str | None = key("Configuration of dataset_name, by default the dataset's own default.")
+    dataset_train_split: str = key("Split of dataset_name to train on.", "train")
+    dataset_test_split: str | None = key(
+        "Split to evaluate on: of eval_dataset_name (train by default), or else of dataset_name (test by default)."
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = key("Type of the trained weights.", "float32")
     eval_size: float = key("Rows held out for evaluation: a share below 1, or a number of rows.", 0.0)
     eval_dataset_name: str | None = key("Rows to evaluate on, in place of eval_size: a file or an id on the Hub.")
     num_pseudo_heads: int | None = key(
-        "P that is trained: a plain base model is interleaved with it; another P of the checkpoint is refused."
+        "P, with which a plain base model is interleaved. A checkpoint with another number of pseudo-heads is refused."
     )
-    interleaved_layers: list[str] | None = key("Layers that are interleaved: indices, or paper; all by default.")
+    interleaved_layers: list[str] | None = key("Layers to interleave: indices, or paper; all by default.")
     interleaved_window: str | None = key("Window of these layers in tokens, or paper; the base's own by default.")
-    collapse: Literal["per_head", "all_heads"] | None = key("Over which pseudo-heads a head sums.")
+    collapse: Literal["per_head", "all_heads"] | None = key(
+        "Pseudo-heads over which a head sums: its own, or those of all heads."
+    )
     mixing_scale: float | None = key(
-        "Rate of the mixing in units of learning_rate: 40 by default where the run interleaves, else the checkpoint's."
+        "Rate of the mixing over learning_rate: 40 by default if the run interleaves, else the checkpoint's."
     )
     max_position_embeddings: int | None = key("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = key("RoPE base to train with, which the trained checkpoint keeps.")
     sliding_window: int | None = key("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
     peak_tflops: float | None = key(
-        "What one device can do, in TFLOP/s, in the type it computes in (H100, bf16: 989): logs the utilization of it."
+        "Peak of one device in TFLOP/s, in the type it computes in (H100, bf16: 989): the run logs its utilization."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # TRL takes the values of a file as they are: 20 for 20.0, and one name for a list of it.
+        # TRL does not convert the values of a file: 20 stays an integer, and one name does not become a list.
         for name in ("rope_theta", "mixing_scale", "peak_tflops"):
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if value is not None:
                 setattr(self, name, float(value))
         for name in ("interleaved_layers", "preset_fields"):
-            if isinstance(value := getattr(self, name), str):
+            value = getattr(self, name)
+            if isinstance(value, str):
                 setattr(self, name, [value])
 
 
@@ -102,10 +134,9 @@ class RecipeParser(TrlParser):
         super().__init__((RunArguments, config_class), usage=usage.replace("%", "%%"), allow_abbrev=False)
 
     def parse(self, argv: Sequence[str] | None) -> "tuple[RunArguments, TrainingArguments]":
-        """Return the keys of `argv`, or of the command line.
+        """Return the keys of `argv`, or of the command line if it is None.
 
-        Raise `UserError` for a key that is unknown, not used here or does not go with another, and for a number that
-        cannot be.
+        Raise `UserError` for a key that is unknown, unused or excluded by another, and for a number out of range.
         """
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
@@ -119,27 +150,23 @@ class RecipeParser(TrlParser):
             if value is not None and not least <= value < math.inf:
                 expected = "a number above 0" if 0 < least < 1 else f"at least {least}"
                 raise UserError(f"{name}={value:g}: expected {expected}.")
-        evaluates = args.eval_strategy != "no" or args.eval_on_start
-        if run.eval_size == 0 and run.eval_dataset_name is None and evaluates:
-            raise UserError(
-                "eval_strategy and eval_on_start need rows to evaluate on: set eval_size or eval_dataset_name."
-            )
+        _check_data_keys(run, args)
         return run, args
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
-        # Recipes ask for bf16, and so does TRL by default. Where no accelerator computes in it, a run takes float32.
+        # Recipes ask for bf16, as TRL does by default. A run without an accelerator for it computes in float32.
         if namespace.bf16 is not False and not namespace.use_cpu and not is_torch_bf16_gpu_available():
             namespace.bf16 = False
         return namespace, unknown
 
 
 def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
-    """Keep one start, a checkpoint or a preset. One of the command line takes the place of the recipe's.
+    """Keep one start, a checkpoint or a preset. A start on the command line replaces the recipe's.
 
-    Raise `UserError` where there is none, where there are two, and for a key of the start that is not kept.
+    Raise `UserError` if there is no start, if there are two, and for keys of a preset beside a checkpoint.
     """
-    # `--model-name-or-path=DIR` is `--model_name_or_path DIR`.
+    # The parser also takes `--model-name-or-path=DIR` for `--model_name_or_path DIR`.
     options = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
     on_command_line = {option.replace("-", "_") for option in options}
     if on_command_line & {"preset", "model_name_or_path"}:
@@ -150,13 +177,38 @@ def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
         raise UserError("preset and model_name_or_path both say what to start from: give one.")
     if not run.preset and not run.model_name_or_path:
         raise UserError("model_name_or_path: give a checkpoint to start from, or a preset for random weights.")
-    if not run.preset and (given := [name for name in PRESET_KEYS if getattr(run, name)]):
+    given = [name for name in PRESET_KEYS if getattr(run, name)]
+    if given and not run.preset:
         raise UserError(f"{', '.join(given)}: for runs that start from a preset. Remove what is named here.")
 
 
+def evaluates(args: "TrainingArguments") -> bool:
+    """Return whether a recipe asks for an evaluation during training."""
+    return args.eval_strategy != "no" or args.eval_on_start
+
+
+def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
+    """Refuse keys of the data that exclude each other, and an evaluation without rows. Raise `UserError`."""
+    is_file = names_file(run.dataset_name)
+    if run.dataset_config is not None and is_file:
+        raise UserError(f"dataset_config: {run.dataset_name} is a file and has no configurations: remove the key.")
+    if run.dataset_test_split is not None and run.eval_size:
+        raise UserError(
+            "dataset_test_split and eval_size both say what to evaluate on: set eval_size to 0, or remove the split."
+        )
+    if run.dataset_test_split is not None and not evaluates(args):
+        raise UserError("dataset_test_split: this run does not evaluate: set eval_strategy, or remove the key.")
+    if evaluates(args) and is_file and run.eval_size == 0 and run.eval_dataset_name is None:
+        raise UserError(
+            "eval_strategy and eval_on_start need rows to evaluate on: set eval_size or eval_dataset_name."
+        )
+
+
 def chat_template(args: "TrainingArguments") -> str | None:
-    """Return the text of the recipe's chat template, or None where it names none."""
-    path = getattr(args, "chat_template_path", None)  # of SFTConfig only: other trainers keep the model's
+    """Return the text of the recipe's chat template, or None if it names none."""
+    path = getattr(
+        args, "chat_template_path", None
+    )  # a key of SFTConfig only: other trainers use the model's template
     return None if path is None else read_chat_template(path)
 
 

@@ -1,4 +1,4 @@
-"""Load what a run starts from: a configuration that is checked before weights are read, model, tokenizer, adapters."""
+"""Load the start of a run: its configuration, which is checked before weights are read, model, tokenizer, adapters."""
 
 import math
 
@@ -32,15 +32,15 @@ def start_config(run: RunArguments) -> PreTrainedConfig:
 
 
 def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
-    """Return the configuration of the run's base model, without reading weights.
+    """Return the configuration of the run's base model with the recipe's `CONFIG_KEYS`, without reading weights.
 
-    It has the recipe's `CONFIG_KEYS`, and the trained checkpoint keeps it. Raise `UserError` for a recipe that does
-    not fit the model.
+    The trained checkpoint keeps it. Raise `UserError` for a recipe that does not fit the model.
     """
     config, start = start_config(run), run.preset or run.model_name_or_path
     changes = {name: getattr(run, name) for name in ("max_position_embeddings", "sliding_window")}
     if run.rope_theta is not None:
-        if "rope_theta" not in (parameters := getattr(config, "rope_parameters", None) or {}):
+        parameters = getattr(config, "rope_parameters", None) or {}
+        if "rope_theta" not in parameters:
             raise UserError(f"rope_theta: {start} has no single RoPE base; remove the key.")
         changes["rope_parameters"] = {**parameters, "rope_theta": run.rope_theta}
     for name, value in changes.items():
@@ -50,11 +50,11 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
             setattr(config, name, value)
     try:
         config.validate()
-    except Exception as error:  # huggingface_hub wraps what a validator raises in a type of its own
+    except Exception as error:  # huggingface_hub wraps a validator's exception in a class of its own
         raise UserError(f"The recipe does not fit {start}: {one_line(error.__cause__ or error)}") from error
     _check_pseudo_heads(config, run)
     positions = getattr(config, "max_position_embeddings", None)
-    length = getattr(args, "max_length", None) or positions  # GRPO's answers have a length, its prompts none
+    length = getattr(args, "max_length", None) or positions  # GRPO limits answers, not prompts
     if positions is not None and length > positions:
         raise UserError(
             f"max_length={length} is beyond the model's {positions} positions: set max_position_embeddings to "
@@ -66,7 +66,7 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
 
 
 def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
-    """Return whether the run interleaves the heads of its base model, which is a plain one of Transformers."""
+    """Return whether the run interleaves the heads of its base model, a plain model of Transformers."""
     is_plain = not isinstance(config, IHAConfig) and not is_interleaved(config)
     return is_plain and run.num_pseudo_heads is not None
 
@@ -81,7 +81,8 @@ def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
             f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {source} has {found}: give the plain base "
             "model, whose heads the run then interleaves, or correct the recipe."
         )
-    if given := [key for key in INTERLEAVING_KEYS if getattr(run, key) is not None]:
+    given = [key for key in INTERLEAVING_KEYS if getattr(run, key) is not None]
+    if given:
         raise UserError(
             f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. {source} keeps "
             "what it was made with: remove what is named here."
@@ -110,13 +111,13 @@ def _check_reach(config: IHAConfig, length: int) -> None:
 
 
 def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """Load the run's base model in `run.dtype` with `config` of `run_config`.
+    """Load the run's base model in `run.dtype` with the `config` that `run_config` returned.
 
     Interleave its heads if the recipe asks for it (`interleaves`). Raise `UserError`.
     """
     must_interleave = interleaves(config, run)
     if run.attn_implementation is not None:
-        # Before the weights are read, a model refuses a core that is not there.
+        # The model then refuses a core that is not installed before its weights are read.
         config._attn_implementation = run.attn_implementation
     model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
     if must_interleave:
@@ -133,7 +134,7 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
 
 
 def random_model(run: RunArguments, config: IHAConfig, seed: int) -> IHAForCausalLM:
-    """Build a model with random weights, the same for a seed as those that `sft.make_model` writes."""
+    """Build a model with random weights. For the same seed, `sft.make_model` writes the same weights."""
     config._attn_implementation = run.attn_implementation
     torch.manual_seed(seed)
     return IHAForCausalLM(config).to(getattr(torch, run.dtype))
@@ -169,15 +170,16 @@ def prepare_model(
 
 
 def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have `model` stop at the end-of-turn token of a chat template that `check_chat_template` takes."""
+    """Have `model` stop at the end-of-turn token of its chat template, which `check_chat_template` has accepted."""
     turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
     with rendering("three turns"):
         encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
     added = set(tokenizer.get_added_vocab().values())
     learned = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
     end = [token for token, kept in learned if kept and token in added][-1]
-    known = model.generation_config.eos_token_id
-    known = known if isinstance(known, list) else [] if known is None else [known]
+    known = model.generation_config.eos_token_id  # a token, a list of tokens or None
+    known = [] if known is None else known
+    known = known if isinstance(known, list) else [known]
     if end not in known:
         model.generation_config.eos_token_id = [*known, end]
 
@@ -185,8 +187,8 @@ def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     """Return the adapters that `run` asks for, or None.
 
-    Modules of a kind's own (`own_modules`) are trained in full beside them. Raise `UserError` for a module that the
-    model does not have, or a target that would not be trained.
+    The modules that only this kind of attention has (`own_modules`) are trained in full beside the adapters. Raise
+    `UserError` for a module that the model does not have, or a target that would not be trained.
     """
     config = get_peft_config(run)
     if config is None:
@@ -195,11 +197,13 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     targets = config.target_modules or "all-linear"
     if targets != "all-linear":
         targets = {targets} if isinstance(targets, str) else set(targets)
-        if unknown := targets - names:
+        unknown = targets - names
+        if unknown:
             raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
         if "lm_head" in targets:
             raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
-    if unknown := set(config.modules_to_save or ()) - names:  # which PEFT passes over
+    unknown = set(config.modules_to_save or ()) - names  # PEFT ignores them silently
+    if unknown:
         raise UserError(f"lora_modules_to_save: the model has no module named {', '.join(sorted(unknown))}.")
     config.target_modules = targets
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None

@@ -1,16 +1,26 @@
 """Read rows of several schemas as TRL's `messages`, `text` or `prompt` and `completion`, and refuse bad ones by name.
 
-TRL ignores OpenThoughts' `system` column and does not rename its roles. It tokenizes, cuts and packs what comes out.
+TRL itself ignores OpenThoughts' `system` column and does not rename its roles. It tokenizes, cuts and packs the rows.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from annotated_types import Gt, MinLen
-from datasets import Dataset, Features, IterableDataset, List, Value, interleave_datasets, load_dataset
+from datasets import (
+    Dataset,
+    Features,
+    IterableDataset,
+    List,
+    Value,
+    get_dataset_split_names,
+    interleave_datasets,
+    load_dataset,
+)
+from datasets.inspect import SplitsNotFoundError
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 from typing_extensions import TypedDict
@@ -20,23 +30,25 @@ from iha.files import read_yaml, typed
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-# column of a row -> the names under which its turns hold the role and the text
+# A column of a row -> the names under which its turns hold the role and the text.
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-Text = Annotated[str, MinLen(0)]  # with a bound pydantic looks into the text, and refuses half of a surrogate pair
+Text = Annotated[str, MinLen(0)]  # a bound makes pydantic read the text, and refuse half of a surrogate pair
 Role = Literal["system", "user", "human", "assistant", "gpt"]
 Messages = Annotated[list[TypedDict("Message", {"role": Role, "content": Text})], MinLen(1)]
 Conversation = Annotated[list[TypedDict("Turn", {"from": Role, "value": Text})], MinLen(1)]
-# Of a turn, what a chat template may render and `to_messages` does not read.
+# Keys of a turn that a chat template may render and `to_messages` does not read.
 UNREAD_KEYS = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
-# Of a turn, what other trainers read as "do not learn this turn".
+# Keys of a turn by which other trainers leave the turn out of the loss.
 WEIGHT_KEYS = ("weight", "train")
-# Of a row, what TRL would give to the template or the processor.
+# Columns of a row that TRL would pass to the template or the processor.
 UNREAD_COLUMNS = ("tools", "chat_template_kwargs", "image", "images", "video", "videos", "audio", "audios")
 TURNS = List({"role": Value("string"), "content": Value("string")})
-# What the name of a file ends with, without .gz -> the reader of the datasets library.
+# The suffix of a file before .gz -> its reader in the datasets library.
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+MIXTURES = (".yaml", ".yml")
 Rows = Dataset | IterableDataset
-# From the first row of a source: what converts a row, given with what names it in errors, and the columns that it has.
+# Takes the first row of a source. Returns the function that converts a row, whose second argument names the row in
+# errors, and the columns of converted rows.
 Schema = Callable[[dict], tuple[Callable[[dict, str], dict], Features]]
 
 
@@ -46,9 +58,9 @@ Schema = Callable[[dict], tuple[Callable[[dict, str], dict], Features]]
 def to_messages(row: dict, where: str) -> list[dict[str, str]]:
     """Convert a row to `[{"role": system|user|assistant, "content": text}, ...]`, which ends with the assistant.
 
-    Understands OpenThoughts-114k (`system` and `conversations` of {from: user|assistant, value}), OpenThoughts3-1.2M
-    (`conversations` of {from: human|gpt, value}) and rows that already hold `messages`. `where` names the row in
-    errors. Raise `UserError` naming the row and the column.
+    The row may be of OpenThoughts-114k (`system` and `conversations` of {from: user|assistant, value}), of
+    OpenThoughts3-1.2M (`conversations` of {from: human|gpt, value}), or already hold `messages`. `where` names the row
+    in errors. Raise `UserError` naming the row and the column.
     """
     columns = [name for name in TURN_KEYS if row.get(name) is not None]
     if len(columns) != 1:
@@ -56,7 +68,8 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
             f"{where}: expected one column of 'conversations' and 'messages', or plain text in 'text', or 'prompt' "
             f"with 'completion'; the row has {sorted(name for name in row if row[name] is not None)}."
         )
-    if lost := [name for name in UNREAD_COLUMNS if row.get(name)]:
+    lost = [name for name in UNREAD_COLUMNS if row.get(name)]
+    if lost:
         raise UserError(f"{where}: column '{lost[0]}' would be lost; write it into the turns, or remove the column.")
     column = columns[0]
     turns = typed(row[column], Messages if column == "messages" else Conversation, f"{where}, column '{column}'")
@@ -66,9 +79,11 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
         messages.append({"role": "system", "content": _text(row["system"], f"{where}, column 'system'")})
     for number, turn in enumerate(turns, 1):
         place = f"{where}, column '{column}', turn {number}"
-        if lost := [name for name in UNREAD_KEYS if turn.get(name)]:
+        lost = [name for name in UNREAD_KEYS if turn.get(name)]
+        if lost:
             raise UserError(f"{place}: '{lost[0]}' would be lost; write it into '{text_key}' or drop the row.")
-        if ignored := [name for name in WEIGHT_KEYS if turn.get(name, 1) not in (1, None)]:
+        ignored = [name for name in WEIGHT_KEYS if turn.get(name, 1) not in (1, None)]
+        if ignored:
             raise UserError(
                 f"{place}: '{ignored[0]}' is {turn[ignored[0]]!r:.80}, and the turn would be learned like any other: "
                 "expected 1, true or no such key; drop the turn or the row."
@@ -107,7 +122,7 @@ def _to_prompt_turns(row: dict, where: str) -> dict:
 
 
 def schema_of(first: dict) -> tuple[Callable[[dict, str], dict], Features]:
-    """Return how the rows of a source are converted, by its first row, and the columns that they have then."""
+    """Return the function that converts the rows of a source with this first row, and the columns of its results."""
     held = {name for name, value in first.items() if value is not None}
     if held & TURN_KEYS.keys() or not held & {"text", "completion"}:
         return lambda row, where: {"messages": to_messages(row, where)}, Features({"messages": TURNS})
@@ -125,6 +140,19 @@ def _suffix(name: str) -> str:
     return Path(name.removesuffix(".gz")).suffix
 
 
+class Source(NamedTuple):
+    """Name rows: a file, or a split of a configuration of a directory or of a dataset on the Hub."""
+
+    name: str
+    split: str = "train"
+    config: str | None = None
+
+
+def names_file(name: str) -> bool:
+    """Return whether a source is a file or a mixture, which has neither configurations nor splits."""
+    return Path(name).is_file() or _suffix(name) in (*READERS, *MIXTURES)
+
+
 def check_source(name: str, split: str) -> None:
     """Refuse a file that is not there, and a split of a file, which has none. Raise `UserError`."""
     if _suffix(name) in READERS and not Path(name).is_file():
@@ -133,29 +161,66 @@ def check_source(name: str, split: str) -> None:
         raise UserError(f"{name}, split {split!r}: expected a file {', '.join(READERS)}, which has no split.")
 
 
-def load_rows(name: str, split: str = "train", streaming: bool = False, schema: Schema = schema_of) -> Rows:
+def check_split(source: Source, key: str, or_else: str = "") -> None:
+    """Refuse a configuration or a split that a directory or a dataset on the Hub does not have.
+
+    `key` is the key of the recipe that names the split, and `or_else` is another way out. Raise `UserError`, which
+    lists what there is.
+    """
+    name, split, config = source
+    if names_file(name):
+        return
+    with loading(name, config):
+        try:
+            known = get_dataset_split_names(name, config)
+        except SplitsNotFoundError:  # for archives that cannot be streamed: `load_rows` will read them whole
+            return
+    # A split may be a sum of slices, such as train[:10%]+test.
+    parts = [part.partition("[")[0].strip() for part in split.split("+")]
+    for part in parts:
+        if part not in (*known, "all"):
+            raise UserError(
+                f"dataset {name!r} has no split {part!r}: set {key} to one of {', '.join(known)}{or_else}."
+            )
+
+
+def loading(name: str, config: str | None) -> AbstractContextManager[None]:
+    """Raise `UserError` for a dataset that cannot be found in the block, or has no such configuration."""
+    what = f"cannot load dataset {name!r} (dataset_config={config})"
+    return refusing(what, FileNotFoundError, ValueError, ConnectionError)
+
+
+def load_rows(
+    name: str,
+    split: str = "train",
+    config: str | None = None,
+    streaming: bool = False,
+    schema: Schema = schema_of,
+) -> Rows:
     """Load and convert the rows of a source, which the datasets library caches.
 
     Args:
-        name: a .jsonl, .parquet or .txt file (one document), also compressed by gzip, or what `load_dataset` takes.
-        split: of a dataset that is no file.
-        streaming: read the rows as they are used.
-        schema: see `Schema`.
+        name: a .jsonl, .parquet or .txt file (one document), also compressed by gzip, or a directory or id on the Hub
+            that `load_dataset` takes.
+        split: a split of the dataset. A file has only "train".
+        config: a configuration of the dataset, or None for its default one.
+        streaming: whether rows are read as they are used.
+        schema: chooses how rows are converted (see `Schema`).
 
     Raise `UserError` for a missing or empty source and for a bad row.
     """
     check_source(name, split)
-    source = {"path": name, "split": split}
+    source = {"path": name, "name": config, "split": split}
     if Path(name).is_file():
         reader = READERS[_suffix(name)]
         whole = {"sample_by": "document"} if reader == "text" else {}
         source = {"path": reader, "data_files": name, "split": "train", **whole}
-    # Readers fail in as many ways as there are types of files.
+    # Each reader raises exceptions of its own.
     with refusing(f"{name}, split {split!r}, cannot be read", Exception):
         try:
             rows = load_dataset(**source, streaming=streaming)
             first = next(iter(rows), None)
-        except StopIteration:  # of the reader, for a file without a byte
+        except StopIteration:  # raised by the reader of an empty file
             first = None
     if first is None:
         raise UserError(f"{name}: it holds no rows.")
@@ -173,15 +238,16 @@ def load_rows(name: str, split: str = "train", streaming: bool = False, schema: 
 
 
 def rendering(what: str) -> AbstractContextManager[None]:
-    """Raise `UserError` for whatever a chat template fails with in the block."""
-    # A template is a program: it divides by zero and fails in other ways than Jinja's own.
+    """Raise `UserError` for any exception of a chat template in the block."""
+    # A template is a program, which may divide by zero or fail in other ways than Jinja's own.
     return refusing(f"{what}: the chat template does not take it", Exception)
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:
     """Refuse a tokenizer without a chat template.
 
-    For a loss on the assistant's text only, refuse one that does not mark this text with its end-of-turn token.
+    If the loss is on the assistant's text only (`assistant_only`), refuse a template that does not mark this text
+    together with its end-of-turn token.
     """
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: set chat_template_path (see sft/chat_templates).")
@@ -195,7 +261,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool
         )
 
 
-# Mixtures by shares of the tokens, such as ProLong's of long and short documents
+# Mixtures by shares of the tokens, such as ProLong's mixture of long and short documents
 
 
 class Part(TypedDict):
@@ -209,10 +275,10 @@ class Part(TypedDict):
 def sources(dataset_name: str) -> list[tuple[str, float]]:
     """Return the name of each dataset and its share of the tokens: those that a .yaml file lists, or this one alone.
 
-    The file holds a list of `{path: NAME, share: NUMBER}`. Raise `UserError`; shares must add up to 1.
+    The file holds a list of `{path: NAME, share: NUMBER}`. Raise `UserError` if the shares do not add up to 1.
     """
     file = Path(dataset_name)
-    if file.suffix not in (".yaml", ".yml"):
+    if file.suffix not in MIXTURES:
         return [(dataset_name, 1.0)]
     entries = read_yaml(file, Annotated[list[Part], MinLen(1)])
     total = sum(entry["share"] for entry in entries)
@@ -230,12 +296,14 @@ def mix(
 ) -> Dataset:
     """Return rows of all parts in a random order, until the first is used up, each part with its share of the tokens.
 
+    A row is drawn from a part with a probability proportional to share / mean length of its rows.
+
     Args:
-        parts: rows of `load_rows`, of one schema.
-        shares: of the tokens, adding up to 1. A row is drawn with the probability share / mean length of its part.
+        parts: rows that `load_rows` returned, all of one schema.
+        shares: the parts' shares of the tokens, which add up to 1.
         tokenizer: counts the tokens.
-        max_length: tokens to which a row is cut later; `None` for all.
-        seed: of the order.
+        max_length: tokens to which a row is cut later, or None if no row is cut.
+        seed: determines the order.
     """
     if any(part.features != parts[0].features for part in parts):
         raise UserError("a mixture needs rows of one schema: all messages, all text or all prompts with completions.")

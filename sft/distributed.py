@@ -1,4 +1,4 @@
-"""Train on more than one device: refuse launches that would train something else, and make checkpoints whole."""
+"""Train on more than one device: refuse launches that would train something else, and gather sharded weights."""
 
 import os
 
@@ -27,8 +27,8 @@ def asks_for_fsdp(args: TrainingArguments) -> bool:
 def check_launch(run: RunArguments, args: TrainingArguments) -> None:
     """Refuse, before a model is loaded, a launch that would train something else than it says. Raise `UserError`.
 
-    What a launcher asks for stands in environment variables, and what came of it in `args.distributed_state`: where
-    the two differ, accelerate says nothing and trains without sharding, or in one process.
+    The launcher's request is in environment variables, and the state that resulted in `args.distributed_state`. If
+    the two differ, accelerate prints no warning and trains without sharding, or in one process.
     """
     if args.n_gpu > 1:
         raise UserError(
@@ -41,7 +41,7 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
             f"{started} processes were started, and each would train alone, as one of {args.world_size}: there is no "
             "accelerator. Pass --use_cpu true to train on the CPU."
         )
-    # What accelerate's launcher sets when it was asked for several processes and starts one.
+    # Accelerate's launcher sets these variables if it was asked for several processes and starts one.
     if "WORLD_SIZE" not in os.environ and {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= os.environ.keys():
         raise UserError(
             "the accelerate config asks for several processes, and accelerate has started one, as it does for "
@@ -69,10 +69,10 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
 def whole_model(trainer: Trainer) -> PreTrainedModel | None:
     """Return the trained model with its whole weights, adapters included, in the class it was loaded as.
 
-    Every process must call this; of a sharded model, process 0 gets a copy on its CPU and the others None.
+    Every process must call this. If the model is sharded, process 0 gets a copy on its CPU and the others get None.
 
-    FSDP2 puts a class of its own in place of the model's, and saving that class writes the code of PyTorch's FSDP
-    into the checkpoint in place of the model's.
+    FSDP2 replaces the model's class by one of its own. To save that class would write the code of PyTorch's FSDP into
+    the checkpoint in place of the model's code.
     """
     accelerator, model = trainer.accelerator, trainer.model
     if accelerator.distributed_type != DistributedType.FSDP:
@@ -82,7 +82,7 @@ def whole_model(trainer: Trainer) -> PreTrainedModel | None:
         return None
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     with init_empty_weights():
-        whole = type(base)(base.config)  # FSDP2's class makes an object of the class that it stands for
+        whole = type(base)(base.config)  # FSDP2's class makes an object of the class that it replaced
         whole.generation_config = base.generation_config
         if isinstance(model, PeftModel):
             whole = get_peft_model(whole, model.active_peft_config)

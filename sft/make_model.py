@@ -1,4 +1,4 @@
-"""Write a model with random weights from a preset, beside a tokenizer, for trainers that start from a checkpoint.
+"""Write a model with random weights from a preset, and its tokenizer, for trainers that start from a checkpoint.
 
 example: python -m sft.make_model small-10m-paired-heads outputs/start --set num_hidden_layers=5
 """
@@ -42,7 +42,10 @@ def config_of(preset: str, tokenizer: PreTrainedTokenizerBase, changes: list[str
 
 
 def write_start(dst: Path, config: IHAConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0, **card) -> int:
-    """Write a model with random weights, its tokenizer and a card with the arguments `card`; return its parameters."""
+    """Write a model with random weights, its tokenizer and a card, and return its number of parameters.
+
+    `card` are further arguments of `render_card`.
+    """
     torch.manual_seed(seed)
     model = IHAForCausalLM(config)
     with new_directory(dst) as directory:
@@ -57,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", help="a name in configuration_iha, such as small-10m-paired-heads")
     parser.add_argument("dst", type=Path, help="new directory")
-    parser.add_argument("--tokenizer", help="directory or id on the Hub (a tokenizer of bytes)")
-    where = "fields of the configuration in place of the preset's; others that depend on them follow"
+    parser.add_argument("--tokenizer", help="directory or id on the Hub (default: a tokenizer of single bytes)")
+    where = "fields to change in the preset; fields that depend on them follow"
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help=where)
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
     args = parser.parse_args(argv)
     tokenizer = start_tokenizer(args.tokenizer)
     config = config_of(args.preset, tokenizer, args.set)

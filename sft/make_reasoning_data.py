@@ -19,7 +19,7 @@ EXAMPLE = """example:
 
 
 def option(text: str) -> tuple[str, object]:
-    """Split `name=value`, and read the value as JSON where it is JSON."""
+    """Split `name=value`, and parse the value if it is JSON."""
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
@@ -46,10 +46,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="the generator's difficulty options",
     )
-    parser.add_argument("--exclude", type=Path, help="a file made before, none of whose questions may be used again")
+    parser.add_argument(
+        "--exclude", type=Path, help="a file that this command wrote: its questions are not used again"
+    )
     args = parser.parse_args(argv)
     names = [name for name, _ in args.options]
-    if twice := {name for name in names if names.count(name) > 1}:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
         raise UserError(f"--options: {', '.join(sorted(twice))} is given twice.")
     return args
 
@@ -95,7 +98,7 @@ def spell_backward_trace(metadata: dict) -> str:
     return f"{' '.join(metadata['word'])}\n{' '.join(reversed(metadata['word']))}"
 
 
-# A generator whose metadata do not hold the steps gives rows with a solution only.
+# The metadata of other generators do not hold the steps: their rows have a solution only.
 TRACES = {"chain_sum": chain_sum_trace, "gcd": gcd_trace, "spell_backward": spell_backward_trace}
 
 
@@ -108,9 +111,9 @@ def assistant_text(entry: dict, generator: str) -> str:
 
 
 def extract_solution(reply: str) -> str:
-    """Return what a reply gives as its solution after its thoughts: a block, else the last number, else all of it.
+    """Return the solution in a reply after its thoughts: the last block, else the last number, else all of it.
 
-    It takes the last block. What follows gives a model that was never shown the markers credit for a right answer.
+    The last two give credit for a right answer to a model that was never shown the markers of a block.
     """
     said = after_thoughts(reply).replace("\N{MINUS SIGN}", "-")
     _, marker, solution = said.rpartition("<|begin_of_solution|>")
@@ -121,13 +124,13 @@ def extract_solution(reply: str) -> str:
 
 
 class Entry(TypedDict):
-    """Hold what is read here of an entry of reasoning-gym."""
+    """Hold the part of reasoning-gym's entry that is read here."""
 
     question: str
 
 
 class Made(TypedDict):
-    """Hold what is read here of a row of this command."""
+    """Hold the part of this command's row that is read here."""
 
     entry: Entry
 
@@ -135,12 +138,12 @@ class Made(TypedDict):
 def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set[str]) -> list[dict]:
     """Make `rows` rows with different questions, none of them in `excluded`.
 
-    Each row holds `system`, `conversations` (OpenThoughts-114k), and `generator` and `entry`, which the verifier
-    needs. Raise `UserError` for options that the generator cannot draw with, for a generator whose verifier rejects
-    its own answer, and when there are fewer different questions.
+    Each row holds `system` and `conversations` as in OpenThoughts-114k, and `generator` and `entry`, which the
+    verifier needs. Raise `UserError` for options that the generator cannot draw with, for a generator whose verifier
+    rejects its own answer, and if there are fewer different questions.
     """
     draws = rows * DRAWS_PER_ROW
-    # Generators do not check all of their options, and fail in as many ways as there are generators.
+    # Generators do not check all of their options, and each raises exceptions of its own.
     with refusing(f"generator {generator!r} with seed {seed} and options {options}", Exception):
         dataset = reasoning_gym.create_dataset(generator, seed=seed * SEED_STRIDE, size=draws, **options)
         dataset[0]
@@ -167,7 +170,7 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the file the command line asks for, whole or not at all. Raise `UserError`."""
     args = parse_arguments(argv)
-    # Python draws the same from a seed and its negative.
+    # Python draws the same numbers from a seed and its negative.
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: expected at least 0.")
     check_output_file(args.out)

@@ -1,4 +1,4 @@
-"""Train a tokenizer on a text file: byte-level BPE, which takes any text, with the special tokens of chats.
+"""Train a tokenizer on a text file: byte-level BPE, which encodes any text, with the special tokens of chats.
 
 example: python -m sft.make_tokenizer train.txt outputs/tokenizer --vocab-size 1024
 """
@@ -14,20 +14,20 @@ from iha.errors import UserError, run_cli
 from iha.files import new_directory
 
 
-# Those of sft/chat_templates: the first pads, and the last ends a text.
+# The special tokens of sft/chat_templates: the first one pads, and the last one ends a text.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def wrapped(tokenizer: Tokenizer, special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer as Transformers takes it, with special tokens."""
+    """Return a byte-level tokenizer in Transformers' class, with special tokens."""
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=special[0], eos_token=special[-1])
 
 
 def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single bytes and special tokens, of which the first pads and the last ends a text."""
+    """Return a tokenizer of single bytes and special tokens: the first one pads, and the last one ends a text."""
     vocabulary = {piece: index for index, piece in enumerate([*special, *BYTES])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -46,9 +46,9 @@ def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write a tokenizer. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path, help="file to learn from")
+    parser.add_argument("text", type=Path, help="file to train on")
     parser.add_argument("dst", type=Path, help="new directory")
-    parser.add_argument("--vocab-size", type=int, default=8192, help="tokens (8192)")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="number of tokens (default 8192)")
     args = parser.parse_args(argv)
     least = len(SPECIAL) + len(BYTES)
     if args.vocab_size < least:

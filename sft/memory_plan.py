@@ -1,7 +1,7 @@
-"""Plan what a training run takes in memory, and refuse one that cannot fit before it starts.
+"""Plan the memory of a training run, and refuse a run that cannot fit before it starts.
 
-A step runs on a copy of the model without data (iha/step_memory.py). research/benchmarks/training_plan.py compares
-the plan with the peaks of real processes.
+The plan runs a step on a copy of the model without data (iha/step_memory.py). research/benchmarks/training_plan.py
+compares it with the peaks of real processes.
 """
 
 import copy
@@ -25,20 +25,21 @@ from sft.distributed import asks_for_fsdp
 
 USAGE = """python -m sft.memory_plan --config sft/recipes/NAME/sft.yaml [--key value ...]
 
-Print what a step of a recipe takes in memory. The model is loaded, and no rows are.
+Print the memory that a step of a recipe takes. This loads the model, but no rows.
 
 example:
   python -m sft.memory_plan --config sft/recipes/demo/sft.yaml --model_name_or_path smollm2-iha --use_cpu true
 """
-# What the allocator of a CPU takes at most beyond the tensors, by peaks of sft/train.py (docs/LOG.md at 443b1c9).
+# An upper bound of the measured peaks of sft/train.py on a CPU over the planned size of its tensors (docs/LOG.md at
+# 443b1c9). The allocator takes the difference.
 ALLOCATOR = 1.25
-LOSS_OUTPUTS = ("log_probs", "entropy", "is_top1")  # of TRL's loss
+LOSS_OUTPUTS = ("log_probs", "entropy", "is_top1")  # outputs of TRL's loss
 
 
 def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -> StepMemory:
     """Count a step of `sft/train.py` on `model` and a row that is one document, with the kernels of a CPU.
 
-    Raise whatever a model or an optimizer raises that looks at data.
+    A model or an optimizer that reads data raises an exception of its own here.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     adapted = get_peft_model(model, adapters) if adapters else None  # PEFT cannot adapt a model without data
@@ -65,19 +66,21 @@ def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -
 
 
 def check_memory(model: PreTrainedModel, run: RunArguments, args: SFTConfig) -> None:
-    """Print what a step takes on each device and what there is. Raise `UserError` for a run that needs more."""
+    """Print the memory that a step takes on each device and what there is. Raise `UserError` if it does not fit."""
     say, adapters = args.distributed_state.print, lora_config(run, model)
     try:
         planned = plan(model, adapters, args)
-    except Exception as error:  # routed experts, optimizers with kernels of their own, rows without a length
+    except Exception as error:  # from routed experts, optimizers with kernels of their own, rows without a length
         say(f"Note: what this run takes in memory is not planned ({one_line(error):.200}).")
         return
     needed, kept = planned.peak, planned.weights + planned.gradients + planned.optimizer
-    if args.world_size > 1:  # arithmetic: FSDP shards what stays, and DDP has buckets of gradients
-        needed += kept // args.world_size - kept if asks_for_fsdp(args) else planned.gradients
+    if args.world_size > 1 and asks_for_fsdp(args):  # it shards what is kept between steps
+        needed += kept // args.world_size - kept
+    elif args.world_size > 1:  # DDP has buckets of gradients
+        needed += planned.gradients
     if args.device.type == "cuda":
         limit = torch.cuda.get_device_properties(args.device).total_memory
-    else:  # the weights of a CPU's run are there already
+    else:  # on a CPU the weights are loaded already
         needed *= ALLOCATOR
         limit = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) + planned.weights
     parts = ", ".join(f"{name} {getattr(planned, name) / 1e9:.2f}" for name in ("weights", "gradients", "optimizer"))

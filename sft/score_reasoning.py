@@ -1,4 +1,4 @@
-"""Answer reasoning rows greedily with a model and score the replies by reasoning-gym's own verifier."""
+"""Answer reasoning rows greedily with a model, and score the replies by reasoning-gym's own verifiers."""
 
 import argparse
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 
 
-# Replies that no verifier may take for an answer: "complex_arithmetic" takes "nan", "game_of_life_halting" any word.
+# Replies that no verifier may accept: "complex_arithmetic" accepts "nan", and "game_of_life_halting" any word.
 NONSENSE = ("", "nonsense", "nan")
 VERIFIER_SECONDS = 5
 verifier = cache(reasoning_gym.get_score_answer_fn)
@@ -54,19 +54,19 @@ verifier = cache(reasoning_gym.get_score_answer_fn)
 def is_right(reply: str, generator: str, entry: dict) -> bool:
     """Return whether the verifier gives the solution of a reply (see `extract_solution`) the full score.
 
-    Less is wrong: many verifiers give nonsense a part of the score. A reply that the verifier fails on, or that it
-    does not finish with, is wrong too: those that evaluate a reply never finish with "9**9**9".
+    A part of the score does not count, because many verifiers give it to nonsense. A reply is also wrong if the
+    verifier raises an exception or does not finish: some evaluate the reply, and would never finish "9**9**9".
     """
     try:
         with time_limit(VERIFIER_SECONDS):
             return verifier(generator)(extract_solution(reply), entry) == 1.0
-    # Verifiers fail on a reply in as many ways as there are verifiers.
+    # Each verifier raises exceptions of its own.
     except Exception:
         return False
 
 
 def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int) -> None:
-    """Refuse chat prompts that leave no room for `new_tokens` more in the model's positions."""
+    """Refuse chat prompts that leave no room for `new_tokens` more tokens in the model's positions."""
     lengths = []
     for number, prompt in enumerate(prompts, 1):
         with rendering(f"row {number}"):

@@ -1,7 +1,7 @@
 """Share a row among devices by Transformers' `parallelism_config` with `sp_size` (DeepSpeed's Ulysses), under FSDP2.
 
 Each process holds a piece of every row, and attention exchanges pieces of the sequence for heads. Transformers shares
-batches and losses. What is here it does under DeepSpeed alone, or loses.
+batches and losses. This file adds what Transformers does under DeepSpeed alone, and keeps what it would lose.
 """
 
 import torch
@@ -18,7 +18,7 @@ from sft.base_model import start_config
 
 def check_shared_sequence(run: RunArguments, args: TrainingArguments) -> None:
     """Refuse ways to share a row that would compute something else. Raise `UserError`."""
-    with refusing("parallelism_config", ValueError):  # sizes that exclude each other
+    with refusing("parallelism_config", ValueError):  # for sizes that exclude each other
         sizes = args.parallelism_config or ParallelismConfig()
     if sizes.cp_size > 1 or sizes.tp_size > 1:
         raise UserError(
@@ -37,12 +37,13 @@ def check_shared_sequence(run: RunArguments, args: TrainingArguments) -> None:
     if sizes.sp_handler.sp_attn_implementation != core:
         raise UserError(f"sp_attn_implementation: expected the recipe's attn_implementation, {core}.")
     kinds = set(getattr(start_config(run), "attention_kinds", ("a plain decoder",)))
-    if others := kinds - {"iha", "mha"}:
+    others = kinds - {"iha", "mha"}
+    if others:
         raise UserError(f"sp_size: {sizes.sp_size} is tested with 'iha' and 'mha' only, not with {', '.join(others)}.")
 
 
 def share_sequence(trainer: Trainer) -> None:
-    """Have a trainer that is not prepared yet share rows where its `parallelism_config` says so."""
+    """Have a trainer that is not prepared yet share rows if its `parallelism_config` asks for it."""
     sizes = trainer.accelerator.parallelism_config
     if sizes is None or sizes.sp_size == 1:
         return
@@ -54,7 +55,7 @@ def share_sequence(trainer: Trainer) -> None:
     collate.pad_to_multiple_of = trainer.args.pad_to_multiple_of or sizes.sp_size
 
     def tensors_of_rows(rows: list[dict]) -> dict[str, torch.Tensor]:
-        # Ulysses cuts tensors [batch, N]. Lengths of packed documents go; `position_ids` say the same.
+        # Ulysses cuts tensors [batch, N]. The lengths of packed documents are dropped: `position_ids` tell them too.
         batch = collate(rows)
         shape = batch["input_ids"].shape
         return {name: value for name, value in batch.items() if getattr(value, "shape", None) == shape}
@@ -63,7 +64,7 @@ def share_sequence(trainer: Trainer) -> None:
     base = trainer.model.get_base_model() if isinstance(trainer.model, PeftModel) else trainer.model
     decoder = base.base_model
     if decoder.config.model_type == "iha":
-        # A piece makes no mask: the flash core sees the whole row, and finds documents by `position_ids`.
+        # No mask is made of a piece: the flash core gets the whole row, and finds its documents by `position_ids`.
         masks = dict.fromkeys(decoder.config.layer_types)
         decoder.register_forward_pre_hook(
             lambda module, args, kwargs: (args, {**kwargs, "attention_mask": masks} if module.training else kwargs),
@@ -82,6 +83,6 @@ def share_sequence(trainer: Trainer) -> None:
 
     def attention(module: torch.nn.Module, query: torch.Tensor, *args, **kwargs):
         output, weights = shared(module, query, *args, **kwargs)
-        return output.view(*output.shape[:2], -1, query.shape[-1]), weights  # the collapse needs the heads apart
+        return output.view(*output.shape[:2], -1, query.shape[-1]), weights  # the collapse needs an axis of heads
 
     ALL_ATTENTION_FUNCTIONS[core] = attention

@@ -1,4 +1,7 @@
-"""Fine-tune a causal language model on answers with TRL's SFTTrainer: see `--help` and sft/recipes/README.md."""
+"""Fine-tune a causal language model on answers with TRL's SFTTrainer: see `--help` and sft/recipes/README.md.
+
+examples/sft.py is the same pipeline on one page, without checks, records and resume.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -18,15 +21,15 @@ from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_of_turn
 from sft.memory_plan import check_memory
 from sft.run import begun, train
-from sft.trainer import MixingTrainer
-from sft.training_rows import check_cut, check_packing, check_rows, training_rows
+from sft.trainer import SFTRecipeTrainer
+from sft.training_rows import check_cut, check_packing, check_rows, training_rows, whole_text_bytes
 
 
 USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
 
-Fine-tune a model on OpenThoughts-format rows, or train a preset from random weights on text. Every key below can stand
-in the YAML file or on the command line, which wins. A run that was stopped continues from its newest whole checkpoint
-when the same command is given again; with another model or other data it is refused.
+Fine-tune a model on OpenThoughts-format rows, or train a preset from random weights on text. Every key below can be in
+the YAML file or on the command line, which overrides the file. After a stop, the same command resumes from the newest
+complete checkpoint. With another model or other data it is refused.
 
 example:
   python -m sft.train --config sft/recipes/demo/sft.yaml \\
@@ -36,7 +39,7 @@ example:
 """
 
 
-def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
+def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     check_packing(model, args)
@@ -45,7 +48,7 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
     train_rows, eval_rows = training_rows(run, args, tokenizer)
     if args.assistant_only_loss:
         stop_at_end_of_turn(model, tokenizer)
-    trainer = MixingTrainer(
+    trainer = SFTRecipeTrainer(
         model=model,
         args=args,
         train_dataset=train_rows,
@@ -56,20 +59,15 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> MixingTrainer:
     check_cut(trainer, train_rows)
     if isinstance(trainer.train_dataset, IterableDataset):
         # Repeat the stream without end, so that a resume can skip the batches that were seen, however many passes they
-        # took. This comes after TRL packs: it packs 1,000 rows at a time, which would be copies of a short stream.
+        # took. TRL has packed the stream before: of a short stream that repeats, it would pack 1,000 rows at a time.
         trainer.train_dataset = trainer.train_dataset.repeat(None)
-    # Bits per byte can be given only if no held-out text is cut: without `max_length`, or where packing splits long
-    # texts instead of cutting them.
-    packs = args.packing if args.eval_packing is None else args.eval_packing
-    is_whole = args.max_length is None or (packs and args.packing_strategy == "bfd_split")
-    if is_whole and eval_rows is not None and "text" in eval_rows.column_names:
-        trainer.eval_bytes = sum(len(text.encode()) for text in eval_rows["text"])
+    trainer.eval_bytes = whole_text_bytes(eval_rows, args)
     trainer.count_tokens.peak_tokens_per_second = peak
     return trainer
 
 
 def peak_tokens_per_second(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> float:
-    """Return the tokens per second of all devices at their peak. Raise `UserError` where they cannot be counted."""
+    """Return the tokens per second of all devices at their peak. Raise `UserError` if they cannot be counted."""
     if not isinstance(config, IHAConfig) or args.max_length is None:
         raise UserError("peak_tflops: the cost model counts rows of max_length of an IHA model. Remove the key.")
     return run.peak_tflops * 1e12 * args.world_size / flops_of_a_token(config, args.max_length)

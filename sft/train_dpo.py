@@ -17,17 +17,17 @@ from iha.errors import UserError, run_cli
 from iha.files import typed
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import load_base_model, lora_config, prepare_model, run_config
-from sft.data import TURNS, UNREAD_COLUMNS, Messages, load_rows, rendering, to_messages
+from sft.data import TURNS, UNREAD_COLUMNS, Messages, Source, load_rows, rendering, to_messages
 from sft.run import begun, train
 from sft.trainer import RecipeTrainer
-from sft.training_rows import split_rows
+from sft.training_rows import evaluation_source, split_rows
 
 
 USAGE = """python -m sft.train_dpo --config sft/recipes/dpo/dpo.yaml [--key value ...]
 
 Train a model to prefer the chosen answer of each row to the rejected one. A row holds `prompt`, `chosen` and
-`rejected`, each a list of {role, content}. Every key below can stand in the YAML file or on the command line, which
-wins. A run that was stopped continues from its newest whole checkpoint when the same command is given again.
+`rejected`, each a list of {role, content}. Every key below can be in the YAML file or on the command line, which
+overrides the file. After a stop, the same command resumes from the newest complete checkpoint.
 
 example:
   python -m sft.train_dpo \\
@@ -40,17 +40,17 @@ COLUMNS = ("prompt", "chosen", "rejected")
 Pair = TypedDict("Pair", dict.fromkeys(COLUMNS, Messages))
 
 
-class MixingDPOTrainer(RecipeTrainer, DPOTrainer):
+class DPORecipeTrainer(RecipeTrainer, DPOTrainer):
     """Train by preference optimisation."""
 
 
 def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
     """Return `prompt`, `chosen` and `rejected` of a row, each a list of {"role", "content"}.
 
-    The prompt ends with the user, the answers are the assistant's and differ. `where` names the row in errors. Raise
-    `UserError` naming the row and the column.
+    The prompt ends with the user, and both answers are the assistant's and differ. `where` names the row in errors.
+    Raise `UserError` naming the row and the column.
     """
-    typed(dict(row), Pair, where)  # a row of the Hub is no dictionary
+    typed(dict(row), Pair, where)  # a row of the datasets library is no dictionary
     pair = {}
     for column in ("chosen", "rejected"):
         turns = {name: row.get(name) for name in ("system", *UNREAD_COLUMNS)}
@@ -71,48 +71,53 @@ def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
     return pair
 
 
-def load_pairs(name: str, split: str) -> Dataset:
+def load_pairs(source: Source) -> Dataset:
     """Load the columns of `to_pair` from any source of `load_rows`."""
-    return load_rows(name, split, schema=lambda _: (to_pair, Features(dict.fromkeys(COLUMNS, TURNS))))
+    return load_rows(*source, schema=lambda _: (to_pair, Features(dict.fromkeys(COLUMNS, TURNS))))
 
 
-def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOConfig) -> None:
-    """Print how many pairs `max_length` cuts.
+def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOConfig, which: str = "") -> None:
+    """Print how many pairs `max_length` cuts. `which` says in the messages which pairs these are.
 
-    Raise `UserError` for a pair whose answers do not differ in what is left: TRL drops some of them silently and
+    Raise `UserError` for a pair whose answers no longer differ after the cut: TRL drops some of these silently and
     learns nothing from the others.
     """
     length = args.max_length or sys.maxsize
     kept = slice(length) if args.truncation_mode == "keep_start" else slice(-length, None)
     cut = 0
     for number, pair in enumerate(pairs, 1):
-        with rendering(f"row {number}"):
+        with rendering(f"{which}row {number}"):
             chosen, rejected = tokenizer.apply_chat_template(
                 [pair["prompt"] + pair[column] for column in ("chosen", "rejected")], return_dict=True
             )["input_ids"]
         if chosen[kept] == rejected[kept]:
             raise UserError(
-                f"row {number}: its answers do not differ within max_length={args.max_length} tokens; raise "
+                f"{which}row {number}: its answers do not differ within max_length={args.max_length} tokens; raise "
                 "max_length or remove the row."
             )
         cut += max(len(chosen), len(rejected)) > length
     PartialState().print(
-        f"{cut} of {len(pairs)} pairs are longer than max_length={args.max_length} tokens and are cut."
+        f"{cut} of {len(pairs)} {which}pairs are longer than max_length={args.max_length} tokens and are cut."
     )
 
 
-def build_trainer(run: RunArguments, args: DPOConfig) -> MixingDPOTrainer:
+def build_trainer(run: RunArguments, args: DPOConfig) -> DPORecipeTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     if args.beta == 0:
         raise UserError("beta is 0, with which no answer is preferred: expected above 0.")
-    pairs = load_pairs(run.dataset_name, run.dataset_train_split)
+    pairs = load_pairs(Source(run.dataset_name, run.dataset_train_split, run.dataset_config))
+    source = evaluation_source(run, args)
+    test_pairs = None if source is None else load_pairs(source)
     config = run_config(run, args)
     model, tokenizer = prepare_model(run, args, config)
     check_lengths(pairs, tokenizer, args)
-    # TRL would load it without what the recipe changes in the config. With adapters the model serves itself.
+    if test_pairs is not None:
+        check_lengths(test_pairs, tokenizer, args, "held-out ")
+    # TRL itself would load the reference model without the recipe's changes of the configuration. With adapters, the
+    # model without them is the reference.
     reference = None if run.use_peft else load_base_model(run, config)
-    train_rows, eval_rows = split_rows(pairs, run, args)
-    trainer = MixingDPOTrainer(
+    train_rows, eval_rows = split_rows(pairs, run, args) if test_pairs is None else (pairs, test_pairs)
+    trainer = DPORecipeTrainer(
         model=model,
         ref_model=reference,
         args=args,

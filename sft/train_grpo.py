@@ -23,9 +23,9 @@ from sft.training_rows import split_rows
 USAGE = """python -m sft.train_grpo --config sft/recipes/grpo/grpo.yaml [--key value ...]
 
 Train a model on its own answers to reasoning rows (see sft/make_reasoning_data.py): a right answer earns 1. Start from
-a model that is sometimes right, after sft/train.py: a group of answers that earn the same teaches nothing. Every key
-below can stand in the YAML file or on the command line, which wins. A run that was stopped continues from its newest
-whole checkpoint when the same command is given again.
+a model that is sometimes right, after sft/train.py, because a group of answers that earn the same teaches nothing.
+Every key below can be in the YAML file or on the command line, which overrides the file. After a stop, the same
+command resumes from the newest complete checkpoint.
 
 example:
   python -m sft.train_grpo \\
@@ -34,12 +34,12 @@ example:
 """
 
 
-class MixingGRPOTrainer(RecipeTrainer, GRPOTrainer):
+class GRPORecipeTrainer(RecipeTrainer, GRPOTrainer):
     """Train by reinforcement learning."""
 
 
 def correctness(completions: list[list[dict]], generator: list[str], entry: list[str], **_) -> list[float]:
-    """Return 1 for each reply that `is_right`, else 0; `entry` holds the rows' entries as JSON."""
+    """Return 1 for each reply that `is_right`, else 0. `entry` holds the rows' entries as JSON."""
     return [
         float(is_right(reply["content"], name, json.loads(text)))
         for (reply,), name, text in zip(completions, generator, entry, strict=True)
@@ -49,8 +49,8 @@ def correctness(completions: list[list[dict]], generator: list[str], entry: list
 def load_prompts(path: str) -> Dataset:
     """Load `prompt`, `generator` and `entry` from a file of make_reasoning_data.py.
 
-    Entries stay JSON: as columns, the rows of two generators would get each other's keys. Raise `UserError` for a
-    missing or empty file and for a bad row (see `check_rows`).
+    Entries stay JSON, because as columns the rows of two generators would get each other's keys. Raise `UserError`
+    for a missing or empty file and for a bad row (see `check_rows`).
     """
     rows = read_rows(path)
     return Dataset.from_list(
@@ -61,7 +61,7 @@ def load_prompts(path: str) -> Dataset:
     )
 
 
-def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
+def build_trainer(run: RunArguments, args: GRPOConfig) -> GRPORecipeTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
         raise UserError(
@@ -81,7 +81,7 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> MixingGRPOTrainer:
             model.init_continuous_batching()
     check_positions(model, tokenizer, list(rows["prompt"]), args.max_completion_length)
     train_rows, eval_rows = split_rows(rows, run, args)
-    trainer = MixingGRPOTrainer(
+    trainer = GRPORecipeTrainer(
         model=model,
         reward_funcs=correctness,
         args=args,

@@ -1,6 +1,6 @@
 """Train with TRL's trainers.
 
-They get checkpoints that are whole or passed over, and a stop at anything that is not a number.
+Incomplete checkpoints are skipped. A loss, a gradient or a weight that is NaN or infinite stops the run.
 """
 
 import math
@@ -25,18 +25,20 @@ from sft.distributed import whole_model
 from sft.sequence_parallel import share_sequence
 
 
-# The file that says what a run is made of. A checkpoint gets a copy last of all, which says that it is whole.
+# The file that records what a run is made of. A copy is written last into a checkpoint, and marks it as complete.
 RECORD = "run.json"
 
 
 class NotFiniteError(UserError):
-    """Name a loss or gradient that is not a number."""
+    """Report a loss or gradient that is NaN or infinite."""
 
 
 def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the last checkpoint in `output_dir` that was written to its end, or None, and name those passed over."""
-    numbered = ((path.name.rpartition("-")[2], path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
-    for _, path in sorted(((int(step), path) for step, path in numbered if step.isdigit()), reverse=True):
+    """Return the last checkpoint in `output_dir` that is complete, or None. Print those that are skipped."""
+    paths = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    by_step = {path.name.rpartition("-")[2]: path for path in paths}
+    for step in sorted(filter(str.isdigit, by_step), key=int, reverse=True):
+        path = by_step[step]
         if (path / RECORD).exists():
             return path
         PartialState().print(f"Passing over {path}: {RECORD} is missing, which is written last.", flush=True)
@@ -44,43 +46,45 @@ def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 class RecipeTrainer(Trainer):
-    """Give a trainer, as the first of its bases, what a recipe promises.
+    """Give a trainer what a recipe promises. This class must be the first of the trainer's bases.
 
-    Matrices decay. Vectors do not, nor the weights that mix heads, whose start from scratch is not zero.
+    Matrices decay. Vectors do not decay, nor do the weights that mix heads, because their start from scratch is not
+    zero.
 
     Raise `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimiser's step.
-    Raise `UserError` before such weights are saved, and for a checkpoint of another kind of launch.
+    Raise `UserError` before a weight that is NaN or infinite is saved, and for a checkpoint of another kind of launch.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._losses: torch.Tensor | int = 0  # of a step's micro-batches, summed
+        self._losses: torch.Tensor | int = 0  # the sum of a step's micro-batches
         share_sequence(self)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        # Transformers goes by names, and would decay vectors such as those of differential attention's lambda.
+        # Transformers chooses by names, and would decay vectors such as those of differential attention's lambda.
         mixing = {id(value) for value in mixing_parameters(model)}
         spared = {name for name, value in model.named_parameters() if value.dim() < 2 or id(value) in mixing}
         return [name for name in super().get_decay_parameter_names(model) if name not in spared]
 
     def create_model_card(self, *_, **__) -> None:
-        """Write nothing: TRL's card knows neither the data nor the base model, and final/ has the run's own."""
+        """Write nothing: TRL's card knows neither the data nor the base model, and final/ has a card of the run."""
 
-    # What is not a number
+    # NaN and infinity
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if model.training:
-            # Looked at once a step, where the norm of the gradients waits for a GPU anyway.
+            # Checked once a step, when the norm of the gradients waits for the GPU anyway.
             self._losses = self._losses + (result[0] if return_outputs else result).detach()
         return result
 
     def _get_grad_norm(self, model, grad_norm=None):
-        # The last call before the optimiser's step that knows the norm.
+        # This is the last call before the optimiser's step that knows the norm.
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        losses, self._losses = self._losses, 0
+        losses = self._losses
+        self._losses = 0  # for the next step
         self._refuse_not_finite("loss", losses)
-        # In float16 a norm is infinite now and then: the scaler passes over such a step by itself.
+        # In float16 a norm is sometimes infinite, and the scaler skips such a step by itself.
         if self.accelerator.scaler is None and grad_norm is not None:
             self._refuse_not_finite("gradient norm", grad_norm)
         return grad_norm
@@ -105,19 +109,19 @@ class RecipeTrainer(Trainer):
         self.check_weights()
         output = Path(self.args.output_dir)
         checkpoint = output / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        kept, self.args.save_total_limit = self.args.save_total_limit, None
+        limit = self.args.save_total_limit
+        self.args.save_total_limit = None  # so that the Trainer removes no checkpoint before this one is whole
         try:
             if self.args.should_save:
-                (checkpoint / RECORD).unlink(missing_ok=True)  # what a stopped run left is whole no more
+                (checkpoint / RECORD).unlink(missing_ok=True)  # a stopped run may have left a complete checkpoint
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()  # each process writes its random state, and its share of a model
             if self.args.should_save:
                 with whole_file(checkpoint / RECORD) as file:
                     shutil.copyfile(output / RECORD, file)
-                # Not by the Trainer: it would remove the last whole checkpoint before this one is.
-                rotate_checkpoints(self.args.output_dir, kept, self.state.best_model_checkpoint)
+                rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
         finally:
-            self.args.save_total_limit = kept
+            self.args.save_total_limit = limit
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.is_fsdp_enabled:
@@ -129,22 +133,22 @@ class RecipeTrainer(Trainer):
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *others):
         begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
-        # Where the last step lies inside an epoch, Transformers would go on with the epoch.
+        # If the last step lies inside an epoch, Transformers would go on with the epoch.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else begun
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        # Transformers passes in silence over the files of a launch that shards in another way.
+        # Transformers silently ignores the files of a launch that shards in another way.
         if checkpoint is not None and self.lr_scheduler.last_epoch == 0:
             raise UserError(
                 f"{checkpoint} holds no optimizer for this launch: resume with the accelerate config that began it."
             )
 
     def _load_weights(self, checkpoint: str) -> bool:
-        """Load a whole model's weights, and return False for what FSDP or PEFT loads in its own way."""
+        """Load a whole model's weights and return True, or return False for a model that FSDP or PEFT loads."""
         if self.is_fsdp_enabled or isinstance(self.model, PeftModel):
             return False
-        # The Trainer takes the names in the files for the model's, and would leave experts as they were.
+        # The Trainer expects the model's names in the files, and would leave experts unchanged.
         self.model.load_state_dict(load_model(checkpoint, self.model.dtype).state_dict())
         return True
 
@@ -158,16 +162,17 @@ class RecipeTrainer(Trainer):
 
 
 class CountTokens(TrainerCallback):
-    """Log `tokens_per_second` since the last log, and count on where a resumed run stopped: TRL counts anew.
+    """Log `tokens_per_second` since the last log, and continue the count of a resumed run, which TRL starts anew.
 
-    With `peak_tokens_per_second`, those of all devices at their peak, log `model_flops_utilization` too.
+    If `peak_tokens_per_second`, the rate of all devices at their peak, is given, log `model_flops_utilization` too.
     """
 
     peak_tokens_per_second: float | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
         counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
-        self.before = self.last = counts[-1] if counts else 0
+        self.before = counts[-1] if counts else 0
+        self.last = self.before
         self.time = time.monotonic()
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
@@ -178,33 +183,35 @@ class CountTokens(TrainerCallback):
             return
         logs["num_tokens"] += self.before
         now = time.monotonic()
-        rate = logs["tokens_per_second"] = (logs["num_tokens"] - self.last) / (now - self.time)
+        rate = (logs["num_tokens"] - self.last) / (now - self.time)
+        logs["tokens_per_second"] = rate
         if self.peak_tokens_per_second is not None:
             logs["model_flops_utilization"] = rate / self.peak_tokens_per_second
-        self.last, self.time = logs["num_tokens"], now
+        self.last = logs["num_tokens"]
+        self.time = now
         state.log_history[-1].update(logs)
 
 
-class MixingTrainer(RecipeTrainer, SFTTrainer):
+class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
     """Train by supervised fine-tuning."""
 
-    eval_bytes: int | None = None  # of the text to evaluate on
+    eval_bytes: int | None = None  # the length of the text to evaluate on
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        # First of all, so that the others print and report what it adds.
+        # It must be the first callback, so that the others print and report what it adds.
         self.count_tokens = CountTokens()
         self.callback_handler.callbacks.insert(0, self.count_tokens)
 
     @cached_property
     def eval_tokens(self) -> int:
-        """Count the tokens of the rows to evaluate on that have a loss: all but the first of each packed document."""
+        """Count the tokens of evaluation rows that have a loss: all but the first token of each packed document."""
         rows = self.eval_dataset
         documents = sum(map(len, rows["seq_lengths"])) if "seq_lengths" in rows.column_names else len(rows)
         return sum(map(len, rows["labels"])) - documents
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """Evaluate, and log the loss of plain text in bits per byte too, which compares tokenizers."""
+        """Evaluate, and also log the loss of plain text in bits per byte, which can be compared between tokenizers."""
         metrics = super().evaluate(*args, **kwargs)
         if self.eval_bytes and "eval_loss" in metrics:
             bits = metrics["eval_loss"] * self.eval_tokens / self.eval_bytes / math.log(2)

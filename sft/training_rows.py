@@ -2,25 +2,25 @@
 
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, SFTTrainer
 
 from iha.errors import UserError, refusing
 from modeling_iha.modeling_interleaved import core_of
-from sft.arguments import RunArguments
-from sft.data import Rows, check_chat_template, check_source, load_rows, mix, sources
+from sft.arguments import RunArguments, evaluates
+from sft.data import Rows, Source, check_chat_template, check_source, check_split, load_rows, mix, sources
 
 
-# Besides the flash cores.
+# Cores that keep packed documents apart, besides the flash cores.
 ISOLATING_CORES = ("eager", "sdpa", "flex_attention")
 
 
 def check_rows(run: RunArguments, args: SFTConfig) -> None:
-    """Refuse, before anything is loaded, keys that exclude each other, and an absent source. Raise `UserError`.
+    """Refuse, before anything is loaded, keys that exclude each other and missing files. Raise `UserError`.
 
-    TRL packs `bfd` and `bfd_split` so that `position_ids` restart at every document, and from them come the masks of
-    eager, SDPA and FlexAttention and the lengths of FlashAttention. Nothing tells `wrapped` documents apart.
+    With TRL's strategies `bfd` and `bfd_split`, `position_ids` restart at every document. The masks of eager, SDPA and
+    FlexAttention and the lengths of FlashAttention follow from them. With `wrapped`, documents cannot be told apart.
     """
     if args.eval_packing and not args.packing:
         raise UserError("eval_packing without packing would join the held-out rows: set both or neither.")
@@ -38,9 +38,29 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
     if run.dataset_streaming and args.max_steps < 1:
         raise UserError(f"max_steps={args.max_steps}: dataset_streaming has no last row, so give the number of steps.")
     for name, _ in parts:
-        check_source(name, run.dataset_train_split if len(parts) == 1 else "train")
+        check_source(name, run.dataset_train_split)
+    held_out = evaluation_source(run, args)
+    if held_out is not None:
+        check_source(held_out.name, held_out.split)
+
+
+def evaluation_source(run: RunArguments, args: TrainingArguments) -> Source | None:
+    """Return where the rows to evaluate on are read from, or None if a run holds out rows or does not evaluate."""
     if run.eval_dataset_name:
-        check_source(run.eval_dataset_name, "train")
+        return Source(run.eval_dataset_name, run.dataset_test_split or "train")
+    if run.eval_size or not evaluates(args):
+        return None
+    return Source(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
+
+
+def check_splits(run: RunArguments, args: TrainingArguments) -> None:
+    """Refuse configurations and splits that the run's datasets do not have. Raise `UserError`."""
+    for name, _ in sources(run.dataset_name):
+        check_split(Source(name, run.dataset_train_split, run.dataset_config), "dataset_train_split")
+    held_out = evaluation_source(run, args)
+    if held_out is not None:
+        or_else = "" if run.eval_dataset_name else ", or eval_size to a number of rows"
+        check_split(held_out, "dataset_test_split", or_else)
 
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
@@ -60,27 +80,36 @@ def training_rows(
 ) -> tuple[Rows, Dataset | None]:
     """Return rows for TRL to train on, and those to evaluate on or None. Raise `UserError`.
 
-    The latter are the rows of `run.eval_dataset_name`, or `run.eval_size` rows that are held out: the first ones of a
-    stream. They are held out one by one, before any packing: packing changes neither which they are nor what they are
-    next to.
+    The rows to evaluate on are those of `evaluation_source`, or `run.eval_size` rows that are held out. From a stream,
+    the first rows are held out. This happens before packing, so packing does not change which rows are held out.
     """
     names, shares = zip(*sources(run.dataset_name))
     with args.main_process_first():
-        parts = [load_rows(name, run.dataset_train_split, run.dataset_streaming) for name in names]
+        parts = [load_rows(name, run.dataset_train_split, run.dataset_config, run.dataset_streaming) for name in names]
         if "messages" in parts[0].features:
             check_chat_template(tokenizer, args.assistant_only_loss)
         splits = args.packing and args.packing_strategy != "bfd"
-        max_length = None if splits else args.max_length  # to which TRL cuts a row
+        max_length = None if splits else args.max_length  # TRL cuts rows to this length
         rows = parts[0] if len(parts) == 1 else mix(parts, shares, tokenizer, max_length, args.seed)
-        if run.eval_dataset_name:
-            return rows, load_rows(run.eval_dataset_name)
+        held_out = evaluation_source(run, args)
+        if held_out is not None:
+            # A streamed dataset must not be downloaded, and to load one split as a whole would download all splits.
+            is_streamed = run.dataset_streaming and held_out.name == run.dataset_name
+            return rows, read_all(load_rows(*held_out, streaming=is_streamed))
     if isinstance(rows, IterableDataset):
         return hold_out_first(rows, int(run.eval_size))
     return split_rows(rows, run, args)
 
 
+def read_all(rows: Rows) -> Dataset:
+    """Read a stream to its end, and return a dataset as it is."""
+    if isinstance(rows, IterableDataset):
+        return Dataset.from_list(list(rows), features=rows.features)
+    return rows
+
+
 def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset | None]:
-    """Return a stream without its first `size` rows, and these. Raise `UserError` where no other row is left."""
+    """Return a stream without its first `size` rows, and these rows. Raise `UserError` if no other row is left."""
     if size == 0:
         return rows, None
     held_out = list(rows.take(size + 1))
@@ -93,21 +122,35 @@ def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, D
 
 
 def check_cut(trainer: SFTTrainer, rows: Rows) -> None:
-    """Refuse rows of which `max_length` left nothing to learn: TRL drops them in silence. Raise `UserError`."""
+    """Refuse rows that have nothing to learn within `max_length`: TRL drops them silently. Raise `UserError`."""
     args = trainer.args
     if isinstance(rows, IterableDataset) or args.packing:
         return
-    if dropped := len(rows) - len(trainer.train_dataset):
+    dropped = len(rows) - len(trainer.train_dataset)
+    if dropped:
         raise UserError(
             f"{dropped} of {len(rows)} rows have no token to learn within max_length={args.max_length}: raise "
             "max_length, or remove the rows."
         )
 
 
+def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:
+    """Count the bytes of the text to evaluate on, or return None for other rows and for text that TRL cuts.
+
+    TRL cuts no text without `max_length`, or if packing splits long texts.
+    """
+    packs = args.packing if args.eval_packing is None else args.eval_packing
+    splits = packs and args.packing_strategy == "bfd_split"
+    is_whole = args.max_length is None or splits
+    if rows is None or "text" not in rows.column_names or not is_whole:
+        return None
+    return sum(len(text.encode()) for text in rows["text"])
+
+
 def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset | None]:
     """Return rows to train on and `run.eval_size` held-out rows or None.
 
-    A row to train on that is, or has the prompt of, a held-out one is left out.
+    A row that equals a held-out row, or has the same prompt, is left out of training.
     """
     if run.eval_size == 0:
         return rows, None
@@ -117,7 +160,8 @@ def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Datas
     seen = {_asked(row) for row in parts["test"]}
     with args.main_process_first():
         kept = parts["train"].filter(lambda row: _asked(row) not in seen)
-    if dropped := len(parts["train"]) - len(kept):
+    dropped = len(parts["train"]) - len(kept)
+    if dropped:
         PartialState().print(f"{dropped:,} rows to train on are also held out, and are left out of training.")
     return kept, parts["test"]
 

@@ -1,9 +1,10 @@
 """Stand in for the Hugging Face Hub on the loopback interface, in memory.
 
 It is not the Hub: it answers the calls that the real `huggingface_hub` client makes to create a model repository, push
-to it and load from it, over real HTTP, with revisions as commits and large files through LFS, as the client's code
-expects them. It has no web pages, no Xet storage, no redirects to a content network and no rate limits, and one token
-that may do everything. `faults` go wrong as the Hub and the network may.
+to it and load from it, and those of the datasets library to load a dataset. It does so over real HTTP, with revisions
+as commits and large files through LFS, as the client's code expects them. It has no web pages, no Xet storage, no
+redirects to a content network and no rate limits, and one token that may do everything. `faults` go wrong as the Hub
+and the network may.
 
 The client reads its endpoint when `huggingface_hub` is imported: clients run in subprocesses, with
 `LoopbackHub.environment`, or in this process where `LoopbackHub.use` has led the commands here.
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from threading import RLock, Thread
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -154,13 +156,18 @@ class LoopbackHub:
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, self.endpoint)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "ENDPOINT", self.endpoint)
+        if "datasets" in sys.modules:
+            monkeypatch.setattr("datasets.config.HF_ENDPOINT", self.endpoint)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         monkeypatch.setattr(time, "sleep", lambda seconds: None)
         monkeypatch.setattr(ssl, "create_default_context", ssl_context)
 
     def add(self, repo_id: str, directory) -> str:
-        """Put the files of `directory` into a new public repository, without HTTP, and return the commit."""
+        """Put the files of `directory` into a new public repository, without HTTP, and return the commit.
+
+        `repo_id` is that of a model, or of a dataset behind "datasets/".
+        """
         paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
         files = {name: File(path.read_bytes(), name.endswith(LFS_SUFFIXES)) for name, path in paths.items()}
         repository = self.repositories[repo_id] = Repository(private=False)
@@ -189,19 +196,22 @@ class LoopbackHub:
         siblings = [{"rfilename": path} for path in sorted(repository.commits[sha])]
         return {"id": repo_id, "sha": sha, "private": repository.private, "tags": [], "siblings": siblings}
 
-    def tree(self, repository: Repository, revision: str, folder: str) -> list[dict]:
-        """List the files below `folder`, recursively, because the stand-in holds no folders."""
+    def tree(self, repository: Repository, revision: str, folder: str, recursive: bool) -> list[dict]:
+        """List the files and folders in `folder`, those of its folders too if `recursive`."""
         sha = repository.resolve(revision)
-        paths = [path for path in sorted(repository.commits[sha]) if path.startswith(folder)]
-        if folder and not paths:
+        inside = f"{folder}/" if folder else ""
+        files = {path: file for path, file in repository.commits[sha].items() if path.startswith(inside)}
+        if folder and not files:
             raise HubError(404, f"{folder} does not exist on {revision!r}", "EntryNotFound", commit=sha)
-        listing = []
-        for path in paths:
-            file = repository.commits[sha][path]
-            listing.append({"type": "file", "path": path, "size": len(file.content), "oid": file.oid})
+        listing = {}
+        for path, file in sorted(files.items()):
+            for parent in reversed(PurePosixPath(path).parents):
+                if str(parent).startswith(inside) and str(parent) != ".":
+                    listing[str(parent)] = {"type": "directory", "path": str(parent), "oid": sha}
+            listing[path] = {"type": "file", "path": path, "size": len(file.content), "oid": file.oid}
             if file.lfs:
-                listing[-1]["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
-        return listing
+                listing[path]["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
+        return [entry for path, entry in listing.items() if recursive or "/" not in path.removeprefix(inside)]
 
     def preupload(self, repository: Repository, revision: str, body: dict) -> dict:
         there = repository.commits[repository.resolve(revision)]
@@ -338,8 +348,10 @@ class _Handler(BaseHTTPRequestHandler):
         if parts[2:] and parts[1].endswith(".git"):
             return hub.lfs_batch(json.loads(body))
 
-        parts = parts[2:] if parts[:2] == ["api", "models"] else parts
-        repo_id, call, rest = "/".join(parts[:2]), parts[2:3], parts[3:]
+        if parts[0] == "api":
+            parts = parts[2:] if parts[1] == "models" else parts[1:]
+        length = 3 if parts[0] == "datasets" else 2
+        repo_id, call, rest = "/".join(parts[:length]), parts[length : length + 1], parts[length + 1 :]
         repository = hub.repositories.get(repo_id)
         if repository is None or (repository.private and not authorized):
             raise HubError(404 if authorized else 401, "Repository not found", "RepoNotFound")
@@ -351,7 +363,8 @@ class _Handler(BaseHTTPRequestHandler):
             case ["refs"]:
                 return hub.references(repository)
             case ["tree"]:
-                return hub.tree(repository, rest[0], "/".join(rest[1:]))
+                recursive = query.get("recursive", ["false"])[0].lower() == "true"
+                return hub.tree(repository, rest[0], "/".join(rest[1:]), recursive)
             case ["preupload"]:
                 return hub.preupload(repository, rest[0], json.loads(body))
             case ["commit"]:

@@ -118,7 +118,7 @@ def recipe(name: str) -> str:
 
 def hasten_runs(patch: pytest.MonkeyPatch) -> None:
     """Have a run draw no figure and collect no garbage, which take as long as its steps."""
-    patch.setattr("sft.run.draw", lambda points, path: path.touch())
+    patch.setattr("sft.results.draw", lambda points, path: path.touch())
     patch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: None))
 
 

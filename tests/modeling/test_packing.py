@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig
 
 from iha.errors import UserError
-from sft.trainer import MixingTrainer
+from sft.trainer import SFTRecipeTrainer
 from sft.training_rows import check_packing
 
 
@@ -40,9 +40,9 @@ def document_rows() -> Dataset:
     )
 
 
-def packed_trainer(model, tmp_path) -> MixingTrainer:
+def packed_trainer(model, tmp_path) -> SFTRecipeTrainer:
     sizes = {"max_length": 16, "per_device_train_batch_size": 2, "gradient_checkpointing": False}
-    return MixingTrainer(
+    return SFTRecipeTrainer(
         model=model,
         args=SFTConfig(**one_step(tmp_path, packing=True, **sizes)),
         train_dataset=document_rows(),

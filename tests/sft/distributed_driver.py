@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from modeling_iha import IHAForCausalLM  # noqa: E402
 from sft import train  # noqa: E402
-from sft.trainer import MixingTrainer  # noqa: E402
+from sft.trainer import SFTRecipeTrainer  # noqa: E402
 
 
 def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -83,7 +83,7 @@ def train_run(plan: dict) -> None:
     The plan may also hold "environment", "interrupted_at" (a step), and "packages", a directory with DeepSpeed; "last"
     is for a run that ends the process group, as the command does. What a process prints is beside the record.
     """
-    make = MixingTrainer.__init__
+    make = SFTRecipeTrainer.__init__
 
     def make_with_recorder(self, *args, **kwargs):
         make(self, *args, **kwargs)
@@ -98,7 +98,7 @@ def train_run(plan: dict) -> None:
         hasten_runs(patch)
         fake_flash.install(patch)
         patch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", ALL_ATTENTION_FUNCTIONS["flash_attention_2"])
-        patch.setattr(MixingTrainer, "__init__", make_with_recorder)
+        patch.setattr(SFTRecipeTrainer, "__init__", make_with_recorder)
         if "last" not in plan:  # the next plan needs the process group
             patch.setattr(Accelerator, "end_training", lambda self: None)
         with suppress(KeyboardInterrupt), open(f"{plan['record']}.{os.environ.get('RANK', 0)}", "w") as printed:

@@ -26,7 +26,7 @@ from iha.processes import load_in_clean_process
 from modeling_iha import interleave_heads, pair_heads
 from modeling_iha.mixing import mixing_parameters, values
 from sft import train
-from sft.trainer import MixingTrainer
+from sft.trainer import SFTRecipeTrainer
 
 
 def arguments(tmp_path, model, name, **keys) -> list[str]:
@@ -41,7 +41,7 @@ def arguments(tmp_path, model, name, **keys) -> list[str]:
 def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
     saved(decoder(name), tmp_path / "plain")
     keys |= {"num_pseudo_heads": 2}
-    with interrupted_at(MixingTrainer, 4):
+    with interrupted_at(SFTRecipeTrainer, 4):
         train.main(arguments(tmp_path, "plain", "resumed", **keys))
     for run in ("resumed", "whole"):
         train.main(arguments(tmp_path, "plain", run, **keys))
@@ -89,7 +89,7 @@ def test_a_run_does_not_go_on_with_another_scale(tmp_path):
     """The weights and the optimizer of a checkpoint belong to the scale that the run began with."""
     saved(decoder("llama"), tmp_path / "plain")
     run = {"num_pseudo_heads": 2, "mixing_scale": 10}
-    with interrupted_at(MixingTrainer, 4):
+    with interrupted_at(SFTRecipeTrainer, 4):
         train.main(arguments(tmp_path, "plain", "run", **run))
     with pytest.raises(UserError, match="mixing_scale: the run began with 10.0 and cannot go on with 40.0"):
         train.main(arguments(tmp_path, "plain", "run", **{**run, "mixing_scale": 40}))
@@ -113,12 +113,12 @@ def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path
 
 
 def test_the_experts_of_the_best_checkpoint_end_in_the_final_model(tmp_path, monkeypatch):
-    evaluate = MixingTrainer.evaluate
+    evaluate = SFTRecipeTrainer.evaluate
 
     def rising(self, *args, **kwargs):
         return evaluate(self, *args, **kwargs) | {"eval_loss": float(self.state.global_step)}
 
-    monkeypatch.setattr(MixingTrainer, "evaluate", rising)
+    monkeypatch.setattr(SFTRecipeTrainer, "evaluate", rising)
     saved(decoder("qwen3_moe"), tmp_path / "plain")
     train.main(arguments(tmp_path, "plain", "run", num_pseudo_heads=2, load_best_model_at_end="true"))
     final, best = (load_model(tmp_path / "run" / name) for name in ("final", "checkpoint-2"))

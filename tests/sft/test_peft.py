@@ -43,7 +43,7 @@ from modeling_iha.kind_options import OPTIONS_CLASSES
 from sft import train
 from sft.arguments import RunArguments
 from sft.base_model import lora_config
-from sft.trainer import MixingTrainer
+from sft.trainer import SFTRecipeTrainer
 
 
 # The modules that `train.py` trains at a rate of their own, of each kind.
@@ -164,7 +164,7 @@ def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, mo
 # sft/train.py
 
 
-# What `MixingTrainer` makes of the parameters that a kind has beside its projections: (weight decay, whether they are
+# How `SFTRecipeTrainer` trains the parameters that a kind has beside its projections: (weight decay, whether they are
 # trained beside adapters). The table of sft/recipes/README.md says the same.
 MIXES, MATRIX, VECTOR = (0.0, True), (0.1, True), (0.0, False)
 LINEAR = (0.1, False)  # they take adapters, as the projections do
@@ -199,7 +199,7 @@ OWN_PARAMETERS = {
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
 def test_what_trains_and_what_decays(kind, use_peft, tmp_path):
     model = random_model(Mechanism(kind, OPTIONS_CLASSES[kind].example).config(num_hidden_layers=1))
-    trainer = MixingTrainer(
+    trainer = SFTRecipeTrainer(
         model=model,
         args=SFTConfig(str(tmp_path), learning_rate=1e-3, weight_decay=0.1, use_cpu=True, report_to="none"),
         train_dataset=Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}]),

@@ -23,7 +23,7 @@ from sft.score_reasoning import is_right, read_rows
 RECIPES = Path(__file__).resolve().parents[2] / "sft" / "recipes"
 REAL_CORRECTNESS = train_grpo.correctness
 COMMANDS = {"dpo": train_dpo, "grpo": train_grpo}
-TRAINERS = {"dpo": train_dpo.MixingDPOTrainer, "grpo": train_grpo.MixingGRPOTrainer}
+TRAINERS = {"dpo": train_dpo.DPORecipeTrainer, "grpo": train_grpo.GRPORecipeTrainer}
 
 
 UNDISTURBED = {"eval_size": 0, "eval_strategy": "no", "save_strategy": "no"}

@@ -15,7 +15,7 @@ from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from sft.arguments import RunArguments
 from sft.data import check_chat_template, load_rows, to_messages
-from sft.trainer import MixingTrainer
+from sft.trainer import SFTRecipeTrainer
 from sft.training_rows import check_cut, check_rows, hold_out_first
 from sft.training_rows import training_rows as rows_of_run
 
@@ -167,9 +167,9 @@ def test_rows_are_cut_and_those_without_an_answer_refused(tmp_path):
                 check_cut(trainer, rows)
 
 
-def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> MixingTrainer:
+def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> SFTRecipeTrainer:
     model = IHAForCausalLM(small_config(vocab_size=len(tokenizer)))
-    return MixingTrainer(
+    return SFTRecipeTrainer(
         model=model, args=args, train_dataset=rows, eval_dataset=eval_rows, processing_class=tokenizer
     )
 

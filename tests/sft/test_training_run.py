@@ -19,14 +19,14 @@ from trl import SFTConfig, SFTTrainer
 from conversion_scripts.checkpoint_checks import checkpoint_files
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
-from sft import make_model, train
+from sft import make_model, results, train
 from sft import run as sft_run
-from sft.trainer import RECORD, MixingTrainer, newest_whole_checkpoint
+from sft.trainer import RECORD, SFTRecipeTrainer, newest_whole_checkpoint
 
 
 STEPS = 6
 NO_EVALUATION = {"eval_size": 0, "eval_strategy": "no", "eval_on_start": "false"}
-DRAW = sft_run.draw
+DRAW = results.draw
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
 
@@ -103,7 +103,7 @@ def test_a_run_does_not_continue_on_another_model_or_other_data(tiny, rows_file,
     shutil.copytree(tiny, tmp_path / "model")
     shutil.copy(rows_file, tmp_path / "rows.jsonl")
     arguments = command(tmp_path / "model", tmp_path / "rows.jsonl", tmp_path / "run", max_steps=3)
-    with interrupted_at(MixingTrainer, 3):
+    with interrupted_at(SFTRecipeTrainer, 3):
         train.main(arguments)
     for changed in ("model/model.safetensors", "model/config.json", "rows.jsonl"):
         content = (tmp_path / changed).read_bytes()
@@ -177,10 +177,10 @@ def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, m
     def spoil(self, *_):
         next(self.model.parameters()).data[0] = torch.nan
 
-    monkeypatch.setattr(MixingTrainer, "_maybe_log_save_evaluate", lambda *_, **__: None)
+    monkeypatch.setattr(SFTRecipeTrainer, "_maybe_log_save_evaluate", lambda *_, **__: None)
     monkeypatch.setattr(sft_run, "write_curves", lambda *_: None)
-    train_it = MixingTrainer.train
-    monkeypatch.setattr(MixingTrainer, "train", lambda self, **kwargs: (train_it(self, **kwargs), spoil(self)))
+    train_it = SFTRecipeTrainer.train
+    monkeypatch.setattr(SFTRecipeTrainer, "train", lambda self, **kwargs: (train_it(self, **kwargs), spoil(self)))
     with pytest.raises(UserError, match="embed_tokens.weight of the model at step 1 holds NaN"):
         train.main(command(tiny, rows_file, tmp_path / "run", max_steps=1, **NO_EVALUATION))
     assert not (tmp_path / "run" / "final").exists()
@@ -192,7 +192,7 @@ def test_a_run_that_ends_early_leaves_no_final_model(tiny, rows_file, tmp_path):
 
     with (
         pytest.raises(UserError, match="after 1 of 6 steps, so .* no final model. Give the same command again"),
-        at_step(MixingTrainer, 1, stop),
+        at_step(SFTRecipeTrainer, 1, stop),
     ):
         train.main(command(tiny, rows_file, tmp_path / "run"))
     assert not (tmp_path / "run" / "final").exists()
@@ -214,7 +214,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(keys, tiny, rows_file, t
     keys = {**keys, "max_steps": 5, "lr_scheduler_type": "constant"}
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     train.main(command(tiny, rows_file, whole, **keys))
-    with interrupted_at(MixingTrainer, 5):
+    with interrupted_at(SFTRecipeTrainer, 5):
         train.main(command(tiny, rows_file, stopped, **keys))
     for step in (4, 5):
         train.main(command(tiny, rows_file, stopped, **keys))
@@ -239,7 +239,7 @@ def test_pretraining_on_a_text(tmp_path, monkeypatch):
     }  # the recipe's own tokenizer is left out with its preset
     arguments = sizes(None, tmp_path / "train.txt", tmp_path / "run", **keys)
     fields = ["--preset-fields", "max_position_embeddings=128"]
-    with interrupted_at(MixingTrainer, 3):
+    with interrupted_at(SFTRecipeTrainer, 3):
         train.main(["--config", recipe("pretrain"), *arguments, *fields])
     assert len(read) < 20, read  # not a thousand copies for TRL to pack
     for others in (["--preset_fields", "max_position_embeddings=256"], [*fields, "--seed", "4"]):
@@ -288,7 +288,7 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(
             os.truncate(file, 1000)
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), at_step(MixingTrainer, 3, leave_marker):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), at_step(SFTRecipeTrainer, 3, leave_marker):
         patch.setattr(Accelerator, "wait_for_everyone", die)
         train.main(arguments)
     # The last whole checkpoint goes only after the next is whole.
@@ -328,7 +328,7 @@ def test_a_checkpoint_without_an_optimizer_of_this_launch_is_refused(whole, tiny
 
 
 def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
-    monkeypatch.setattr(sft_run, "draw", DRAW)
+    monkeypatch.setattr(results, "draw", DRAW)
     output, base = tmp_path / "run", shutil.copytree(tiny, tmp_path / "base")
     (base / "README.md").write_text("---\nlicense: mit\nbase_model: me/base\n---\n")
     train.main(command(base, rows_file, output, max_steps=4, eval_on_start="false"))
@@ -355,7 +355,7 @@ def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
 
 
 def test_the_curves_fill_their_picture(tmp_path):
-    points = {name: [] for panel in sft_run.CURVES for name in (panel, f"eval_{panel}")}
+    points = {name: [] for panel in results.CURVES for name in (panel, f"eval_{panel}")}
     DRAW(points | {"loss": [[1, 2.0], [2, 1.5]]}, tmp_path / "curves.png")
     picture = imread(tmp_path / "curves.png")
     assert all(half.min() < 0.5 for half in np.array_split(picture, 2, axis=1))  # drawn on white

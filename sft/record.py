@@ -1,0 +1,154 @@
+"""Record what a run is made of, and refuse to resume a run that was made of something else."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset_builder
+from transformers import TrainingArguments
+from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.hub import extract_commit_hash
+from typing_extensions import TypedDict
+
+from iha.checkpoints import load_config_dict
+from iha.errors import UserError
+from iha.files import current_commit, file_sha256, read_json
+from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
+from sft.base_model import start_config
+from sft.data import loading, sources
+from sft.make_model import start_tokenizer
+from sft.trainer import RECORD
+from sft.training_rows import check_splits
+
+
+Section = dict[str, Any]
+
+
+class Record(TypedDict):
+    """Hold what a run is made of."""
+
+    base_model: Section
+    data: Section
+    recipe: Section
+    processes: int
+    commit: str
+    versions: dict[str, str]
+
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+# The files of a checkpoint that decide on the model and its tokens. A card or a log beside them does not.
+_MODEL_FILES = ("*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.model", "*.txt")
+# Keys that a record leaves out: paths on this machine, keys that other sections record, and keys that nothing reads.
+_UNRECORDED = {
+    "model_name_or_path",
+    "tokenizer",
+    "dataset_name",
+    "eval_dataset_name",
+    "output_dir",
+    "logging_dir",
+    "run_name",
+    "resume_from_checkpoint",
+    "chat_template_path",
+    *UNUSED_KEYS,
+}
+# Keys of a recipe that a resumed run may not change.
+FIXED_KEYS = ("mixing_scale", "dataset_config", "dataset_train_split")
+
+
+def make_record(run: RunArguments, args: TrainingArguments) -> Record:
+    """Return what the run is made of, as JSON values.
+
+    Raise `UserError` for a model or data that do not exist.
+    """
+    template = chat_template(args)
+    check_splits(run, args)
+    recipe = {name: value for name, value in (asdict(run) | args.to_dict()).items() if name not in _UNRECORDED}
+    recipe["chat_template"] = None if template is None else hashlib.sha256(template.encode()).hexdigest()
+    record = {
+        "data": {"name": run.dataset_name, **identify_data(run.dataset_name, run.dataset_config)},
+        "base_model": identify_start(run, args),
+        "recipe": recipe,
+        "processes": args.world_size,
+        "commit": current_commit(),
+        "versions": {name: version(name) for name in LIBRARIES},
+    }
+    return json.loads(json.dumps(record, default=str))
+
+
+def compare_records(record: Record, checkpoint: Path) -> None:
+    """Print which keys and library versions differ from those that `checkpoint` records.
+
+    Raise `UserError` if the model, the data or one of the `FIXED_KEYS` differs, and for an incomplete checkpoint.
+    """
+    if not (checkpoint / RECORD).exists():
+        raise UserError(
+            f"resume_from_checkpoint: {checkpoint} has no {RECORD}: it was cut off, or is of another tool."
+        )
+    kept = read_json(checkpoint / RECORD, Record)
+    for section in ("base_model", "data"):
+        then, now = ({**each[section], "name": ""} for each in (kept, record))
+        if then != now:
+            raise UserError(
+                f"{checkpoint} belongs to a run with another {section}, {kept[section]['name']}: choose another "
+                "output_dir, or give this run what it began with."
+            )
+    for name in FIXED_KEYS:
+        then, now = (each["recipe"].get(name) for each in (kept, record))
+        if then != now:
+            raise UserError(
+                f"{name}: the run began with {then} and cannot go on with {now}. Give it what it began with, or "
+                "start another run from its final model."
+            )
+    for section in ("recipe", "versions"):
+        for name, now in record[section].items():
+            then = kept[section].get(name)
+            if then != now:
+                print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
+
+
+def identify_start(run: RunArguments, args: TrainingArguments) -> dict[str, str | None]:
+    """Return the name and the hash or commit of the checkpoint or random weights that a run starts from."""
+    if not run.preset:
+        return {"name": run.model_name_or_path, **identify_model(run.model_name_or_path)}
+    start = [start_config(run).to_dict(), start_tokenizer(run.tokenizer).get_vocab(), args.seed]
+    content = json.dumps(start, sort_keys=True, default=str)
+    return {"name": f"preset {run.preset}", "sha256": hashlib.sha256(content.encode()).hexdigest()}
+
+
+def identify_model(source: str) -> dict[str, str | None]:
+    """Return the hash of a local checkpoint's files, or the commit of one on the Hub."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return {"sha256": file_sha256(path)}
+    load_config_dict(source)
+    if path.is_dir():
+        return {"sha256": _hash_files({file for pattern in _MODEL_FILES for file in path.glob(pattern)})}
+    return {"commit": extract_commit_hash(cached_file(source, CONFIG_NAME), None)}
+
+
+def identify_data(name: str, config: str | None = None) -> dict[str, str | None]:
+    """Return the hash of a local source or of a mixture with all its parts, or the commit of a dataset on the Hub.
+
+    The datasets library needs `config` to find a dataset that has no default configuration. Raise `UserError` if it
+    finds none.
+    """
+    parts = sources(name)
+    if parts != [(name, 1.0)]:
+        identities = [(share, identify_data(part)) for part, share in parts]
+        return {"sha256": hashlib.sha256(json.dumps(identities).encode()).hexdigest()}
+    path = Path(name)
+    if path.is_file():
+        return {"sha256": file_sha256(path)}
+    if path.exists():
+        return {"sha256": _hash_files(file for file in path.rglob("*") if file.is_file())}
+    with loading(name, config):
+        return {"revision": load_dataset_builder(name, config).hash}
+
+
+def _hash_files(files: Iterable[Path]) -> str:
+    lines = sorted(f"{file_sha256(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

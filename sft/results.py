@@ -1,0 +1,122 @@
+"""Write the results of a run: the curves of what it logged, and the card of its final model."""
+
+from pathlib import Path
+
+from iha import plots
+from iha.cards import markdown, render_card, source_base_model, source_license, source_name
+from iha.files import write_json
+from sft import make_model
+from sft.arguments import RunArguments
+from sft.record import Record, Section
+from sft.trainer import RecipeTrainer
+from sft.training_rows import evaluation_source
+
+
+FINAL = "final"  # the directory of the final model
+# Figures that have a panel in curves.png, together with those of the evaluation, if they were logged.
+CURVES = ("loss", "bits_per_byte", "tokens_per_second", "model_flops_utilization", "rewards/margins", "reward", "kl")
+# Keys of a recipe that every card names. It names other keys if they differ from their defaults.
+CARD_KEYS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "max_length",
+    "seed",
+)
+
+
+def write_curves(history: list[dict], output_dir: Path) -> None:
+    """Write the losses of `history` as loss.json, [[step, value], ...] each, and the `CURVES` as curves.png."""
+    points = {
+        name: [[entry["step"], entry[name]] for entry in history if name in entry]
+        for panel in CURVES
+        for name in (panel, f"eval_{panel}")
+    }
+    write_json(output_dir / "loss.json", {"train": points["loss"], "eval": points["eval_loss"]})
+    draw(points, output_dir / "curves.png")
+
+
+def draw(points: dict[str, list], path: Path) -> None:
+    """Draw a panel for each of the `CURVES` that was logged."""
+    shown = [name for name in CURVES if points[name] or points[f"eval_{name}"] or name == "loss"]
+    figure, all_axes = plots.panels("Curves of the run", len(shown), 2)
+    for axes, panel in zip(all_axes, shown):
+        for name in (panel, f"eval_{panel}"):
+            if points[name]:
+                axes.plot(*zip(*points[name]), marker=".", label=name)
+        axes.set(xlabel="step", ylabel=panel)
+        axes.legend(fontsize="small")
+    plots.save_plot(figure, path)
+
+
+def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> str:
+    """Return the model card of a final model, which says what it was made of and shows the curves of the run."""
+    output, args = Path(trainer.args.output_dir), trainer.args
+    start, data = run.model_name_or_path, source_name(run.dataset_name)
+    from_scratch = run.preset is not None or is_untrained(start)
+    source = f"random weights of the preset {run.preset}" if run.preset else source_name(start)
+    facts = {
+        "Start" if from_scratch else "Base model": f"{source}, {_identity(record['base_model'])}",
+        "Data": f"{data}, {_identity(record['data'])}",
+        **_facts_of_the_run(trainer, run, record),
+    }
+    scale = getattr(config, "mixing_scale", 1)
+    mixing = f", {scale:g} times as much for the mixing" if scale != 1 else ""
+    adapters = f", LoRA adapters of rank {run.lora_r}, merged" if run.use_peft else ""
+    table = "\n".join(f"| {name} | {markdown(value)} |" for name, value in facts.items())
+    origin = "Trained from scratch" if from_scratch else f"Fine-tuned from {markdown(source)}"
+    details = f"""## {"Training" if from_scratch else "Fine-tuning"}
+
+{origin} on {markdown(data)} for \
+{trainer.state.global_step} steps with TRL's \
+{trainer._name}Trainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
+
+![Curves of the run](curves.png)
+
+| | |
+|---|---|
+{table}"""
+    return render_card(
+        config,
+        # The path as seen from beside output_dir. If it were missing, a name of the Hub would run a stranger's code.
+        f"./{output.name}/{FINAL}",
+        base_model=None if run.preset else source_base_model(start),
+        license=None if run.preset else source_license(start),
+        datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
+        from_scratch=from_scratch,
+        details=details,
+    )
+
+
+def _facts_of_the_run(trainer: RecipeTrainer, run: RunArguments, record: Record) -> dict[str, object]:
+    args, facts = trainer.args, {}
+    held_out = evaluation_source(run, args)
+    if held_out is not None:
+        split = "" if held_out.split == "train" else f", split {held_out.split}"
+        facts["Held-out data"] = source_name(held_out.name) + split
+    facts["Steps"] = trainer.state.global_step
+    for title, name in (("Training loss", "loss"), ("Held-out loss", "eval_loss")):
+        values = [entry[name] for entry in trainer.state.log_history if name in entry]
+        if values:
+            facts[f"{title}, first and last logged"] = f"{values[0]:.4f}, {values[-1]:.4f}"
+    facts["Processes"] = record["processes"]
+    facts["Commit"] = record["commit"]
+    facts["Versions"] = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    declared = type(run).__dataclass_fields__ | type(args).__dataclass_fields__
+    for name, value in record["recipe"].items():
+        is_changed = name in declared and value != declared[name].default
+        if (name in CARD_KEYS or is_changed) and not isinstance(value, dict | None):
+            facts[f"`{name}`"] = value
+    return facts
+
+
+def is_untrained(source: str) -> bool:
+    """Return whether `sft.make_model` wrote this directory."""
+    file = Path(source) / "README.md"
+    return file.is_file() and make_model.DETAILS in file.read_text(encoding="utf-8", errors="replace")
+
+
+def _identity(section: Section) -> str:
+    kind = next(name for name in ("sha256", "commit", "revision") if name in section)
+    return f"{'SHA-256' if kind == 'sha256' else kind} {section[kind]}"
