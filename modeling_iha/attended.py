@@ -21,9 +21,10 @@ from .virtual_core import virtual_heads_of
 class Attended(local):
     """Record, per thread, which modules called `virtual_attention`.
 
-    There are two records, because each fails in one case. Dynamo loses what compiled code writes here. The attribute
-    `attended` of a module (see `note_attended`) survives compilation, but threads that share a model overwrite it.
-    `check_attended` accepts either."""
+    A module has records of its own beside these, because each record fails in one case. Its attribute `attended` is
+    overwritten by other threads that share the model. Dynamo loses what compiled code writes to `module` and
+    `by_decoder`. Compiled code that recomputes a layer writes neither, so `was_traced` of the module says that it
+    attended when Dynamo traced it."""
 
     module: nn.Module | None = None  # the module that attended last and is not checked yet
 
@@ -78,7 +79,7 @@ def _note_traced(module: nn.Module) -> bool:
 
 
 def check_all_attended(decoder: PreTrainedModel, interleaved: dict[str, nn.Module]) -> None:
-    """Raise a RuntimeError where attention modules of a decoder, by their names, were replaced or passed by."""
+    """Raise a RuntimeError where attention modules of a decoder, by their names, were replaced or bypassed."""
     attended = None  # not known while Dynamo traces
     if not torch.compiler.is_dynamo_compiling():
         attended = ATTENDED.by_decoder.pop(decoder, None)
@@ -90,7 +91,10 @@ def check_all_attended(decoder: PreTrainedModel, interleaved: dict[str, nn.Modul
 
 
 def _present_module(decoder: PreTrainedModel, name: str, recorded: nn.Module) -> nn.Module:
-    """Return the attention module that now has a name, or without one the module that had the name at first."""
+    """Return the attention module of this name.
+
+    If a wrapper has changed the names, this is `recorded`, the module that had the name when the hooks were
+    installed."""
     module = recorded
     with suppress(AttributeError):  # A wrapper of the layer changes the name.
         module = decoder.get_submodule(name)

@@ -51,7 +51,7 @@ from .modeling_interleaved import (
     virtual_configs,
 )
 from .package import flop_matched_window
-from .virtual_core import core_function, stock_view
+from .virtual_core import stock_core
 from .virtual_masks import core_of
 
 
@@ -120,9 +120,9 @@ def interleave_heads(
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
     _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
-    # `probe` and `_attach` change the configuration, so a model with a head gets its own. A model without one may be
-    # part of a larger model that reads the same object, so it keeps it. The larger model is then saved as interleaved,
-    # and most multimodal models saved so cannot be loaded.
+    # `probe` and `_attach` change the configuration. A model with a head therefore gets a copy of it. A model without
+    # a head may be part of a larger model that reads the same object, so that object is changed in place. The larger
+    # model is then saved as interleaved, and most multimodal models that are saved so cannot be loaded.
     if _has_head(model):
         _copy_config(model)
     config = model.config
@@ -271,7 +271,8 @@ def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, Attention
     # The calls are checked first, because they tell more than the error of a model that they do not suit.
     _check_calls(model.config, calls)
     if error is None:
-        # Some models ask for their core by its name, and take another path for the name that records.
+        # Some models branch on the name of their core, and took another branch for the name that records. Run the
+        # probe once more under the real name: these are the states to compare with.
         states, error = _try_probe(model)
     if error is not None:
         model_type = model.config.model_type
@@ -341,7 +342,7 @@ def _record_call(
     if calls is not None:
         is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
         calls[module] = AttentionCall(query, (query.shape[1], key.shape[1], value.shape[1]), is_causal)
-    return core_function(core, module)(stock_view(module, core, 1), query, key, value, *args, **kwargs)
+    return stock_core(core, module, num_pseudo_heads=1)(query, key, value, *args, **kwargs)
 
 
 def _one_line(error: Exception) -> str:

@@ -11,7 +11,6 @@ projections, RoPE, cache, generation and parallel plans.
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from functools import cache, partial
 from inspect import signature
 from typing import Any
@@ -73,8 +72,9 @@ def register_core(core: str, is_changed: bool = False) -> str:
 def changed_attention(core: str, module: Any, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Call `noted_attention`, or raise a RuntimeError in a model without interleaved heads.
 
-    TRL reloads the reference model from `_name_or_path`, with the name of the model's core. For a model interleaved in
-    place this loads the plain base. Its outputs differ beyond a window, and from paired heads at every length."""
+    TRL loads a reference model from `_name_or_path` and gives it the `attn_implementation` of the trained model. If
+    that model was interleaved in place, the path leads to the plain base, so a model without interleaved heads calls
+    this core. Its outputs differ beyond a window, and from paired heads at every length."""
     config = getattr(module, "config", None)
     if config is not None and not hasattr(config, "num_pseudo_heads"):
         raise RuntimeError(
@@ -163,7 +163,7 @@ class InterleavedPreTrainedModel:
         """Return the name under which the requested core attends over virtual tokens."""
         core = attn_implementation and core_of(attn_implementation)
         core = super()._check_and_adjust_attn_implementation(core, *args, **kwargs)
-        return register_core(core, self.config.interleaved_window is not None)
+        return register_core(core, is_changed(self.config))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
@@ -221,7 +221,7 @@ def holders(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that hold all interleaved attention, from the model to the smallest."""
     backbone = backbone_of(model)
     names = [name.split(".") for name in model.config.interleaved_layers]
-    common = os.path.commonprefix(names) if len(names) > 1 else names[0]
+    common = os.path.commonprefix(names)  # of any sequences, here of the parts of the names
     prefixes = [".".join(common[:depth]) for depth in range(len(common) + 1)]
     return [model] + [backbone.get_submodule(prefix) for prefix in prefixes]
 
@@ -298,8 +298,8 @@ def _install_decoder_hooks(decoder: PreTrainedModel) -> None:
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     # Gemma 4 crops the mask's rows to `logits_to_keep` tokens, but here the rows are virtual tokens. `None` prevents
     # this.
-    fixed = {"logits_to_keep": None} if "logits_to_keep" in names else {}
-    decoder._forward_pre_hooks[HOOK] = partial(_prepare_decoder, names, fixed)
+    replaced = {"logits_to_keep": None} if "logits_to_keep" in names else {}
+    decoder._forward_pre_hooks[HOOK] = partial(_prepare_decoder, names, replaced)
     decoder._forward_pre_hooks_with_kwargs[HOOK] = True
     interleaved = {}
     for name, module in decoder.named_modules():
@@ -342,9 +342,14 @@ def is_cut_off(model: nn.Module, name: str) -> bool:
 
 def use_virtual_cores(model: PreTrainedModel) -> None:
     """Make the decoder attend over virtual tokens, on the cores that its configurations name."""
-    is_changed = model.config.interleaved_window is not None or model.config.virtual_heads == "paired"
     for config in virtual_configs(model):
-        set_core(config, register_core(core_of(config._attn_implementation), is_changed))
+        set_core(config, register_core(core_of(config._attn_implementation), is_changed(model.config)))
+
+
+def is_changed(config: PreTrainedConfig) -> bool:
+    """Return whether a model computes something else than its base even with an exact start of the mixing."""
+    has_paired_heads = getattr(config, "virtual_heads", None) == "paired"  # older checkpoints lack the field
+    return config.interleaved_window is not None or has_paired_heads
 
 
 def set_core(config: PreTrainedConfig, core: str) -> None:
@@ -373,13 +378,13 @@ def _check_cache(module: nn.Module, inputs: list) -> None:
         length = next(states.shape[1] for states in inputs if isinstance(states, torch.Tensor))
         if lacks_window_edge(layer, window) and layer.get_seq_length() > length:
             raise RuntimeError(
-                f"The cache keeps {window} tokens, and windows of interleaved heads reach one more, because forward "
-                "was called directly: call the model or its decoder itself, which prepares the cache."
+                f"The cache keeps {window} tokens, and windows of interleaved heads reach one more. forward was "
+                "called directly, which does not prepare the cache: call the model or its decoder itself."
             )
 
 
 def _check_decoder(interleaved: dict[str, nn.Module], decoder: PreTrainedModel, args: tuple, output: Any) -> None:
-    """Raise a RuntimeError where attention modules, by their names, were replaced or passed by."""
+    """Raise a RuntimeError where attention modules, by their names, were replaced or bypassed."""
     present = {name: module for name, module in interleaved.items() if not is_cut_off(decoder, name)}
     check_all_attended(decoder, present)
 
@@ -390,15 +395,15 @@ def is_mixing(name: str) -> bool:
 
 
 def _prepare_decoder(
-    names: list[str], fixed: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict
+    names: list[str], replaced: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
     """Prepare the arguments of a decoder's forward: its cache, a user's mask, and the pages of continuous batching.
 
-    `names` are those of the positional arguments, and `fixed` replaces keyword arguments."""
+    `names` are those of the positional arguments, and `replaced` replaces keyword arguments."""
     begin_forward(decoder)
     named = dict(zip(names, args))
     args = args[len(names) :]
-    kwargs = dict(**named, **kwargs) | fixed
+    kwargs = dict(**named, **kwargs) | replaced
     cache = pop_cache(kwargs)
     if isinstance(cache, PagedAttentionCache):  # continuous batching
         requests = PagedRequests(decoder, cache, **kwargs)
@@ -465,8 +470,8 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
 
 def base_model_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of Transformers from which `interleaved_class` made a class."""
-    # The first base is `InterleavedPreTrainedModel`. For the class that FSDP2 makes, the second is the interleaved
-    # class itself, whose own methods ask once more.
+    # The first base is `InterleavedPreTrainedModel`. FSDP2 makes a class of (FSDPModule, interleaved class), for which
+    # this returns the interleaved class; a method that is called on it comes here a second time.
     return model_class.__bases__[1]
 
 
@@ -494,9 +499,11 @@ def interleaved_class(name: str, interleaved_config: type[PreTrainedConfig]) -> 
 def register_models(interleaved_config: type[PreTrainedConfig]) -> None:
     """Make the Auto classes take the models of a class of configurations from this code."""
     for task in TASKS:
-        with suppress(ValueError):  # Transformers has no such head of this base.
+        try:
             model_class = interleaved_class(f"Interleaved{task}", interleaved_config)
-            getattr(transformers, f"AutoModel{task}").register(interleaved_config, model_class, exist_ok=True)
+        except ValueError:
+            continue  # Transformers has no such head of this base.
+        getattr(transformers, f"AutoModel{task}").register(interleaved_config, model_class, exist_ok=True)
 
 
 def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:
@@ -552,6 +559,7 @@ class InterleavedForImageTextToText(InterleavedModel): ...
 class InterleavedForMultimodalLM(InterleavedModel): ...
 
 
-# Transformers puts remote code into `sys.modules` alone, and dill (datasets) finds it as an attribute of its package.
+# Transformers adds modules of remote code to `sys.modules`, but not to their package. dill, which `datasets` uses,
+# looks them up there.
 for name in ("configuration_interleaved", "modeling_interleaved"):
     setattr(sys.modules[__package__], name, sys.modules[f"{__package__}.{name}"])

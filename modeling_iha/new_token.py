@@ -23,8 +23,8 @@ def uses_new_token_path(core: str, config: Any, dropout: float, states: torch.Te
     """Return whether to compute one new token from base keys.
 
     This must be supported, and faster than building virtual tokens."""
-    can_step = config.num_pseudo_heads > 1 and config.pseudo_collapse == "per_head" and not dropout
-    if core != "sdpa" or not can_step:
+    is_supported = config.num_pseudo_heads > 1 and config.pseudo_collapse == "per_head" and not dropout
+    if core != "sdpa" or not is_supported:
         return False
     if states.device.type != "cpu":
         return True
@@ -51,10 +51,10 @@ def new_token_attention(
 
         q_i . R_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] R_j^T q_i) . k_m
 
-    R_j with one index is the rotation of pseudo-head j; R[h, i] is the collapse, as in the paper. The bracket is as
-    small as a query. Mixing and rotation of the keys move into the query, and the scores are one product with the
-    cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the collapse moves before
-    it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
+    R_j with one index is the rotation of pseudo-head j; R[h, i] is the collapse, as in the paper. The term in
+    parentheses does not depend on the cached tokens and has the size of a query. It is computed first, and the scores
+    are then one product with the cache as it is. In the same way alpha_V moves behind the sum over the cached values,
+    and the collapse moves before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
 
     Args:
         weights: the `MixedHeads` of the layer, with a collapse [H, P].

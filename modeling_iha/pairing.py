@@ -3,9 +3,9 @@
 """Pair heads: the queries, keys and values of P heads become one sequence of P virtual tokens for each token.
 
 Virtual token (n, p) of virtual head i is head p * (H / P) + i of token n. Projections write [batch, N, H, head_dim],
-and [batch, N * P, H / P, head_dim] is a view of it, so nothing is copied. The G key/value heads are paired in the
-same way. Virtual query head i reads virtual key head i // (H / G), which consists of the key heads that the P heads of
-virtual head i read without pairing.
+and [batch, N * P, H / P, head_dim] is a view of it, so only cached states are copied. The G key/value heads are paired
+in the same way. Virtual query head i reads virtual key head i // (H / G), which consists of the key heads that the P
+heads of virtual head i read without pairing.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class PairedHeads(NamedTuple):
 
     @property
     def allocates_virtual_tokens(self) -> bool:
-        """Return whether virtual tokens take memory of their own: they are views."""
+        """Return whether virtual tokens take memory of their own: without a cache they are views."""
         return False
 
     @classmethod
@@ -65,9 +65,10 @@ class PairedHeads(NamedTuple):
             return mask
         if mask.ndim != 4 or mask.shape[1] == 1:
             return mask
-        rows = mask.unflatten(2, (-1, self.num_pseudo_heads)).unflatten(1, (self.num_pseudo_heads, -1))
-        # [batch, P (head), H / P, N, P (row), keys]: row p belongs to head p.
-        return rows.diagonal(dim1=1, dim2=4).movedim(-1, 3).flatten(2, 3)
+        rows = mask.unflatten(2, (-1, self.num_pseudo_heads))  # [batch, H, N, P (row), keys]
+        rows = rows.unflatten(1, (self.num_pseudo_heads, -1))  # [batch, P (head), H / P, N, P (row), keys]
+        rows = rows.diagonal(dim1=1, dim2=4)  # row p of head p, [batch, H / P, N, keys, P]
+        return rows.movedim(-1, 3).flatten(2, 3)
 
     def attend_new_token(
         self,

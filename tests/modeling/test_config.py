@@ -377,7 +377,12 @@ SMALL = {
     "100m": 15 * (4 * 768**2 + 3 * 768 * 2048) + 256 * 768 + (2 * 15 + 1) * 768,
 }
 FOLDER = Path(configuration_iha.__file__).parent
-SMALL_LAYERS = {"1m": (5, 8, 16), "10m": (10, 8, 32), "30m": (10, 8, 64), "100m": (15, 12, 64)}  # layers, heads, head_dim
+SMALL_LAYERS = {
+    "1m": (5, 8, 16),
+    "10m": (10, 8, 32),
+    "30m": (10, 8, 64),
+    "100m": (15, 12, 64),
+}  # layers, heads, head_dim
 # IHA adds 3 H^2 P + H P in each of 21 mixing layers; the others 2 H^2 or 4 d in each of 26. HyperAttention without
 # sharing has a second key and value. The sizes of DCFormers are those of their names.
 PRESET_SIZES = {
