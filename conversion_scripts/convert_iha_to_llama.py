@@ -16,7 +16,7 @@ from iha.arguments import add_dtype, converter_parser
 from iha.errors import UserError, run_cli
 from iha.kinds import iha
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.mixing import values
+from modeling_iha.mixing_weights import values
 
 from .architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
 from .conversion import (

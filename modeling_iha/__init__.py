@@ -13,8 +13,8 @@ from transformers import (
 
 from .adapters import load_adapter, save_mixing
 from .configuration_iha import IHAConfig
-from .interleave import LocalInterleavedConfig, interleave_heads, remove_interleaving
-from .mixing import mixing_parameters, set_mixing_scale
+from .in_place import LocalInterleavedConfig, interleave_heads, remove_interleaving
+from .mixing_weights import mixing_parameters, set_mixing_scale
 from .modeling_iha import (
     IHAForCausalLM,
     IHAForQuestionAnswering,

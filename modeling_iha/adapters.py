@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
 from .adapter_records import RECORD_KEY, check_record, make_record
-from .interleave import detach, interleave_heads
-from .mixing import gathered
+from .in_place import detach, interleave_heads
 from .mixing_scale import note_scale
+from .mixing_weights import gathered
 from .modeling_interleaved import backbone_of, is_mixing
 from .paired_decoders import pair_heads
 

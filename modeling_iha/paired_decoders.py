@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
-from .interleave import TOLERANCE, detach, interleave_heads, probe, relative_difference, remove_mixing
+from .in_place import TOLERANCE, detach, interleave_heads, probe, relative_difference, remove_mixing
 from .modeling_interleaved import attach_virtual_heads, backbone_of, is_mixing, use_virtual_cores, virtual_configs
 
 

@@ -20,7 +20,7 @@ from trl import SFTTrainer
 from iha.checkpoints import check_finite, load_model
 from iha.errors import UserError
 from iha.files import whole_file
-from modeling_iha.mixing import mixing_parameters
+from modeling_iha.mixing_weights import mixing_parameters
 from sft.distributed import whole_model
 from sft.sequence_parallel import share_sequence
 

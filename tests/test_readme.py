@@ -22,7 +22,7 @@ from transformers import Trainer
 import modeling_iha
 from iha.errors import ROOT
 from modeling_iha import IHAForCausalLM
-from modeling_iha.mixing import mixing_parameters
+from modeling_iha.mixing_weights import mixing_parameters
 from sft.arguments import RecipeParser
 
 

@@ -6,7 +6,7 @@ from iha.flops import Cost, score_products
 from modeling_iha import IHAConfig
 from modeling_iha.exact_start import deviations as deviations_from_start
 from modeling_iha.exact_start import exact_start
-from modeling_iha.mixing import values
+from modeling_iha.mixing_weights import values
 
 from . import Companion
 

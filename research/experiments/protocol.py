@@ -31,7 +31,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from iha.errors import UserError
 from iha.files import sole_writer
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.mixing import mixing_parameters
+from modeling_iha.mixing_weights import mixing_parameters
 from research.experiments.study import differences, run_once
 
 

@@ -53,7 +53,7 @@ from iha.errors import UserError
 from iha.processes import load_in_clean_process, run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.exact_start import last_pseudo_head
-from modeling_iha.mixing import values
+from modeling_iha.mixing_weights import values
 
 
 # What is converted

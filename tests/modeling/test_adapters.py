@@ -19,7 +19,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, load_adapter, remove_interleaving, save_mixing, set_mixing_scale
-from modeling_iha.mixing import mixing_parameters
+from modeling_iha.mixing_weights import mixing_parameters
 from modeling_iha.modeling_interleaved import MIXING_MODULES
 
 

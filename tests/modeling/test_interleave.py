@@ -54,7 +54,7 @@ from iha.processes import run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, modeling_interleaved, remove_interleaving
 from modeling_iha.cache_names import CACHE
 from modeling_iha.configuration_interleaved import TASKS
-from modeling_iha.mixing import mixing_parameters, values
+from modeling_iha.mixing_weights import mixing_parameters, values
 from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core, remove_hooks
 from modeling_iha.virtual_masks import in_window
 from modeling_iha.windows import MIN_BLOCK
@@ -348,7 +348,7 @@ def test_an_error_before_the_probe_is_raised_as_it_is(monkeypatch):
     def fail(core):
         raise RuntimeError("no registry")
 
-    monkeypatch.setattr("modeling_iha.interleave._register_recording", fail)
+    monkeypatch.setattr("modeling_iha.in_place._register_recording", fail)
     model = decoder("llama")
     with pytest.raises(RuntimeError, match="no registry"):
         interleave_heads(model, 2)

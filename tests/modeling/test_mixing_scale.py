@@ -26,7 +26,7 @@ from modeling_iha import (
 )
 from modeling_iha.configuration_interleaved import MIXING_MODULES
 from modeling_iha.head_mixing import HeadMixing
-from modeling_iha.mixing import values
+from modeling_iha.mixing_weights import values
 
 
 TOKENS = random_ids(2, 9)

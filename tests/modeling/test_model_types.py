@@ -23,7 +23,7 @@ from conversion_scripts import serve
 from iha.errors import ROOT, UserError
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving
-from modeling_iha.mixing import mixing_parameters
+from modeling_iha.mixing_weights import mixing_parameters
 from research.experiments import model_types
 from research.experiments.model_types import (
     CAUSAL,

@@ -192,7 +192,9 @@ def test_a_cache_that_no_hook_prepared_is_refused(name, make):
         assert_close(model.model.forward(tokens, use_cache=False)[0], expected)
         cache = make(model.config)
         prompt = model.model.forward(tokens[:, :11], past_key_values=cache, use_cache=True)
-        with pytest.raises(RuntimeError, match="forward was called directly, which does not prepare the cache: call the model"):
+        with pytest.raises(
+            RuntimeError, match="forward was called directly, which does not prepare the cache: call the model"
+        ):
             model.model.forward(tokens[:, 11:], past_key_values=prompt.past_key_values, use_cache=True)
         prompt = model.model(tokens[:, :11], use_cache=True)
         last = model.model.forward(tokens[:, 11:], past_key_values=prompt.past_key_values, use_cache=True)

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from modeling_iha import interleave_heads, load_adapter, remove_interleaving, save_mixing, set_mixing_scale
-from modeling_iha.mixing import values
+from modeling_iha.mixing_weights import values
 
 
 TOKENS = random_ids(2, 9)

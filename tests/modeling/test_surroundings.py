@@ -27,7 +27,7 @@ from transformers.utils import logging
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving, virtual_masks
-from modeling_iha.mixing import mixing_parameters, values
+from modeling_iha.mixing_weights import mixing_parameters, values
 from research.experiments.model_types import MULTIMODAL, tiny_model
 
 

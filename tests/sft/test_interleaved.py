@@ -24,7 +24,7 @@ from iha.checkpoints import load_model
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
 from modeling_iha import interleave_heads, pair_heads
-from modeling_iha.mixing import mixing_parameters, values
+from modeling_iha.mixing_weights import mixing_parameters, values
 from sft import train
 from sft.trainer import SFTRecipeTrainer
 

@@ -14,7 +14,7 @@ from trl import DPOConfig, GRPOConfig
 
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM, interleave_heads
-from modeling_iha.mixing import mixing_parameters
+from modeling_iha.mixing_weights import mixing_parameters
 from sft import data, make_reasoning_data, score_reasoning, train_dpo, train_grpo
 from sft.arguments import RecipeParser
 from sft.score_reasoning import is_right, read_rows

@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
-from modeling_iha.mixing import mixing_parameters
+from modeling_iha.mixing_weights import mixing_parameters
 
 
 WORDS = [f"w{number}" for number in range(254)]

@@ -33,7 +33,7 @@ from .configuration_interleaved import (
     config_class,
 )
 from .exact_start import deviations, exact_start
-from .mixing import values
+from .mixing_weights import values
 from .modeling_interleaved import (
     attach_virtual_heads,
     backbone_of,
