@@ -275,10 +275,42 @@ def _attend_with_folded_groups(
     return output.reshape(-1, heads, output.shape[-1])
 
 
+class _OverlappingBlocks(torch.autograd.Function):
+    """View keys as overlapping blocks, as `_overlapping_blocks` says.
+
+    `unfold` alone would do, but its gradient takes several times as long on a CPU as the few sums below."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(states: torch.Tensor, size: int, window: int) -> torch.Tensor:
+        return _unfold(states, size, window)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, ctx.size, ctx.window = inputs
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        blocks, groups, num_keys, head_dim = gradient.shape
+        # A block reaches over its own place and those of the next blocks, a part of `size` keys in each.
+        parts = gradient.split(ctx.size, dim=2)
+        total = gradient.new_zeros(groups, blocks + len(parts) - 1, ctx.size, head_dim)
+        for place, part in enumerate(parts):
+            total[:, place : place + blocks, : part.shape[2]] += part.transpose(0, 1)
+        return total.flatten(1, 2)[:, : ctx.window + blocks * ctx.size], None, None
+
+
 def _overlapping_blocks(states: torch.Tensor, size: int, window: int) -> torch.Tensor:
     """View states [G, window + blocks * size, head_dim] as blocks [blocks, G, size + window, head_dim].
 
     Each block begins `window` tokens before its queries."""
+    if torch.compiler.is_compiling() or not states.requires_grad:
+        return _unfold(states, size, window)
+    return _OverlappingBlocks.apply(states, size, window)
+
+
+def _unfold(states: torch.Tensor, size: int, window: int) -> torch.Tensor:
     blocks = states.unfold(1, size + window, size)  # [G, blocks, head_dim, size + window]
     return blocks.permute(1, 0, 3, 2)
 

@@ -1,6 +1,7 @@
 """Run window layers on SDPA in blocks of queries: the result is that of a dense mask, which is never built."""
 
 import inspect
+from functools import partial
 from types import SimpleNamespace
 
 import fake_flash
@@ -211,3 +212,18 @@ def test_the_window_of_a_mask_is_made_once(monkeypatch):
     with torch.no_grad():
         model(random_ids(2, 9), use_cache=False)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize(("size", "window"), [(4, 8), (4, 9), (4, 3), (1, 2), (5, 1)])
+def test_the_gradient_of_overlapping_blocks_is_that_of_unfold(size, window):
+    """Compare first and second derivatives, and those of several rows at once, by a function that is not linear."""
+    states = torch.randn(2, window + 3 * size, 2, dtype=torch.float64, requires_grad=True)
+    overlapping = partial(windows._overlapping_blocks, size=size, window=window)
+    unfolded = partial(windows._unfold, size=size, window=window)
+    assert torch.equal(overlapping(states), unfolded(states))
+    assert torch.autograd.gradgradcheck(lambda states: overlapping(states).sin(), states)
+    gradients = [
+        torch.func.vmap(torch.func.grad(lambda states: view(states).exp().sum()))(torch.stack((states, states.sin())))
+        for view in (overlapping, unfolded)
+    ]
+    torch.testing.assert_close(*gradients)
