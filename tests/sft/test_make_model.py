@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversion_scripts.push_to_hub import completed_card
 from iha.errors import ROOT
-from sft import make_model, make_tokenizer, run, train
+from sft import make_model, make_tokenizer, results, train
 
 
 SIZES = "num_hidden_layers=5 hidden_size=32 intermediate_size=64 num_attention_heads=4 max_position_embeddings=128"
@@ -37,7 +37,7 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
     assert config.eos_token_id == tokenizer.eos_token_id
     heads = {name: model.lm_head.weight for name, model in models.items()}
     assert torch.equal(heads["one"], heads["again"]) and not torch.equal(heads["one"], heads["other"])
-    assert run.is_untrained(tmp_path / "one") and not run.is_untrained(tmp_path / "tokenizer")
+    assert results.is_untrained(tmp_path / "one") and not results.is_untrained(tmp_path / "tokenizer")
     assert "base_model" not in completed_card(tmp_path / "one", "me/one", "mit", None)  # and it asks for none
 
 
