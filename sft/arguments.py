@@ -206,9 +206,8 @@ def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
 
 def chat_template(args: "TrainingArguments") -> str | None:
     """Return the text of the recipe's chat template, or None if it names none."""
-    path = getattr(
-        args, "chat_template_path", None
-    )  # a key of SFTConfig only: other trainers use the model's template
+    # Only SFTConfig has the key: other trainers use the model's template.
+    path = getattr(args, "chat_template_path", None)
     return None if path is None else read_chat_template(path)
 
 
