@@ -202,9 +202,8 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "seed": args.seed,
         "dtype": args.dtype,
     }
-    record = (
-        claim_output(args.output, identity) if process.is_main_process else {}
-    )  # another process might find it incomplete
+    # One process claims the directory: another might find the record incomplete.
+    record = claim_output(args.output, identity) if process.is_main_process else {}
     process.wait_for_everyone()
 
     started = time.monotonic()
