@@ -119,7 +119,7 @@ def test_a_dataset_to_evaluate_on_has_a_split_of_its_own(dataset, tmp_path):
         ),
     ],
 )
-def test_what_a_dataset_does_not_have_is_refused_before_the_model_is_loaded(
+def test_a_missing_configuration_or_split_is_refused_before_the_model_is_loaded(
     keys, named, dataset, tmp_path, tiny, monkeypatch
 ):
     monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
