@@ -179,10 +179,12 @@ class IHAConfig(LlamaConfig):
         known = (*IHAConfig.__annotations__, *LlamaConfig.__annotations__)
         for name in kwargs:
             meant = get_close_matches(name, known, n=1, cutoff=0.9)
-            meant = meant or [field for field in known if set(name.split("_")) <= set(field.split("_"))]
+            words = set(name.split("_"))
+            if not meant and any(words <= set(field.split("_")) for field in IHAConfig.__annotations__):
+                meant = [field for field in known if words <= set(field.split("_"))]
             if meant:
-                words = " or ".join(map(repr, meant))
-                raise ValueError(f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {words}?")
+                fields = " or ".join(map(repr, meant))
+                raise ValueError(f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {fields}?")
         if self.head_dim is None and (self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "

@@ -159,7 +159,12 @@ def test_what_llama_accepts_and_can_run_is_accepted(fields):
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("pseudo_heads", "num_pseudo_heads"), ("attention_kind", "attention_kinds")]
+    ("name", "meant"),
+    [
+        ("pseudo_heads", "num_pseudo_heads"),
+        ("attention_kind", "attention_kinds"),
+        ("num_heads", "num_attention_heads"),  # beside num_pseudo_heads
+    ],
 )
 def test_a_misspelt_field_is_refused(name, meant):
     with pytest.raises(ValueError, match=f"no field '{name}' .*=3.*'{meant}'") as caught:
@@ -174,6 +179,7 @@ FOREIGN = {
     **{"id2label": {"0": "a", "1": "b"}, "task_specific_params": None, "use_bfloat16": False, "pruned_heads": {}},
     **{"tokenizer_class": "PreTrainedTokenizerFast", "use_sliding_window": False, "unsloth_version": "2026.1"},
     "quantization_config": {"quant_method": "none"},
+    "norm_eps": 1.0,
 }
 
 
