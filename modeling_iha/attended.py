@@ -21,10 +21,12 @@ from .virtual_core import virtual_heads_of
 class Attended(local):
     """Record, per thread, which modules called `virtual_attention`.
 
-    A module has records of its own beside these, because each record fails in one case. Its attribute `attended` is
-    overwritten by other threads that share the model. Dynamo loses what compiled code writes to `module` and
-    `by_decoder`. Compiled code that recomputes a layer writes neither, so `was_traced` of the module says that it
-    attended when Dynamo traced it."""
+    There are three kinds of records, because each fails in one case:
+
+    - `module` and `by_decoder` here: compiled code loses what it writes to them.
+    - `attended` of a module: threads that share the model overwrite it.
+    - `was_traced` of a module, set while Dynamo traces: for compiled code that recomputes a layer (activation
+      checkpointing) and sets none of the others."""
 
     module: nn.Module | None = None  # the module that attended last and is not checked yet
 

@@ -153,8 +153,8 @@ class MultiHeadAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `create_masks`.
 
-        In continuous batching `paged_requests` holds the requests and their pages. Only a model whose layers are all
-        Llama's runs on Transformers' paged cores: there `cache` holds the pages."""
+        In continuous batching `paged_requests` holds the requests and their pages. If all layers of the model are
+        Llama's (`IHAModel.is_llama`), it is `None`, `cache` holds the pages, and Transformers' paged cores run."""
         self.check_core()  # again, because `set_attn_implementation` may have changed the core
         pages = cache if isinstance(cache, PagedAttentionCache) else None
         cached = cache if pages is None else None

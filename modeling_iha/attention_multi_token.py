@@ -14,8 +14,8 @@ from .cache_names import takes_cache
 from .configuration_iha import IHAConfig
 from .first_keys import is_first_key_mask
 from .head_mixing import Mixing
-from .score_matrix import MASKED, HeadMap, ScoreMatrixAttention
-from .virtual_masks import LOWEST
+from .score_matrix import HeadMap, ScoreMatrixAttention
+from .virtual_masks import LOWEST, MASKED
 
 
 class KeyQueryConvolution(Mixing):

@@ -61,7 +61,7 @@ def chunk_window(
 
 def attend_in_chunks(
     heads: Any,
-    core: StockCore,
+    stock: StockCore,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -74,7 +74,7 @@ def attend_in_chunks(
     it."""
     size = chunk_tokens(heads, query, sliding_window)
     before = sliding_window // heads.num_pseudo_heads
-    attend = partial(window_attention, core)
+    attend = partial(window_attention, stock)
     outputs = []
     for start in range(0, query.shape[2], size):
         chunk = slice(start, start + size)

@@ -124,9 +124,9 @@ class IHAConfig(LlamaConfig):
             Map R from pseudo-heads back to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P]
             (Definition 3).
         mixing_scale (`float`, *optional*, defaults to 1.0):
-            Factor s of what is learned of the weights that mix heads (see `Mixing`): those of a new model change at s
-            times the optimizer's rate. 1 learns the weights themselves; conversions take 40. A checkpoint has its
-            own, which `set_mixing_scale` changes.
+            The weights that mix heads are stored as start + s * change, and this is s: they learn at s times the
+            optimizer's rate (see `Mixing`). With 1 they are stored as they are; converters take 40. A saved
+            checkpoint keeps its own, which only `set_mixing_scale` may change.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
@@ -158,7 +158,7 @@ class IHAConfig(LlamaConfig):
         "layers.*.mlp.down_proj": "rowwise",
     }
 
-    # A checkpoint may ship without "iha", and Transformers builds a config of nothing but defaults now and then.
+    # A checkpoint may ship without "iha", and Transformers sometimes builds a config of nothing but defaults.
     attention_kinds: str | list[str] = "iha" if "iha" in OPTIONS_CLASSES else next(iter(OPTIONS_CLASSES))
     layer_types: str | list[str] | None = None
     num_pseudo_heads: int | None = None
@@ -174,8 +174,8 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        # Transformers keeps unknown fields, so a misspelt one would be stored and never read. Fields that other
-        # libraries add pass, because none of their names consists only of words of one of ours.
+        # Transformers keeps unknown fields, so a misspelt one would be stored and never read. A name is refused that
+        # is close to a field, or whose words all occur in one of ours. No field of another library is like that.
         known = (*IHAConfig.__annotations__, *LlamaConfig.__annotations__)
         for name in kwargs:
             meant = get_close_matches(name, known, n=1, cutoff=0.9)
@@ -348,9 +348,9 @@ class IHAConfig(LlamaConfig):
     def from_dict(cls, config_dict: dict, **kwargs):
         """Build a config as Transformers does, which reads every config.json through this method.
 
-        Fields among `kwargs` replace those of the file before the config is checked; fewer layers are its first ones.
-        Raise a ValueError where a size is missing: LlamaConfig would fill in that of Llama-7B.
-        Raise one for another `mixing_scale` than that of the file, on which the values of the weights depend."""
+        Fields among `kwargs` replace those of the file before the config is checked. A smaller `num_hidden_layers`
+        keeps the first layers. Raise a ValueError if a size is missing, because LlamaConfig would fill in that of
+        Llama-7B, and if `mixing_scale` differs from that of the file, because the stored weights depend on it."""
         missing = [name for name in SIZES if name not in config_dict]
         if missing:
             raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
@@ -369,7 +369,8 @@ class IHAConfig(LlamaConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
-        # A user's own class stays. A name from the Hub points back at its repository, one of FSDP at its wrapper.
+        # Keep the entries of a user's own classes. A name with "--" is of a repository of the Hub, and FSDP's wrapper
+        # adds an entry of its own.
         given = (getattr(self, "auto_map", None) or {}).items()
         local = {auto: name for auto, name in given if auto in AUTO_MAP and "--" not in name}
         users = {auto: name for auto, name in local.items() if name.split(".")[0] not in OUR_MODULES}

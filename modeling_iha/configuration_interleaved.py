@@ -96,7 +96,8 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
         return base.from_dict.__func__(cls, fields, **kwargs)
 
     def to_dict(self) -> dict:
-        # TRL takes a model with an AutoModelForImageTextToText for one of images, so only the base's tasks stand here.
+        # List only the tasks that the base has: TRL treats a model that lists AutoModelForImageTextToText as one of
+        # images.
         tasks = {name: getattr(transformers, name) for name in AUTO_MAP if name != "AutoConfig"}
         missing = {name for name, auto_class in tasks.items() if base not in auto_class._model_mapping}
         auto_map = {name: reference for name, reference in AUTO_MAP.items() if name not in missing}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 
-# Rounding error of the sum over the pseudo-heads of value offsets that training or another dtype has rounded.
+# How far from zero the sum of the value offsets over the pseudo-heads may be by rounding alone.
 OFFSET_TOLERANCE = 1e-6
 
 

@@ -11,9 +11,9 @@ there are L = N * P. Such a mask takes O(N) memory. It has one of three layouts:
     [batch, 1, L, window]    compiled_first_keys     the same in compiled code, for layers with a window: one column of
                                                      first keys, expanded, so that the shape holds the window
 
-There is one exception to the rule of the first line. Compiled code cannot look at values, so its padding may lie
-anywhere in a row. Padding then has the first key L, which lies after itself. No token sees it, and it sees nothing,
-for which SDPA returns zeros.
+There is one exception to first_keys[v] <= u <= v. Compiled code cannot read values, so it does not know where padding
+lies. It gives a padding token the first key L, past the end of the row: the token sees no key, and SDPA returns zeros.
+In addition, readers of such a mask hide the keys whose own first key comes after them, so no token sees padding.
 
 A mask has to be a tensor: Transformers' models, the hooks of accelerate and FSDP, checkpointing and compiled layers
 take, slice, move and trace tensors. A separate object would be refused or lost. An attribute of a tensor is lost when
@@ -115,8 +115,10 @@ def first_keys_of_mask_function(
     is_document_start = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
     first = torch.maximum(latest_document_start(is_document_start), place - window + 1)
     sees_first = sees(place, first).all()
+    # No query sees the key before its first one, if there is one.
     sees_none_before = (~sees(place, (first - 1).clamp(min=0)) | (first == 0)).all()
     checks = [sees_first, sees_none_before]
+    # At each distance exactly the keys from the first one on are seen, and none that lie ahead.
     for distance in [0] + [2**power for power in range((q_length - 1).bit_length())]:
         later = place[distance:]
         earlier = place[: q_length - distance]
@@ -152,7 +154,7 @@ class Documents(NamedTuple):
     bounds: torch.Tensor
     longest: int
     longest_span: int  # the most keys that a query sees
-    hide_padding: bool = False  # whether padding has the first key L, by which `bounds` are not true
+    hide_padding: bool = False  # whether padding has the first key L; `bounds` are then wrong and must not be used
 
     def is_one_document_per_row(self, batch: int, length: int) -> bool:
         """Return whether each row of `length` tokens is one document."""

@@ -38,7 +38,7 @@ from .modeling_interleaved import (
     attach_virtual_heads,
     backbone_of,
     base_model_class,
-    check_all_heads,
+    check_no_tensor_parallelism,
     configs,
     decoder_of,
     interleaved_attention,
@@ -121,8 +121,9 @@ def interleave_heads(
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
     _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
     # `probe` and `_attach` change the configuration. A model with a head therefore gets a copy of it. A model without
-    # a head may be part of a larger model that reads the same object, so that object is changed in place. The larger
-    # model is then saved as interleaved, and most multimodal models that are saved so cannot be loaded.
+    # a head may be part of a larger model that shares its configuration, so the shared object is changed in place. A
+    # known limit: the larger model then saves itself as interleaved, and most multimodal models cannot be loaded from
+    # that. Interleave the whole model instead.
     if _has_head(model):
         _copy_config(model)
     config = model.config
@@ -156,7 +157,8 @@ def interleave_heads(
 def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     """Restore the model in place to what it was before `interleave_heads`, and return it.
 
-    Raise a ValueError where the mixing was trained, because the plain model would compute something else."""
+    Raise a ValueError if the mixing was trained, if `interleave_heads` was given a `sliding_window`, or if the heads
+    are paired: the plain model would compute something else."""
     _check_unwrapped(model)
     if not hasattr(model.config, "interleaved_layers"):
         raise ValueError("This model has no interleaved heads.")
@@ -187,7 +189,7 @@ def _check(
         raise ValueError(f"{type(model).__name__} is no model: pass its `model`.")
     _check_unwrapped(model)
     config = model.config
-    check_all_heads(config)
+    check_no_tensor_parallelism(config)
     if hasattr(config, "interleaved_window"):  # also of the decoder within an interleaved model
         raise ValueError("The heads of this model are interleaved already.")
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1 and _is_in_ddp(model):
@@ -427,12 +429,14 @@ def _attach(
     """Turn the model into one of an interleaved class, with an exact start."""
     config = model.config
     names = {module: name for name, module in backbone_of(model).named_modules() if module in chosen}
+    interleaved_layers = {names[module]: list(call.heads) for module, call in chosen.items()}
     config.__class__ = model_class.config_class
-    config.interleaved_layers = {names[module]: list(call.heads) for module, call in chosen.items()}
+    config.interleaved_layers = interleaved_layers
     config.num_pseudo_heads = num_pseudo_heads
     config.pseudo_collapse = collapse
     config.mixing_scale = mixing_scale
     config.interleaved_window = None
+    config.virtual_heads = None
     model.__class__ = model_class
     register_models(model_class.config_class)  # for `from_config` of the Auto classes
     attach_virtual_heads(model)
@@ -475,7 +479,7 @@ def detach(model: PreTrainedModel) -> None:
         set_core(virtual_config, core_of(virtual_config._attn_implementation))
         for field in (*FIELDS, "mixing_scale"):
             vars(virtual_config).pop(field, None)
-        if not hasattr(virtual_config, "interleaved_layers"):  # of a model within this one (`_share_fields`)
+        if not hasattr(virtual_config, "interleaved_layers"):  # of a model within this one: undo `part_class`
             virtual_config.__class__ = type(virtual_config).__base__
     remove_hooks(decoder, *modules)
     for module in modules:

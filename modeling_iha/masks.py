@@ -53,7 +53,7 @@ def make_masks(
     if attention_mask is not None and attention_mask.ndim != 2:
         past = 0 if cache is None else cache.get_seq_length()
         attention_mask = mask_over_virtual_tokens(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)
-    if core == "sdpa" and may_make_first_keys(config, cache):
+    if core == "sdpa" and knows_first_keys(config, cache):
         if attention_mask is None and default_positions:
             return {name: plain_mask(config, name, inputs_embeds) for name in dict.fromkeys(config.layer_types)}
         covers_these_tokens = attention_mask is None or attention_mask.shape == inputs_embeds.shape[:2]
@@ -90,11 +90,12 @@ def make_masks(
     return masks
 
 
-def may_make_first_keys(config: IHAConfig, cache: Cache | None) -> bool:
-    """Return whether masks of first keys can be made from shapes and without looking at a cache.
+def knows_first_keys(config: IHAConfig, cache: Cache | None) -> bool:
+    """Return whether the masks of a call are first keys that need not be searched for in values.
 
-    It is False where tokens are cached, under export and tracing, where later calls may have other lengths, and for
-    the kinds other than "mha", "iha" and "paired_heads", because some of these read dense masks."""
+    It is False if tokens are cached; under export and tracing, because later calls may have other lengths; and for the
+    kinds other than "mha", "iha" and "paired_heads", because they read first keys in the layout [batch, 1, L, 1]
+    only."""
     if not {"mha", *VIRTUAL_KINDS}.issuperset(config.attention_kinds):
         return False
     if is_exported() or (is_tracing() and not torch.compiler.is_compiling()):
@@ -255,13 +256,13 @@ def _check_documents_apart(
         has_padding = attention_mask is not None and not attention_mask.all()
         are_apart = are_declared and not has_padding
         how = (
-            "by cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k together, or in a batch of one row that "
-            "continues no cache by position_ids that restart at their first value; in both cases without padding in "
+            "if cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k are all given, or if position_ids restart "
+            "at their first value in a batch of one row and the cache is empty, in both cases without padding in "
             "attention_mask"
         )
     else:
         are_apart = restarts is not None and attention_mask is None and cache is None
-        how = "by position_ids that restart, without attention_mask and without a cache (use_cache=False)"
+        how = "if position_ids restart, without attention_mask and without a cache (use_cache=False)"
     if not are_apart:
         raise ValueError(
             f"Packed documents (position_ids that restart, or cu_seq_lens) would attend to one another here: "

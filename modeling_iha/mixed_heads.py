@@ -12,10 +12,10 @@ from .new_token import new_token_attention
 
 
 class MixedHeads(NamedTuple):
-    """Hold the weights by which an "iha" layer mixes, rotates and collapses its heads (IHA, Algorithm 1).
+    """Hold the weights by which a layer mixes, rotates and collapses its heads (IHA, Algorithm 1).
 
-    An "iha" layer names this class in its attribute `virtual_heads`, and `virtual_attention` builds an instance for
-    each call."""
+    An "iha" layer, or one of `interleave_heads`, names this class in its attribute `virtual_heads`, and
+    `virtual_attention` builds an instance for each call."""
 
     q_mix: torch.Tensor  # alpha^Q, [H, H, P]
     k_mix: torch.Tensor  # alpha^K, [G, G, P]

@@ -333,7 +333,9 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         return super()._get_static_cache_init_shape()
 
     @takes_cache
-    def create_masks_for_generate(self, config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
+    def create_masks_for_generate(
+        self, config, inputs_embeds, attention_mask, cache=None, position_ids=None, **kwargs
+    ):
         """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
 
         For one token the masks are made here, because the compiled forward must receive tensors. For a prompt the

@@ -43,7 +43,8 @@ from .virtual_core import virtual_attention, virtual_heads_of
 from .virtual_masks import CHANGED, CORES, core_of, mask_over_virtual_tokens, register_masks
 
 
-# By these names Trainer's label smoothing shifts the labels, and pipelines and Transformers' server know the models.
+# Trainer's label smoothing, pipelines and Transformers' server look up models in these mappings, and no public
+# function adds an entry.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForCausalLM"
 MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForMultimodalLM"
 
@@ -109,7 +110,7 @@ def noted_attention(
 def _check_pages(
     requests: PagedRequests, module: Any, key: torch.Tensor, value: torch.Tensor, attention_mask: Any
 ) -> None:
-    """Raise a NotImplementedError where pages would hold something else than the layer attends to."""
+    """Raise a NotImplementedError if the attention call of a layer cannot be served from pages."""
     has_own_mask = attention_mask.numel() != 1  # anything but the placeholder of `PagedRequests`
     if key.shape != value.shape or has_own_mask or module.layer_idx in requests.attended:
         raise NotImplementedError(
@@ -126,7 +127,7 @@ class InterleavedPreTrainedModel:
         return token_attentions(attentions, num_tokens, [self.config.virtual_heads == "paired"] * len(attentions))
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
-        check_all_heads(config)
+        check_no_tensor_parallelism(config)
         super().__init__(config, *args, **kwargs)
         attach_virtual_heads(self)
         self.init_weights()  # of the mixing alone: the base model's are done
@@ -137,7 +138,8 @@ class InterleavedPreTrainedModel:
         use_virtual_cores(self)  # nested models were just reset to stock cores
 
     def initialize_weights(self):
-        # Before `super()`, so that a nested base decoder does not mark them as initialized and leave them as they are.
+        # This comes before `super()`, because a nested plain decoder would mark the mixing as initialized without
+        # initializing it.
         for module in self.modules():
             if isinstance(module, (HeadMixing, HeadCollapse)) and not getattr(module, "_is_hf_initialized", False):
                 module.init_mechanism(self.config)
@@ -197,7 +199,7 @@ class InterleavedPreTrainedModel:
         return False  # The paged caches of vLLM and SGLang hold one key for each token.
 
 
-def check_all_heads(config: PreTrainedConfig) -> None:
+def check_no_tensor_parallelism(config: PreTrainedConfig) -> None:
     """Raise a ValueError for tensor parallelism, which gives each process some of the heads that are mixed."""
     if (getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1) > 1:
         raise ValueError(
@@ -254,7 +256,7 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
 
 
 def _share_fields(model: PreTrainedModel) -> None:
-    """Copy the fields that attention and masks read to the configurations of the models within a model."""
+    """Give the configurations of a model, and of the models within it, the fields that attention and masks read."""
     for config in virtual_configs(model):
         for field in FIELDS:
             setattr(config, field, getattr(model.config, field, None))  # older checkpoints name no `virtual_heads`
@@ -470,8 +472,8 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
 
 def base_model_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of Transformers from which `interleaved_class` made a class."""
-    # The first base is `InterleavedPreTrainedModel`. FSDP2 makes a class of (FSDPModule, interleaved class), for which
-    # this returns the interleaved class; a method that is called on it comes here a second time.
+    # The first base is `InterleavedPreTrainedModel`. FSDP2 makes a subclass of (FSDPModule, interleaved class). For
+    # that one this returns the interleaved class, whose inherited method then calls this again and gets the base.
     return model_class.__bases__[1]
 
 

@@ -19,7 +19,7 @@ WIDENED_TOKENS = 1024
 SPLIT_TOKENS = 512
 
 
-def uses_new_token_path(core: str, config: Any, dropout: float, states: torch.Tensor, num_keys: int) -> bool:
+def uses_new_token_path(core: str, config: Any, dropout: float | None, states: torch.Tensor, num_keys: int) -> bool:
     """Return whether to compute one new token from base keys.
 
     This must be supported, and faster than building virtual tokens."""
@@ -63,7 +63,7 @@ def new_token_attention(
         scaling: factor of the scores.
         window: W in tokens, or `None`; ignored with a mask. There are no more than W + 1 keys.
         attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
-        product_dtype: dtype of the products where those of the cache's own are slow, or `None`."""
+        product_dtype: dtype in which to multiply if products in the cache's dtype are slow, or `None`."""
     # Autocast would round what is in float32 on purpose.
     with torch.autocast(query.device.type, enabled=False):
         batch, heads, _, head_dim = query.shape
@@ -81,8 +81,8 @@ def new_token_attention(
         query = query.view(batch, heads, num_pseudo_heads, 1, head_dim)
         if weights.rotation is not None:
             cos, sin = (table.to(fast_dtype) for table in weights.rotation)
-            # R_i, then R_j^T for every j, [batch, H, i, j, head_dim]
-            query = rotate(rotate(query, cos.unsqueeze(1), sin.unsqueeze(1)), cos, -sin)
+            query = rotate(query, cos.unsqueeze(1), sin.unsqueeze(1))  # R_i, [batch, H, i, 1, head_dim]
+            query = rotate(query, cos, -sin)  # R_j^T for every j, [batch, H, i, j, head_dim]
         # [batch, m, H * i * j, head_dim]
         absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
         parts = [_scores(absorbed, keys.to(fast_dtype)) for keys in key.split(slice_tokens, dim=2)]

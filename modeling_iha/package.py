@@ -35,9 +35,10 @@ def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
 def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     """Build a named configuration of the directory `configuration_iha`, such as `"paper-2.4b-iha"` or `"tiny"`.
 
-    `overrides` replace single fields, and what depends on them follows unless it is given too. P is the number of
-    heads where the preset states no other. The window of IHA's schedule is `flop_matched_window` of the context length
-    and P; any other keeps its share of the context length. Special tokens outside of the vocabulary are left out.
+    `overrides` replace single fields. P is the number of heads if neither they nor the preset state it. A window that
+    is not overridden is computed anew: in presets with "iha" layers it is `flop_matched_window` of the context length
+    and P, and in others it keeps its share of the context length. Special tokens outside of the vocabulary are left
+    out.
 
     Raise a ValueError for a window that is not shorter than the context: its layers would silently be global."""
     directory = PACKAGE.parent / "configuration_iha"
@@ -48,7 +49,7 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     rope_theta = {"rope_theta": overrides.pop("rope_theta")} if "rope_theta" in overrides else {}
     fields = preset | overrides
     length = fields["max_position_embeddings"]
-    slides = "sliding_attention" in fields.get("layer_types", ())
+    slides = "sliding_attention" in (fields.get("layer_types") or ())
     if "sliding_window" in preset.keys() - overrides.keys():
         fields["sliding_window"] = _following_window(preset, fields) if slides else None
     if slides and (fields.get("sliding_window") or 0) >= length:

@@ -21,8 +21,6 @@ from .virtual_masks import token_mask, virtual_tokens_per_token
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
 BLOCK = 128
-# An additive mask hides a pair with the lowest number of its dtype or, in older code, -10000, in bfloat16 -9984.
-MASKED = -9984.0
 
 
 def block_bias(

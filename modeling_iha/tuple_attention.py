@@ -8,7 +8,6 @@ from transformers.models.llama.modeling_llama import repeat_kv
 
 from .configuration_iha import IHAConfig
 from .score_matrix import (
-    MASKED,
     ScoreMatrixAttention,
     block_bias,
     block_columns,
@@ -17,6 +16,7 @@ from .score_matrix import (
     query_offset,
     recomputed,
 )
+from .virtual_masks import MASKED
 
 
 # A block has at most this many queries and scores. The scores, 64 MiB of float32, exist for one block at a time.

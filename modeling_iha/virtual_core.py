@@ -120,26 +120,24 @@ def _attend_over_virtual_tokens(
         kwargs["s_aux"] = stock.module.sinks
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
 
-    num_queries = query.shape[2]
-    has_no_mask = attention_mask is None and "flash" not in core
-    if has_no_mask and num_queries == 1:
-        attention_mask = new_token_mask(key.shape[2], window_in_tokens, num_pseudo_heads, query.device)
+    needs_mask_of_core = attention_mask is not None and not is_first_key_mask(attention_mask)
+    if "flash" in core or needs_mask_of_core:  # flash cores hide later keys by themselves
         return heads.attend(stock, query, key, value, attention_mask, **kwargs)
-    if has_no_mask:
+    num_queries = query.shape[2]
+    if attention_mask is None and num_queries == 1:
+        mask = new_token_mask(key.shape[2], window_in_tokens, num_pseudo_heads, query.device)
+        return heads.attend(stock, query, key, value, mask, **kwargs)
+    if attention_mask is None:
         # Several queries without a mask: nothing was cached before, so query i is token i. A static cache has unused
         # places after the keys of the queries.
         key = key[:, :, :num_queries]
         value = value[:, :, :num_queries]
-        attend = partial(window_attention, stock)
-    elif is_first_key_mask(attention_mask):
-        attend = partial(first_key_attention, stock)
-    else:
-        return heads.attend(stock, query, key, value, attention_mask, **kwargs)
     window = chunk_window(heads, query, key, value, attention_mask, kwargs.get("sliding_window"))
     if window is not None:
         kwargs["sliding_window"] = window
         return attend_in_chunks(heads, stock, query, key, value, **kwargs), None
-    return heads.attend(attend, query, key, value, attention_mask, **kwargs)
+    attend = window_attention if attention_mask is None else first_key_attention
+    return heads.attend(partial(attend, stock), query, key, value, attention_mask, **kwargs)
 
 
 def layer_mask(
@@ -161,6 +159,9 @@ def layer_mask(
         if window is not None and (is_tracing(mask) or mask.shape[-1] != width):
             mask = mask[..., -width:]
         _check_size(mask, core, length, width)
+    elif isinstance(mask, torch.Tensor) and window is not None:
+        # A mask of padding, for a flash core. The layer's own window may shorten its cache.
+        mask = mask[:, -width:]
     return in_window(mask, None if window is None else window * num_pseudo_heads)
 
 
@@ -169,7 +170,8 @@ def _check_size(mask: torch.Tensor, core: str, length: int, width: int) -> None:
     if mask.shape[-2:] != (length, width):
         raise ValueError(
             f"attention_mask is {list(mask.shape)} for {length} x {width} virtual tokens on {core!r}: pass "
-            "attention_mask [batch, tokens] or [batch, 1, queries, keys] to the model as a keyword argument."
+            "attention_mask [batch, tokens], or [batch, 1, queries, keys] with as many keys as the cache returns, to "
+            "the model as a keyword argument."
         )
 
 

@@ -23,11 +23,11 @@ from transformers.utils.import_utils import is_tracing
 from .first_keys import first_keys_of_mask_function, first_keys_over_tokens, is_first_key_mask
 
 
-# Each checkpoint brings a copy of this code, and copies in one process share the registries. The name of each
-# copy's package is unique. It is hashed here, because Transformers takes a core with "flash" in its name for a flash
-# core, and a package may be named so.
+# Each checkpoint brings a copy of this code, and copies in one process share the registries. Each copy's package has a
+# unique name. We use a hash of it, because a package name that contains "flash" would make Transformers treat every
+# core as a flash core.
 PREFIX = "iha_" if __package__ == "modeling_iha" else f"iha_{zlib.crc32(__package__.encode()):08x}_"
-CORES: dict[str, str] = {}  # from a name of `register_masks` to its core
+CORES: dict[str, str] = {}  # from a registered name to its core
 CHANGED = "changed_"  # prefix of names for models that compute something else than their base
 # The attention kinds of `IHAConfig` whose layers make P virtual tokens of each token.
 VIRTUAL_KINDS = {"iha", "paired_heads"}
@@ -36,11 +36,13 @@ CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create
 # lowest float64 is -inf, and a row of -inf becomes NaN.
 LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 LOWEST[torch.float64] = LOWEST[torch.float32]
+# A user's additive mask hides a pair with such a value or, in older code, with -10000, which is -9984 in bfloat16.
+MASKED = -9984.0
 
 
 def register_masks(core: str) -> str:
     """Register masks over virtual tokens for a core of Transformers, and return their name."""
-    if core.startswith("iha_"):
+    if core.removeprefix(CHANGED).startswith("iha_"):
         raise ValueError(
             f"attn_implementation={core!r} was registered by another copy of this code: pass the core itself, such as "
             "'sdpa'."
@@ -57,10 +59,13 @@ def register_masks(core: str) -> str:
 
 
 def core_of(name: str) -> str:
-    """Return the core that a registered name stands for, in this process or another.
+    """Return the core for which a name of this copy of the code stands. Any other name is returned unchanged.
 
-    A core's own name is returned unchanged."""
-    return CORES.get(name, name.removeprefix(CHANGED).removeprefix(PREFIX))
+    The name may be of another process, but then not of a core with "/" in its name."""
+    if name in CORES:
+        return CORES[name]
+    bare = name.removeprefix(CHANGED).removeprefix(PREFIX)
+    return bare if bare in ALL_MASK_ATTENTION_FUNCTIONS else name  # a name of another copy may have our prefix too
 
 
 def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
@@ -74,9 +79,10 @@ def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
 def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
     """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
 
-    Pseudo-head p of token n sees the last W * P virtual tokens up to itself, for a window of W tokens. Told by tokens,
-    it sees pseudo-heads 0 to p of each token that n sees, and pseudo-heads p + 1 to P - 1 of each earlier token that
-    n - 1 sees, if n - 1 is in the same document. With a window the latter reach token n - W, one further than n does.
+    With a window of W tokens, pseudo-head p of token n sees the last W * P virtual tokens up to itself. In terms of
+    tokens, it sees pseudo-heads 0 to p of every token that n sees. It sees p + 1 to P - 1 of every earlier token that
+    n - 1 sees, if n - 1 is in the same document. With a window this second part reaches token n - W, which n itself
+    does not see.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (first_keys.py)."""
     num_pseudo_heads = virtual_tokens_per_token(config)
@@ -153,8 +159,8 @@ def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
 def in_window(mask: Any, window: int | None) -> Any:
     """Hide the keys that lie `window` or more places before a query's own key.
 
-    The result is kept on the mask, because all layers ask for it. The own key of query i of L is the i-th of the last
-    L columns. In a static cache unused places come after it: there it is the last key that the query sees."""
+    The result is kept on the mask, because all layers ask for it. The own key of query i of L queries is the i-th of
+    the last L columns. In a static cache unused columns follow, so there the own key is the last visible column."""
     if mask is None or window is None:
         return mask
     if not isinstance(mask, torch.Tensor):
@@ -170,7 +176,7 @@ def in_window(mask: Any, window: int | None) -> Any:
     places = torch.arange(width, dtype=torch.int32, device=device)
     own = torch.arange(width - length, width, dtype=torch.int32, device=device)[:, None]
     if width > length:
-        visible = mask if mask.dtype == torch.bool else mask == 0
+        visible = mask if mask.dtype == torch.bool else mask > MASKED
         own = torch.minimum(own, torch.where(visible, places, 0).amax(dim=-1, keepdim=True))
     recent = places > own - window
     made = mask & recent if mask.dtype == torch.bool else mask.masked_fill(~recent, torch.finfo(mask.dtype).min)

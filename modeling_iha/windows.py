@@ -54,7 +54,7 @@ class StockCore(NamedTuple):
 
 
 def first_key_attention(
-    core: StockCore,
+    stock: StockCore,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -85,24 +85,24 @@ def first_key_attention(
             bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
             rows = Documents(bounds, length, window)
             return varlen_attention(rows, query, key, value, window, **kwargs)
-        return window_attention(core, query, key, value, None, window, **kwargs)
+        return window_attention(stock, query, key, value, None, window, **kwargs)
     width = first_keys.shape[-1]  # a window if `compiled_first_keys` made the mask for one, else 1
     if width > 1:
         # Slice only in this case: a slice loses the documents stored on the mask.
         first_keys = first_keys[..., :1]
         window = narrower(width, sliding_window)
         if length - window > MIN_BLOCK:
-            return _attend_in_compiled_blocks(core, query, key, value, window, first_keys, **kwargs)
+            return _attend_in_compiled_blocks(stock, query, key, value, window, first_keys, **kwargs)
     if torch.compiler.is_compiling() or length <= MIN_BLOCK or documents_of(first_keys).hide_padding:
         mask = _dense_mask(first_keys, length, sliding_window)
-        return core(query, key, value, mask, **kwargs)
+        return stock(query, key, value, mask, **kwargs)
     documents = documents_of(first_keys)
     window = narrower(documents.longest_span, sliding_window)  # a window as long as the longest document hides nothing
     if has_kernel:
         return varlen_attention(documents, query, key, value, window, **kwargs)
     if documents.is_one_document_per_row(batch, length):
-        return window_attention(core, query, key, value, None, window, **kwargs)
-    return _attend_by_document(core, query, key, value, documents, window, **kwargs)
+        return window_attention(stock, query, key, value, None, window, **kwargs)
+    return _attend_by_document(stock, query, key, value, documents, window, **kwargs)
 
 
 def _dense_mask(first_keys: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
@@ -117,7 +117,7 @@ def _dense_mask(first_keys: torch.Tensor, length: int, window: int | None) -> to
 
 
 def _attend_by_document(
-    core: StockCore, query, key, value, documents: Documents, window: int, **kwargs
+    stock: StockCore, query, key, value, documents: Documents, window: int, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Return the output of `first_key_attention`, computed for one document after the other."""
     batch, _, length, _ = query.shape
@@ -128,17 +128,17 @@ def _attend_by_document(
     for queries, keys, values in zip(*split):
         # Copy the queries: autograd would keep the whole tensor behind a view.
         states = (queries[None].contiguous(), keys[None], values[None])
-        output, _ = window_attention(core, *states, None, window, **kwargs)
+        output, _ = window_attention(stock, *states, None, window, **kwargs)
         outputs.append(output)
     return torch.cat(outputs, dim=1).view(batch, length, *outputs[0].shape[2:]), None
 
 
 def window_attention(
-    core: StockCore,
+    stock: StockCore,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None = None,
+    attention_mask: None = None,  # `heads.attend` calls every function with a mask
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -154,16 +154,16 @@ def window_attention(
     # The keys of tokens before the queries: none, or those of a window, which `attend_in_chunks` passes.
     before = key.shape[2] - length
     if window is None or before + length <= window:
-        return core(query, key, value, None, **kwargs)
+        return stock(query, key, value, None, **kwargs)
     if length - window <= MIN_BLOCK and before == 0:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-        return core(query, key, value, mask[None, None], **kwargs)
+        return stock(query, key, value, mask[None, None], **kwargs)
     if torch.compiler.is_compiling():
-        return _attend_in_compiled_blocks(core, query, key, value, window, **kwargs)
+        return _attend_in_compiled_blocks(stock, query, key, value, window, **kwargs)
     if batch > 1 and heads * length <= JOINED_ROW and before == 0:
-        return _attend_in_joined_rows(core, query, key, value, window, **kwargs), None
+        return _attend_in_joined_rows(stock, query, key, value, window, **kwargs), None
     rows = zip(query.split(1), key.split(1), value.split(1))
-    outputs = [_attend_in_blocks(core, q, k, v, window, **kwargs) for q, k, v in rows]
+    outputs = [_attend_in_blocks(stock, q, k, v, window, **kwargs) for q, k, v in rows]
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output, None
 
@@ -173,7 +173,7 @@ def _join_rows(states: torch.Tensor) -> torch.Tensor:
     return states.transpose(1, 2).flatten(0, 1).transpose(0, 1)
 
 
-def _attend_in_joined_rows(core: StockCore, query, key, value, window: int, **kwargs) -> torch.Tensor:
+def _attend_in_joined_rows(stock: StockCore, query, key, value, window: int, **kwargs) -> torch.Tensor:
     """Return the output of `window_attention` for short rows, joined into one.
 
     Overlapping blocks can be a view of one row, but not of several rows."""
@@ -181,12 +181,12 @@ def _attend_in_joined_rows(core: StockCore, query, key, value, window: int, **kw
     query = _join_rows(query)[None]
     key = _join_rows(key)[None]
     value = _join_rows(value)[None]
-    output = _attend_in_blocks(core, query, key, value, window, length, **kwargs)
+    output = _attend_in_blocks(stock, query, key, value, window, length, **kwargs)
     return output.view(batch, length, *output.shape[2:])
 
 
 def _attend_in_blocks(
-    core: StockCore, query, key, value, window: int, row_length: int | None = None, **kwargs
+    stock: StockCore, query, key, value, window: int, row_length: int | None = None, **kwargs
 ) -> torch.Tensor:
     """Return the output of `window_attention` for more keys than the window has, and a batch of 1.
 
@@ -203,23 +203,23 @@ def _attend_in_blocks(
     if num_first > 0:
         # Copy the queries: autograd would keep the whole tensor behind a view.
         states = (first_queries.contiguous(), key[:, :, :window], value[:, :, :window])
-        outputs.append(core(*states, None, **kwargs)[0])
+        outputs.append(stock(*states, None, **kwargs)[0])
     mask = _block_mask(block, window, query.device)
     # No query of these blocks sees the first key. It is kept, because slicing it off would give a gradient as long as
     # all states.
     end = num_keys - num_last
     states = (block_queries, key[:, :, :end], value[:, :, :end])
-    outputs.append(_attend_in_equal_blocks(core, *states, mask, num_first, row_length, **kwargs))
+    outputs.append(_attend_in_equal_blocks(stock, *states, mask, num_first, row_length, **kwargs))
     if num_last > 0:
         start = num_keys - num_last - window
         states = (last_queries, key[:, :, start:], value[:, :, start:])
         last_mask = mask[:num_last, : num_last + window]
-        outputs.append(_attend_in_equal_blocks(core, *states, last_mask, length - num_last, row_length, **kwargs))
+        outputs.append(_attend_in_equal_blocks(stock, *states, last_mask, length - num_last, row_length, **kwargs))
     return torch.cat(outputs, dim=1)
 
 
 def _attend_in_equal_blocks(
-    core: StockCore,
+    stock: StockCore,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -247,11 +247,11 @@ def _attend_in_equal_blocks(
         mask = mask & (key_places >= row_starts)
     key = _overlapping_blocks(key.squeeze(0), size, window)
     value = _overlapping_blocks(value.squeeze(0), size, window)
-    return _attend_with_folded_groups(core, query.squeeze(0), key, value, mask, **kwargs)[None]
+    return _attend_with_folded_groups(stock, query.squeeze(0), key, value, mask, **kwargs)[None]
 
 
 def _attend_with_folded_groups(
-    core: StockCore, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **kwargs
+    stock: StockCore, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, **kwargs
 ) -> torch.Tensor:
     """Return the output [blocks * size, H, head_dim] of blocks of queries, by one call of the core.
 
@@ -270,7 +270,7 @@ def _attend_with_folded_groups(
     query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [blocks, G, group * size, head_dim]
     mask = mask.repeat(1, group, 1)[:, None]  # [blocks or 1, 1, group * size, size + window]
     # [blocks, group * size, G, head_dim]
-    output, _ = core.without_groups()(query, key, value, mask, **kwargs)
+    output, _ = stock.without_groups()(query, key, value, mask, **kwargs)
     output = output.unflatten(1, (group, size)).permute(0, 2, 3, 1, 4)  # [blocks, size, G, group, head_dim]
     return output.reshape(-1, heads, output.shape[-1])
 
@@ -324,7 +324,7 @@ def _block_mask(size: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 def _attend_in_compiled_blocks(
-    core: StockCore, query, key, value, window: int, first_keys: torch.Tensor | None = None, **kwargs
+    stock: StockCore, query, key, value, window: int, first_keys: torch.Tensor | None = None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Return the output of `window_attention`, by one call of the core.
 
@@ -347,14 +347,16 @@ def _attend_in_compiled_blocks(
     first = torch.arange(batch, device=device)[:, None] * length  # [batch, 1], the starts of the rows
     if first_keys is not None:
         first = first + first_keys[:, 0, :, 0]  # [batch, L]
-    first = torch.nn.functional.pad(first.expand(batch, length).flatten(), (0, padding))
+    first = torch.nn.functional.pad(first.expand(batch, length).flatten(), (0, padding))  # [blocks * block]
     places = torch.arange(blocks * block, device=device)
-    is_padding = torch.nn.functional.pad(first > places, (window, 0)).unfold(0, block + window, block)[:, None]
-    first = first.view(blocks, block, 1)
-    places = places.view(blocks, block, 1)
-    key_places = places[:, :1] - window + torch.arange(block + window, device=device)  # [blocks, 1, block + window]
-    mask = _block_mask(block, window, device) & (key_places >= first) & ~is_padding  # [blocks, block, block + window]
-    output = _attend_with_folded_groups(core, query, key, value, mask, **kwargs)[:total]
+    is_padding = first > places  # its first key comes after itself
+    is_padding_of_block = torch.nn.functional.pad(is_padding, (window, 0)).unfold(0, block + window, block)
+    first_of_query = first.view(blocks, block, 1)
+    block_start = places.view(blocks, block, 1)[:, :1]
+    key_places = block_start - window + torch.arange(block + window, device=device)  # [blocks, 1, block + window]
+    mask = _block_mask(block, window, device) & (key_places >= first_of_query)  # [blocks, block, block + window]
+    mask = mask & ~is_padding_of_block[:, None]
+    output = _attend_with_folded_groups(stock, query, key, value, mask, **kwargs)[:total]
     return output.unflatten(0, (batch, length)), None
 
 

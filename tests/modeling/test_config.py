@@ -439,6 +439,11 @@ def test_small_presets_differ_by_their_form_alone(size):
     assert windows == config.max_position_embeddings // 16 == 4 * files["paired-heads"]["sliding_window"]
 
 
+def test_a_preset_without_layer_types_has_no_window():
+    config = IHAConfig.from_preset("paper-2.4b-iha", layer_types=None)
+    assert set(config.layer_types) == {"full_attention"} and config.sliding_window is None
+
+
 def test_the_windows_of_paired_presets_hold_as_many_pairs_as_plain_ones():
     plain, paired = (IHAConfig.from_preset(f"paper-2.4b-{name}") for name in ("global-local", "paired-heads"))
     assert paired.num_pseudo_heads * paired.sliding_window == plain.sliding_window

@@ -623,6 +623,20 @@ def test_checkpointing_changes_no_gradient(name):
     assert_gradients_match(gradients, {name: g.double() for name, g in expected.items()}, 1e-5)
 
 
+@pytest.mark.parametrize("layers", [[0, 1], None])
+def test_padded_rows_are_decoded_on_flash_beyond_a_given_window(cpu_cores, layers):
+    """Generate past the window of some layers, whose caches are shorter than the mask of padding."""
+    model = train_mixing(interleave_heads(decoder("llama"), 2, layers=layers, sliding_window=4))
+    inputs = padded(length=9)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+    generated = []
+    for core in ("sdpa", "flash_attention_2"):
+        model.set_attn_implementation(core)
+        generated.append(model.generate(**inputs, **options, return_dict_in_generate=True))
+    assert torch.equal(generated[0].sequences, generated[1].sequences)
+    assert_close(torch.stack(generated[1].logits), torch.stack(generated[0].logits))
+
+
 @pytest.mark.parametrize(("window", "windows"), [(4, [8, 8, 6]), (9, [12, 18, 6])])
 def test_flash_cores_get_virtual_lengths(window, windows, monkeypatch):
     """Record what a flash core is called with: on a CPU none runs. The smaller of two windows counts."""

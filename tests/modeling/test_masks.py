@@ -213,7 +213,7 @@ def test_packing_is_kept_apart_or_refused(core, case):
         assert packing_error(model, **inputs) < 1e-5
         assert packing_error(llama, **inputs) < 1e-5
     else:
-        with pytest.raises(ValueError, match="(?s)Packed documents.*keeps them apart by"):
+        with pytest.raises(ValueError, match="(?s)Packed documents.*keeps them apart if"):
             packing_error(model, **inputs)
         assert packing_error(llama, **inputs) > 0.1
 
@@ -298,3 +298,17 @@ def test_a_copied_block_mask_is_refused_by_layers_that_are_not_interleaved():
     assert token_mask(mask, 2) is mask
     with pytest.raises(RuntimeError, match="copied the BlockMask .* Use sdpa, or interleave all layers"):
         token_mask(send_to_device(mask, "meta"), 2)
+
+
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+@torch.no_grad()
+def test_a_bias_on_visible_pairs_keeps_the_window_on_a_cache(core):
+    """Pass an additive mask that is not 0 where a pair is visible, as ALiBi would, at once and in chunks."""
+    model = random_model(small_config(layer_types="sliding_attention", sliding_window=2))
+    set_core(model, core)
+    input_ids = random_ids(1, 9)
+    mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1) + torch.full((9, 9), 0.5).tril()
+    expected = model(input_ids, attention_mask=mask[None, None], use_cache=False).logits
+    cache = model(input_ids[:, :5], attention_mask=mask[None, None, :5, :5], use_cache=True)[CACHE]
+    rest = model(input_ids[:, 5:], attention_mask=mask[None, None, 5:], **{CACHE: cache}).logits
+    assert_close(rest, expected[:, 5:])
