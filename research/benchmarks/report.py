@@ -8,12 +8,13 @@ example: python -m research.benchmarks.report
 """
 
 import argparse
+import subprocess
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from iha import plots
-from iha.errors import run_cli
+from iha.errors import ROOT, run_cli
 from iha.files import read_json, whole_file
 from research.benchmarks.options import RESULTS
 
@@ -73,8 +74,13 @@ def ratios_of(name: str, result: dict) -> tuple[str, list[str], dict[str, list[l
 
 
 def commit_of(result: dict) -> str:
-    """Return which commit a table measured, as far as it says."""
-    return f"commit {result['commit'][:7]}" if "commit" in result else "a commit that it does not record"
+    """Return which commit a table measured, as far as it says, and whether the model's code has changed since."""
+    if "commit" not in result:
+        return "a commit that it does not record"
+    commit = result["commit"].removesuffix("-dirty")
+    command = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", "modeling_iha"]
+    has_changed = subprocess.run(command, capture_output=True).returncode == 1  # more than 1 without git or the commit
+    return f"commit {commit[:7]}" + " (`modeling_iha` has changed since)" * has_changed
 
 
 def benchmark_lines(name: str, result: dict) -> list[str]:

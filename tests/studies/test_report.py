@@ -1,0 +1,30 @@
+"""Write the page of the benchmarks from their tables."""
+
+import subprocess
+
+from research.benchmarks import report
+
+
+def test_a_table_of_earlier_code_is_marked(tmp_path, monkeypatch):
+    """Commit a model, a document and another model: the first two commits measured the same code."""
+
+    def commit(name: str) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(path.read_text() + "more" if path.exists() else "some")
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        for arguments in (("add", "."), (*identity, "commit", "-qm", name)):
+            subprocess.run(["git", "-C", tmp_path, *arguments], check=True)
+        return subprocess.run(
+            ["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    first, second, third = [commit(name) for name in ("modeling_iha/a.py", "README.md", "modeling_iha/a.py")]
+    marked = " (`modeling_iha` has changed since)"
+    assert report.commit_of({"commit": first}) == f"commit {first[:7]}{marked}"
+    assert report.commit_of({"commit": f"{second}-dirty"}) == f"commit {second[:7]}{marked}"
+    assert report.commit_of({"commit": third}) == f"commit {third[:7]}"
+    assert report.commit_of({"commit": "unknown"}) == "commit unknown"
+    assert report.commit_of({}) == "a commit that it does not record"
