@@ -45,6 +45,8 @@ FORMS: dict[str, tuple[dict | None, int, dict]] = {
     "P = 4": (None, 4, {}),
     "P = 2, bf16 autocast": (None, 2, {"bf16": True}),
     "IHA, P = 2": ({"num_pseudo_heads": 2, "num_key_value_heads": 8}, 1, {}),
+    "IHA, P = 4": ({"num_pseudo_heads": 4, "num_key_value_heads": 8}, 1, {}),
+    "IHA, P = H": ({"num_pseudo_heads": 8, "num_key_value_heads": 8}, 1, {}),
     "IHA, schedule": ({"num_pseudo_heads": 2, "num_key_value_heads": 8, **SCHEDULE}, 1, {}),
 }
 
@@ -102,7 +104,10 @@ def measure(tokens: int) -> dict:
         "seconds": {},
         "extra_bytes": measured,
         "predicted_bytes": predicted,
-        "ratios": {f"predicted / measured: {form}": predicted[form] / measured[form] for form in FORMS},
+        "ratios": {
+            **{f"predicted / measured: {form}": predicted[form] / measured[form] for form in FORMS},
+            **{f"{form} / Llama": measured[form] / measured["Llama"] for form in FORMS if form != "Llama"},
+        },
         "predicted": {f"predicted / measured: {form}": 1.0 for form in FORMS},
     }
 
