@@ -125,7 +125,7 @@ checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.checkpoints.make_checkpoints
 
 # From the cheapest to the dearest.
-STUDIES := theorems interactions polynomial_filters dcmha_tasks relation_composition warm_start language_models hyper_language
+STUDIES := theorems interactions polynomial_filters dcmha_tasks recall relation_composition warm_start language_models hyper_language
 experiments: .venv/installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.experiments.model_types
 	@set -e; for name in $(STUDIES); do \
