@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from iha.errors import run_cli
 from modeling_iha import IHAConfig, interleave_heads
-from research.benchmarks.harness import PRELOADED, extra_bytes, reported, write
+from research.benchmarks.harness import PRELOADED, extra_bytes, ratios, reported, write
 from research.benchmarks.options import arguments
 
 
@@ -106,7 +106,7 @@ def measure(tokens: int) -> dict:
         "predicted_bytes": predicted,
         "ratios": {
             **{f"predicted / measured: {form}": predicted[form] / measured[form] for form in FORMS},
-            **{f"{form} / Llama": measured[form] / measured["Llama"] for form in FORMS if form != "Llama"},
+            **ratios(measured, next(iter(FORMS))),
         },
         "predicted": {f"predicted / measured: {form}": 1.0 for form in FORMS},
     }
