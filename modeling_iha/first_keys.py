@@ -169,8 +169,9 @@ def documents_of(first_keys: torch.Tensor) -> Documents:
         first = first_keys[:, 0, :, 0]
         seen = torch.arange(1, first.shape[1] + 1, device=first.device) - first
         bounds = torch.nn.functional.pad((seen == 1).flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
-        numbers = torch.stack((bounds.diff().max(), seen.max(), seen.min())).tolist()
-        longest, longest_span, shortest_span = numbers
+        # One reading for all three, because each makes a GPU wait.
+        spans = torch.stack((bounds.diff().max(), seen.max(), seen.min()))
+        longest, longest_span, shortest_span = spans.tolist()
         first_keys.documents = Documents(bounds, longest, longest_span, hide_padding=shortest_span < 1)
     return first_keys.documents
 

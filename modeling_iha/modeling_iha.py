@@ -180,9 +180,9 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module):
         """Initialise as Llama does, and call `init_mechanism` of a mechanism's own modules.
 
-        Matrices are normal with `initializer_range`, norms are 1 and biases 0. Of an "iha" layer the mixing is the
-        identity, with noise of `initializer_range` on each entry (`HeadMixing`), and the collapse averages
-        (`HeadCollapse`). The other kinds say in their own files how they start."""
+        Matrices are normal with `initializer_range`, norms are 1 and biases 0. In an "iha" layer the mixing starts as
+        the identity with noise of `initializer_range` on each entry (`HeadMixing`), and the collapse as the mean over
+        pseudo-heads (`HeadCollapse`). The files of the other kinds say how those start."""
         super()._init_weights(module)
         init_mechanism = getattr(module, "init_mechanism", None)
         if init_mechanism is not None:

@@ -311,6 +311,7 @@ def _overlapping_blocks(states: torch.Tensor, size: int, window: int) -> torch.T
 
 
 def _unfold(states: torch.Tensor, size: int, window: int) -> torch.Tensor:
+    """Compute `_overlapping_blocks` by PyTorch's `unfold`."""
     blocks = states.unfold(1, size + window, size)  # [G, blocks, head_dim, size + window]
     return blocks.permute(1, 0, 3, 2)
 

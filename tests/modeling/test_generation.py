@@ -152,3 +152,12 @@ def test_task_heads(model_class, labels, shapes, tmp_path):
         per_token = getattr(output, name).shape[1] == 6
         actual = getattr(behind_padding, name)[:, 2:] if per_token else getattr(behind_padding, name)
         assert_close(actual, getattr(output, name).detach())
+
+
+@pytest.mark.parametrize("geometry", ["global", "talking_heads"])
+def test_masks_for_generate_without_a_cache(geometry):
+    """Transformers' own function of this name has a default for the cache."""
+    model = geometry_model(geometry)
+    embeddings = torch.zeros(1, 1, model.config.hidden_size)
+    masks = model.create_masks_for_generate(model.config, embeddings, None)
+    assert set(masks) == set(model.config.layer_types)

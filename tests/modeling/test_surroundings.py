@@ -28,6 +28,7 @@ from iha.errors import ROOT
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving, virtual_masks
 from modeling_iha.mixing_weights import mixing_parameters, values
+from modeling_iha.overlay import Overlay
 from research.experiments.model_types import MULTIMODAL, tiny_model
 
 
@@ -276,3 +277,12 @@ def test_copies_of_the_code_share_a_process(tmp_path):
     for found in answer["logits"]:
         for one, other in zip(found, expected, strict=True):
             assert_close(torch.tensor(one), other)
+
+
+# A config or a cache with other attributes
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda overlay: pickle.loads(pickle.dumps(overlay))])
+def test_an_overlay_can_be_copied(again):
+    overlay = again(Overlay(BertConfig(hidden_size=8, num_attention_heads=2), hidden_size=16))
+    assert (overlay.hidden_size, overlay.num_attention_heads) == (16, 2)
