@@ -21,7 +21,7 @@ from iha.processes import load_in_clean_process, run_command
 
 
 OUTPUT = Path("outputs/demo")
-# Sums of two digits in OpenThoughts' format: SmolLM2 answers a quarter of them before the fine-tuning.
+# Sums of two digits in OpenThoughts' format: SmolLM2 answers a third of them before the fine-tuning.
 DATA = ["--generator", "chain_sum", "--options", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
 NEXT = f"""Next:
   python -m conversion_scripts.serve {OUTPUT}/sft/final                      talk to it

@@ -5,7 +5,7 @@ checked before the first token is generated. lm-eval's cache keeps each answer, 
 run, and more --samples add to those in the cache. evaluation/README.md explains each figure.
 
 examples:
-  python -m evaluation.run outputs/smollm2-iha --suite smoke
+  python -m evaluation.run outputs/smollm2-iha --suite smoke --confirm-run-unsafe-code
   python -m evaluation.run ORG/NAME --suite reasoning --confirm-run-unsafe-code --output outputs/evaluation/name
   python -m evaluation.run outputs/smollm2-iha --suite ruler --tasks niah_single_1 niah_multikey_2 \\
       --lengths 512 1024 --limit 50

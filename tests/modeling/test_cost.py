@@ -164,15 +164,15 @@ def test_unknown_kind_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("source", ["preset", "config"])
 def test_command(monkeypatch, capsys, tmp_path, source):
-    config = IHAConfig.from_preset("paper-2.4b-iha", **({"num_hidden_layers": 5} if source == "config" else {}))
+    config = IHAConfig.from_preset("small-1m-iha")
     config.save_pretrained(tmp_path)
-    name = tmp_path if source == "config" else "paper-2.4b-iha"
-    monkeypatch.setattr(sys, "argv", ["cost.py", f"--{source}", str(name), "--tokens", "8192"])
+    name = tmp_path if source == "config" else "small-1m-iha"
+    monkeypatch.setattr(sys, "argv", ["cost.py", f"--{source}", str(name), "--tokens", "256"])
     cost_command.main()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("  ")[0] for line in lines[1:3]] == ["iha, sliding_attention", "mha, full_attention"]
     total = next(line for line in lines if line.startswith("whole model"))
-    assert float(total.split()[2]) == pytest.approx(cost.model(config, 8192).parameters / 1e6, abs=1e-3)
+    assert float(total.split()[2]) == pytest.approx(cost.model(config, 256).parameters / 1e6, abs=1e-3)
     assert any("GB, " in line and line.startswith("  this model: ") for line in lines)
 
 
