@@ -118,7 +118,7 @@ def _changed(api: HfApi, stage: Path, repo_id: str, revision: str) -> list[str]:
 
 
 def completed_card(directory: Path, repo_id: str, license: str | None, base_model: str | None) -> str:
-    """Return the model card in `directory`, or a new one, with the licence and base model that it lacks.
+    """Return the model card in `directory`, or a new one, with the license and base model that it lacks.
 
     A card of this package also gets the name `repo_id`. A `base_model` of "none" says that there is none, and so does
     the tag of a card from scratch. Raise `UserError` if the card cannot be read, states neither, or states something

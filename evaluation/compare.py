@@ -1,6 +1,6 @@
 """Compare the evaluations of two checkpoints, example by example.
 
-Reads two output directories of evaluation.run. Writes a Markdown table and a plot beside it: the figures of both,
+Read two output directories of evaluation.run, and write a Markdown table and a plot beside it: the figures of both,
 their difference with its standard error over the same examples, and how many examples have another reply.
 
 example: python -m evaluation.compare outputs/evaluation/smollm2 outputs/evaluation/smollm2-iha --output comparison.md

@@ -3,7 +3,7 @@
 The model is a checkpoint of this package: IHAForCausalLM, or a decoder whose heads were interleaved or paired. Without
 a tokenizer beside it the prompt is read as bytes.
 
-python examples/attention_patterns.py small-iha "def main(argv):" patterns.png --layer 0 --head 1
+example: python examples/attention_patterns.py small-iha "def main(argv):" patterns.png --layer 0 --head 1
 """
 
 from argparse import ArgumentParser

@@ -1,8 +1,8 @@
 """Train a small model with the paper's schedule from scratch on the bytes of a text, save it, and let it write.
 
-The same command goes on where it was stopped. OUT/curve.png has the loss.
+The same command resumes an interrupted run. OUT/curve.png has the loss.
 
-python examples/from_scratch.py text.txt small-iha --max_steps 1000
+example: python examples/from_scratch.py text.txt small-iha --max_steps 1000
 """
 
 from argparse import ArgumentParser

@@ -1,6 +1,6 @@
 """Train LoRA adapters and the mixing of an interleaved decoder, save them alone, and load them on the plain base.
 
-python examples/lora.py HuggingFaceTB/SmolLM2-135M-Instruct trl-lib/Capybara smollm2-adapter --max_steps 100
+example: python examples/lora.py HuggingFaceTB/SmolLM2-135M-Instruct trl-lib/Capybara smollm2-adapter --max_steps 100
 """
 
 from argparse import ArgumentParser

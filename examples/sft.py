@@ -1,6 +1,6 @@
 """Interleave the heads of a decoder, fine-tune it with TRL, save it, and load it.
 
-python examples/sft.py HuggingFaceTB/SmolLM2-135M-Instruct trl-lib/Capybara smollm2-tuned --max_steps 100
+example: python examples/sft.py HuggingFaceTB/SmolLM2-135M-Instruct trl-lib/Capybara smollm2-tuned --max_steps 100
 """
 
 from argparse import ArgumentParser

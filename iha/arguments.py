@@ -55,7 +55,7 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the arguments of `convert`. Raise `UserError`."""
     parser = converter_parser(
         "Convert a pretrained Llama-like checkpoint to IHA or another attention kind, and change nothing that it "
-        "computes. The source is a llama, ministral, mistral, qwen2, qwen3 or smollm3.",
+        "computes. Model types of sources: llama, ministral, mistral, qwen2, qwen3, smollm3.",
         "HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
         "source checkpoint: a directory, a Hub id or a GGUF file",
         "the converted checkpoint",
@@ -69,8 +69,9 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "--schedule",
         choices=("global", "hybrid"),
         default="global",
-        help="global: every layer keeps its window, and the conversion is exact; hybrid: 4 sliding IHA layers, then a "
-        "plain global layer, exact for sequences of at most WINDOW tokens (default: global)",
+        help="global: all layers become IHA layers and keep the source's windows if it has any, and the conversion is "
+        "exact; hybrid: 4 sliding IHA layers, then a plain global layer, exact for sequences of at most WINDOW tokens "
+        "(default: global)",
     )
     add("--window", type=int, help="window of hybrid, in tokens (default: the paper's, context length / (2 P^2))")
     add(
@@ -86,7 +87,7 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
         type=float,
         default=40.0,
         metavar="S",
-        help="how many times the optimizer's rate the weights that mix heads learn at (default: 40)",
+        help="learning rate of the weights that mix heads, as a multiple of the optimizer's (default: 40)",
     )
     add("--seed", type=int, default=0, help="seed of the random values (default: 0)")
     arguments = vars(parser.parse_args(argv))
@@ -176,9 +177,9 @@ def check_verification(
 def push_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the arguments of `push`. Raise `UserError`."""
     parser = new_parser(
-        "Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others, in a "
-        "commit. Weights, code and card are checked before, and the model is loaded in a process without this "
-        "package. Log in first: hf auth login.",
+        "Publish a saved model directory on the Hugging Face Hub: only the files of the checkpoint, in one commit. "
+        "Weights, code and card are checked first, and the model is loaded in a process without this package. Log in "
+        "before: hf auth login.",
         "smollm2-iha me/smollm2-iha --private --dry-run",
     )
     add = parser.add_argument
@@ -188,9 +189,12 @@ def push_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add("--tag", help="name the uploaded revision, such as v1")
     add("--create-pr", action="store_true", help="open a pull request instead of committing")
     add("--license", help="license of the weights, such as apache-2.0, if the card does not state it")
-    add("--base-model", help="Hub id of the model it was made from, if the card does not state it; none: from scratch")
+    add(
+        "--base-model",
+        help="Hub id of the model it was made from, if the card does not state it; 'none' if trained from scratch",
+    )
     add("--trust-code", action="store_true", help="run and publish code that is not this package's")
-    add("--dry-run", action="store_true", help="check all, print what would be uploaded, and stay off the network")
+    add("--dry-run", action="store_true", help="run all checks, print what would be uploaded, stay off the network")
     arguments = vars(parser.parse_args(argv))
     check_push(**arguments)
     return arguments

@@ -176,7 +176,7 @@ def render_card(
             is_iha=isinstance(config, IHAConfig),
             kinds=list(kinds),
             times_pairs=times_pairs,
-            weights_licence=license and markdown(license),
+            weights_license=license and markdown(license),
             papers="\n".join(dict.fromkeys(f"- {known.paper}" for known in kinds.values() if known.paper)),
         )
     )

@@ -1,4 +1,4 @@
-"""Read checkpoints, as every command does, and refuse one that does not load completely."""
+"""Read checkpoints for all commands, and refuse one that does not load completely."""
 
 import hashlib
 import importlib.util

@@ -51,7 +51,7 @@ def main() -> None:
     """Run the command that the first argument names, with the other arguments."""
     parser = argparse.ArgumentParser("iha", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('modeling-iha')}")
-    parser.add_argument("command", choices=COMMANDS, help="`iha COMMAND --help` says what it does and takes")
+    parser.add_argument("command", choices=COMMANDS, help="`iha COMMAND --help` describes it and its arguments")
     name = parser.parse_args(sys.argv[1:2]).command
     sys.argv = [f"iha {name}", *sys.argv[2:]]
     run_cli(lambda: run(name))

@@ -1,4 +1,4 @@
-"""Report errors as one line, as every command does."""
+"""Turn the errors of all commands into one line."""
 
 import os
 import signal

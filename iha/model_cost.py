@@ -3,7 +3,7 @@
 The multiply-adds of matrix products are counted; norms, rotations and softmax are not. An "iha" layer with P
 pseudo-heads has P^2 times the query-key pairs of an "mha" layer. With a window W = N / (2 P^2) it sees about N^2 / 2
 pairs, as many as a causal global "mha" layer over N tokens. IHA, Appendix C counts N^2 for that layer, without its
-mask, so that the schedule of four windows and a global layer costs 3/5: form "paper".
+mask, so that the schedule of four windows and a global layer costs 3/5 of global attention. `form="paper"` counts so.
 `python -m iha.cost` prints the table.
 """
 

@@ -86,7 +86,7 @@ class RunArguments(ScriptArguments, ModelConfig):
     )
     tokenizer: str | None = key("Tokenizer of a preset: a directory or an id on the Hub; single bytes by default.")
     dataset_name: str = field(
-        metadata={"help": ".jsonl, .json, .parquet or .txt file, also gzipped; .yaml mixture; directory; or id on the Hub."}
+        metadata={"help": ".jsonl, .json, .parquet or .txt file (or gzipped), .yaml mixture, directory, or Hub id."}
     )
     dataset_config: str | None = key("Configuration of dataset_name, by default the dataset's own default.")
     dataset_train_split: str = key("Split of dataset_name to train on.", "train")

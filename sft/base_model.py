@@ -1,4 +1,7 @@
-"""Load the start of a run: its configuration, which is checked before weights are read, model, tokenizer, adapters."""
+"""Load what a run starts from: configuration, model, tokenizer and adapters.
+
+The configuration is checked before weights are read.
+"""
 
 import math
 

@@ -84,7 +84,7 @@ def check_memory(model: PreTrainedModel, run: RunArguments, args: SFTConfig) -> 
         needed *= ALLOCATOR
         limit = psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) + planned.weights
     parts = ", ".join(f"{name} {getattr(planned, name) / 1e9:.2f}" for name in ("weights", "gradients", "optimizer"))
-    say(f"A step takes {needed / 1e9:.2f} GB on each device ({parts}), and there are {limit / 1e9:.2f} GB.")
+    say(f"A step takes {needed / 1e9:.2f} GB on each device ({parts}); {limit / 1e9:.2f} GB are available.")
     if needed > limit:
         raise UserError(
             f"The run needs {needed / 1e9:.1f} GB on each device and there are {limit / 1e9:.1f} GB: set "

@@ -51,7 +51,7 @@ class RecipeTrainer(Trainer):
     Matrices decay. Vectors do not decay, nor do the weights that mix heads, because their start from scratch is not
     zero.
 
-    Raise `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimiser's step.
+    Raise `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimizer's step.
     Raise `UserError` before a weight that is NaN or infinite is saved, and for a checkpoint of another kind of launch.
     """
 
@@ -79,7 +79,7 @@ class RecipeTrainer(Trainer):
         return result
 
     def _get_grad_norm(self, model, grad_norm=None):
-        # This is the last call before the optimiser's step that knows the norm.
+        # This is the last call before the optimizer's step that knows the norm.
         grad_norm = super()._get_grad_norm(model, grad_norm)
         losses = self._losses
         self._losses = 0  # for the next step

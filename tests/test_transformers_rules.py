@@ -10,7 +10,7 @@ from iha.errors import ROOT
 # Rule -> why it is off here. Any other rule has to hold.
 OFF = {
     "TRF010": "InterleavedConfig reads a file and becomes another class; the fields are checked there",
-    "TRF028": "the files have the SPDX form of the licence, because a checkpoint ships all of them",
+    "TRF028": "the files have the SPDX form of the license, because a checkpoint ships all of them",
     "TRF035": "saving copies what these imports name, and nothing else uses them",
     "TRF057": 'in remote code @auto_docstring finds no model: it writes "The None Model" over the docstring',
 }

@@ -24,17 +24,20 @@ PARSER.add_argument("--out", type=Path, default=RESULTS, help="directory of the 
 
 ABOUT = """# Benchmarks
 
-A time is a ratio of medians of interleaved runs in one process, a memory a ratio of peaks, each of a process of its
-own; below 1 the first takes less. The JSON files hold seconds, bytes, threads and what the cost model predicts.
-`python -m research.benchmarks.report` writes this page from them, and `make bench` measures anew."""
+A time is the ratio of the medians of interleaved runs in one process. A memory is the ratio of two
+peaks, each measured in a process of its own. Below 1 the first takes less. The JSON files hold
+seconds, bytes, threads and what the cost model predicts. `python -m research.benchmarks.report`
+writes this page from them, and `make bench` measures all of them again except serving_vllm. [GPUs
+have pages of their own](gpu/README.md)."""
 # Benchmark -> the fields that tell its columns apart; by default all of a setting.
 COLUMNS = {"any_decoder": ("pass", "window"), "obvious": ("pass", "window", "tokens")}
 # Presets by the names that a plot gives them and the schedules.
 GPU_FORMS = {"global-local": "windows alone", "paired-heads": "paired heads"}
 GPU_FORMS |= {f"iha, P = {virtual}": f"schedule, P = {virtual}" for virtual in (2, 4, 20)}
 DEFAULT = """## default_form
-The default of an "iha" layer over SDPA on the virtual sequence under a dense mask: the lowest and the highest of all
-dtypes and numbers of threads."""
+The default of an "iha" layer over SDPA on the virtual sequence under a dense mask: the lowest and
+the highest of all dtypes and numbers of threads. [Figures](default_form): `python -m
+research.benchmarks.default_form --out research/benchmarks/results`."""
 
 
 def table(header: list[str], lines: dict[str, list[str]]) -> list[str]:
@@ -76,7 +79,7 @@ def ratios_of(name: str, result: dict) -> tuple[str, list[str], dict[str, list[l
 def commit_of(result: dict) -> str:
     """Return which commit a table measured, as far as it says, and whether the model's code has changed since."""
     if "commit" not in result:
-        return "a commit that it does not record"
+        return "commit not recorded"
     commit = result["commit"].removesuffix("-dirty")
     command = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", "modeling_iha"]
     has_changed = subprocess.run(command, capture_output=True).returncode == 1  # more than 1 without git or the commit

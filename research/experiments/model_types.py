@@ -424,14 +424,16 @@ MARKS = {
 
 def document(tables: dict[str, dict[str, dict]], setting: dict) -> str:
     """Return the tables of the Auto classes as Markdown: the exact types in one list, and the others by reason."""
-    marks = "; ".join(f"{mark} {about}" for mark, (_, about) in MARKS.items())
+    given = "".join(_marks(row) for table in tables.values() for row in table.values() if row["verdict"] == "exact")
+    marks = "; ".join(f"{mark} {about}" for mark, (_, about) in MARKS.items() if mark in given)
     parts = [
         "# Model types",
-        f"What `interleave_heads` makes of a tiny random model of each type. `{setting['command']}` writes this page, "
+        "This page lists what `interleave_heads` does with a tiny random model of each type. "
+        f"`{setting['command']}` writes it, "
         f"and its docstring says what is compared ({setting['machine']}, torch {setting['torch']}, transformers "
         f"{setting['transformers']}). The [record](../research/experiments/results/model_types.json) has the "
-        "differences of the exact types, which are rounding errors, and why a type was not built here. Of a base "
-        f"model: {marks}.",
+        "differences of the exact types, which are rounding errors, and why a type was not built here. Marks "
+        f"describe the base model: {marks}.",
     ]
     for auto_class, table in tables.items():
         exact = [name for name, row in table.items() if row["verdict"] == "exact"]

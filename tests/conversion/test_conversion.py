@@ -596,7 +596,7 @@ def test_real_weights(num_pseudo_heads, tmp_path, monkeypatch, cli):
         source = smollm2_gguf()
     except UserError as missing:
         pytest.skip(str(missing))
-    # The header takes seconds to read, and config, tokenizer, licence and weights each read it again.
+    # The header takes seconds to read, and config, tokenizer, license and weights each read it again.
     monkeypatch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
     # Transformers asks for the same map once for every module of the model.
     monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))

@@ -146,7 +146,7 @@ FAULTS = {
     "NaN": (fill_head(torch.nan), "holds NaN or infinity"),
     "other code": (append("modeling_iha.py", "\nprint('hello')\n"), "differs from this package's code"),
     "code that is not whole": (remove("masks.py"), "code of"),
-    "no licence": (
+    "no license": (
         lambda directory: (directory / "README.md").write_text("---\nbase_model: me/base\n---\n"),
         "does not state its license: add it, or give --license",
     ),

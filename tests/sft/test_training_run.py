@@ -275,7 +275,7 @@ def test_pretraining_on_a_text(tmp_path, monkeypatch):
 def test_a_killed_run_goes_on_to_the_weights_of_an_undisturbed_one(
     whole, tiny, rows_file, tmp_path, capsys, monkeypatch
 ):
-    """Stop a save before its end with half of the optimiser's file, in a directory that a run before had left."""
+    """Stop a save before its end with half of the optimizer's file, in a directory that a run before had left."""
     output = tmp_path / "run"
     arguments = command(tiny, rows_file, output, save_total_limit=1)
 

@@ -27,4 +27,4 @@ def test_a_table_of_earlier_code_is_marked(tmp_path, monkeypatch):
     assert report.commit_of({"commit": f"{second}-dirty"}) == f"commit {second[:7]}{marked}"
     assert report.commit_of({"commit": third}) == f"commit {third[:7]}"
     assert report.commit_of({"commit": "unknown"}) == "commit unknown"
-    assert report.commit_of({}) == "a commit that it does not record"
+    assert report.commit_of({}) == "commit not recorded"
