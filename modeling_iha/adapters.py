@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file, find_adapter_config_file
 
 from .adapter_records import RECORD_KEY, check_record, make_record
 from .in_place import detach, interleave_heads
 from .mixing_scale import note_scale
-from .mixing_weights import gathered
+from .mixing_weights import gathered, is_sharded
 from .modeling_interleaved import backbone_of, is_mixing
 from .paired_decoders import pair_heads
 
@@ -112,8 +111,8 @@ def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedMo
             raise ValueError(f"{source} does not hold the mixing that its record names.")
         for name, tensor in own.items():
             loaded = tensors[name].to(tensor)
-            if isinstance(tensor, DTensor):
-                loaded = distribute_tensor(loaded, tensor.device_mesh, tensor.placements)
+            if is_sharded(tensor):
+                loaded = torch.distributed.tensor.distribute_tensor(loaded, tensor.device_mesh, tensor.placements)
             tensor.copy_(loaded)
         note_scale(model, [model.config])
     return model

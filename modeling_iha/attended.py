@@ -9,7 +9,7 @@ these records (see `attach_virtual_heads`)."""
 from contextlib import suppress
 from threading import local
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ class Attended(local):
 
     def __init__(self):
         # For each decoder, the modules checked in its current forward
-        self.by_decoder = WeakKeyDictionary[nn.Module, set[nn.Module]]()
+        self.by_decoder = WeakKeyDictionary[nn.Module, WeakSet[nn.Module]]()
 
 
 ATTENDED = Attended()
@@ -45,7 +45,7 @@ REPLACED = (
 def begin_forward(decoder: PreTrainedModel) -> None:
     """Begin to record which attention modules of a decoder are checked in its forward."""
     if not torch.compiler.is_dynamo_compiling():
-        ATTENDED.by_decoder[decoder] = set()
+        ATTENDED.by_decoder[decoder] = WeakSet()
 
 
 def note_attended(module: Any) -> None:
@@ -106,7 +106,7 @@ def _present_module(decoder: PreTrainedModel, name: str, recorded: nn.Module) ->
     return next((inner for inner in module.modules() if virtual_heads_of(inner) is not None), module)
 
 
-def _has_attended(module: nn.Module, attended: set[nn.Module] | None) -> bool:
+def _has_attended(module: nn.Module, attended: WeakSet[nn.Module] | None) -> bool:
     """Return whether a module attended in this forward, as far as is known.
 
     For a compiled module we only know that it attended when it was traced."""

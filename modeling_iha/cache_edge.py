@@ -26,6 +26,8 @@ def keep_window_edge(cache: Cache, sliding_window: int | None) -> None:
             )
         name = _length_name(layer)
         setattr(layer, name, sliding_window + WINDOW_EDGE)
+        if hasattr(layer, "_sliding_window_tensor"):  # a dynamic layer's copy, from which `Cache.__iter__` rebuilds it
+            layer._sliding_window_tensor.fill_(sliding_window + WINDOW_EDGE)
         if layer.is_initialized and name == "max_cache_len":
             layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])  # `generate` has allocated it
 

@@ -52,7 +52,7 @@ from .modeling_interleaved import (
 )
 from .package import flop_matched_window
 from .virtual_core import stock_core
-from .virtual_masks import core_of
+from .virtual_masks import PREFIX, core_of
 
 
 # The largest difference from the base model, as a share of the largest hidden state.
@@ -120,38 +120,61 @@ def interleave_heads(
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
     _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
+    window = _window_in_tokens(model, sliding_window, num_pseudo_heads)
     # `probe` and `_attach` change the configuration. A model with a head therefore gets a copy of it. A model without
     # a head may be part of a larger model that shares its configuration, so the shared object is changed in place. A
     # known limit: the larger model then saves itself as interleaved, and most multimodal models cannot be loaded from
     # that. Interleave the whole model instead.
+    own_configs = configs_of(model)
     if _has_head(model):
         _copy_config(model)
-    config = model.config
-    if sliding_window == "paper":
-        length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if length is None:
-            raise ValueError(f"{config.model_type} has no max_position_embeddings: give the window in tokens.")
-        sliding_window = flop_matched_window(length, num_pseudo_heads)
+    try:
+        modules, expected = _record_attention(model)
+        chosen = _choose(modules, layers, model)
+        _attach_exactly(model, chosen, expected, num_pseudo_heads, collapse, seed, mixing_scale)
+    except Exception:
+        set_configs(own_configs)
+        raise
+    for virtual_config in virtual_configs(model):
+        virtual_config.interleaved_window = window
+    use_virtual_cores(model)
+    return model
+
+
+def _window_in_tokens(model: PreTrainedModel, sliding_window: int | str | None, num_pseudo_heads: int) -> int | None:
+    """Return the window for interleaved layers in tokens. Raise a ValueError for one that cannot be."""
+    if sliding_window != "paper":
+        return check_window(sliding_window, 'at least 2 tokens, "paper" or None')
+    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if length is None:
+        raise ValueError(f"{model.config.model_type} has no max_position_embeddings: give the window in tokens.")
+    return check_window(flop_matched_window(length, num_pseudo_heads), "at least 2 tokens")
+
+
+def check_window(sliding_window: Any, expected: str) -> int | None:
+    """Return a window, and raise a ValueError for one that is neither an integer of at least 2 nor `None`."""
     if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
-        raise ValueError(f'sliding_window is {sliding_window!r}: expected at least 2 tokens, "paper" or None.')
-    modules, expected = _record_attention(model)
-    chosen = _choose(modules, layers, model)
+        raise ValueError(f"sliding_window is {sliding_window!r}: expected {expected}.")
+    return sliding_window
+
+
+def _attach_exactly(model: PreTrainedModel, chosen: dict, expected: list[torch.Tensor], *options) -> None:
+    """Attach the mixing to the chosen modules; `options` are the further arguments of `_attach`.
+
+    Raise a ValueError, and detach it again, if the hidden states of the probe are not the `expected` ones."""
+    config = model.config
     model_class = interleaved_class(_interleaved_class_name(model), config_class(config.model_type))
     try:
-        _attach(model, model_class, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
+        _attach(model, model_class, chosen, *options)
         difference = relative_difference(expected, probe(model))
         problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
     except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
-        problem = _one_line(error)
+        problem = one_line(error)
     if problem is not None:
         detach(model)
         raise ValueError(
             f"{config.model_type} does not compute the same with interleaved heads ({problem}), and is left as it was."
         )
-    for virtual_config in virtual_configs(model):
-        virtual_config.interleaved_window = sliding_window
-    use_virtual_cores(model)
-    return model
 
 
 def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
@@ -192,7 +215,8 @@ def _check(
     check_no_tensor_parallelism(config)
     if hasattr(config, "interleaved_window"):  # also of the decoder within an interleaved model
         raise ValueError("The heads of this model are interleaved already.")
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1 and _is_in_ddp(model):
+    has_processes = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if has_processes and torch.distributed.get_world_size() > 1 and _is_in_ddp(model):
         raise ValueError(
             "DistributedDataParallel holds this model, and would leave the gradients of the mixing to each rank: "
             "interleave the heads before DistributedDataParallel wraps the model."
@@ -278,7 +302,7 @@ def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, Attention
         states, error = _try_probe(model)
     if error is not None:
         model_type = model.config.model_type
-        raise ValueError(f"{model_type} does not run with a padding mask and a cache: {_one_line(error)}")
+        raise ValueError(f"{model_type} does not run with a padding mask and a cache: {one_line(error)}")
     return calls, states
 
 
@@ -307,6 +331,8 @@ def _check_calls(config: PreTrainedConfig, calls: dict[nn.Module, AttentionCall]
         name = f"{model_type} cannot be interleaved: {type(module).__name__}"
         if not call.is_causal:
             raise ValueError(f"{name} is not marked as causal self-attention.")
+        if not isinstance(getattr(module, "layer_idx", None), int):
+            raise ValueError(f"{name} has no layer_idx.")
         if getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
             raise ValueError(f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own.")
 
@@ -329,8 +355,10 @@ def _recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall
 
 
 def _register_recording(core: str) -> str:
-    """Register a core that records its calls and otherwise behaves like `core`, and return its name."""
-    name = "recorded_" + core.replace("/", "_")
+    """Register a core that records its calls and otherwise behaves like `core`, and return its name.
+
+    The registry has no public way to remove it. Each copy of this code has a name of its own."""
+    name = f"recorded_{PREFIX}{core.replace('/', '_')}"
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_record_call, core))
     if core in ALL_MASK_ATTENTION_FUNCTIONS:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[core])
@@ -347,7 +375,7 @@ def _record_call(
     return stock_core(core, module, num_pseudo_heads=1)(query, key, value, *args, **kwargs)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -455,12 +483,27 @@ def _attach(
 
 def _copy_config(model: PreTrainedModel) -> None:
     """Give the model a configuration of its own. Models that were built from one object share it."""
-    copies: dict = {}
+    copies: dict = {}  # the memo of `deepcopy`: from the id of each configuration to its copy
     copy.deepcopy(model.config, copies)
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, PreTrainedConfig) and id(value) in copies:
-                setattr(module, name, copies[id(value)])
+    for module, name, config in configs_of(model):
+        if id(config) in copies:
+            setattr(module, name, copies[id(config)])
+
+
+def configs_of(model: PreTrainedModel) -> list[tuple[nn.Module, str, PreTrainedConfig]]:
+    """Return each module, name and value of an attribute that is a configuration."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PreTrainedConfig)
+    ]
+
+
+def set_configs(configs: list[tuple[nn.Module, str, PreTrainedConfig]]) -> None:
+    """Set the attributes that `configs_of` has returned back to their values."""
+    for module, name, config in configs:
+        setattr(module, name, config)
 
 
 def remove_mixing(module: torch.nn.Module) -> None:

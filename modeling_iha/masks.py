@@ -156,7 +156,7 @@ def check_inputs(
     _warn_flex_on_cpu(config, inputs_embeds)
     core = config._attn_implementation
     if not is_flash_attention_requested(config) and core not in ("eager", "flex_attention", "sdpa"):
-        return  # Other cores, such as the paged ones, have ways of their own.
+        return  # Other cores, such as the paged ones, keep documents apart by themselves.
     if is_tracing(inputs_embeds) or inputs_embeds.is_meta:
         return  # There are no values to look at.
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -186,7 +186,9 @@ def _warn_flex_on_cpu(config: IHAConfig, inputs_embeds: torch.Tensor) -> None:
     """Warn of FlexAttention compiled for a CPU, unless the whole call is compiled."""
     is_flex = config._attn_implementation == "flex_attention"
     if is_flex and inputs_embeds.device.type == "cpu" and not torch.compiler.is_compiling():
-        warnings.warn("FlexAttention compiled for a CPU may fail, crash or err in silence: use 'sdpa' or 'eager'.")
+        warnings.warn(
+            "FlexAttention compiled for a CPU may fail, crash or silently return wrong results: use 'sdpa' or 'eager'."
+        )
 
 
 def _check_mask_length(attention_mask: torch.Tensor | None, length: int, past: int) -> None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the weights that mix heads, read their values, and change the rate at which they learn.
 
-Mixing modules are recognised by their buffers (`weight_names`) and not by their class, because a loaded checkpoint has
+Mixing modules are recognized by their buffers (`weight_names`) and not by their class, because a loaded checkpoint has
 its own copy of the classes. Under FSDP2 every process must call these functions, because they gather sharded weights.
 """
 
@@ -10,7 +10,6 @@ import math
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .mixing_scale import note_scale, weight_names
 from .modeling_interleaved import configs
@@ -29,9 +28,14 @@ def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a `DTensor`, as under FSDP2. Builds of PyTorch may lack this class."""
+    return hasattr(tensor, "full_tensor")
+
+
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, gathered if FSDP2 shards it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def _value(module: nn.Module, name: str) -> torch.Tensor:

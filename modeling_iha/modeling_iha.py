@@ -39,6 +39,7 @@ from .interleaving import token_attentions
 from .masks import check_inputs, make_masks
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
+from .virtual_masks import check_causal
 
 
 # Trainer's label smoothing and `pipeline` look up causal models here, and no public function adds one. Two copies of
@@ -99,7 +100,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
         angles = positions[..., None].to(dtype) * self.inv_freq.to(x.device, dtype)
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(x.dtype) * scaling, angles.sin().to(x.dtype) * scaling
+        return (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
 
 
 class IHAMLP(LlamaMLP):
@@ -163,7 +164,8 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
         Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. In a layer of
         paired heads each virtual query belongs to one head, so the rows are returned to their heads and not averaged.
         Other maps stay as they are."""
-        paired = [kind == "paired_heads" for kind in self.config.attention_kinds]
+        kinds = self.config.attention_kinds[: len(attentions)]  # more if `num_hidden_layers` was lowered
+        paired = [kind == "paired_heads" for kind in kinds]
         return token_attentions(attentions, num_tokens, paired)
 
     @classmethod
@@ -258,6 +260,8 @@ class IHAModel(IHAPreTrainedModel):
 
         # Continuous batching gives its pages as the cache.
         pages = cache if isinstance(cache, PagedAttentionCache) else None
+        if pages is None:
+            check_causal(self.config, **kwargs)
         if pages is not None and not self.is_llama:
             requests = PagedRequests(self, pages, position_ids=position_ids, **kwargs)
             masks = dict.fromkeys(self.config.layer_types, requests.attention_mask)

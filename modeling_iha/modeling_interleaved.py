@@ -40,7 +40,7 @@ from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
 from .virtual_core import virtual_attention, virtual_heads_of
-from .virtual_masks import CHANGED, CORES, core_of, mask_over_virtual_tokens, register_masks
+from .virtual_masks import CHANGED, CORES, check_causal, core_of, mask_over_virtual_tokens, register_masks
 
 
 # Trainer's label smoothing, pipelines and Transformers' server look up models in these mappings, and no public
@@ -410,6 +410,7 @@ def _prepare_decoder(
     if isinstance(cache, PagedAttentionCache):  # continuous batching
         requests = PagedRequests(decoder, cache, **kwargs)
         return args, kwargs | {"paged_requests": requests, "attention_mask": requests.attention_mask}
+    check_causal(decoder.config, **kwargs)
     cache = _prepared_cache(decoder, cache, kwargs.get("use_cache"))
     if cache is not None:
         kwargs[CACHE] = cache

@@ -7,6 +7,7 @@ Mixing, rotation and collapse are linear, so they move from the cached tokens to
 from typing import Any
 
 import torch
+from transformers.utils.generic import maybe_autocast
 
 from .interleaving import rotate
 from .windows import is_exported
@@ -65,7 +66,7 @@ def new_token_attention(
         attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
         product_dtype: dtype in which to multiply if products in the cache's dtype are slow, or `None`."""
     # Autocast would round what is in float32 on purpose.
-    with torch.autocast(query.device.type, enabled=False):
+    with maybe_autocast(query.device.type, enabled=False):
         batch, heads, _, head_dim = query.shape
         num_pseudo_heads = weights.collapse.shape[1]
         dtype = value.dtype

@@ -13,7 +13,18 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
-from .in_place import TOLERANCE, detach, interleave_heads, probe, relative_difference, remove_mixing
+from .in_place import (
+    TOLERANCE,
+    check_window,
+    configs_of,
+    detach,
+    interleave_heads,
+    one_line,
+    probe,
+    relative_difference,
+    remove_mixing,
+    set_configs,
+)
 from .modeling_interleaved import attach_virtual_heads, backbone_of, is_mixing, use_virtual_cores, virtual_configs
 
 
@@ -39,7 +50,8 @@ def pair_heads(
 
     The virtual tokens of a token share its RoPE position, as the base model rotates its heads. Return the model. Raise
     a ValueError, and leave the model as it was, where its heads cannot be paired."""
-    _check_window(sliding_window)
+    check_window(sliding_window, "at least 2 tokens, or None")
+    own_configs = configs_of(model)
     interleave_heads(model, num_pseudo_heads, layers, seed=None, mixing_scale=1.0)
     modules = {
         backbone_of(model).get_submodule(name): heads for name, heads in model.config.interleaved_layers.items()
@@ -54,22 +66,17 @@ def pair_heads(
         difference = relative_difference(expected, probe(model))
         if difference > TOLERANCE[expected[0].dtype]:
             raise ValueError(f"Its hidden states with paired heads differ by {difference:.1e} from those expected.")
-    except Exception:
+    except Exception as error:
         detach(model)
-        raise
+        set_configs(own_configs)
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"The heads of {model.config.model_type} cannot be paired ({one_line(error)}).") from error
     for config in virtual_configs(model):
         config.interleaved_window = sliding_window
     use_virtual_cores(model)
     warnings.warn(f"The heads of this {model.config.model_type} are paired: it computes something else now. Train it.")
     return model
-
-
-def _check_window(sliding_window: int | None) -> None:
-    """Raise a ValueError for a window that is neither an integer of at least 2 nor `None`."""
-    if sliding_window is None:
-        return
-    if not isinstance(sliding_window, int) or sliding_window < 2:
-        raise ValueError(f"sliding_window is {sliding_window!r}: expected at least 2 tokens, or None.")
 
 
 def fixed_mixing(heads: list[int], num_pseudo_heads: int) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from transformers.utils.generic import maybe_autocast
 
 from .first_keys import is_first_key_mask
 from .new_token import apply_mask, hide_in_place
@@ -87,7 +88,7 @@ class PairedHeads(NamedTuple):
         num_pseudo_heads = self.num_pseudo_heads
         dtype = value.dtype
         # Autocast would round what is in float32 on purpose.
-        with torch.autocast(query.device.type, enabled=False):
+        with maybe_autocast(query.device.type, enabled=False):
             query, key, value = (states.to(product_dtype or dtype) for states in (query, key, value))
             key = key.unflatten(1, (num_pseudo_heads, -1))  # [batch, P, G / P, N, head_dim]
             value = value.unflatten(1, (num_pseudo_heads, -1))

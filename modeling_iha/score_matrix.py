@@ -68,10 +68,19 @@ def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: i
     """Return the keys that any query of a block may see, of those in a window of `window` keys.
 
     With a dense mask these are all keys."""
-    if mask is not None and not is_first_key_mask(mask):
+    if _is_dense(mask):
         return slice(0, num_keys)
     first = 0 if window is None else max(0, rows.start + offset - window + 1)
     return slice(first, min(rows.stop + offset, num_keys))
+
+
+def most_columns(mask: torch.Tensor | None, num_rows: int, window: int | None, num_keys: int) -> int:
+    """Return the most keys that `block_columns` gives a block of at most `num_rows` queries."""
+    return num_keys if window is None or _is_dense(mask) else min(num_keys, window + num_rows)
+
+
+def _is_dense(mask: torch.Tensor | None) -> bool:
+    return mask is not None and not is_first_key_mask(mask)
 
 
 def recomputed(function: Callable, num_blocks: int, *args, **kwargs):

@@ -12,6 +12,7 @@ from .score_matrix import (
     block_bias,
     block_columns,
     join,
+    most_columns,
     query_blocks,
     query_offset,
     recomputed,
@@ -30,11 +31,15 @@ def queries_per_block(most: int, scores_per_query: int) -> int:
 
 
 def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Hide all but the last `window` visible columns of each row in an additive mask [..., rows, columns]."""
+    """Hide the columns `window` or more places before the last visible one of each row.
+
+    `bias` is an additive mask [..., rows, columns]. The last visible column is the query's own token: unused places of
+    a static cache follow it."""
     if window is None:
         return bias
-    rank = (bias > MASKED).flip(-1).cumsum(-1).flip(-1)
-    return bias.masked_fill(rank > window, torch.finfo(bias.dtype).min)
+    places = torch.arange(bias.shape[-1], device=bias.device)
+    own = torch.where(bias > MASKED, places, 0).amax(dim=-1, keepdim=True)
+    return bias.masked_fill(places <= own - window, torch.finfo(bias.dtype).min)
 
 
 class TupleAttention(ScoreMatrixAttention):
@@ -125,7 +130,7 @@ class PairAttention(TupleAttention):
         batch, heads, length, head_dim = query_states.shape
         num_keys = key_states.shape[2]
         offset = query_offset(length, num_keys)
-        reach = [num_keys if window is None else min(num_keys, window + PAIR_BLOCK) for window in self.windows]
+        reach = [most_columns(attention_mask, PAIR_BLOCK, window, num_keys) for window in self.windows]
         scores_per_query = batch * heads * reach[0] * max(reach[1], head_dim)
         blocks = query_blocks(query_states, queries_per_block(PAIR_BLOCK, scores_per_query))
 

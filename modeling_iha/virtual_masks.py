@@ -53,8 +53,9 @@ def register_masks(core: str) -> str:
             "'flex_attention' or a flash core."
         )
     name = PREFIX + core.replace("/", "_")
-    CORES[name] = core
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        CORES[name] = core
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
     return name
 
 
@@ -205,3 +206,21 @@ def mask_over_virtual_tokens(
     key = torch.arange(mask.shape[-1], device=mask.device)
     later = (key > query) & (key // num_pseudo_heads == query // num_pseudo_heads)
     return mask.masked_fill(later, LOWEST[mask.dtype])
+
+
+def check_causal(config: PreTrainedConfig, is_causal: bool | None = None, **kwargs) -> None:
+    """Raise a ValueError for `is_causal=False`, by which Transformers makes the attention of a model bidirectional.
+
+    `is_causal` and `kwargs` are keyword arguments of a forward. Attention over virtual tokens is causal also where no
+    mask says so."""
+    if is_causal is None:
+        is_causal = getattr(config, "is_causal", True)
+    if not is_causal:
+        raise ValueError("is_causal=False: the layers of this model are causal. Leave it out, or use the plain model.")
+
+
+# Register the known cores once: a registration within a compiled call would invalidate the guards of its graph. Cores
+# that are registered later are registered here when a model first uses them.
+for _core in list(ALL_MASK_ATTENTION_FUNCTIONS):
+    if not _core.startswith(("iha_", CHANGED, "recorded_")):
+        register_masks(_core)

@@ -291,6 +291,10 @@ class _OverlappingBlocks(torch.autograd.Function):
         _, ctx.size, ctx.window = inputs
 
     @staticmethod
+    def jvp(ctx, tangent: torch.Tensor, *sizes) -> torch.Tensor:
+        return _unfold(tangent, ctx.size, ctx.window)
+
+    @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         blocks, groups, num_keys, head_dim = gradient.shape
         # A block reaches over its own place and those of the next blocks, a part of `size` keys in each.

@@ -161,3 +161,22 @@ def test_masks_for_generate_without_a_cache(geometry):
     embeddings = torch.zeros(1, 1, model.config.hidden_size)
     masks = model.create_masks_for_generate(model.config, embeddings, None)
     assert set(masks) == set(model.config.layer_types)
+
+
+@pytest.mark.parametrize("geometry", ["global", "paired_heads", "window_mha"])
+def test_one_new_token_on_the_meta_device(geometry):
+    """Cached tokens are enough that a CPU would decode from base states."""
+    model = geometry_model(geometry).to("meta")
+    cache = DynamicCache(config=model.config)
+    for length in (70, 1):
+        tokens = torch.zeros(2, length, dtype=torch.long, device="meta")
+        logits = model(tokens, **{CACHE: cache}).logits
+    assert logits.shape == (2, 1, model.config.vocab_size) and logits.is_meta
+
+
+def test_a_cache_rebuilt_from_its_tensors_keeps_the_edge_of_the_window():
+    """Take the window from the tensor that `Cache.__iter__` hands out, as `ddp_cache_data` does."""
+    model = geometry_model("window")
+    cache = model(random_ids(1, 9), use_cache=True)[CACHE]
+    window = model.config.sliding_window + 1
+    assert [int(kept) for _, _, kept in cache] == [window] * model.config.num_hidden_layers

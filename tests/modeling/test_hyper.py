@@ -71,8 +71,9 @@ def test_blocks_of_one_query_match_reference(case, monkeypatch):
 @pytest.mark.parametrize("case", PAIRS)
 def test_two_windows_with_padding_and_packing_match_reference(small_blocks, case, core):
     config = hyper_config(3, windows=[3, 2], **PAIRS[case])
-    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], dtype=torch.bool)
-    for rows, inputs in ((2, padding(real)), (1, packing((3, 1, 3)))):
+    # On the left, none, and in the middle: there a window counts the hidden token too.
+    real = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 1, 1]], dtype=torch.bool)
+    for rows, inputs in ((3, padding(real)), (1, packing((3, 1, 3)))):
         assert_attention_matches(config, FP64, dtype=torch.float64, core=core, length=7, rows=rows, inputs=inputs)
 
 
@@ -123,6 +124,15 @@ def test_windows_bound_the_scores(kind):
     block = 4 * PAIR_BLOCK * (PAIR_BLOCK + 1) * (PAIR_BLOCK + 7)  # heads, queries, columns of j and of k
     assert max(shorter) == max(longer) == block
     assert sum(longer) - sum(shorter) == 5 * block
+
+
+@pytest.mark.parametrize("kind", ["hyper", "simplicial"])
+def test_a_dense_mask_makes_the_blocks_smaller(kind, monkeypatch):
+    """Keep the limit of scores where a mask leaves all keys to a block, as on the eager core."""
+    monkeypatch.setattr(tuple_attention, "MAX_SCORES", limit := 4 * 80 * 80 * 3)
+    model = random_model(hyper_config(8, kind=kind, windows=[2, 8]))
+    model.set_attn_implementation("eager")
+    assert 0 < max(scores_of(model, 80)) <= limit
 
 
 def test_no_scores_are_kept_for_the_backward():

@@ -299,10 +299,10 @@ def test_layers_and_windows_of_the_paper():
 def test_what_is_refused(make, options, message):
     made = make()
     model = getattr(made, "model", made)
-    names = set(model.state_dict())
+    names, config = set(model.state_dict()), getattr(model, "config", None)
     with pytest.raises(ValueError, match=message):
         interleave_heads(made, **{"num_pseudo_heads": 2, **options})
-    assert set(model.state_dict()) == names
+    assert set(model.state_dict()) == names and getattr(model, "config", None) is config
 
 
 @pytest.mark.parametrize(
@@ -326,6 +326,7 @@ def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
         interleave_heads(model, 2)
     # A model whose code changes its mask after it was made, and one that is computed otherwise than before.
     model = decoder("llama")
+    config = model.config
     forward = model.model.layers[1].self_attn.forward
     model.model.layers[1].self_attn.forward = lambda *args, attention_mask=None, **kwargs: forward(
         *args, attention_mask=None if attention_mask is None else attention_mask[..., :7, :7], **kwargs
@@ -333,7 +334,10 @@ def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"ValueError: attention_mask is .*left as it was"):
         interleave_heads(model, 2)
     assert type(model) is LlamaForCausalLM
-    assert model.config._attn_implementation == "sdpa"
+    assert model.config is config and config._attn_implementation == "sdpa"
+    del model.model.layers[1].self_attn.layer_idx
+    with pytest.raises(ValueError, match="LlamaAttention has no layer_idx"):
+        interleave_heads(model, 2)
     monkeypatch.setattr("modeling_iha.exact_start.last_pseudo_head", lambda heads, p, _: torch.ones(heads, p) / p)
     with pytest.raises(ValueError, match="hidden states differ by"):
         interleave_heads(decoder("llama"), 2)
@@ -778,6 +782,13 @@ def test_a_mask_of_both_ways_means_what_it_means_to_the_base():
     expected = logits(model, input_ids=tokens, attention_mask=mask)
     assert (logits(model, input_ids=tokens) - expected).abs().max() > 1e-3
     assert_close(logits(interleave_heads(model, 2), input_ids=tokens, attention_mask=mask), expected)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_in_both_directions_is_refused(window):
+    model = interleave_heads(decoder("llama"), 2, sliding_window=window)
+    with pytest.raises(ValueError, match="is_causal=False: the layers of this model are causal"):
+        model(random_ids(1, 9), is_causal=False)
 
 
 def test_first_keys_are_plain_numbers():

@@ -142,6 +142,28 @@ def test_flash_refuses_a_custom_mask(geometry):
         geometry_model(geometry, FLASH)(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
 
 
+@pytest.mark.parametrize("geometry", ["global", "window_mha", "talking_heads"])
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+def test_attention_in_both_directions_is_refused(core, geometry):
+    """Refuse `is_causal=False`, which Transformers takes as an argument of a call and as a field of a config."""
+    model = geometry_model(geometry, core)
+    with pytest.raises(ValueError, match="is_causal=False: the layers of this model are causal"):
+        model(random_ids(1, 9), is_causal=False)
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="is_causal=False: the layers of this model are causal"):
+        model(random_ids(1, 9), attention_mask=torch.ones(1, 9))
+
+
+@pytest.mark.parametrize("inputs", [{}, {"attention_mask": causal_4d(torch.ones(1, 9), "bool")}], ids=["none", "4d"])
+@pytest.mark.parametrize("geometry", ["hybrid", "talking_heads"])
+def test_a_call_registers_nothing(geometry, inputs):
+    """Leave the registries of Transformers alone: a change within a compiled call would compile the model twice."""
+    model = geometry_model(geometry)
+    before = dict(ALL_MASK_ATTENTION_FUNCTIONS), dict(ALL_ATTENTION_FUNCTIONS)
+    model(random_ids(1, 9), **inputs)
+    assert (dict(ALL_MASK_ATTENTION_FUNCTIONS), dict(ALL_ATTENTION_FUNCTIONS)) == before
+
+
 # Packing
 
 

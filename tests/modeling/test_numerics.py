@@ -85,6 +85,19 @@ def test_rope_keeps_its_precision(move, positions):
             assert torch.equal(a, e)
 
 
+def test_rope_rounds_once():
+    """Scale in float64, as Llama scales before it rounds: YaRN's factor and half precision."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    model = random_model(small_config(rope_parameters=rope), dtype=torch.bfloat16)
+    position_ids, x = torch.arange(40)[None], torch.zeros(1, 40, 1, dtype=torch.bfloat16)
+    embedding = model.model.rotary_emb
+    assert embedding.attention_scaling != 1
+    tables = embedding.tables(x, position_ids)
+    at_first = embedding.tables(x, position_ids * model.config.num_pseudo_heads)["token"]
+    for expected, actual in zip(at_first, tables["interleaved"]):
+        assert torch.equal(actual, expected)
+
+
 # Training
 
 

@@ -183,6 +183,9 @@ def test_attentions_over_tokens():
         for n in range(5):
             seen = [attentions[1][0, i, 2 * n + p, 2 * m : 2 * m + 2].sum() for m in range(5)]
             torch.testing.assert_close(maps[1][0, head, n], torch.stack(seen))
+    model.config.num_hidden_layers = 1  # the forward leaves out the other layers
+    attentions = model(random_ids(1, 5), output_attentions=True).attentions
+    torch.testing.assert_close(model.token_attentions(attentions, 5), maps[:1])
 
 
 @pytest.mark.parametrize(("heads", "groups", "num_pseudo_heads"), [(4, 2, 4), (6, 6, 4), (4, 2, None)])
@@ -275,11 +278,12 @@ REFUSED = {
 def test_what_cannot_be_paired_is_left_as_it_was(case):
     name, options, message = REFUSED[case]
     model, input_ids = decoder(name, core="eager" if name == "gpt_oss" else "sdpa"), random_ids(2, 9)
-    expected, model_class, fields = uncached_logits(model, input_ids), type(model), model.config.to_dict()
+    expected, model_class = uncached_logits(model, input_ids), type(model)
+    config, fields = model.config, model.config.to_dict()
     with pytest.raises(ValueError, match=message) as error:
         pair_heads(model, **options)
     assert "\n" not in str(error.value)
-    assert type(model) is model_class and model.config.to_dict() == fields
+    assert type(model) is model_class and model.config is config and config.to_dict() == fields
     assert torch.equal(uncached_logits(model, input_ids), expected)
 
 
@@ -295,7 +299,7 @@ def test_a_probe_that_differs_is_noticed(monkeypatch):
     """Pair neighbours, and not heads that are H / P apart."""
     monkeypatch.setattr(PairedHeads, "pair", lambda heads, states: states.flatten(1, 2).unflatten(1, (-1, 18)))
     model = decoder("llama")
-    with pytest.raises(Exception):
+    with pytest.raises(ValueError, match="The heads of llama cannot be paired "):
         pair_heads(model, 2)
     assert not hasattr(model.config, "interleaved_layers")
 

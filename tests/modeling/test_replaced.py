@@ -1,6 +1,8 @@
 """Replace attention of an interleaved model, as tools and fused kernels do, and expect an error."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -99,6 +101,18 @@ def test_what_was_seen_before_does_not_count():
     handle.remove()
     with pytest.raises(RuntimeError, match=MESSAGE):
         replaced("forward of a layer", [1], model)(tokens)
+
+
+def test_a_forward_that_failed_keeps_no_other_model_alive():
+    failed, other = (interleave_heads(decoder("llama"), 2) for _ in range(2))
+    failed.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failed(random_ids(1, 5))
+    other(random_ids(1, 5))
+    attention = weakref.ref(other.model.layers[0].self_attn)
+    del other
+    gc.collect()
+    assert attention() is None
 
 
 def test_layers_may_be_passed_by():

@@ -227,3 +227,7 @@ def test_the_gradient_of_overlapping_blocks_is_that_of_unfold(size, window):
         for view in (overlapping, unfolded)
     ]
     torch.testing.assert_close(*gradients)
+    hessians = [
+        torch.func.hessian(lambda states: view(states).exp().sum())(states) for view in (overlapping, unfolded)
+    ]
+    torch.testing.assert_close(*hessians)  # forward over reverse
