@@ -60,8 +60,8 @@ def check_record(record: dict[str, Any], model: PreTrainedModel, what: str, hold
         )
     if record.get("moved") and not holds_mixing and not has_moved(model):
         raise ValueError(
-            f"{what} was trained beside a trained mixing, which it does not hold, and this model's is at its start: "
-            "load it on the model that it was trained on."
+            f"{what} was trained together with a trained mixing, which it does not contain, and the mixing of this "
+            "model is untrained: load it on the model that it was trained on."
         )
 
 
@@ -247,7 +247,7 @@ def _write_record(config: Any, model: PreTrainedModel, moved: bool, holds_mixing
 def has_moved(model: PreTrainedModel) -> bool:
     """Return whether the mixing may have left the start that changes nothing.
 
-    Copies that an adapter trains do not count. Paired heads have no mixing, and compute something else than the plain
+    Copies that an adapter trains do not count. Paired heads have no mixing, and compute something other than the plain
     model."""
     if model.config.virtual_heads == "paired":
         return True

@@ -17,12 +17,12 @@ class CompositionWeights(nn.Module):
     """Compute the composition weights of one side of `Compose`, the queries or the keys, for each token.
 
     For each group of M heads, the layer's input x gives w_1 and w_2 as Chunk(GELU(x W_1) W_2) (DCMHA, Equation 5) and
-    w_g = tanh(x W_g) (Equation 6). w_1 is normalised to root mean square 1 over the heads.
+    w_g = tanh(x W_g) (Equation 6). w_1 is normalized to root mean square 1 over the heads.
 
     With I = 2 M R, `w1.weight` is [groups * I, hidden_size], `w2` [groups, 2 R, M, I] and `gate.weight` [H,
     hidden_size]."""
 
-    # The released models normalise w_1 with this epsilon, whatever the epsilon of the other norms.
+    # The released models normalize w_1 with this epsilon, whatever the epsilon of the other norms.
     eps = 1e-6
 
     def __init__(self, config: IHAConfig):

@@ -18,7 +18,7 @@ class DifferentialAttention(MultiHeadAttention):
     """Subtract two softmax attentions over the same values (Differential Transformer, equations 1 to 3).
 
     Heads h and h + H / 2 apply two softmaxes to the same values. The output is the first result minus lambda times the
-    second, normalised. lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init has four learned
+    second, normalized. lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init has four learned
     vectors [head_dim] and a fixed lambda_init that grows with the layer.
 
     The values of the pair are those of groups g and g + G / 2 side by side, so there are half as many heads, each

@@ -30,7 +30,9 @@ class HyperAttention(PairAttention):
 
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> MultiHeadAttention:
-        return (LinearHyperAttention if config.options_of("hyper").linear else cls)(config, layer_idx)
+        if config.options_of("hyper").linear:
+            return LinearHyperAttention(config, layer_idx)
+        return cls(config, layer_idx)
 
     def is_pair(self, j: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return j > k if self.strict_order else j >= k

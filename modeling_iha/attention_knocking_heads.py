@@ -55,7 +55,7 @@ class KnockingHeadsAttention(MultiHeadAttention):
     """Map the queries, keys and values of all heads by matrices that the heads share: knocking-heads attention.
 
     The maps come after the projections and before QK-norm and RoPE. The cache holds mapped keys and values. Linear
-    maps are a re-parametrisation of the projections: they change how a model learns, and not what it can compute."""
+    maps are a re-parametrization of the projections: they change how a model learns, and not what it can compute."""
 
     mixing_modules = ("q_map", "k_map", "v_map")
 

@@ -50,7 +50,7 @@ class MultiHeadAttention(LlamaAttention):
         self.check_core()
 
     def check_core(self):
-        """Raise a ValueError for a core that would compute something else than this layer."""
+        """Raise a ValueError for a core that would compute something other than this layer."""
         core = self.config._attn_implementation
         kind = self.config.attention_kinds[self.layer_idx]
         if core in SERVER_CORES and (kind != "mha" or self.sliding_window is not None):
@@ -116,7 +116,7 @@ class MultiHeadAttention(LlamaAttention):
         """Compute causal attention on the core of `config._attn_implementation` (see `virtual_attention`).
 
         Return the output [batch, queries, H, head_dim] and, where the core gives them, the weights [batch, H, queries,
-        keys]. `kwargs` go to the core: `sliding_window`, and what only other kinds and cores read."""
+        keys]. `kwargs` are passed to the core: `sliding_window`, and arguments that only some kinds or cores use."""
         return virtual_attention(
             self.config._attn_implementation or "eager",
             self,

@@ -38,15 +38,16 @@ class KeyQueryConvolution(Mixing):
     def forward(self, matrix: torch.Tensor, length: int, counts: torch.Tensor | None) -> torch.Tensor:
         """Return the last `length` rows of the convolution of a matrix [batch, H, rows, columns].
 
-        The matrix is 0 where a query sees no key. `counts` is bool, [batch or 1, 1 or H, length, c_q], True where the
-        row of scores that a row of the kernel reads counts. It is `None` if all of them count."""
+        The matrix is 0 where a query sees no key. `counts` is bool, [batch or 1, 1 or H, length, c_q]: entry
+        [..., i, r] says whether row r of the kernel may read its row of scores for the convolved row i. It is `None`
+        if all may."""
         heads, _, query_kernel, key_kernel = self.weight.shape
         kernel = self.value().to(matrix.dtype)
-        convolved = matrix.new_zeros(())
         read = nn.functional.pad(matrix, (0, 0, query_kernel - 1, 0))[:, :, matrix.shape[2] - length :]
         if counts is None:
             return nn.functional.conv2d(read, kernel, padding=(0, key_kernel // 2), groups=heads)
-        # Rows of the kernel go one by one, because the convolved row decides what counts.
+        # Apply one row of the kernel at a time, because which rows count depends on the row that is convolved.
+        convolved = matrix.new_zeros(())
         for row in range(query_kernel):
             of_row = read[:, :, row : row + length], kernel[:, :, row, None]
             rows = nn.functional.conv2d(*of_row, padding=(0, key_kernel // 2), groups=heads)
@@ -97,7 +98,8 @@ class MultiTokenAttention(ScoreMatrixAttention):
         if attention_mask is None or attention_mask.ndim != 2 or attention_mask.is_meta or is_tracing(attention_mask):
             return
         real = attention_mask != 0
-        if ((real[:, 1:] > real[:, :-1]).sum(dim=1) + real[:, 0] > 1).any():
+        begins = real & ~nn.functional.pad(real[:, :-1], (1, 0))  # where a run of visible tokens begins
+        if (begins.sum(dim=1) > 1).any():
             raise ValueError(
                 "attention_mask hides tokens between others, and kind 'multi_token' convolves over neighbouring "
                 "tokens: leave these tokens out, and pad at the start or the end of a row."
@@ -183,7 +185,8 @@ class MultiTokenAttention(ScoreMatrixAttention):
         counts = None
         if not all_count:
             # The keys of the tokens whose rows the kernel reads, from the first one on.
-            first = place + rows.stop - query.shape[2] - columns.start
+            first_row = rows.stop - query.shape[2]  # of all queries here, past ones included
+            first = place + first_row - columns.start
             above = torch.arange(1 - self.query_kernel, 1, device=query.device)
             keys = torch.arange(query.shape[2], device=query.device)[:, None] + first + above
             counts = visible.gather(-1, keys.clamp_min(0).expand(*visible.shape[:2], -1, -1)) & (keys >= 0)

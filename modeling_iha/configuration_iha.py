@@ -202,7 +202,7 @@ class IHAConfig(LlamaConfig):
         self._validate_rope_types()
         super().__post_init__(**kwargs)
         if self.has_sliding_rope:
-            # Transformers 5.17 adds a base beside those of the layer types, which nothing would read.
+            # Transformers 5.17 adds a `rope_theta` next to the parameters of the layer types; nothing would read it.
             self.rope_parameters.pop("rope_theta", None)
 
     def validate_architecture(self):
@@ -355,7 +355,7 @@ class IHAConfig(LlamaConfig):
         if missing:
             raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
         check_scale(config_dict, kwargs)
-        if "rope_theta" in kwargs:  # beside `rope_parameters` it would be ignored
+        if "rope_theta" in kwargs:  # next to `rope_parameters` it would be ignored
             parameters = kwargs.get("rope_parameters") or config_dict.get("rope_parameters") or {}
             if any(name in parameters for name in LAYER_TYPES):
                 raise ValueError("rope_theta: each layer type has a base of its own; give them in rope_parameters.")

@@ -46,7 +46,7 @@ AUTO_MAP = {
 class InterleavedConfig(PreTrainedConfig):
     """Read a saved configuration; the result is an instance of a subclass of the base model's own configuration.
 
-    Fields beside the base model's:
+    Fields in addition to the base model's:
         base_model_type (`str`): the model type of the base, such as "olmo2".
         num_pseudo_heads (`int`): P of the paper.
         pseudo_collapse (`str`): "per_head" (Algorithm 1) or "all_heads" (Definition 3).

@@ -19,7 +19,7 @@ A mask has to be a tensor: Transformers' models, the hooks of accelerate and FSD
 take, slice, move and trace tensors. A separate object would be refused or lost. An attribute of a tensor is lost when
 the tensor is copied or sliced, so attributes of mask tensors hold only results that can be recomputed: `documents` of
 this file, and `in_window` of virtual_masks.py. The dtype is int32, because no other mask has it and FSDP does not cast
-integers. (A `BlockMask` of FlexAttention is the only mask that is no tensor.)"""
+integers. (A `BlockMask` of FlexAttention is the only mask that is not a tensor.)"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -209,7 +209,7 @@ def _check(
     model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: int | None, mixing_scale: float
 ) -> None:
     if isinstance(model, transformers.Pipeline):
-        raise ValueError(f"{type(model).__name__} is no model: pass its `model`.")
+        raise ValueError(f"{type(model).__name__} is not a model: pass its `model`.")
     _check_unwrapped(model)
     config = model.config
     check_no_tensor_parallelism(config)
@@ -250,7 +250,7 @@ def _check_unwrapped(model: PreTrainedModel) -> None:
     # FSDP2 turns a model into one of a class that PyTorch makes.
     if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("torch."):
         raise ValueError(
-            f"{type(model).__name__} is no model of Transformers: interleave the heads before PEFT, FSDP or "
+            f"{type(model).__name__} is not a model of Transformers: interleave the heads before PEFT, FSDP or "
             "DistributedDataParallel wrap the model, and remove them from the model that these unwrap."
         )
     wrappers = [module for module in model.modules() if type(module).__module__.startswith("peft.")]

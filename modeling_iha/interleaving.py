@@ -3,7 +3,8 @@
 """Interleave heads: mix them into pseudo-heads, lay these out as virtual tokens, collapse (IHA, Algorithm 1).
 
 P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1, over which a stock attention
-core runs. Who sees whom, for P = 2 and three tokens (with a window of one token only the last two x of each row):
+core runs. For P = 2 and three tokens, each query sees the keys marked x (with a window of two tokens, the last four x
+of its row):
 
                                   key of token 0   token 1   token 2
                      pseudo-head             0 1       0 1       0 1

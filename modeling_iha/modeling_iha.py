@@ -180,7 +180,7 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
         return super().save_pretrained(*args, **kwargs)
 
     def _init_weights(self, module: nn.Module):
-        """Initialise as Llama does, and call `init_mechanism` of a mechanism's own modules.
+        """Initialize as Llama does, and call `init_mechanism` of a mechanism's own modules.
 
         Matrices are normal with `initializer_range`, norms are 1 and biases 0. In an "iha" layer the mixing starts as
         the identity with noise of `initializer_range` on each entry (`HeadMixing`), and the collapse as the mean over
@@ -357,7 +357,7 @@ class IHATaskHead:
 
     def __init__(self, config: IHAConfig):
         AutoModel.register(type(config), IHAModel, exist_ok=True)
-        super().__init__(config)  # type: ignore[call-arg]  # of the head beside it
+        super().__init__(config)  # type: ignore[call-arg]  # the next base class is the generic head
 
 
 class IHAForSequenceClassification(IHATaskHead, GenericForSequenceClassification, IHAPreTrainedModel): ...

@@ -44,12 +44,12 @@ from .virtual_masks import CHANGED, CORES, check_causal, core_of, mask_over_virt
 
 
 # Trainer's label smoothing, pipelines and Transformers' server look up models in these mappings, and no public
-# function adds an entry.
+# function adds an entry. Two copies of this code write the same entries.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForCausalLM"
 MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForMultimodalLM"
 
 # PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. A fixed name avoids
-# this.
+# this. Only the copy of this code that interleaved a module hooks it, so one name is enough.
 HOOK = "interleaving"
 ABSENT_FROM_OLD_CHECKPOINTS = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|scale)$"
 
@@ -163,7 +163,7 @@ class InterleavedPreTrainedModel:
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
         """Return the name under which the requested core attends over virtual tokens."""
-        core = attn_implementation and core_of(attn_implementation)
+        core = None if attn_implementation is None else core_of(attn_implementation)
         core = super()._check_and_adjust_attn_implementation(core, *args, **kwargs)
         return register_core(core, is_changed(self.config))
 
@@ -188,11 +188,11 @@ class InterleavedPreTrainedModel:
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return base_model_class(cls)._supports_default_dynamic_cache()  # it decides by the name of the class
+        return base_model_class(cls)._supports_default_dynamic_cache()  # decided by the name of the class
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        return False  # Checkpoints are renamed on load as the base model's are.
+        return False  # The weights of a checkpoint are renamed on load, as for the base model.
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
@@ -349,7 +349,7 @@ def use_virtual_cores(model: PreTrainedModel) -> None:
 
 
 def is_changed(config: PreTrainedConfig) -> bool:
-    """Return whether a model computes something else than its base even with an exact start of the mixing."""
+    """Return whether a model computes something other than its base even with an exact start of the mixing."""
     has_paired_heads = getattr(config, "virtual_heads", None) == "paired"  # older checkpoints lack the field
     return config.interleaved_window is not None or has_paired_heads
 
@@ -377,6 +377,7 @@ def _check_cache(module: nn.Module, inputs: list) -> None:
         if not isinstance(past, Cache) or module.layer_idx >= len(past.layers):
             continue  # The last layers of a model may share the cache of earlier ones.
         layer = past.layers[module.layer_idx]
+        # The first tensor holds the hidden states, [batch, N, hidden_size].
         length = next(states.shape[1] for states in inputs if isinstance(states, torch.Tensor))
         if lacks_window_edge(layer, window) and layer.get_seq_length() > length:
             raise RuntimeError(

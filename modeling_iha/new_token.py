@@ -82,8 +82,9 @@ def new_token_attention(
         query = query.view(batch, heads, num_pseudo_heads, 1, head_dim)
         if weights.rotation is not None:
             cos, sin = (table.to(fast_dtype) for table in weights.rotation)
-            query = rotate(query, cos.unsqueeze(1), sin.unsqueeze(1))  # R_i, [batch, H, i, 1, head_dim]
-            query = rotate(query, cos, -sin)  # R_j^T for every j, [batch, H, i, j, head_dim]
+            rotated = rotate(query, cos.unsqueeze(1), sin.unsqueeze(1))  # R_i, [batch, H, i, 1, head_dim]
+            # R_j^T for every j: the tables of all j broadcast, [batch, H, i, j, head_dim].
+            query = rotate(rotated, cos, -sin)
         # [batch, m, H * i * j, head_dim]
         absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
         parts = [_scores(absorbed, keys.to(fast_dtype)) for keys in key.split(slice_tokens, dim=2)]

@@ -35,6 +35,6 @@ class DifferentialOptions(KindOptions):
             )
         if config.attention_dropout:
             raise ValueError(
-                f"attention_dropout={config.attention_dropout} with attention kind {kind!r}, whose paper gives "
-                "dropout no place in a difference of two softmaxes: set it to 0."
+                f"attention_dropout={config.attention_dropout} with attention kind {kind!r}, whose paper does "
+                "not define dropout: set it to 0."
             )

@@ -16,7 +16,7 @@ class GateOptions(KindOptions):
     """Hold the options of kind "gated".
 
     Attributes:
-        per_head: whether a head has one gate, and not one for each element of its output.
+        per_head: whether a head has one gate instead of one for each element of its output.
     """
 
     example = {"per_head": True}

@@ -14,7 +14,7 @@ from .options_pairs import PairOptions, sliding_layers
 @strict
 @dataclass
 class HyperOptions(PairOptions):
-    """Hold the options of kind "hyper", beside the windows.
+    """Hold the options of kind "hyper", in addition to the windows.
 
     Attributes:
         order: n; a token attends to tuples of n - 1 tokens. With a softmax it is 3.

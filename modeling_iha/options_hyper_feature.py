@@ -45,7 +45,7 @@ class FeatureOptions(KindOptions):
             if config.head_dim % (2 * order) != 0:
                 raise ValueError(
                     f"{where} and head_dim={config.head_dim}; each of a head's features has head_dim / order "
-                    "channels, which must be an even number, for RoPE rotates pairs."
+                    "channels, which must be an even number, because RoPE rotates pairs."
                 )
         heads_per_group = config.num_attention_heads // config.num_key_value_heads
         for head, order in enumerate(orders):

@@ -3,6 +3,7 @@
 """Define the options of kind "multi_token"."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -11,8 +12,8 @@ from .option_fields import is_whole, option, switch
 from .options import KindOptions
 
 
-def _stages(default: str) -> str | None:
-    """Return a field that names the softmax's sides on which an operation acts."""
+def _stages(default: str) -> Any:
+    """Return a field that names the sides of the softmax on which an operation acts."""
     return option(default, "'both', 'pre', 'post' or None", lambda value: value in ("both", "pre", "post", None))
 
 
@@ -64,7 +65,7 @@ class MultiTokenOptions(KindOptions):
                 f"{where} convolution=None and head_mixing=None, which leaves the scores alone: set one of them, or "
                 "use kind 'mha'."
             )
-        if any(of == ("sliding_attention", kind) for of in zip(config.layer_types, config.attention_kinds)):
+        if ("sliding_attention", kind) in zip(config.layer_types, config.attention_kinds):
             raise ValueError(
                 f"Kind {kind!r} has no window, and layer_types has 'sliding_attention' in a layer of it: use "
                 "'full_attention' there."

@@ -113,7 +113,7 @@ def _is_shipped(line: str, kinds: list[str], code: dict[str, bytes]) -> bool:
 def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args, **kwargs) -> None:
     """Save as Transformers does, with the code of the config's own attention kinds only.
 
-    A stranger reads that code before trusting it. Saving a model calls this after copying the code."""
+    Users read that code before they trust it. Saving a model calls this after copying the code."""
     LlamaConfig.save_pretrained(config, save_directory, *args, **kwargs)
     directory = Path(save_directory)
     if directory.samefile(PACKAGE):

@@ -32,7 +32,8 @@ class PairedHeads(NamedTuple):
         return False
 
     @classmethod
-    def from_module(cls, module: Any, *states) -> "PairedHeads":
+    def from_module(cls, module: Any, *ignored) -> "PairedHeads":
+        """Return the pairing of a module. It needs no states and no rotation, which `MixedHeads.from_module` takes."""
         return cls(module.config.num_pseudo_heads)
 
     def attend(
@@ -81,7 +82,7 @@ class PairedHeads(NamedTuple):
         attention_mask: torch.Tensor | None = None,
         product_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return the output [batch, 1, H, head_dim] of one new token, as `new_token_attention` of the same arguments.
+        """Return the output [batch, 1, H, head_dim] of one new token, by the arguments of `new_token_attention`.
 
         The P queries of a virtual head are multiplied with the cached keys of each of its P heads where they lie, and
         one softmax goes over all of these."""

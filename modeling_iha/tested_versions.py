@@ -11,7 +11,7 @@ from transformers.utils.versions import require_version
 
 OLDEST = "5.17"
 # A minor version may rename an argument, as 5.24 did, so pip takes none that the tests have not seen. A checkpoint
-# keeps this code for years and may well run on later ones: there it warns.
+# keeps this code for years and may be run on later versions: there it only warns.
 FIRST_UNTESTED = "5.25"
 
 

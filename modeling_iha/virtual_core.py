@@ -26,7 +26,7 @@ def virtual_heads_of(module: Any) -> Any:
     """Return the class by which an attention module makes virtual tokens (see `MixedHeads`), or `None`.
 
     The plugin for vLLM reads the attribute from modules of older checkpoints too, so its name stays. The field of this
-    name in a configuration is another thing: the word "paired", or `None`."""
+    name in a configuration is something else: it holds "paired" or `None`."""
     return getattr(module, "virtual_heads", None)
 
 
@@ -120,8 +120,8 @@ def _attend_over_virtual_tokens(
         kwargs["s_aux"] = stock.module.sinks
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
 
-    needs_mask_of_core = attention_mask is not None and not is_first_key_mask(attention_mask)
-    if "flash" in core or needs_mask_of_core:  # flash cores hide later keys by themselves
+    has_dense_mask = attention_mask is not None and not is_first_key_mask(attention_mask)
+    if "flash" in core or has_dense_mask:  # flash cores hide later keys by themselves
         return heads.attend(stock, query, key, value, attention_mask, **kwargs)
     num_queries = query.shape[2]
     if attention_mask is None and num_queries == 1:

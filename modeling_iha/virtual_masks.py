@@ -28,7 +28,7 @@ from .first_keys import first_keys_of_mask_function, first_keys_over_tokens, is_
 # core as a flash core.
 PREFIX = "iha_" if __package__ == "modeling_iha" else f"iha_{zlib.crc32(__package__.encode()):08x}_"
 CORES: dict[str, str] = {}  # from a registered name to its core
-CHANGED = "changed_"  # prefix of names for models that compute something else than their base
+CHANGED = "changed_"  # prefix of names for models that compute something other than their base
 # The attention kinds of `IHAConfig` whose layers make P virtual tokens of each token.
 VIRTUAL_KINDS = {"iha", "paired_heads"}
 CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -92,8 +92,9 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     may_skip = kwargs.get("allow_is_causal_skip", True)
     if core == "sdpa" and may_skip and _may_need_no_mask(attention_mask, **kwargs):
         # Transformers decides this from shapes. The first keys are found from values, for which a GPU would wait.
-        if make_token_mask() is None:
-            return None
+        of_tokens = make_token_mask()
+        if of_tokens is None or (num_pseudo_heads == 1 and kwargs["q_length"] == 1):
+            return of_tokens
     # The vision and audio towers of a model do not have the field, and take Transformers' own masks.
     if core == "sdpa" and hasattr(config, "num_pseudo_heads"):
         first_keys = first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
@@ -115,7 +116,7 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
         is_earlier = token_before_sees & continues & (key_token < query_token)
         is_later = sees_token & (key_token > query_token)  # tokens of an image may see later ones
         is_after = key % num_pseudo_heads > query % num_pseudo_heads
-        # ONNX Runtime loads no `where` of three booleans.
+        # ONNX Runtime cannot load a `where` of three boolean tensors.
         return (~is_after & sees_token) | (is_after & (is_earlier | is_later))
 
     if attention_mask is not None:

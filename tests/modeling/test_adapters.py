@@ -420,7 +420,7 @@ def test_no_interleaving_is_removed_under_an_adapter(base):
     for model in (adapted, wrapped.get_base_model()):
         with pytest.raises(ValueError, match="has an adapter .*remove them after merge_and_unload"):
             remove_interleaving(model)
-    with pytest.raises(ValueError, match="PeftModelForCausalLM is no model of Transformers"):
+    with pytest.raises(ValueError, match="PeftModelForCausalLM is not a model of Transformers"):
         remove_interleaving(wrapped)
     merged = wrapped.merge_and_unload()
     assert type(remove_interleaving(merged)) is LlamaForCausalLM
