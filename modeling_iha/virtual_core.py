@@ -58,11 +58,9 @@ def virtual_attention(
     num_queries = query.shape[2]
     has_first_keys = is_first_key_mask(attention_mask)
     if has_first_keys:
-        # The mask applies the base model's window already. It is made only where nothing was cached, so the keys after
-        # those of the queries are unused places of a static cache.
+        # The mask applies the base model's window already. It is made only where nothing was cached.
         kwargs["sliding_window"] = None
-        key = key[:, :, :num_queries]
-        value = value[:, :, :num_queries]
+        key, value = _without_unused_places(key, value, num_queries)
     if virtual_heads_of(module) is None:
         return _attend_over_tokens(core, module, query, key, value, attention_mask, **kwargs)
 
@@ -84,6 +82,13 @@ def virtual_attention(
             value = value[:, :, -window - 1 :]
         return heads.attend_new_token(query, key, value, scaling, window, attention_mask, product_dtype), None
     return _attend_over_virtual_tokens(core, module, heads, query, key, value, attention_mask, window, **kwargs)
+
+
+def _without_unused_places(
+    key: torch.Tensor, value: torch.Tensor, num_queries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of the queries' own tokens. Unused places of a static cache come after them."""
+    return key[:, :, :num_queries], value[:, :, :num_queries]
 
 
 def _attend_over_tokens(
@@ -128,10 +133,8 @@ def _attend_over_virtual_tokens(
         mask = new_token_mask(key.shape[2], window_in_tokens, num_pseudo_heads, query.device)
         return heads.attend(stock, query, key, value, mask, **kwargs)
     if attention_mask is None:
-        # Several queries without a mask: nothing was cached before, so query i is token i. A static cache has unused
-        # places after the keys of the queries.
-        key = key[:, :, :num_queries]
-        value = value[:, :, :num_queries]
+        # Several queries without a mask: nothing was cached before, so query i is token i.
+        key, value = _without_unused_places(key, value, num_queries)
     window = chunk_window(heads, query, key, value, attention_mask, kwargs.get("sliding_window"))
     if window is not None:
         kwargs["sliding_window"] = window
