@@ -331,7 +331,7 @@ def _check_calls(config: PreTrainedConfig, calls: dict[nn.Module, AttentionCall]
         name = f"{model_type} cannot be interleaved: {type(module).__name__}"
         if not call.is_causal:
             raise ValueError(f"{name} is not marked as causal self-attention.")
-        if not isinstance(getattr(module, "layer_idx", None), int):
+        if not hasattr(module, "layer_idx"):
             raise ValueError(f"{name} has no layer_idx.")
         if getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
             raise ValueError(f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own.")

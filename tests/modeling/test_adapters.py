@@ -211,7 +211,7 @@ def test_an_adapter_without_the_mixing(base, tmp_path):
         get_peft_model(copy.deepcopy(model), copy.deepcopy(config)).save_pretrained(tmp_path / "two")
         PeftModel.from_pretrained(model, tmp_path / "two")
         if model is moved:
-            with pytest.raises(ValueError, match="beside a trained mixing"):
+            with pytest.raises(ValueError, match="together with a trained mixing"):
                 PeftModel.from_pretrained(interleave_heads(plain(base), 2), tmp_path / "two")
         with pytest.raises(ValueError, match=INSTRUCTION):
             PeftModel.from_pretrained(plain(base), tmp_path / "two")
@@ -371,7 +371,7 @@ def test_a_prompt_beside_a_trained_mixing_loads_in_one_call_and_in_no_other_way(
             other.save_pretrained(tmp_path / "again")
         assert prompted(load_adapter(plain(base), tmp_path / "again" / "mine")).equal(prompted(model))
     else:
-        for other, message in zip(others, ("holds no mixing", "beside a trained mixing")):
+        for other, message in zip(others, ("holds no mixing", "together with a trained mixing")):
             with pytest.raises(ValueError, match=message):
                 load_adapter(other, tmp_path)
     loads = [lambda: PeftModel.from_pretrained(plain(base), tmp_path), lambda: plain(base).load_adapter(tmp_path)]
