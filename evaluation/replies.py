@@ -140,9 +140,14 @@ def _read(answer: str) -> tuple | None:
     if re.match(r"[<>≤≥]|\\[gl](?:eq?|t)\b", answer):  # math_verify would read only the number
         return None
     found = tuple(parse(rf"\boxed{{{answer}}}"))
-    if re.search(r"\bor\b", answer) and isinstance(found[0], FiniteSet) and all(map(_is_range, found[0].args)):
+    if (
+        found
+        and re.search(r"\bor\b", answer)
+        and isinstance(found[0], FiniteSet)
+        and all(map(_is_range, found[0].args))
+    ):
         return Union(*(bounds.as_set() for bounds in found[0].args)), found[1]
-    return found or None
+    return found
 
 
 def _last_row(display: re.Match) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 import lm_eval.tasks
 import numpy as np
 from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks.ruler import cwe_utils
 from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 
 from iha.errors import UserError
@@ -63,13 +64,16 @@ def seeded(title: str, seed: int) -> Iterator[None]:
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     number = random.Random(f"{seed}/{title}").getrandbits(32)
+    words_state = cwe_utils.RNG.getstate()  # of `cwe` alone
     random.seed(number)
     np.random.seed(number)
+    cwe_utils.RNG.seed(number)
     try:
         yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+        cwe_utils.RNG.setstate(words_state)
 
 
 def score_all(document: dict, replies: list[str]) -> dict[str, float]:

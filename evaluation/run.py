@@ -37,7 +37,7 @@ from transformers import PreTrainedTokenizerBase
 from evaluation import data, report, run_code, suites
 from evaluation.model import Model
 from iha.cards import source_name
-from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype
+from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype, vocabulary_of
 from iha.errors import UserError, refusing, run_cli
 from iha.files import current_commit, read_json, sole_writer, write_json, write_jsonl
 from iha.foreign_code import note_foreign_code
@@ -193,7 +193,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     """Evaluate as the command line asks, and return the results as `main` does. Raise `UserError`."""
     config = load_config(args.model)
     note_foreign_code(args.model)
-    tokenizer = load_tokenizer(args.tokenizer or args.model, config.vocab_size)
+    tokenizer = load_tokenizer(args.tokenizer or args.model, vocabulary_of(config))
     tasks = suites.build_tasks(args, tokenizer)
     check_tokenizer(tokenizer, tasks)
     identity = {

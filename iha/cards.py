@@ -24,7 +24,7 @@ from transformers import AutoModel
 from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
-from iha.checkpoints import fingerprint
+from iha.checkpoints import fingerprint, positions_of
 from iha.errors import UserError, refusing, run_cli
 from iha.files import parse_yaml, read_json, read_text, whole_file
 from iha.kinds import Companion, companion_of, described, own_modules
@@ -149,7 +149,8 @@ def render_card(
         modules = own_modules(AutoModel.from_config(config))
     config = described(config)
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
-    length = min(16384, config.max_position_embeddings)
+    positions = positions_of(config)
+    length = min(16384, positions or 16384)
     pseudo_heads = config.num_pseudo_heads
     pairs_of_kinds = {"iha": pseudo_heads**2, "paired_heads": pseudo_heads}  # times those of "mha"
     kinds = {kind: _mechanism(kind) for kind in dict.fromkeys(config.attention_kinds)}
@@ -172,7 +173,7 @@ def render_card(
             details=details.strip(),
             evaluation=NOT_EVALUATED,
             costs=_costs(config),
-            context=f"{config.max_position_embeddings:,}",
+            context=positions and f"{positions:,}",
             is_iha=isinstance(config, IHAConfig),
             kinds=list(kinds),
             times_pairs=times_pairs,

@@ -319,6 +319,16 @@ def lacks_tokenizer(source: str | os.PathLike) -> bool:
     return path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir())
 
 
+def vocabulary_of(config: PreTrainedConfig) -> int:
+    """Return how many tokens a model has embeddings for, also one that reads images or sound."""
+    return config.get_text_config(decoder=True).vocab_size
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Return the longest context of a model in tokens, or None if its configuration does not say it."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `source`, a directory, a Hub id or a GGUF file.
 

@@ -35,13 +35,14 @@ UNUSED_KEYS = (
     "model_init_kwargs",
     "hub_token",
     "push_to_hub",
+    "save_only_model",  # such a checkpoint cannot be resumed
 )
 # Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
 # The class of a trainer's arguments -> further unused keys. sft/train.py tokenizes whole rows and cuts them on the
 # right.
 UNUSED_WITH = {
-    "SFTConfig": ("completion_only_loss", "dataset_kwargs", "dataset_text_field", "truncation_mode"),
+    "SFTConfig": ("completion_only_loss", "dataset_kwargs", "dataset_text_field", "truncation_mode", "trust_rows"),
     # `sync_ref_model` changes the reference model, which no checkpoint saves. `precompute_ref_log_probs` caches its
     # results under a key of the rows and the weights, although they depend on the recipe too. A preset is refused
     # because preferences and rewards teach random weights nothing.
@@ -50,6 +51,7 @@ UNUSED_WITH = {
         "dataset_streaming",
         "sync_ref_model",
         "precompute_ref_log_probs",
+        "trust_rows",
         *PRESET_KEYS,
     ),
     "GRPOConfig": (
@@ -66,6 +68,8 @@ UNUSED_WITH = {
 # Lower bounds of numbers, which the trainers do not check before they train.
 LEAST = {
     **{"learning_rate": 0, "eval_size": 0, "num_pseudo_heads": 1, "max_position_embeddings": 1, "sliding_window": 2},
+    **{"max_length": 1, "lora_r": 1, "gradient_accumulation_steps": 1},
+    **{"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "beta": 0},
     **dict.fromkeys(("mixing_scale", "rope_theta", "peak_tflops"), sys.float_info.min),  # above 0
 }
 
@@ -110,6 +114,7 @@ class RunArguments(ScriptArguments, ModelConfig):
     max_position_embeddings: int | None = key("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = key("RoPE base to train with, which the trained checkpoint keeps.")
     sliding_window: int | None = key("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
+    trust_rows: bool = key("Whether GRPO may use verifiers that run fields of its rows as code.", False)
     peak_tflops: float | None = key(
         "Peak of one device in TFLOP/s, in the type it computes in (H100, bf16: 989): the run logs its utilization."
     )
@@ -196,8 +201,11 @@ def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
         raise UserError(
             "dataset_test_split and eval_size both say what to evaluate on: set eval_size to 0, or remove the split."
         )
-    if run.dataset_test_split is not None and not evaluates(args):
-        raise UserError("dataset_test_split: this run does not evaluate: set eval_strategy, or remove the key.")
+    if run.eval_size > 1 and not float(run.eval_size).is_integer():
+        raise UserError(f"eval_size={run.eval_size:g}: expected a number of rows, or a share below 1.")
+    for name in ("eval_size", "eval_dataset_name", "dataset_test_split"):
+        if getattr(run, name) and not evaluates(args):
+            raise UserError(f"{name}: this run does not evaluate: set eval_strategy, or remove the key.")
     if evaluates(args) and is_file and run.eval_size == 0 and run.eval_dataset_name is None:
         raise UserError(
             "eval_strategy and eval_on_start need rows to evaluate on: set eval_size or eval_dataset_name."

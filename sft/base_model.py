@@ -10,7 +10,14 @@ from peft import LoraConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from trl import get_peft_config
 
-from iha.checkpoints import load_config, load_model, load_tokenizer, note_slow_dtype
+from iha.checkpoints import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    note_slow_dtype,
+    positions_of,
+    vocabulary_of,
+)
 from iha.errors import UserError, one_line, refusing
 from iha.kinds import is_interleaved, own_modules
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, mixing_parameters, set_mixing_scale
@@ -40,23 +47,24 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
     The trained checkpoint keeps it. Raise `UserError` for a recipe that does not fit the model.
     """
     config, start = start_config(run), run.preset or run.model_name_or_path
+    text_config = config.get_text_config(decoder=True)  # the same one, unless the model also reads images or sound
     changes = {name: getattr(run, name) for name in ("max_position_embeddings", "sliding_window")}
     if run.rope_theta is not None:
-        parameters = getattr(config, "rope_parameters", None) or {}
+        parameters = getattr(text_config, "rope_parameters", None) or {}
         if "rope_theta" not in parameters:
             raise UserError(f"rope_theta: {start} has no single RoPE base; remove the key.")
         changes["rope_parameters"] = {**parameters, "rope_theta": run.rope_theta}
     for name, value in changes.items():
         if value is not None:
-            if not hasattr(config, name):
+            if not hasattr(text_config, name):
                 raise UserError(f"{name}: a {config.model_type!r} model has no such field; remove the key.")
-            setattr(config, name, value)
+            setattr(text_config, name, value)
     try:
         config.validate()
     except Exception as error:  # huggingface_hub wraps a validator's exception in a class of its own
         raise UserError(f"The recipe does not fit {start}: {one_line(error.__cause__ or error)}") from error
     _check_pseudo_heads(config, run)
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions_of(config)
     length = getattr(args, "max_length", None) or positions  # GRPO limits answers, not prompts
     if positions is not None and length > positions:
         raise UserError(
@@ -166,7 +174,9 @@ def prepare_model(
         vocabulary = f"{len(tokenizer):,} tokens of {run.tokenizer}" if run.tokenizer else "single bytes"
         say(f"Random weights: {run.preset}, {model.num_parameters():,} parameters, seed {args.seed}, {vocabulary}.")
     else:
-        tokenizer = load_tokenizer(run.model_name_or_path, model.config.vocab_size)
+        tokenizer = load_tokenizer(run.model_name_or_path, vocabulary_of(model.config))
+    if tokenizer.eos_token is None and tokenizer.pad_token is None:
+        raise UserError("the tokenizer has neither an end token nor a padding token: set its eos_token.")
     if template is not None:
         tokenizer.chat_template = template
     return model, tokenizer

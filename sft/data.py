@@ -68,9 +68,7 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
             f"{where}: expected one column of 'conversations' and 'messages', or plain text in 'text', or 'prompt' "
             f"with 'completion'; the row has {sorted(name for name in row if row[name] is not None)}."
         )
-    lost = [name for name in UNREAD_COLUMNS if row.get(name)]
-    if lost:
-        raise UserError(f"{where}: column '{lost[0]}' would be lost; write it into the turns, or remove the column.")
+    _refuse_lost(row, where, UNREAD_COLUMNS)
     column = columns[0]
     turns = typed(row[column], Messages if column == "messages" else Conversation, f"{where}, column '{column}'")
     role_key, text_key = TURN_KEYS[column]
@@ -100,6 +98,13 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
     return messages
 
 
+def _refuse_lost(row: dict, where: str, columns: tuple[str, ...]) -> None:
+    """Raise `UserError` if a row has content in columns that are not read."""
+    lost = [name for name in columns if row.get(name)]
+    if lost:
+        raise UserError(f"{where}: column '{lost[0]}' would be lost; write it into the text, or remove the column.")
+
+
 def _text(value: str, place: str, may_be_empty: bool = False) -> str:
     if not (typed(value, Text, place).strip() or may_be_empty):
         raise UserError(f"{place}: the text is empty.")
@@ -107,10 +112,12 @@ def _text(value: str, place: str, may_be_empty: bool = False) -> str:
 
 
 def _to_text(row: dict, where: str) -> dict:
+    _refuse_lost(row, where, (*UNREAD_COLUMNS, "system"))
     return {"text": _text(row.get("text"), f"{where}, column 'text'")}
 
 
 def _to_prompt(row: dict, where: str) -> dict:
+    _refuse_lost(row, where, (*UNREAD_COLUMNS, "system"))
     prompt = typed(row["prompt"], Text, f"{where}, column 'prompt'")
     return {"prompt": prompt, "completion": _text(row.get("completion"), f"{where}, column 'completion'")}
 
@@ -278,7 +285,7 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
     The file holds a list of `{path: NAME, share: NUMBER}`. Raise `UserError` if the shares do not add up to 1.
     """
     file = Path(dataset_name)
-    if file.suffix not in MIXTURES:
+    if _suffix(dataset_name) not in MIXTURES:
         return [(dataset_name, 1.0)]
     entries = read_yaml(file, Annotated[list[Part], MinLen(1)])
     total = sum(entry["share"] for entry in entries)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from datasets import load_dataset_builder
 from transformers import TrainingArguments
@@ -22,7 +22,7 @@ from sft.base_model import start_config
 from sft.data import loading, sources
 from sft.make_model import start_tokenizer
 from sft.trainer import RECORD
-from sft.training_rows import check_splits
+from sft.training_rows import check_splits, evaluation_source
 
 
 Section = dict[str, Any]
@@ -33,6 +33,7 @@ class Record(TypedDict):
 
     base_model: Section
     data: Section
+    held_out: NotRequired[Section]  # missing from older records
     recipe: Section
     processes: int
     commit: str
@@ -56,7 +57,7 @@ _UNRECORDED = {
     *UNUSED_KEYS,
 }
 # Keys of a recipe that a resumed run may not change.
-FIXED_KEYS = ("mixing_scale", "dataset_config", "dataset_train_split")
+FIXED_KEYS = ("mixing_scale", "dataset_config", "dataset_train_split", "seed", "eval_size")
 
 
 def make_record(run: RunArguments, args: TrainingArguments) -> Record:
@@ -68,8 +69,12 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     check_splits(run, args)
     recipe = {name: value for name, value in (asdict(run) | args.to_dict()).items() if name not in _UNRECORDED}
     recipe["chat_template"] = None if template is None else hashlib.sha256(template.encode()).hexdigest()
+    held_out = evaluation_source(run, args)
     record = {
         "data": {"name": run.dataset_name, **identify_data(run.dataset_name, run.dataset_config)},
+        "held_out": {}
+        if held_out is None
+        else {"name": held_out.name, **identify_data(held_out.name, held_out.config)},
         "base_model": identify_start(run, args),
         "recipe": recipe,
         "processes": args.world_size,
@@ -103,11 +108,26 @@ def compare_records(record: Record, checkpoint: Path) -> None:
                 f"{name}: the run began with {then} and cannot go on with {now}. Give it what it began with, or "
                 "start another run from its final model."
             )
+    if rows_of_a_step(kept) != rows_of_a_step(record):
+        raise UserError(
+            f"a step has {rows_of_a_step(record)} rows, and one of {checkpoint} had {rows_of_a_step(kept)}, so rows "
+            "would be skipped or repeated: set gradient_accumulation_steps to make up for it."
+        )
+    if kept.get("held_out", record["held_out"]) != record["held_out"]:
+        print("Note: the rows to evaluate on differ from those of before.", flush=True)
+    if kept["processes"] != record["processes"]:
+        print(f"Note: this run began with {kept['processes']} processes and continues with {record['processes']}.")
     for section in ("recipe", "versions"):
         for name, now in record[section].items():
             then = kept[section].get(name)
             if then != now:
                 print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
+
+
+def rows_of_a_step(record: Record) -> int:
+    """Return how many rows all processes of a run take in a step, counting each process of a shared row."""
+    recipe = record["recipe"]
+    return recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] * record["processes"]
 
 
 def identify_start(run: RunArguments, args: TrainingArguments) -> dict[str, str | None]:
@@ -126,7 +146,7 @@ def identify_model(source: str) -> dict[str, str | None]:
         return {"sha256": file_sha256(path)}
     load_config_dict(source)
     if path.is_dir():
-        return {"sha256": _hash_files({file for pattern in _MODEL_FILES for file in path.glob(pattern)})}
+        return {"sha256": _hash_files(path, {file for pattern in _MODEL_FILES for file in path.glob(pattern)})}
     return {"commit": extract_commit_hash(cached_file(source, CONFIG_NAME), None)}
 
 
@@ -144,11 +164,11 @@ def identify_data(name: str, config: str | None = None) -> dict[str, str | None]
     if path.is_file():
         return {"sha256": file_sha256(path)}
     if path.exists():
-        return {"sha256": _hash_files(file for file in path.rglob("*") if file.is_file())}
+        return {"sha256": _hash_files(path, (file for file in path.rglob("*") if file.is_file()))}
     with loading(name, config):
         return {"revision": load_dataset_builder(name, config).hash}
 
 
-def _hash_files(files: Iterable[Path]) -> str:
-    lines = sorted(f"{file_sha256(file)}  {file.name}\n" for file in files)
+def _hash_files(directory: Path, files: Iterable[Path]) -> str:
+    lines = sorted(f"{file_sha256(file)}  {file.relative_to(directory).as_posix()}\n" for file in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from transformers import TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from iha.errors import UserError
 from iha.files import new_directory, read_json, sole_writer, write_json
@@ -36,9 +37,9 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
                 f"{output / FINAL} exists: this run has finished. Choose another output_dir; to go on from the last "
                 f"checkpoint with more max_steps or num_train_epochs, move {FINAL} away."
             )
-        given = args.resume_from_checkpoint
-        checkpoint = newest_whole_checkpoint(output) if given in (None, True) else Path(given)
+        checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, output)
         if args.process_index == 0:
+            clear_later_checkpoints(output, checkpoint)
             record = make_record(run, args)
             if checkpoint is not None:
                 compare_records(record, checkpoint)
@@ -49,10 +50,39 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
             interrupt.add_note("The same command goes on from the newest whole checkpoint.")
             raise
         except NotFiniteError as error:
+            last = newest_whole_checkpoint(output)
+            where = "There is no checkpoint yet." if last is None else f"The last good checkpoint is {last}."
             raise UserError(
-                f"Training stopped at {error} The last good checkpoint is {newest_whole_checkpoint(output)}. Lower "
-                "the rates, or look for what is odd in the data, and start in another output_dir."
+                f"Training stopped at {error} {where} Lower the rates, or look for what is odd in the data, and start "
+                "in another output_dir."
             ) from error
+
+
+def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
+    """Return the checkpoint that `resume_from_checkpoint` names, or else the newest whole one. Raise `UserError`."""
+    if str(given).lower() == "false":
+        raise UserError("resume_from_checkpoint: a run always resumes in its output_dir. Remove the key.")
+    return newest_whole_checkpoint(output) if str(given).lower() in ("none", "true") else Path(given)
+
+
+def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
+    """Remove incomplete checkpoints later than the one to resume from, and refuse complete ones. Raise `UserError`.
+
+    The rotation of checkpoints would take the one with the most steps for the newest, and remove those of this run.
+    """
+    step = 0 if checkpoint is None else step_of(checkpoint)
+    later = [path for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) > step]
+    whole = sorted(path.name for path in later if (path / RECORD).exists())
+    if whole:
+        raise UserError(f"{output} holds later checkpoints than {checkpoint}: move {', '.join(whole)} away.")
+    for path in later:
+        shutil.rmtree(path)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by the name of its directory, or 0 if this has none."""
+    step = checkpoint.name.rpartition("-")[2]
+    return int(step) if step.isdigit() else 0
 
 
 def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) -> None:
@@ -63,10 +93,14 @@ def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) ->
         args.eval_on_start = False  # the history of the checkpoint begins with that evaluation
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     steps = trainer.state.global_step
-    if steps < trainer.state.max_steps:
+    if steps < trainer.state.max_steps or steps == 0:
+        reason = (
+            "Give the same command again to continue."
+            if steps
+            else "The rows do not fill one batch, or max_steps is 0: lower per_device_train_batch_size, or raise it."
+        )
         raise UserError(
-            f"Training ended after {steps} of {trainer.state.max_steps} steps, so there is no final model. "
-            + ("Give the same command again to continue." if steps else "The rows do not fill one batch: lower it.")
+            f"Training ended after {steps} of {trainer.state.max_steps} steps, so there is no final model. {reason}"
         )
     trainer.check_weights()
     save_final(trainer, run)

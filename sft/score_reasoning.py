@@ -1,6 +1,9 @@
 """Answer reasoning rows greedily with a model, and score the replies by reasoning-gym's own verifiers."""
 
 import argparse
+import inspect
+import re
+import sys
 from collections.abc import Sequence
 from functools import cache
 from itertools import islice
@@ -24,8 +27,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="use the first LIMIT rows only")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--trust-rows", action="store_true", help="take verifiers that run fields of the rows as code")
     parser.add_argument("--json", type=Path, help="also write the result, replies included, to this file")
     args = parser.parse_args(argv)
+    for name in ("limit", "batch_size", "max_new_tokens"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
     if args.json is not None:
         check_output_file(args.json)
     open_regular(args.data).close()
@@ -39,8 +47,9 @@ import reasoning_gym
 import torch
 from reasoning_gym.factory import DATASETS
 from tqdm import tqdm
+from transformers import GenerationConfig
 
-from iha.checkpoints import load_model, load_tokenizer, note_slow_dtype
+from iha.checkpoints import load_model, load_tokenizer, note_slow_dtype, positions_of, vocabulary_of
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 
@@ -49,6 +58,13 @@ from sft.make_reasoning_data import extract_solution
 NONSENSE = ("", "nonsense", "nan")
 VERIFIER_SECONDS = 5
 verifier = cache(reasoning_gym.get_score_answer_fn)
+
+
+@cache
+def runs_rows(generator: str) -> bool:
+    """Return whether the code of a generator, and so perhaps its verifier, evaluates text as Python."""
+    source = inspect.getsource(sys.modules[DATASETS[generator][0].__module__])
+    return re.search(r"\b(eval|exec|parse_expr|sympify)\(", source) is not None
 
 
 def is_right(reply: str, generator: str, entry: dict) -> bool:
@@ -72,8 +88,8 @@ def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int
         with rendering(f"row {number}"):
             encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
         lengths.append(len(encoded["input_ids"]))
-    longest, positions = max(lengths), model.config.max_position_embeddings
-    if longest + new_tokens > positions:
+    longest, positions = max(lengths), positions_of(model.config)
+    if positions is not None and longest + new_tokens > positions:
         raise UserError(
             f"the longest prompt has {longest} tokens and its reply may have {new_tokens} more, but the model has "
             f"only {positions} positions: generate fewer tokens or leave long prompts out."
@@ -90,6 +106,10 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
         tokenizer.pad_token = tokenizer.eos_token
     check_positions(model, tokenizer, prompts, max_new_tokens)
     texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+    # Only the end tokens of the checkpoint's own settings: a penalty for repetition would not be greedy.
+    ends = model.generation_config.eos_token_id
+    pad = tokenizer.pad_token_id
+    greedy = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=pad)
     replies = []
     for start in tqdm(range(0, len(texts), batch_size), desc="Answering", unit="batch"):
         inputs = tokenizer(
@@ -102,9 +122,7 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
+            generation_config=greedy,
         )
         replies += tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return replies
@@ -118,11 +136,11 @@ def read_rows(path: str | Path, limit: int | None = None) -> list[dict]:
     return rows
 
 
-def check_rows(rows: list[dict]) -> list[list[dict]]:
+def check_rows(rows: list[dict], trust_rows: bool = False) -> list[list[dict]]:
     """Return the chat prompts of rows of make_reasoning_data.py.
 
-    Raise `UserError` for a row of another format, and where the verifier rejects the row's own answer or accepts
-    nonsense.
+    Raise `UserError` for a row of another format, where the verifier rejects the row's own answer or accepts nonsense,
+    and without `trust_rows` for a verifier that may run fields of the row as code.
     """
     prompts = []
     for number, row in enumerate(rows, 1):
@@ -132,6 +150,11 @@ def check_rows(rows: list[dict]) -> list[list[dict]]:
             raise UserError(
                 f"row {number}: columns 'generator' and 'entry' as make_reasoning_data.py writes are needed."
             )
+        if runs_rows(generator) and not trust_rows:
+            raise UserError(
+                f"row {number}: the verifier of {generator!r} may run fields of the row as code. If you made the rows "
+                "or trust those who did, give --trust-rows (sft.train_grpo: trust_rows: true)."
+            )
         if not is_right(answer["content"], generator, entry):
             raise UserError(f"row {number}: the verifier of {generator!r} does not accept the row's own answer.")
         if any(is_right(text, generator, entry) for text in NONSENSE):
@@ -140,13 +163,14 @@ def check_rows(rows: list[dict]) -> list[list[dict]]:
     return prompts
 
 
-def score(model, tokenizer, rows: list[dict], batch_size: int = 16, max_new_tokens: int = 96) -> dict:
+def score(
+    model, tokenizer, rows: list[dict], prompts: list[list[dict]], batch_size: int = 16, max_new_tokens: int = 96
+) -> dict:
     """Return the accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
 
-    A reply counts when it `is_right`. Raise `UserError` for a bad row (see `check_rows`) and for a tokenizer and
+    `prompts` are those of `check_rows`. A reply counts when it `is_right`. Raise `UserError` for a tokenizer and
     prompts that `generate_replies` refuses.
     """
-    prompts = check_rows(rows)
     replies = generate_replies(model, tokenizer, prompts, batch_size, max_new_tokens)
     correct = sum(is_right(reply, row["generator"], row["entry"]) for row, reply in zip(rows, replies, strict=True))
     return {"accuracy": correct / len(rows), "correct": correct, "rows": len(rows), "replies": replies}
@@ -156,12 +180,12 @@ def main(argv: Sequence[str] | None = None) -> dict:
     """Score the model and rows of the command line, print the accuracy and return `score`'s result."""
     args = parse_arguments(argv)
     rows = read_rows(args.data, args.limit)
-    check_rows(rows)
+    prompts = check_rows(rows, args.trust_rows)
     model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
     if model.device.type == "cpu":
         note_slow_dtype(model.dtype)
-    tokenizer = load_tokenizer(args.model, model.config.vocab_size)
-    result = score(model, tokenizer, rows, args.batch_size, args.max_new_tokens)
+    tokenizer = load_tokenizer(args.model, vocabulary_of(model.config))
+    result = score(model, tokenizer, rows, prompts, args.batch_size, args.max_new_tokens)
     if args.json is not None:
         write_json(args.json, result)
     print(f"{result['correct']} of {result['rows']}: {result['accuracy']:.1%}")

@@ -56,7 +56,7 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
         processing_class=tokenizer,
         peft_config=lora_config(run, model),
     )
-    check_cut(trainer, train_rows)
+    check_cut(trainer, train_rows, eval_rows)
     if isinstance(trainer.train_dataset, IterableDataset):
         # Repeat the stream without end, so that a resume can skip the batches that were seen, however many passes they
         # took. TRL has packed the stream before: of a short stream that repeats, it would pack 1,000 rows at a time.

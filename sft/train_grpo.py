@@ -46,7 +46,7 @@ def correctness(completions: list[list[dict]], generator: list[str], entry: list
     ]
 
 
-def load_prompts(path: str) -> Dataset:
+def load_prompts(path: str, trust_rows: bool = False) -> Dataset:
     """Load `prompt`, `generator` and `entry` from a file of make_reasoning_data.py.
 
     Entries stay JSON, because as columns the rows of two generators would get each other's keys. Raise `UserError`
@@ -56,13 +56,15 @@ def load_prompts(path: str) -> Dataset:
     return Dataset.from_list(
         [
             {"prompt": prompt, "generator": row["generator"], "entry": json.dumps(row["entry"])}
-            for prompt, row in zip(check_rows(rows), rows, strict=True)
+            for prompt, row in zip(check_rows(rows, trust_rows), rows, strict=True)
         ]
     )
 
 
 def build_trainer(run: RunArguments, args: GRPOConfig) -> GRPORecipeTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
+    if args.max_completion_length is None:
+        raise UserError("max_completion_length: give the longest reply in tokens.")
     if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
         raise UserError(
             "use_transformers_continuous_batching with bf16 or fp16: TRL would round the weights that are trained to "
@@ -74,7 +76,7 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> GRPORecipeTrainer:
             f"{', '.join(changed)} with beta={args.beta:g}: TRL loads the reference model, without what the recipe "
             "changes. Train with sft/train.py and these keys before, or set beta to 0 or use_peft to true."
         )
-    rows = load_prompts(run.dataset_name)
+    rows = load_prompts(run.dataset_name, run.trust_rows)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     if args.use_transformers_continuous_batching:
         with refusing("use_transformers_continuous_batching", NotImplementedError):

@@ -133,6 +133,8 @@ class RecipeTrainer(Trainer):
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *others):
         begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
+        # A checkpoint holds the steps of logs, saves and evaluations. Those of this run count.
+        self.state.compute_steps(self.args, max_steps)
         # If the last step lies inside an epoch, Transformers would go on with the epoch.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else begun
 
@@ -168,6 +170,7 @@ class CountTokens(TrainerCallback):
     """
 
     peak_tokens_per_second: float | None = None
+    time = 0.0  # of the last log; an evaluation may come before training
 
     def on_train_begin(self, args, state, control, **kwargs):
         counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
@@ -196,6 +199,7 @@ class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
     """Train by supervised fine-tuning."""
 
     eval_bytes: int | None = None  # the length of the text to evaluate on
+    eval_sums: torch.Tensor | int = 0  # over the batches of an evaluation: the loss of all tokens, and their number
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -212,10 +216,20 @@ class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """Evaluate, and also log the loss of plain text in bits per byte, which can be compared between tokenizers."""
+        self.eval_sums = 0
         metrics = super().evaluate(*args, **kwargs)
         if self.eval_bytes and "eval_loss" in metrics:
-            bits = metrics["eval_loss"] * self.eval_tokens / self.eval_bytes / math.log(2)
+            # `eval_loss` is a mean over rows of the means over the tokens of their batches.
+            loss, tokens = self.accelerator.reduce(self.eval_sums).tolist()
+            bits = loss / tokens * self.eval_tokens / self.eval_bytes / math.log(2)
             metrics["eval_bits_per_byte"] = bits
             self.state.log_history[-1]["eval_bits_per_byte"] = bits
             self.accelerator.print(f"Held-out text: {bits:.4f} bits per byte.")
         return metrics
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if self.eval_bytes and loss is not None:
+            tokens = (inputs["labels"][..., 1:] != -100).sum().to(loss.device)
+            self.eval_sums = self.eval_sums + torch.stack((loss.double() * tokens, tokens.double()))
+        return loss, *others

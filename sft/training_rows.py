@@ -1,7 +1,8 @@
 """Make the rows that a run trains and evaluates on from its recipe."""
 
+import torch
 from accelerate import PartialState
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Value
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, SFTTrainer
@@ -73,6 +74,35 @@ def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
             f"packing with attn_implementation={core!r} is not known to keep documents apart: use one of "
             f"{', '.join(ISOLATING_CORES)} or a flash core, or set packing to false."
         )
+    with refusing("packing", ValueError, TypeError):
+        are_apart = keeps_documents_apart(model)
+    if not are_apart:
+        raise UserError(
+            f"packing: documents that are packed would attend to one another in this {model.config.model_type!r} "
+            "model, which does not tell them by position_ids: set packing and padding_free to false."
+        )
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Return whether the second of two packed documents does not depend on the tokens of the first."""
+    length = 8
+    vocabulary = model.get_input_embeddings().num_embeddings
+    second = torch.arange(2, 2 + length) % vocabulary
+    bounds = torch.tensor([0, length, 2 * length], dtype=torch.int32, device=model.device)
+    packed = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": length, "max_length_k": length}
+    packed["position_ids"] = torch.arange(length, device=model.device).repeat(2)[None]
+    was_training = model.training
+    model.eval()  # without dropout
+    found = []
+    for shift in (5, 17):
+        first = (second + shift) % vocabulary
+        tokens = torch.cat((first, second))[None].to(model.device)
+        found.append(model(input_ids=tokens, use_cache=False, **packed).logits[:, length:].float())
+    model.train(was_training)
+    # Other tokens may share an expert or a product, so the last bits may differ.
+    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
+    return bool((found[0] - found[1]).abs().max() <= tolerance * found[0].abs().max())
 
 
 def training_rows(
@@ -86,8 +116,7 @@ def training_rows(
     names, shares = zip(*sources(run.dataset_name))
     with args.main_process_first():
         parts = [load_rows(name, run.dataset_train_split, run.dataset_config, run.dataset_streaming) for name in names]
-        if "messages" in parts[0].features:
-            check_chat_template(tokenizer, args.assistant_only_loss)
+        check_template(parts[0].features, tokenizer, args)
         splits = args.packing and args.packing_strategy != "bfd"
         max_length = None if splits else args.max_length  # TRL cuts rows to this length
         rows = parts[0] if len(parts) == 1 else mix(parts, shares, tokenizer, max_length, args.seed)
@@ -95,10 +124,25 @@ def training_rows(
         if held_out is not None:
             # A streamed dataset must not be downloaded, and to load one split as a whole would download all splits.
             is_streamed = run.dataset_streaming and held_out.name == run.dataset_name
-            return rows, read_all(load_rows(*held_out, streaming=is_streamed))
+            eval_rows = read_all(load_rows(*held_out, streaming=is_streamed))
+            if eval_rows.features != parts[0].features:
+                raise UserError(
+                    f"the rows of {held_out.name} to evaluate on have the columns {', '.join(eval_rows.features)}, "
+                    f"and those to train on {', '.join(parts[0].features)}, so their losses would not compare."
+                )
+            return rows, eval_rows
     if isinstance(rows, IterableDataset):
         return hold_out_first(rows, int(run.eval_size))
     return split_rows(rows, run, args)
+
+
+def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> None:
+    """Refuse a tokenizer whose chat template does not take these rows. Raise `UserError`."""
+    is_text = "text" in features or features.get("prompt") == Value("string")
+    if not is_text:
+        check_chat_template(tokenizer, args.assistant_only_loss)
+    elif args.assistant_only_loss:
+        raise UserError("assistant_only_loss is for chats, and these rows are plain text: set it to false.")
 
 
 def read_all(rows: Rows) -> Dataset:
@@ -109,7 +153,10 @@ def read_all(rows: Rows) -> Dataset:
 
 
 def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset | None]:
-    """Return a stream without its first `size` rows, and these rows. Raise `UserError` if no other row is left."""
+    """Return a stream without its first `size` rows and those that ask the same, and the first rows.
+
+    Raise `UserError` if no other row is left.
+    """
     if size == 0:
         return rows, None
     held_out = list(rows.take(size + 1))
@@ -118,18 +165,29 @@ def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, D
             f"eval_size={size} leaves no row of {len(held_out)} to train on: lower it, or name other rows as "
             "eval_dataset_name. A .txt file is one row."
         )
-    return rows.skip(size), Dataset.from_list(held_out[:-1], features=rows.features)
+    asked = {question_of(row) for row in held_out[:-1]}
+    others = rows.skip(size).filter(lambda row: question_of(row) not in asked)
+    return others, Dataset.from_list(held_out[:-1], features=rows.features)
 
 
-def check_cut(trainer: SFTTrainer, rows: Rows) -> None:
-    """Refuse rows that have nothing to learn within `max_length`: TRL drops them silently. Raise `UserError`."""
+def check_cut(trainer: SFTTrainer, train_rows: Rows, eval_rows: Dataset | None) -> None:
+    """Refuse rows that have nothing to learn within `max_length`: TRL drops them silently. Raise `UserError`.
+
+    The rows of a stream cannot be counted.
+    """
     args = trainer.args
-    if isinstance(rows, IterableDataset) or args.packing:
+    is_packed_eval = args.packing if args.eval_packing is None else args.eval_packing
+    _check_kept("rows", train_rows, trainer.train_dataset, args.packing, args.max_length)
+    _check_kept("rows to evaluate on", eval_rows, trainer.eval_dataset, is_packed_eval, args.max_length)
+
+
+def _check_kept(what: str, rows: Rows | None, kept: Rows | None, is_packed: bool, max_length: int | None) -> None:
+    if rows is None or isinstance(rows, IterableDataset) or is_packed:
         return
-    dropped = len(rows) - len(trainer.train_dataset)
+    dropped = len(rows) - len(kept)
     if dropped:
         raise UserError(
-            f"{dropped} of {len(rows)} rows have no token to learn within max_length={args.max_length}: raise "
+            f"{dropped} of {len(rows)} {what} have no token to learn within max_length={max_length}: raise "
             "max_length, or remove the rows."
         )
 
@@ -150,21 +208,26 @@ def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:
 def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset | None]:
     """Return rows to train on and `run.eval_size` held-out rows or None.
 
-    A row that equals a held-out row, or has the same prompt, is left out of training.
+    A row that asks the same as a held-out row (`question_of`) is left out of training. Raise `UserError` if none is
+    left.
     """
     if run.eval_size == 0:
         return rows, None
     size = run.eval_size if run.eval_size < 1 else int(run.eval_size)
     with refusing(f"eval_size={run.eval_size:g} is too large for {len(rows)} rows: lower it", ValueError):
         parts = rows.train_test_split(test_size=size, seed=args.seed)
-    seen = {_asked(row) for row in parts["test"]}
+    asked = {question_of(row) for row in parts["test"]}
     with args.main_process_first():
-        kept = parts["train"].filter(lambda row: _asked(row) not in seen)
+        kept = parts["train"].filter(lambda row: question_of(row) not in asked)
     dropped = len(parts["train"]) - len(kept)
     if dropped:
-        PartialState().print(f"{dropped:,} rows to train on are also held out, and are left out of training.")
+        PartialState().print(f"{dropped:,} rows ask the same as a held-out row, and are left out of training.")
+    if not len(kept):
+        raise UserError("every row to train on asks the same as a held-out row: lower eval_size, or set it to 0.")
     return kept, parts["test"]
 
 
-def _asked(row: dict) -> str:
-    return str(row.get("prompt", row))
+def question_of(row: dict) -> str:
+    """Return what a row asks: its prompt, its turns before the last one, or the whole row if it has neither."""
+    question = row["messages"][:-1] if "messages" in row else row.get("prompt")
+    return str(question or row)

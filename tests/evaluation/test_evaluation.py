@@ -21,6 +21,7 @@ pytest.importorskip("math_verify", reason='the extra "evaluation" is not install
 import nltk
 import wonderwords
 from lm_eval.api.instance import Instance
+from lm_eval.tasks.ruler import cwe_utils
 from math_verify import parse, verify
 
 from evaluation import compare, data, replay_gold, replies, report, ruler, run, scores, suites
@@ -523,3 +524,15 @@ def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, s
     about |= {"commit": "0", "first_commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu"}
     text = report.markdown({**about, "versions": {}, "tasks": tasks, "ruler": report.ruler_means(tasks)})
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside
+
+
+def test_an_answer_that_cannot_be_read_in_time_is_no_answer():
+    assert not replies.math_answer(r"\boxed{\binom{10000000}{5000000} or 3}")
+
+
+def test_the_words_of_ruler_cwe_depend_on_the_seed_alone():
+    drawn = []
+    for seed in (0, 0, 1):
+        with ruler.seeded("ruler_cwe@512", seed):
+            drawn.append(cwe_utils.RNG.sample(range(10**6), 5))
+    assert drawn[0] == drawn[1] != drawn[2]

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import SFTConfig
 
 from iha.errors import UserError
+from research.experiments.model_types import CAUSAL, tiny_model
 from sft.trainer import SFTRecipeTrainer
 from sft.training_rows import check_packing
 
@@ -97,3 +98,16 @@ def test_cores_that_are_not_known_to_keep_documents_apart_are_refused(monkeypatc
                     check_packing(model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **keys))
     finally:
         del ALL_ATTENTION_FUNCTIONS._global_mapping["of_somebody"]
+
+
+@pytest.mark.parametrize(("name", "are_apart"), [("llama", True), ("qwen3_moe", True), ("opt", False)])
+def test_a_model_that_joins_packed_documents_is_refused(name, are_apart, tmp_path):
+    """Ask the model: Transformers' code of some types does not read documents from positions, on any core."""
+    model = tiny_model(name, CAUSAL)
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, packing=True)
+    if are_apart:
+        check_packing(model.train(), args)
+        assert model.training
+    else:
+        with pytest.raises(UserError, match=f"would attend to one another in this '{name}' model"):
+            check_packing(model, args)

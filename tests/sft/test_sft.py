@@ -163,6 +163,21 @@ def test_scoring_counts_what_the_verifier_accepts(tiny, tmp_path, monkeypatch, c
     assert capsys.readouterr().out.splitlines()[-1] == "3 of 4: 75.0%"
 
 
+def test_no_row_runs_code_that_nobody_trusts(tmp_path, cli):
+    """Give a verifier that evaluates the row's answer a call that leaves a trace."""
+    out, trace = tmp_path / "rows.jsonl", tmp_path / "trace"
+    make_reasoning_data.main([str(out), "--rows", "1", "--generator", "number_sorting"])
+    (row,) = score_reasoning.read_rows(out)
+    row["entry"]["answer"] = f"[str(open({str(trace)!r}, 'w').name)]"
+    with pytest.raises(UserError, match="row 1: the verifier of 'number_sorting' may run fields of the row as code"):
+        score_reasoning.check_rows([row])
+    assert not trace.exists()
+    score_reasoning.check_rows(score_reasoning.read_rows(out), trust_rows=True)
+    for option in ("--limit", "--batch-size"):
+        code, _, errors = cli(score_reasoning, "absent", out, option, "-1")
+        assert code == 1 and f"{option} -1: expected at least 1" in errors
+
+
 def test_prompts_that_leave_no_room_for_a_reply_are_refused(tiny):
     model, tokenizer = random_model(IHAConfig.from_pretrained(tiny)), with_template("smollm2.jinja")
     model.config.max_position_embeddings = positions = 150

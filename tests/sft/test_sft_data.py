@@ -2,10 +2,12 @@
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 import datasets
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from helpers import small_config
 from tiny_training import TEMPLATES, byte_tokenizer, training_rows, with_template, write_jsonl
@@ -160,11 +162,11 @@ def test_rows_are_cut_and_those_without_an_answer_refused(tmp_path):
         rows, _ = rows_of_run(run, args, tokenizer)
         trainer = trainer_of(args, rows, tokenizer)
         if lengths:
-            check_cut(trainer, rows)
+            check_cut(trainer, rows, None)
             assert [len(row["labels"]) for row in trainer.train_dataset] == lengths
         else:
             with pytest.raises(UserError, match=r"1 of 3 rows have no token to learn within max_length=55"):
-                check_cut(trainer, rows)
+                check_cut(trainer, rows, None)
 
 
 def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> SFTRecipeTrainer:
@@ -256,6 +258,9 @@ def test_a_stream_holds_out_its_first_rows():
     assert held_out["text"] == ["a", "b"] and [row["text"] for row in rest] == ["c"]
     with pytest.raises(UserError, match="leaves no row of 3"):
         hold_out_first(rows, 3)
+    twice = Dataset.from_dict({"text": ["a", "b", "a", "c", "b"]}).to_iterable_dataset()
+    rest, _ = hold_out_first(twice, 2)
+    assert [row["text"] for row in rest] == ["c"]
 
 
 TURNS = [{"role": role, "content": text} for role, text in (("user", "1+1?"), ("assistant", "2."), ("user", "+1?"))]
@@ -286,4 +291,69 @@ def test_no_row_is_both_learned_and_held_out(tmp_path, capsys):
     rows, held_out = rows_of_run(run, args, tokenizer)
     learned, held = ({str(row) for row in part} for part in (rows, held_out))
     assert len(held_out) == 5 and not learned & held and len(learned | held) == 9
-    assert f"{13 - len(rows)} rows to train on are also held out" in capsys.readouterr().out
+    assert f"{13 - len(rows)} rows ask the same as a held-out row" in capsys.readouterr().out
+
+
+def test_no_question_is_both_learned_and_held_out(tmp_path):
+    """Give each question several answers, as OpenThoughts3 does."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"{question}?"}, {"role": "assistant", "content": f"{answer}."}]}
+        for question in range(3)
+        for answer in range(4)
+    ]
+    path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", rows), with_template("chatml.jinja")
+    learned, held = rows_of_run(*run_of(path, tmp_path, eval_size=1), tokenizer)
+    questions = [{row["messages"][0]["content"] for row in part} for part in (learned, held)]
+    assert len(learned) == 8 and not questions[0] & questions[1]
+    path = write_jsonl(tmp_path / "one.jsonl", rows[:4])
+    with pytest.raises(UserError, match="every row to train on asks the same as a held-out row"):
+        rows_of_run(*run_of(path, tmp_path, eval_size=1), tokenizer)
+    prompts = [{"prompt": "", "completion": f"{number}."} for number in range(4)]  # which ask nothing
+    path = write_jsonl(tmp_path / "empty.jsonl", prompts)
+    learned, held = rows_of_run(*run_of(path, tmp_path, eval_size=1, assistant_only_loss=False), tokenizer)
+    assert (len(learned), len(held)) == (3, 1)
+
+
+def test_rows_to_evaluate_on_are_like_those_to_train_on(tmp_path):
+    tokenizer = with_template("chatml.jinja")
+    chats = write_jsonl(tmp_path / "rows.jsonl", training_rows(4))
+    texts = write_jsonl(tmp_path / "texts.jsonl", [{"text": "a"}, {"text": "b"}])
+    with pytest.raises(UserError, match="to evaluate on have the columns text, and those to train on messages"):
+        rows_of_run(*run_of(chats, tmp_path, eval_dataset_name=texts), tokenizer)
+    with pytest.raises(UserError, match="assistant_only_loss is for chats, and these rows are plain text"):
+        rows_of_run(*run_of(texts, tmp_path), tokenizer)
+    answer = {"role": "assistant", "content": "0123456789" * 3}
+    rows = [{"messages": [{"role": "user", "content": "a" * length}, answer]} for length in (1, 1, 40)]
+    _, args = run_of(chats, tmp_path, max_length=55)
+    parts = [
+        Dataset.from_list(list(load_rows(write_jsonl(tmp_path / name, part))))
+        for name, part in (("a.jsonl", rows[:1]), ("b.jsonl", rows))
+    ]
+    with pytest.raises(UserError, match="1 of 3 rows to evaluate on have no token to learn within max_length=55"):
+        check_cut(trainer_of(args, parts[0], tokenizer, parts[1]), *parts)
+
+
+@pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "completion": "b"}])
+@pytest.mark.parametrize("column", ["system", "tools", "images"])
+def test_content_beside_a_text_is_not_lost(row, column, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{**row, column: "content"}])
+    with pytest.raises(UserError, match=f"row 1: column '{column}' would be lost"):
+        list(load_rows(path))
+
+
+def test_bits_per_byte_are_those_of_all_tokens(tmp_path):
+    """Evaluate batches of very different lengths: a mean of their means is another number."""
+    texts = ["ab", "c" * 150, "d", "e" * 90]
+    path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in texts]), byte_tokenizer()
+    _, args = run_of(path, tmp_path, max_length=None, assistant_only_loss=False, per_device_eval_batch_size=1)
+    rows = Dataset.from_dict({"text": texts})
+    trainer = trainer_of(args, rows, tokenizer, rows)
+    trainer.eval_bytes = sum(map(len, texts))
+    expected = 0.0
+    for row in trainer.eval_dataset:
+        tokens = torch.tensor(row["input_ids"])[None]
+        with torch.no_grad():
+            logits = trainer.model(tokens).logits[0, :-1].float()
+        expected += torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
+    bits = trainer.evaluate()["eval_bits_per_byte"]
+    assert bits == pytest.approx(expected / math.log(2) / trainer.eval_bytes, rel=1e-4)

@@ -77,6 +77,11 @@ def assert_same_run(output: Path, whole: Path):
         ("dataset_kwargs", '{"skip_prepare_dataset": true}', "is not used here"),
         ("chat_template_path", "absent", "absent is not a .jinja file"),
         ("resume_from_checkpoint", "absent", "absent has no run.json"),
+        ("resume_from_checkpoint", "false", "always resumes in its output_dir. Remove the key"),
+        ("save_only_model", "true", "is not used here"),
+        ("max_length", "-1", "max_length=-1: expected at least 1"),
+        ("gradient_accumulation_steps", "0", "gradient_accumulation_steps=0: expected at least 1"),
+        ("eval_size", "1.5", "eval_size=1.5: expected a number of rows, or a share below 1"),
         ("learning_rat", "1", "learning_rat"),
         ("mixing_scale", "-1", "mixing_scale=-1: expected a number above 0"),
         ("learning_rate", "nan", "learning_rate=nan: expected at least 0"),
@@ -116,11 +121,25 @@ def test_a_run_does_not_continue_on_another_model_or_other_data(tiny, rows_file,
 
 def test_a_run_says_which_keys_it_continues_with(whole, tiny, rows_file, tmp_path, capsys):
     keys = {"max_steps": 8, "learning_rate": 0.5, "resume_from_checkpoint": whole / "checkpoint-6"}
+    keys |= {"save_steps": 1, "save_total_limit": 3}
     train.main(command(tiny, rows_file, tmp_path / "run", **keys))
+    assert (tmp_path / "run" / "checkpoint-7" / RECORD).exists()  # the steps of this run count
     said = capsys.readouterr().out
     assert "this run began with max_steps 6 and continues with 8" in said
     assert "began with learning_rate 0.0001 and continues with 0.5" in said
     assert "output_dir" not in said and (tmp_path / "run" / "checkpoint-8" / RECORD).exists()
+
+
+def test_a_run_does_not_continue_with_another_batch_or_before_its_last_checkpoint(whole, tiny, rows_file, tmp_path):
+    shutil.copytree(whole / "checkpoint-6", tmp_path / "checkpoint-2")
+    from_checkpoint = {"resume_from_checkpoint": tmp_path / "checkpoint-2", "max_steps": 8}
+    with pytest.raises(UserError, match="a step has 8 rows, and one of .*checkpoint-2 had 4"):
+        train.main(command(tiny, rows_file, tmp_path / "run", **from_checkpoint, gradient_accumulation_steps=2))
+    with pytest.raises(UserError, match="seed: the run began with 0 and cannot go on with 1"):
+        train.main(command(tiny, rows_file, tmp_path / "run", **from_checkpoint, seed=1))
+    shutil.copytree(whole, tmp_path / "again", ignore=shutil.ignore_patterns("final"))
+    with pytest.raises(UserError, match="again holds later checkpoints than .*: move checkpoint-6 away"):
+        train.main(command(tiny, rows_file, tmp_path / "again", **from_checkpoint))
 
 
 # One run in one directory
