@@ -9,21 +9,26 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import (
     CHAT_TEMPLATE_DIR,
     CONFIG_NAME,
+    FEATURE_EXTRACTOR_NAME,
     GENERATION_CONFIG_NAME,
+    PROCESSOR_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
+    VIDEO_PROCESSOR_NAME,
 )
 
 from iha.checkpoints import (
+    TOKENIZER_FILES,
     load_config,
     load_config_dict,
     load_generation_config,
     load_model,
     load_tokenizer,
+    vocabulary_of,
     weight_files,
 )
 from iha.errors import UserError, refusing
-from iha.foreign_code import refuse_foreign_code
+from iha.foreign_code import references, refuse_foreign_code
 
 
 # Files that Transformers reads beside weights and code.
@@ -34,10 +39,9 @@ LOADED_NAMES = {
     "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+    FEATURE_EXTRACTOR_NAME,
 }
 READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png"}
 EVAL_RESULTS = ".eval_results"  # the Hub's folder of results, one YAML file for each source
@@ -59,11 +63,25 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
     entries = sorted(directory.iterdir())
     refuse_pickles(directory, [path.name for path in entries if path.name not in TRAINER_STATE])
     belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | _weight_names(directory)
+    belongs |= {path.name for path in entries if path.name.startswith(TOKENIZER_FILES) and path.suffix != ".py"}
     names = [path.name for path in entries if path.is_file() and path.name in belongs]
     inner = [path for folder, pattern in FOLDERS.items() for path in sorted((directory / folder).glob(pattern))]
+    _refuse_outside(directory, [*(directory / name for name in names), *inner])
     folders = {path.parent.name for path in inner}
     others = [path.name + "/" * path.is_dir() for path in entries if path.name not in {*names, *folders}]
     return names + [f"{path.parent.name}/{path.name}" for path in inner], others
+
+
+def _refuse_outside(directory: Path, files: list[Path]) -> None:
+    """Raise `UserError` for a link to a file outside of `directory`, which would be published under its name.
+
+    The snapshots of the Hub's cache are links to its folder "blobs".
+    """
+    whole = directory.resolve()
+    inside = (whole, whole.parent.parent / "blobs")
+    for file in files:
+        if not any(file.resolve().is_relative_to(folder) for folder in inside):
+            raise UserError(f"{file} is a link to a file outside of {directory}: put the file itself there.")
 
 
 def refuse_pickles(source: str | Path, names: list[str]) -> None:
@@ -80,9 +98,10 @@ def _code_files(directory: Path) -> set[str]:
 
     Raise `UserError` if one is missing.
     """
-    auto_map = load_config_dict(directory).get("auto_map", {})
-    modules = {directory / f"{reference.split('.')[0]}.py" for reference in auto_map.values()}
-    with refusing(f"The code of {directory} is not whole", OSError):
+    entries = load_config_dict(directory)
+    own = [reference for reference in references({"auto_map": entries.get("auto_map", {})}) if "--" not in reference]
+    modules = {directory / f"{reference.rpartition('.')[0]}.py" for reference in own}
+    with refusing(f"The code of {directory} is incomplete", OSError):
         helpers = {Path(helper) for module in modules for helper in get_relative_import_files(module)}
     return {path.name for path in modules | helpers}
 
@@ -102,7 +121,7 @@ def check_checkpoint(directory: Path, trust_code: bool) -> None:
     config = load_config(directory)
     if load_generation_config(directory) is None:
         raise UserError(f"{directory} holds no {GENERATION_CONFIG_NAME}: save the model's generation config there.")
-    load_tokenizer(directory, config.vocab_size)
+    load_tokenizer(directory, vocabulary_of(config))
     load_model(directory, config=config)
 
 

@@ -5,6 +5,7 @@ The file of a kind in iha/kinds/ gives the values at which its parameters start.
 
 import copy
 import json
+import math
 import os
 from collections.abc import Sequence
 from typing import Literal
@@ -131,6 +132,9 @@ def convert_model(
         state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
     if mixing_parameters(model):
+        stored = torch.tensor(mixing_scale, dtype=source.dtype).item()
+        if not 0 < stored < math.inf:
+            raise UserError(f"mixing_scale={mixing_scale:g} is {stored:g} in {source.dtype}: choose another number.")
         set_mixing_scale(model, mixing_scale)
     return model
 

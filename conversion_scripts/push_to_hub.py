@@ -17,7 +17,7 @@ from transformers.utils import CHAT_TEMPLATE_DIR
 
 from iha.arguments import check_push, push_arguments
 from iha.cards import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_name
-from iha.checkpoints import load_config
+from iha.checkpoints import TOKENIZER_FILES, load_config
 from iha.errors import UserError, run_cli
 from iha.files import checked, read_text
 from iha.foreign_code import CUSTOM_GENERATE
@@ -40,6 +40,7 @@ WEIGHTS = ["model.safetensors*", "model[.-]*.safetensors*", "pytorch_model*.bin*
 SUPERSEDED = [
     *WEIGHTS,
     *sorted(LOADED_NAMES | {path.name for path in PACKAGE.glob("*.py")}),
+    *(f"{name}*" for name in TOKENIZER_FILES),
     "adapter_config.json",
     "adapter_model*",
     f"{CHAT_TEMPLATE_DIR}/*",
@@ -138,7 +139,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
         if stated is None and value is None:
             none = " (none: trained from scratch)" if name == "base_model" else ""
             raise UserError(f"The card of {directory} does not state its {name}: add it, or give {option}{none}.")
-        if stated is not None and value is not None and stated != value:
+        if stated is not None and value is not None and stated not in (value, [value]):
             raise UserError(f"{path} states {name} {stated!r}, and {option} says {value!r}: correct one of them.")
         if stated is None and (name, value) != ("base_model", "none"):
             setattr(card.data, name, value)

@@ -17,7 +17,7 @@ class WholeModel:
     @classmethod
     def from_pretrained(cls, source: str, *arguments: Any, **options: Any) -> Any:
         """Return the model in `source`. Raise `UserError` also if its config leads to code from elsewhere."""
-        check_served(source)
+        check_served(source, options.get("revision"))
         loaded: Any = super().from_pretrained(source, *arguments, output_loading_info=True, **options)  # type: ignore[misc]
         model, info = loaded
         if isinstance(model, (IHAForCausalLM, InterleavedPreTrainedModel)):
@@ -31,15 +31,19 @@ class WholeCausalLM(WholeModel, AutoModelForCausalLM): ...
 class WholeMultimodalLM(WholeModel, AutoModelForMultimodalLM): ...
 
 
-def check_served(source: str) -> None:
+def check_served(source: str, revision: str | None = None) -> None:
     """Refuse the name of a model, as the server takes it, that cannot be served. Raise `UserError`.
 
-    It may end in a revision, "@v1". GGUF files have names of the server's own, which it checks itself.
+    It may end in a revision, "@v1". GGUF files have names of the server's own, "ORG/NAME:FILE.gguf", which it checks
+    itself.
     """
-    if ".gguf" not in source:
-        source = source if os.path.isdir(source) else source.partition("@")[0]
-        check_no_adapter(source)
-        load_config_dict(source)
+    _, colon, file = source.rpartition(":")
+    if colon and file.endswith(".gguf"):
+        return
+    if not os.path.isdir(source) and "@" in source:
+        source, _, revision = source.partition("@")
+    check_no_adapter(source, revision)
+    load_config_dict(source, revision)
 
 
 def find_models() -> None:

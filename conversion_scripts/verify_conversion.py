@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from iha.arguments import check_verification, verify_arguments
-from iha.checkpoints import load_config, load_model, load_tokenizer
+from iha.checkpoints import load_config, load_model, load_tokenizer, vocabulary_of
 from iha.errors import UserError, run_cli
 from iha.files import MAX_TEXT, checked, read_text, write_json
 from iha.foreign_code import note_foreign_code
@@ -125,19 +125,26 @@ def run_source(name: str, source: PreTrainedModel, tokens: torch.Tensor, prompt:
 
 @torch.no_grad()
 def break_one_parameter(model: PreTrainedModel) -> None:
-    """Reverse the sign of a parameter, in place, in the first layer whose mechanism has a `control`."""
+    """Reverse the sign of a parameter of attention, in place, in the first layer that has one.
+
+    It is the `control` of the layer's kind, or else the projection of the values.
+    """
     if is_interleaved(model.config):
         kinds = dict.fromkeys(model.config.interleaved_layers, interleaved_kind(model.config))
     else:
         kinds = {f"layers.{i}.self_attn": kind for i, kind in enumerate(model.config.attention_kinds)}
+    state = backbone_of(model).state_dict()
     for name, kind in kinds.items():
-        if control := companion_of(kind).control:
-            state = backbone_of(model).state_dict()
-            for part in (control, f"{control}_start"):  # a mixing weight is a start and a change
-                if f"{name}.{part}" in state:
-                    state[f"{name}.{part}"].neg_()
+        control = companion_of(kind).control
+        # A mixing weight is a start and a change.
+        parts = [] if control is None else [f"{name}.{control}", f"{name}.{control}_start"]
+        parts = [part for part in parts if part in state] or [f"{name}.v_proj.weight"]
+        found = [state[part] for part in parts if part in state]
+        if found:
+            for weight in found:
+                weight.neg_()
             return
-    raise UserError(f"No kind of layer in {', '.join(set(kinds.values()))} has a parameter to break as a control.")
+    raise UserError(f"No layer of kind {', '.join(set(kinds.values()))} has a parameter to break as a control.")
 
 
 def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
@@ -156,15 +163,15 @@ def read_both(
     Raise `UserError` if one is no conversion of the other.
     """
     config = load_config(source)
-    tokens = read_tokens(load_tokenizer(source, config.vocab_size), text, count)
+    tokens = read_tokens(load_tokenizer(source, vocabulary_of(config)), text, count)
     note_foreign_code(Path(converted))
     converted_config = load_config(converted)
     if not is_interleaved(converted_config):
         check_iha(converted, converted_config)
-    if converted_config.vocab_size != config.vocab_size:
-        sizes = f"{converted_config.vocab_size} and {config.vocab_size}"
-        raise UserError(f"{converted} is no conversion of {source}: their vocabularies have the sizes {sizes}.")
-    if not torch.equal(tokens, read_tokens(load_tokenizer(converted, config.vocab_size), text, count)):
+    if vocabulary_of(converted_config) != vocabulary_of(config):
+        sizes = f"{vocabulary_of(converted_config)} and {vocabulary_of(config)}"
+        raise UserError(f"{converted} is not a conversion of {source}: their vocabulary sizes are {sizes}.")
+    if not torch.equal(tokens, read_tokens(load_tokenizer(converted, vocabulary_of(config)), text, count)):
         raise UserError(f"The tokenizer in {converted} cuts the text into other tokens than the one in {source}.")
     return config, converted_config, tokens
 
@@ -193,8 +200,8 @@ def verify(
     new_tokens = max_new_tokens
     if length < tokens:
         new_tokens = min(new_tokens, length // 2)
-        how = f"it is verified on {length}, of which it decodes {new_tokens}, and compared beyond them"
-        print(f"The windows of {converted} make it exact for sequences of at most {length} tokens: {how}.")
+        how = f"The check uses {length} tokens and decodes the last {new_tokens}. Longer inputs are only compared."
+        print(f"Because of its windows, {converted} is exact only for up to {length} tokens. {how}")
     prompt = ids[: length - new_tokens]
 
     print(f"1 of 4: reading {source}", flush=True)
@@ -220,7 +227,7 @@ def verify(
         print(f"{name:12}{result.max_logit_difference:14.2e}{result.mean_kl:14.2e}{greedy:>10}  {verdict}")
     if length < tokens:
         largest, divergence = compare_logits(reference.logits[length:], logits[length:])
-        print(f"{f'after {length}':12}{largest:14.2e}{divergence:14.2e}{'':10}  another function, by its windows")
+        print(f"{f'after {length}':12}{largest:14.2e}{divergence:14.2e}{'':10}  differs, as expected from its windows")
     if json is not None:
         figures = {name: asdict(result) | {"passed": result.passed} for name, result in results.items()}
         write_json(json, {"tokens": length, **figures})

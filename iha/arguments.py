@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,15 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def json_object(text: str) -> dict:
+    """Return the JSON object in a word of the command line."""
+    with suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"per_head\": true}}'")
+
+
 def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the arguments of `convert`. Raise `UserError`."""
     parser = converter_parser(
@@ -63,7 +73,7 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add = parser.add_argument
     # `check_attention` says why another kind is refused.
     add("--kind", metavar="KIND", default="iha", help=f"attention kind: {', '.join(KINDS)} (default: iha)")
-    add("--options", type=json.loads, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
+    add("--options", type=json_object, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
     add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
     add(
         "--schedule",
@@ -203,8 +213,10 @@ def push_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def check_push(directory: str | os.PathLike, repo_id: str, tag: str | None, create_pr: bool, **others) -> None:
     """Refuse arguments of `push` that cannot work. Raise `UserError`."""
     check_repo_id(repo_id)
+    if "/" not in repo_id:  # the card names what its code loads
+        raise UserError(f"{repo_id!r} lacks the name of its owner: expected one such as me/{repo_id}.")
     if not Path(directory).is_dir():
-        raise UserError(f"{directory} is no directory: expected a saved model.")
+        raise UserError(f"{directory} is not a directory: expected a saved model.")
     if not Path(directory, "config.json").is_file():
         raise UserError(f"{directory} holds no config.json: expected a saved model directory.")
     if tag is not None and create_pr:
@@ -216,7 +228,9 @@ def check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise UserError(f"{repo_id!r} is no name of a repository, such as me/smollm2-iha: {one_line(error)}") from None
+        raise UserError(
+            f"{repo_id!r} is not a valid repository name, such as me/smollm2-iha: {one_line(error)}"
+        ) from None
 
 
 def pull_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -370,7 +370,7 @@ def update(directory: Path, name: str | None = None, results: dict | None = None
     if results is not None:
         if results["checkpoint"] != fingerprint(directory):
             raise UserError(f"The results are of another checkpoint than {directory}: evaluate this one.")
-        card = with_results(card, name or directory.name, results)
+        card = with_results(card, name or directory.resolve().name, results)
     with whole_file(path) as temporary:
         temporary.write_text(card, encoding="utf-8")
 

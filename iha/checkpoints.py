@@ -47,7 +47,7 @@ from modeling_iha.configuration_iha import MAX_LAYERS
 
 
 # The names of tokenizer files start with one of these (Transformers, SentencePiece, BPE and Mistral).
-_TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
+TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 
 # A word in the advice of other libraries that no command here can follow -> the text that replaces the advice.
 _ADVICE = {
@@ -136,13 +136,14 @@ def _unread(file: str, config: PreTrainedConfig) -> list[str]:
                 unread.append(f"rope.dimension_count={stated}")
     if getattr(config, "sliding_window", None) is None and header.get("attention.sliding_window") not in off:
         unread.append("attention.sliding_window")
-    if getattr(config, "attention_bias", None) is False:
-        unread += [name for name in names if "attn_" in name and name.endswith(".bias")][:1]
+    for field, part in (("attention_bias", ".attn_"), ("mlp_bias", ".ffn_")):
+        if getattr(config, field, None) is False:
+            unread += [name for name in names if part in name and name.endswith(".bias")][:1]
     return unread
 
 
-def load_config_dict(source: str | os.PathLike) -> dict:
-    """Return the entries of the config.json of `source`, a directory or a Hub id of any model.
+def load_config_dict(source: str | os.PathLike, revision: str | None = None) -> dict:
+    """Return the entries of the config.json of `source`, a directory or a Hub id of any model, at a revision.
 
     Raise `UserError`.
     """
@@ -150,26 +151,26 @@ def load_config_dict(source: str | os.PathLike) -> dict:
     with _refusing(f"{source} has no usable configuration"):
         if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
             raise UserError(f"it holds no {CONFIG_NAME}.")
-        entries = read_json(str(cached_file(location, CONFIG_NAME)), _Entries)
+        entries = read_json(str(cached_file(location, CONFIG_NAME, revision=revision)), _Entries)
         if elsewhere := code_elsewhere(entries):
             what = ", ".join(elsewhere)
             raise UserError(f"{what} would load what is not in the checkpoint. Remove this from its {CONFIG_NAME}.")
     return entries
 
 
-def _optional_file(location: str, name: str) -> str | None:
+def _optional_file(location: str, name: str, revision: str | None = None) -> str | None:
     """Return the local path of a file of a directory or Hub id, or `None` if the checkpoint has no such file."""
-    return cached_file(location, name, _raise_exceptions_for_missing_entries=False)
+    return cached_file(location, name, revision=revision, _raise_exceptions_for_missing_entries=False)
 
 
-def check_no_adapter(source: str | os.PathLike) -> None:
+def check_no_adapter(source: str | os.PathLike, revision: str | None = None) -> None:
     """Refuse a checkpoint with a LoRA adapter, because Transformers would load the base that the adapter names.
 
     Raise `UserError`.
     """
     location = find_source(source).location
     with _refusing(f"{source} has no usable configuration"):
-        adapter = _optional_file(location, "adapter_config.json")
+        adapter = _optional_file(location, "adapter_config.json", revision)
     if adapter is not None:
         raise UserError(
             f"{source} holds a LoRA adapter (adapter_config.json), and a load would take the base model that it "
@@ -275,7 +276,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
     model, info = loaded
     check_filled(info, source)
     _check_tied(model, source)
-    check_finite(model.named_parameters(), source)
+    check_finite(model.state_dict().items(), source)  # the buffers of the mixing hold its start
     return model
 
 
@@ -316,7 +317,7 @@ def lacks_tokenizer(source: str | os.PathLike) -> bool:
     Transformers builds some tokenizers without any file, and these know no word.
     """
     path = Path(source).expanduser()
-    return path.is_dir() and not any(file.name.startswith(_TOKENIZER_FILES) for file in path.iterdir())
+    return path.is_dir() and not any(file.name.startswith(TOKENIZER_FILES) for file in path.iterdir())
 
 
 def vocabulary_of(config: PreTrainedConfig) -> int:

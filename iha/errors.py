@@ -28,6 +28,8 @@ def run_cli(main: Callable[[], object]) -> None:
     """
     if not sys.stderr.isatty():  # a log would keep every state of a progress bar
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for Transformers too, if it is imported later
+        if "huggingface_hub" in sys.modules:
+            sys.modules["huggingface_hub"].utils.disable_progress_bars()
         if "transformers" in sys.modules:
             sys.modules["transformers"].utils.logging.disable_progress_bar()
     if not sys.warnoptions:
@@ -70,7 +72,9 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
         extras = "serve" if name == "uvicorn" else "scripts,evaluation"
         how = f'pip install "modeling-iha[{extras}]"; in a checkout give -e ".[{extras}]"'
         return f"the package {name} is not installed: {how}."
-    ours = [call for call in traceback.extract_tb(error.__traceback__) if "site-packages" not in call.filename]
+    calls = traceback.extract_tb(error.__traceback__)
+    # In an installation our own files are in site-packages too.
+    ours = [call for call in calls if "site-packages" not in call.filename] or calls
     doing = " ".join([Path(arguments[0]).name, *arguments[1:]])
     place = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}"
     what = f"{doing:.300} failed in {place}: {type(error).__name__}: {one_line(error):.500}; --traceback shows more"

@@ -157,6 +157,8 @@ def _temporary_sibling(dst: Path) -> Iterator[Path]:
         check_new_directory(dst)  # another run may have finished since
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
+        if dst.is_dir():  # an empty one, which may be private
+            temporary.chmod(stat.S_IMODE(dst.stat().st_mode))
         try:
             yield temporary
         finally:

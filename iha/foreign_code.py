@@ -63,7 +63,7 @@ def foreign_code(directory: Path) -> list[str]:
     modules = set()
     for name, entries in configs.items():
         elsewhere += [f"{entry} in {name}" for entry in code_elsewhere(entries)]
-        for reference in _references(entries):
+        for reference in references(entries):
             if "--" in reference:
                 elsewhere.append(f"{reference} in {name}")
             else:
@@ -86,7 +86,7 @@ def code_elsewhere(entries: dict) -> list[str]:
     return [f"{key} {value!r}" for key, value in kernels] + [key for key in entries if key == "configuration_files"]
 
 
-def _references(entries: dict) -> Iterator[str]:
+def references(entries: dict) -> Iterator[str]:
     """Yield the classes that `auto_map` names, at any depth: a tokenizer has two."""
     for key, value in _entries(entries):
         if key == "auto_map":

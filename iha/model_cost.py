@@ -43,7 +43,11 @@ def ffn(config: IHAConfig, tokens: int) -> Cost:
     inner = config.intermediate_size
     bias = config.mlp_bias
     cost = linear(tokens, hidden, inner, bias) + linear(tokens, inner, hidden, bias)
-    return cost + linear(tokens, hidden, inner, bias) if config.gated_mlp else cost
+    if config.gated_mlp:
+        cost += linear(tokens, hidden, inner, bias)
+    if config.mlp_gate_groups is not None:
+        cost += linear(tokens, hidden, config.mlp_gate_groups)
+    return cost
 
 
 def head(config: IHAConfig, tokens: int) -> Cost:
@@ -85,5 +89,6 @@ def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:
     """Return the config with "mha" in every layer, and with the layer type `everywhere` if it is given."""
     fields = {**config.to_dict(), "attention_kinds": "mha", "attention_options": None}
     if everywhere is not None:
-        fields |= {"layer_types": everywhere, "sliding_window": None}
+        rope = config.rope_of(everywhere)  # only the one of these layers, if each layer type has its own
+        fields |= {"layer_types": everywhere, "sliding_window": None, "rope_parameters": rope}
     return IHAConfig(**fields)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from iha.errors import UserError, one_line
@@ -69,11 +69,11 @@ def locate(source: str | os.PathLike) -> Source:
     if path.is_dir():
         for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
             if file.suffix in LOADED and not file.is_file():
-                raise UserError(f"{file} is no file, or a link to none: remove it, or fetch what it stood for.")
+                raise UserError(f"{file} is not a file, or is a broken link: remove it, or download the file again.")
         return Source(name, str(path))
     if path.parent != Path() and path.parent.is_dir():  # asking the Hub takes a minute without a network
         there = f"{path.parent} is one: expected a directory in it, or a Hub id such as org/name."
-        raise UserError(f"{source} is no directory, and {there}")
+        raise UserError(f"{source} is not a directory, and {there}")
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -91,11 +91,13 @@ def check_on_hub(source: str) -> None:
         return
     try:
         get_hf_file_metadata(hf_hub_url(source, "config.json"))
+    except GatedRepoError:
+        raise UserError(f"{source} is gated: ask for access on its page, and log in (hf auth login).") from None
     except RepositoryNotFoundError:
         hidden = "or shows it to nobody without a token (hf auth login)"
-        raise UserError(f"{source} is no directory, and the Hub has no such model, {hidden}.") from None
+        raise UserError(f"{source} is not a directory, and the Hub has no such model, {hidden}.") from None
     except HfHubHTTPError:
         pass  # such as a server that is busy, which Transformers asks again, or a repository without that file
     except Exception as error:  # its type depends on the library that holds the connection
-        wrong = f"{source} is no directory, and the Hub does not answer: {one_line(error)}"
+        wrong = f"{source} is not a directory, and the Hub does not answer: {one_line(error)}"
         raise UserError(f"{wrong}. Give a directory, or a Hub id and a network.") from error

@@ -3,15 +3,15 @@
 Small models learn the bytes of the text. Each form learns at its best rate, on the same rows and seeds, as
 research/experiments/protocol.py says; the last tenth of the text is held out. The arms are:
 
-- `windows`: four layers in five have windows of N / 16 tokens. The other arms are compared with it, or without it with
-  the first arm of this list.
+- `windows`: four layers in five have windows of N / 16 tokens. The other arms are compared with it. If it is left out,
+  they are compared with the first given arm of this list.
 - `short_windows`: windows of N / 64 tokens with RoPE positions times 4.
 - `mha`: ordinary attention in every layer.
 - `paired`: paired heads (P = 4) with windows of N / 16 virtual tokens.
 - `iha`: the paper's schedule (P = 4).
 
 An arm takes about ten minutes of one core at size "tiny" (267,968 parameters). The sizes "small", "medium" and "large"
-have 1, 4 and 16 million parameters, and "large" needs a GPU. A run that was stopped goes on.
+have 1, 4 and 16 million parameters, and "large" needs a GPU. The same command resumes a run that was interrupted.
 
 example: python -m research.compare --arms windows mha paired iha --text train.txt --size tiny --seeds 3
 """
@@ -21,12 +21,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from iha.errors import run_cli
+from iha.errors import UserError, run_cli
 from iha.files import read_json
 from iha.step_memory import of_training
 from research.experiments import paired_heads
 from research.experiments.language_models import config_of
 from research.experiments.options import path_from_root
+from research.experiments.protocol import LEAST_SEEDS
 
 
 # Arm -> the variant of research/experiments/paired_heads.py.
@@ -74,10 +75,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model (tiny)")
     parser.add_argument("--tokens", type=int, default=256, help="length of rows, N, in bytes (256)")
     parser.add_argument("--steps", type=int, help="of training (400 to 800, by size)")
-    parser.add_argument("--seeds", type=int, default=3, help="(3)")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="most seeds (3); from 6 on fewer if the intervals are narrow"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
-    parser.add_argument("--output", type=path_from_root, default=Path("outputs/compare"), help="(outputs/compare)")
+    parser.add_argument("--output", type=path_from_root, help="(outputs/compare/TEXT-SIZE-TOKENS)")
     args = parser.parse_args(argv)
+    if args.seeds < LEAST_SEEDS:
+        raise UserError(f"--seeds {args.seeds}: expected at least {LEAST_SEEDS}.")
+    if args.output is None:
+        args.output = Path("outputs/compare", f"{Path(args.text).stem}-{args.size}-{args.tokens}")
     arms = sorted(set(args.arms), key=list(ARMS).index)
     words = ["--kinds", *(ARMS[arm] for arm in arms), "--text", args.text, "--device", args.device]
     words += ["--width", SIZES[args.size], "--tokens", args.tokens, "--most-seeds", args.seeds]

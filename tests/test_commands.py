@@ -117,7 +117,7 @@ cli.main()
 def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
-    with pytest.raises(UserError, match="outputs/final is no directory, and outputs is one: expected"):
+    with pytest.raises(UserError, match="outputs/final is not a directory, and outputs is one: expected"):
         find_source("outputs/final")
     for name in ("gpt2", "me/outputs"):
         source = locate(name)
@@ -128,12 +128,15 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
     ("words", "said"),
     [
         (["convert", "--nosuch"], "usage: iha convert"),
-        (["convert", "nosuch", "out", "--num-pseudo-heads", "2"], "Error: nosuch is no directory, and the Hub does"),
+        (
+            ["convert", "nosuch", "out", "--num-pseudo-heads", "2"],
+            "Error: nosuch is not a directory, and the Hub does",
+        ),
         (["convert", "nosuch", "out"], "Error: kind 'iha' with num_pseudo_heads=None"),
         (["convert", "nosuch", "out", "--kind", "paired_heads"], "Error: kind='paired_heads' has no exact start from"),
         (["verify", "nosuch", "out", "--tokens", "1"], "Error: max_new_tokens=64: expected"),
-        (["push", "nosuch", "me/iha"], "Error: nosuch is no directory: expected"),
-        (["push", ".", "/me/iha", "--dry-run"], "Error: '/me/iha' is no name of a repository"),
+        (["push", "nosuch", "me/iha"], "Error: nosuch is not a directory: expected"),
+        (["push", ".", "/me/iha", "--dry-run"], "Error: '/me/iha' is not a valid repository name"),
         (["pull", "me/iha", "."], "is the current directory"),
         (["cost", "--preset", "nosuch", "--tokens", "2"], "Error: --preset nosuch: expected one of"),
     ],

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, save_tiny_source, shards, tiny_tokenizer
 
 from conversion_scripts import convert_dcformer_to_iha, convert_llama_to_iha
+from iha import errors
 from iha.errors import run_cli
 from iha.files import new_directory
 
@@ -249,3 +250,22 @@ def test_a_signal_leaves_nothing(number, start, tmp_path):
     os.kill(process.pid, number)
     process.join(30)
     assert process.exitcode == 128 + number and not list(tmp_path.iterdir())
+
+
+def test_a_defect_of_an_installed_package_is_one_line(tmp_path, capsys):
+    """Raise an exception where every file is in site-packages."""
+    file = tmp_path / "site-packages" / "command.py"
+    code = compile("def fail():\n    raise KeyError('lost')\n", file, "exec")
+    names = {}
+    exec(code, names)
+    error = pytest.raises(KeyError, names["fail"]).value
+    error.__traceback__ = error.__traceback__.tb_next
+    explained = errors._explained(error, ["iha cost"])
+    assert "failed in command.py, line 2: KeyError" in explained
+
+
+def test_a_private_directory_stays_private(tmp_path):
+    (tmp_path / "out").mkdir(mode=0o700)
+    with new_directory(tmp_path / "out") as directory:
+        (directory / "file").touch()
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700

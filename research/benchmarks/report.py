@@ -83,7 +83,8 @@ def commit_of(result: dict) -> str:
     commit = result["commit"].removesuffix("-dirty")
     command = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", "modeling_iha"]
     has_changed = subprocess.run(command, capture_output=True).returncode == 1  # more than 1 without git or the commit
-    return f"commit {commit[:7]}" + " (`modeling_iha` has changed since)" * has_changed
+    dirty = " with local changes" if result["commit"].endswith("-dirty") else ""
+    return f"commit {commit[:7]}{dirty}" + " (`modeling_iha` has changed since)" * has_changed
 
 
 def benchmark_lines(name: str, result: dict) -> list[str]:

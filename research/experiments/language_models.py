@@ -116,7 +116,8 @@ def train(
     """
     held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
     tokens, steps = size["tokens"], size["steps"]
-    starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS).long()
+    # In float32 the places in a long text would be rounded.
+    starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS, dtype=torch.float64).long()
     validation = rows_of(text, starts, tokens)
 
     def loss() -> torch.Tensor:

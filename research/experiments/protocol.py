@@ -2,8 +2,9 @@
 
 1. Every variant learns at the best rate that was found for it on TUNING_SEED, which is not used again, and its mixing
    modules at the best multiple of that rate. What was tried is kept.
-2. On every seed all variants start from the weights that they share with the first, and read the same rows in the same
-   order.
+   The loss that tuning looks at is on the same held-out rows as the results, with another seed.
+2. On every seed all variants start from the weights that they share with the "mha" model of that size, and read the
+   same rows in the same order.
 3. There are at least FEWEST_SEEDS, and more until the 95% interval of each difference from the first variant is no
    wider than the smallest effect worth having to both sides, or there are `--most-seeds`. This rule looks at the width
    of the intervals and not at the differences, so that it favours no result. But it stops where they happen to be
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from iha.errors import UserError
+from iha.errors import UserError, refusing
 from iha.files import sole_writer
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing_weights import mixing_parameters
@@ -183,6 +184,10 @@ def compare_tuned(
     if args.most_seeds < LEAST_SEEDS:
         raise UserError(f"--most-seeds {args.most_seeds}: expected at least {LEAST_SEEDS}.")
 
+    for name in args.kinds:
+        with refusing(f"{name} cannot be built at this size", Exception):
+            config_of(name)
+
     def result(name: str, seed: int, rate: float, mixing: float) -> dict:
         path = args.output / f"{name}-{rate:g}-{mixing:g}-{seed}.json"
         return run_once(path, partial(run, name, seed, rate, mixing), setting)
@@ -208,7 +213,9 @@ def end(run: dict) -> float:
 def widest(runs: dict[str, list[dict]]) -> float:
     """Return the largest half width of the intervals of the differences from the first variant; 0 if there is one."""
     base, *others = [[end(run) for run in of_variant] for of_variant in runs.values()]
-    return max((differences(losses, base)["half_width"] or math.inf for losses in others), default=0.0)
+    widths = (differences(losses, base)["half_width"] for losses in others)
+    # One seed has no interval, and runs that diverged have one that is no number.
+    return max((math.inf if width is None or not math.isfinite(width) else width for width in widths), default=0.0)
 
 
 def loss_at(curve: list, step: float) -> float:

@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from helpers import IHA_CODE, LOCAL_ROPE, last_line, random_model, small_config
+from helpers import IHA_CODE, LOCAL_ROPE, decoder, last_line, random_ids, random_model, small_config, uncached_logits
 from tiny_sources import (
     CHAT_TEMPLATE,
     OTHER_SOURCES,
@@ -51,7 +51,7 @@ from iha.arguments import KINDS
 from iha.checkpoints import load_model, smollm2_gguf
 from iha.errors import UserError
 from iha.processes import load_in_clean_process, run_in_clean_process
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, pair_heads
 from modeling_iha.exact_start import last_pseudo_head
 from modeling_iha.mixing_weights import values
 
@@ -491,6 +491,26 @@ def test_verify_refuses_a_control_that_passes(converted, monkeypatch, cli):
     assert code == 1 and "control with a broken parameter passed" in last_line(err)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"attention_kinds": kind} for kind in ("mha", "iha", "paired_heads", "diff", "dcmha", "multi_token")),
+        {"attention_kinds": "multi_token", "attention_options": {"multi_token": {"head_mixing": None}}},
+    ],
+    ids=str,
+)
+def test_every_control_breaks_something(fields):
+    model = random_model(small_config(**fields))
+    tokens = random_ids(1, 9)
+    before = uncached_logits(model, tokens)
+    verify_conversion.break_one_parameter(model)
+    assert (uncached_logits(model, tokens) - before).abs().max() > 1e-3
+    paired = pair_heads(decoder("llama"), 2)
+    before = uncached_logits(paired, tokens)
+    verify_conversion.break_one_parameter(paired)
+    assert (uncached_logits(paired, tokens) - before).abs().max() > 1e-3
+
+
 def test_verify_a_hybrid_within_its_window(tmp_path, cli):
     source = save_tiny_source(tmp_path / "source")
     options = ("--num-pseudo-heads", 2, "--schedule", "hybrid", "--window", 24, "--dtype", "bfloat16")
@@ -500,9 +520,9 @@ def test_verify_a_hybrid_within_its_window(tmp_path, cli):
     source.bfloat16().save_pretrained(tmp_path / "source")
     check = (verify_conversion, tmp_path / "source", tmp_path / "iha", "--json", tmp_path / "figures.json")
     code, out, err = cli(*check, "--tokens", 60, "--max-new-tokens", 20)
-    assert code == 0 and "verified on 24, of which it decodes 12" in out, err
+    assert code == 0 and "uses 24 tokens and decodes the last 12" in out, err
     assert "exact up to rounding, for 24 tokens" in out
-    [beyond] = re.findall(r"^after 24 +(\S+).*another function", out, re.MULTILINE)
+    [beyond] = re.findall(r"^after 24 +(\S+).*differs, as expected from its windows", out, re.MULTILINE)
     assert float(beyond) > 0.01 and json.loads((tmp_path / "figures.json").read_text())["tokens"] == 24
 
 
@@ -550,6 +570,7 @@ def test_back_conversion_command(road, travel, tmp_path, cli):
     [
         ("llama", "rope_freqs.weight", lambda file: file.add_tensor("rope_freqs.weight", np.ones(4, np.float32))),
         ("llama", "blk.0.attn_q.bias", lambda file: file.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32))),
+        ("llama", "blk.0.ffn_up.bias", lambda file: file.add_tensor("blk.0.ffn_up.bias", np.ones(24, np.float32))),
         ("qwen2", "rope.scaling.factor", lambda file: file.add_rope_scaling_factor(4.0)),
         ("phi3", "attention.sliding_window", lambda file: file.add_sliding_window(2047)),
         ("phi3", "rope.dimension_count=6", lambda file: file.add_rope_dimension_count(6)),
@@ -583,6 +604,28 @@ def test_a_source_without_a_tokenizer_converts_there_and_back(tmp_path, cli):
         assert code == 0 and "holds no tokenizer" in err, err
         assert not list(arguments[1].glob("tokenizer*"))
     assert_equal_logits(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "back")), logits(source))
+
+
+@pytest.mark.parametrize("scale, dtype, stored", [(1e5, "float16", "inf"), (1e-8, "float16", "0")])
+def test_a_scale_that_the_dtype_cannot_hold_is_refused(scale, dtype, stored, tmp_path, cli):
+    save_tiny_source(tmp_path / "source")
+    options = ("--num-pseudo-heads", 2, "--mixing-scale", scale, "--dtype", dtype)
+    code, _, err = cli(convert_llama_to_iha, tmp_path / "source", tmp_path / "iha", *options)
+    assert code == 1 and f"is {stored} in torch.float16: choose another number" in last_line(err), err
+
+
+def test_options_are_an_object(tmp_path, cli):
+    for text in ('{"a": 1', "[1]"):
+        code, _, err = cli(convert_llama_to_iha, "source", tmp_path / "iha", "--options", text)
+        assert code == 2 and "is not a JSON object, such as" in err
+
+
+def test_no_number_of_the_mixing_is_nan(tmp_path, converted):
+    """Look at the starts of the mixing too, which are buffers."""
+    broken = shutil.copytree(converted / "iha", tmp_path / "broken")
+    edit_weights(broken, lambda weights: weights["model.layers.0.self_attn.v_mix.weight_start"].fill_(torch.nan))
+    with pytest.raises(UserError, match="v_mix.weight_start of .* holds NaN or infinity"):
+        load_model(broken)
 
 
 # Real weights

@@ -12,7 +12,7 @@ from tiny_sources import edit_config, edit_weights, tiny_tokenizer
 from transformers import AutoModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from conversion_scripts import serve
+from conversion_scripts import serve, served_models
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
@@ -84,6 +84,21 @@ def test_what_would_be_served_otherwise_than_it_says_is_refused(change, error, c
     monkeypatch.setattr("sys.argv", ["serve", str(tmp_path / "iha"), "--port", "0"])
     with pytest.raises(UserError, match=error):
         serve.main()
+
+
+def test_every_name_but_that_of_a_gguf_file_is_checked(checkpoint, tmp_path, monkeypatch):
+    """Check a directory that is named after such a file, and a model of the Hub at the revision that is loaded."""
+    edit_config(shutil.copytree(checkpoint, tmp_path / "model.gguf-v2"), _attn_implementation="org/kernel")
+    with pytest.raises(UserError, match="'org/kernel' would load what is not"):
+        served_models.check_served(str(tmp_path / "model.gguf-v2"))
+    read = []
+    for name in ("check_no_adapter", "load_config_dict"):
+        monkeypatch.setattr(served_models, name, lambda source, revision: read.append((source, revision)))
+    served_models.check_served("org/name:Q4.gguf")
+    assert read == []
+    served_models.check_served("org/name@v1")
+    served_models.check_served("org/name", "v2")
+    assert read == [("org/name", "v1")] * 2 + [("org/name", "v2")] * 2
 
 
 def build_as_a_server(config, core):

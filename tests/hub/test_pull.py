@@ -102,7 +102,7 @@ def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull):
 
 
 def test_a_name_that_the_hub_does_not_have_is_asked_for_once(hub):
-    with pytest.raises(UserError, match="me/nothing is no directory, and the Hub has no such model"):
+    with pytest.raises(UserError, match="me/nothing is not a directory, and the Hub has no such model"):
         load_config("me/nothing")
     assert [method for method, path in hub.calls if "me/nothing" in path] == ["HEAD"]
 

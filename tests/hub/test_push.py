@@ -112,6 +112,34 @@ def test_only_the_checkpoint_and_weights_that_are_loaded_are_listed(directory):
     assert set(checkpoint_files(directory)[0]) == expected
 
 
+def test_what_a_load_reads_beside_the_model_is_listed(directory):
+    """List processors, tokenizers of other libraries, and the code of a map with lists."""
+    for name in ("processor_config.json", "preprocessor_config.json", "tekken.json", "spiece.model"):
+        (directory / name).write_text("{}")
+    names, _ = checkpoint_files(directory)
+    assert {"processor_config.json", "preprocessor_config.json", "tekken.json", "spiece.model"} <= set(names)
+    entries = json.loads((directory / "config.json").read_text())
+    entries["auto_map"] |= {"AutoTokenizer": ["modeling_iha.IHAModel", None], "AutoProcessor": "org/name--other.Class"}
+    (directory / "config.json").write_text(json.dumps(entries))
+    assert checkpoint_files(directory)[0] == names
+
+
+def test_no_file_from_elsewhere_is_published(directory, tmp_path):
+    (tmp_path / "id_rsa").write_text("secret")
+    (directory / "LICENSE").symlink_to(tmp_path / "id_rsa")
+    with pytest.raises(UserError, match="LICENSE is a link to a file outside of"):
+        checkpoint_files(directory)
+    snapshot = tmp_path / "cache" / "snapshots" / "commit"  # as the Hub's cache has them
+    blobs = tmp_path / "cache" / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for file in directory.iterdir():
+        if file.is_file() and file.name != "LICENSE":
+            shutil.copy(file, blobs / file.name)
+            (snapshot / file.name).symlink_to(blobs / file.name)
+    assert "config.json" in checkpoint_files(snapshot)[0]
+
+
 def test_dry_run_prints_the_upload_and_stays_off_the_network(hub, push):
     out = push("--tag", "v1", "--dry-run")
     assert hub.calls == []

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 import iha.kinds.iha
 from iha import cost as cost_command
 from iha import model_cost as cost
+from iha.cards import render_card
 from iha.errors import UserError
 from iha.step_memory import Counter, of_training
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
@@ -30,6 +31,7 @@ VARIANTS = {
         "tie_word_embeddings": True,
     },
     "hybrid": {"attention_kinds": ["iha", "mha"], "head_dim": 12},
+    "mgate FFN": {"mlp_gate_groups": 4},
     "mha": {"attention_kinds": "mha"},
     "paired heads": {"attention_kinds": "paired_heads"},
     "diff_v2": {"attention_kinds": "diff_v2", "attention_bias": True},
@@ -248,3 +250,12 @@ def test_the_memory_of_a_training_step_is_that_of_a_real_one(checkpointing):
             optimizer.zero_grad()
     assert counted.peak == pytest.approx(counter.peak, rel=0.05)
     assert counted.gradients == pytest.approx(sum(weight.nbytes for weight in model.parameters()), rel=0.02)
+
+
+def test_a_rope_for_each_layer_type_is_that_of_the_layers_it_is_compared_with():
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    ropes = {"full_attention": rope, "sliding_attention": {**rope, "rope_type": "linear", "factor": 0.25}}
+    config = small_config(**WINDOWS, attention_kinds="mha", rope_parameters=ropes)
+    assert cost.with_mha(config, "full_attention").rope_parameters == rope
+    assert cost.with_mha(config).rope_parameters == ropes
+    assert "| ratio |" in render_card(config, "name")

@@ -24,7 +24,7 @@ def test_a_table_of_earlier_code_is_marked(tmp_path, monkeypatch):
     first, second, third = [commit(name) for name in ("modeling_iha/a.py", "README.md", "modeling_iha/a.py")]
     marked = " (`modeling_iha` has changed since)"
     assert report.commit_of({"commit": first}) == f"commit {first[:7]}{marked}"
-    assert report.commit_of({"commit": f"{second}-dirty"}) == f"commit {second[:7]}{marked}"
+    assert report.commit_of({"commit": f"{second}-dirty"}) == f"commit {second[:7]} with local changes{marked}"
     assert report.commit_of({"commit": third}) == f"commit {third[:7]}"
     assert report.commit_of({"commit": "unknown"}) == "commit unknown"
     assert report.commit_of({}) == "commit not recorded"
