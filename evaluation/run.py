@@ -14,6 +14,7 @@ examples:
 
 import argparse
 import hashlib
+import os
 import platform
 import sys
 import time
@@ -152,7 +153,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
             f"{', '.join(runs_code)} would run programs that the model writes: give {run_code.FLAG}, in a container "
             f"or with bubblewrap installed, or name the other tasks with --tasks."
         )
-    args.output = args.output or Path("outputs/evaluation") / Path(args.model).name
+    # The path in full: the model may be "." or "..".
+    args.output = args.output or Path("outputs/evaluation") / Path(os.path.abspath(args.model)).name
     return args
 
 
@@ -256,6 +258,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         },
     }
     results["ruler"] = report.ruler_means(results["tasks"])
+    (args.output / "results.json").unlink(missing_ok=True)  # figures of earlier samples do not stand beside new ones
     for name, rows in samples.items():
         write_jsonl(args.output / f"samples_{name}.jsonl", kept_samples(rows))
     print(report.write(results, args.output))

@@ -10,8 +10,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from iha.errors import UserError, run_cli
-from iha.files import new_directory
+from iha.errors import UserError, refusing, run_cli
+from iha.files import check_new_directory, new_directory
 
 
 # The special tokens of sft/chat_templates: the first one pads, and the last one ends a text.
@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--vocab-size {args.vocab_size}: expected at least {least}, the bytes and special tokens.")
     if not args.text.is_file():
         raise UserError(f"{args.text}: no such file.")
-    tokenizer = train_tokenizer(args.text, args.vocab_size)
+    check_new_directory(args.dst)  # before the minutes of training
+    with refusing(f"{args.text} is not text in UTF-8", Exception):  # the library's own type has no other base
+        tokenizer = train_tokenizer(args.text, args.vocab_size)
     with new_directory(args.dst) as directory:
         tokenizer.save_pretrained(directory)
     print(f"Wrote {args.dst}, {len(tokenizer):,} tokens")

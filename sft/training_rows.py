@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, SFTTrainer
 
+from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
 from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import RunArguments, evaluates
@@ -190,6 +191,25 @@ def _check_kept(what: str, rows: Rows | None, kept: Rows | None, is_packed: bool
             f"{dropped} of {len(rows)} {what} have no token to learn within max_length={max_length}: raise "
             "max_length, or remove the rows."
         )
+
+
+def check_length(trainer: SFTTrainer) -> None:
+    """Refuse rows that are longer than the model's context, where `max_length` cuts none. Raise `UserError`.
+
+    The rows of a stream are not looked at.
+    """
+    positions = positions_of(trainer.model.config)
+    if trainer.args.max_length is not None or positions is None:
+        return
+    for rows in (trainer.train_dataset, trainer.eval_dataset):
+        if rows is None or isinstance(rows, IterableDataset):
+            continue
+        longest = max(map(len, rows["input_ids"]))
+        if longest > positions:
+            raise UserError(
+                f"a row has {longest} tokens, and the model {positions} positions: set max_length, or "
+                "max_position_embeddings with a rope_theta for that length."
+            )
 
 
 def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:

@@ -18,7 +18,7 @@ from modeling_iha import IHAForCausalLM
 from sft.arguments import RunArguments
 from sft.data import check_chat_template, load_rows, to_messages
 from sft.trainer import SFTRecipeTrainer
-from sft.training_rows import check_cut, check_rows, hold_out_first
+from sft.training_rows import check_cut, check_length, check_rows, hold_out_first
 from sft.training_rows import training_rows as rows_of_run
 
 
@@ -357,3 +357,13 @@ def test_bits_per_byte_are_those_of_all_tokens(tmp_path):
         expected += torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
     bits = trainer.evaluate()["eval_bits_per_byte"]
     assert bits == pytest.approx(expected / math.log(2) / trainer.eval_bytes, rel=1e-4)
+
+
+def test_rows_beyond_the_models_context_are_refused(tmp_path):
+    path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}]), byte_tokenizer()
+    _, args = run_of(path, tmp_path, max_length=None, assistant_only_loss=False)
+    trainer = trainer_of(args, Dataset.from_dict({"text": ["a", "b" * 200]}), tokenizer)
+    check_length(trainer)
+    trainer.model.config.max_position_embeddings = 200
+    with pytest.raises(UserError, match="a row has 201 tokens, and the model 200 positions: set max_length"):
+        check_length(trainer)
