@@ -66,17 +66,20 @@ def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
 
 
 def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
-    """Remove incomplete checkpoints later than the one to resume from, and refuse complete ones. Raise `UserError`.
+    """Refuse complete checkpoints later than the one to resume from. Raise `UserError`.
 
-    The rotation of checkpoints would take the one with the most steps for the newest, and remove those of this run.
+    The rotation of checkpoints would take the one with the most steps for the newest, and remove those of this run. If
+    the run resumes in this directory, later checkpoints that a stopped save left incomplete are removed. Directories
+    in that of a new run may be somebody else's and are left alone.
     """
     step = 0 if checkpoint is None else step_of(checkpoint)
     later = [path for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) > step]
     whole = sorted(path.name for path in later if (path / RECORD).exists())
     if whole:
         raise UserError(f"{output} holds later checkpoints than {checkpoint}: move {', '.join(whole)} away.")
-    for path in later:
-        shutil.rmtree(path)
+    if checkpoint is not None and checkpoint.parent == output:
+        for path in later:
+            shutil.rmtree(path)
 
 
 def step_of(checkpoint: Path) -> int:

@@ -142,6 +142,14 @@ def test_a_run_does_not_continue_with_another_batch_or_before_its_last_checkpoin
         train.main(command(tiny, rows_file, tmp_path / "again", **from_checkpoint))
 
 
+def test_checkpoints_of_others_are_left_alone(tiny, rows_file, tmp_path):
+    """Begin a run where another tool has left a checkpoint."""
+    (tmp_path / "run" / "checkpoint-100").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoint-100" / "model.safetensors").write_text("theirs")
+    train.main(command(tiny, rows_file, tmp_path / "run", max_steps=2, save_total_limit=None))
+    assert (tmp_path / "run" / "checkpoint-100" / "model.safetensors").read_text() == "theirs"
+
+
 # One run in one directory
 
 
