@@ -117,13 +117,13 @@ def relation_more() -> list[Number]:
     return [*(each / seconds["mha"] for each in seconds.values()), ahead[0], ahead[-1], curves["iha"][0][0][3]]
 
 
-PAIRED = ("paired_heads", "paired_heads_1024_512_cuda", "paired_heads_prose")
+PAIRED = ("paired_heads", "paired_heads_512_128", "paired_heads_1024_512_cuda", "paired_heads_prose")
 
 
 def paired_more() -> list[Number]:
     """Return what the wider models' section says: differences at each evaluation, and the tuning of "iha_4"."""
-    tried = [loss for _, _, loss in rows(PAIRED[1], "variant")["iha_4"]["tried"]]
-    losses = {name: [[loss for _, loss in run] for run in of] for name, of in table(PAIRED[1])["runs"].items()}
+    tried = [loss for _, _, loss in rows(PAIRED[2], "variant")["iha_4"]["tried"]]
+    losses = {name: [[loss for _, loss in run] for run in of] for name, of in table(PAIRED[2])["runs"].items()}
     at_each = [zip(*losses[name]) for name in ("paired_4", "global_local")]
     return [*tried, *(pair(differences(ours, theirs)) for ours, theirs in zip(*at_each))]
 
