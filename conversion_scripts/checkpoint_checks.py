@@ -78,7 +78,9 @@ def _refuse_outside(directory: Path, files: list[Path]) -> None:
     The snapshots of the Hub's cache are links to its folder "blobs".
     """
     whole = directory.resolve()
-    inside = (whole, whole.parent.parent / "blobs")
+    inside = [whole]
+    if whole.parent.name == "snapshots":
+        inside.append(whole.parent.parent / "blobs")
     for file in files:
         if not any(file.resolve().is_relative_to(folder) for folder in inside):
             raise UserError(f"{file} is a link to a file outside of {directory}: put the file itself there.")

@@ -38,13 +38,12 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
         # From the cache, and not into the directory itself: what was transferred outlives a call that is stopped.
         shutil.copytree(api.snapshot_download(repo_id, revision=info.sha), temporary, dirs_exist_ok=True)
         found = api.verify_repo_checksums(repo_id, revision=info.sha, local_dir=temporary)
+        advice = f"remove it from the cache (hf cache rm model/{repo_id}) and pull again"
         if found.extra_paths:
-            advice = f"remove it from the cache (hf cache rm model/{repo_id}) and pull again"
             raise UserError(
                 f"{', '.join(found.extra_paths)} is in the cache of {repo_id} and not on the Hub: {advice}."
             )
         if damaged := [mismatch["path"] for mismatch in found.mismatches] + found.missing_paths:
-            advice = f"remove it from the cache (hf cache rm model/{repo_id}) and pull again"
             raise UserError(f"{', '.join(damaged)} of {repo_id} differs from the Hub's checksum: {advice}.")
         try:
             checkpoint_files(temporary)

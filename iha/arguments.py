@@ -189,7 +189,7 @@ def push_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = new_parser(
         "Publish a saved model directory on the Hugging Face Hub: only the files of the checkpoint, in one commit. "
         "Weights, code and card are checked first, and the model is loaded in a process without this package. Log in "
-        "before: hf auth login.",
+        "beforehand: hf auth login.",
         "smollm2-iha me/smollm2-iha --private --dry-run",
     )
     add = parser.add_argument

@@ -89,12 +89,13 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     num_pseudo_heads = virtual_tokens_per_token(config)
     make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config)
     make_token_mask = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
+    if num_pseudo_heads == 1 and kwargs["q_length"] == 1:
+        return make_token_mask()  # a new token has no first keys
     may_skip = kwargs.get("allow_is_causal_skip", True)
     if core == "sdpa" and may_skip and _may_need_no_mask(attention_mask, **kwargs):
         # Transformers decides this from shapes. The first keys are found from values, for which a GPU would wait.
-        of_tokens = make_token_mask()
-        if of_tokens is None or (num_pseudo_heads == 1 and kwargs["q_length"] == 1):
-            return of_tokens
+        if make_token_mask() is None:
+            return None
     # The vision and audio towers of a model do not have the field, and take Transformers' own masks.
     if core == "sdpa" and hasattr(config, "num_pseudo_heads"):
         first_keys = first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)

@@ -22,7 +22,7 @@ from sft.base_model import start_config
 from sft.data import loading, sources
 from sft.make_model import start_tokenizer
 from sft.trainer import RECORD
-from sft.training_rows import check_splits, evaluation_source
+from sft.training_rows import check_splits
 
 
 Section = dict[str, Any]
@@ -69,12 +69,9 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     check_splits(run, args)
     recipe = {name: value for name, value in (asdict(run) | args.to_dict()).items() if name not in _UNRECORDED}
     recipe["chat_template"] = None if template is None else hashlib.sha256(template.encode()).hexdigest()
-    held_out = evaluation_source(run, args)
     record = {
         "data": {"name": run.dataset_name, **identify_data(run.dataset_name, run.dataset_config)},
-        "held_out": {}
-        if held_out is None
-        else {"name": held_out.name, **identify_data(held_out.name, held_out.config)},
+        "held_out": identify_data(run.eval_dataset_name) if run.eval_dataset_name else {},
         "base_model": identify_start(run, args),
         "recipe": recipe,
         "processes": args.world_size,

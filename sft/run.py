@@ -7,7 +7,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from transformers import TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from iha.errors import UserError
 from iha.files import new_directory, read_json, sole_writer, write_json
@@ -16,7 +15,14 @@ from sft.arguments import RunArguments
 from sft.distributed import check_launch, whole_model
 from sft.record import Record, compare_records, make_record
 from sft.results import FINAL, card, write_curves
-from sft.trainer import RECORD, NotFiniteError, RecipeTrainer, newest_whole_checkpoint
+from sft.trainer import (
+    RECORD,
+    NotFiniteError,
+    RecipeTrainer,
+    checkpoints_after,
+    newest_whole_checkpoint,
+    step_of,
+)
 
 
 @contextmanager
@@ -72,20 +78,13 @@ def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
     the run resumes in this directory, later checkpoints that a stopped save left incomplete are removed. Directories
     in that of a new run may be somebody else's and are left alone.
     """
-    step = 0 if checkpoint is None else step_of(checkpoint)
-    later = [path for path in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) > step]
+    later = checkpoints_after(0 if checkpoint is None else step_of(checkpoint), output)
     whole = sorted(path.name for path in later if (path / RECORD).exists())
     if whole:
         raise UserError(f"{output} holds later checkpoints than {checkpoint}: move {', '.join(whole)} away.")
-    if checkpoint is not None and checkpoint.parent == output:
+    if checkpoint is not None and checkpoint.resolve().parent == output.resolve():
         for path in later:
             shutil.rmtree(path)
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step of a checkpoint by the name of its directory, or 0 if this has none."""
-    step = checkpoint.name.rpartition("-")[2]
-    return int(step) if step.isdigit() else 0
 
 
 def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) -> None:
@@ -97,11 +96,9 @@ def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) ->
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     steps = trainer.state.global_step
     if steps < trainer.state.max_steps or steps == 0:
-        reason = (
-            "Give the same command again to continue."
-            if steps
-            else "The rows do not fill one batch, or max_steps is 0: lower per_device_train_batch_size, or raise it."
-        )
+        reason = "Give the same command again to continue."
+        if steps == 0:
+            reason = "Lower per_device_train_batch_size if the rows do not fill one batch, or raise max_steps."
         raise UserError(
             f"Training ended after {steps} of {trainer.state.max_steps} steps, so there is no final model. {reason}"
         )

@@ -33,12 +33,20 @@ class NotFiniteError(UserError):
     """Report a loss or gradient that is NaN or infinite."""
 
 
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by the name of its directory, or 0 if this has none."""
+    step = checkpoint.name.rpartition("-")[2]
+    return int(step) if step.isdigit() else 0
+
+
+def checkpoints_after(step: int, output_dir: str | Path) -> list[Path]:
+    """Return the checkpoints in `output_dir` of later steps than `step`, incomplete ones included."""
+    return [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) > step]
+
+
 def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
     """Return the last checkpoint in `output_dir` that is complete, or None. Print those that are skipped."""
-    paths = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    by_step = {path.name.rpartition("-")[2]: path for path in paths}
-    for step in sorted(filter(str.isdigit, by_step), key=int, reverse=True):
-        path = by_step[step]
+    for path in sorted(checkpoints_after(0, output_dir), key=step_of, reverse=True):
         if (path / RECORD).exists():
             return path
         PartialState().print(f"Passing over {path}: {RECORD} is missing, which is written last.", flush=True)

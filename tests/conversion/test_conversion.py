@@ -505,7 +505,10 @@ def test_every_control_breaks_something(fields):
     before = uncached_logits(model, tokens)
     verify_conversion.break_one_parameter(model)
     assert (uncached_logits(model, tokens) - before).abs().max() > 1e-3
-    paired = pair_heads(decoder("llama"), 2)
+
+
+def test_a_control_breaks_a_paired_decoder():
+    paired, tokens = pair_heads(decoder("llama"), 2), random_ids(1, 9)
     before = uncached_logits(paired, tokens)
     verify_conversion.break_one_parameter(paired)
     assert (uncached_logits(paired, tokens) - before).abs().max() > 1e-3
