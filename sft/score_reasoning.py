@@ -106,10 +106,9 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
         tokenizer.pad_token = tokenizer.eos_token
     check_positions(model, tokenizer, prompts, max_new_tokens)
     texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
-    # Only the end tokens of the checkpoint's own settings: a penalty for repetition would not be greedy.
-    ends = model.generation_config.eos_token_id
-    pad = tokenizer.pad_token_id
-    greedy = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=ends, pad_token_id=pad)
+    # Keep only the end tokens of the checkpoint's own settings: with a penalty for repetition it would not be greedy.
+    # `generate` takes from the model's settings what its arguments leave open.
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     replies = []
     for start in tqdm(range(0, len(texts), batch_size), desc="Answering", unit="batch"):
         inputs = tokenizer(
@@ -122,7 +121,9 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
         output = model.generate(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
-            generation_config=greedy,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
         )
         replies += tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return replies

@@ -198,3 +198,12 @@ def test_replies_do_not_depend_on_the_batch(tiny):
     alone = score_reasoning.generate_replies(model, tokenizer, prompts, 1, 12)
     assert together == alone
     assert len(set(together)) == 3
+
+
+def test_replies_are_greedy_whatever_the_checkpoint_asks_for(tiny):
+    model, tokenizer = random_model(IHAConfig.from_pretrained(tiny)), with_template("smollm2.jinja")
+    prompts = [[{"role": "user", "content": "1+1?"}]]
+    expected = score_reasoning.generate_replies(model, tokenizer, prompts, 1, 12)
+    model.generation_config.repetition_penalty = 50.0
+    model.generation_config.no_repeat_ngram_size = 1
+    assert score_reasoning.generate_replies(model, tokenizer, prompts, 1, 12) == expected
