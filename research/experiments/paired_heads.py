@@ -89,7 +89,7 @@ SIZES = {
     512: sized(width=512, ffn=1408, layers=5, heads=8, tokens_per_step=32768, steps=400),  # for a GPU
 }
 # The rate at which the tuning of a size begins, where it is not FIRST_RATE.
-BEGIN_AT = {512: 1e-3}
+BEGIN_AT = {256: 1e-3, 512: 1e-3}
 EFFECT = 0.01  # nats per byte
 WARM_STEPS, TIMED_STEPS, TIMED_ROUNDS = 3, 10, 11
 LINES = {  # of the plot by time
