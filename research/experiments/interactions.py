@@ -7,16 +7,19 @@ Constructed, with layers of the package: self-attention for this target (Theorem
 where only agents of the same label collide (Section 5); HyperAttention of order 3 for any function of three
 (Theorem G.4, without sharing).
 
-Learned, from one-hot and from sinusoidal embeddings: the error on new rows (Theorems 4.4 and 4.6), with fewer and more
-agents (Theorem 4.8), and how far the interaction T[m, n] = (x_m C x_n) (x_n w) is from the constructed one (Corollary
-4.9). It takes a minute.
+Learned, from random weights: the same three, self-attention from one-hot and from sinusoidal embeddings, and two
+layers of self-attention where only agents of the same label collide, which Remark F.6 says they cannot represent.
+Errors are mean squares, as shares of the variance of the target: of training (Theorems 4.4 and G.7), on new rows
+(Theorem 4.6), and with fewer and more agents (Theorem 4.8). For self-attention also how far the interaction
+T[m, n] = (x_m C x_n) (x_n w) is from the constructed one (Corollary 4.9). It takes ten minutes.
 
 example: python -m research.experiments.interactions
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -31,7 +34,9 @@ from research.experiments.study import begin, points, run_once, spread, write
 
 CELLS, REACH, LABELS = 12, 2, 4
 AGENTS, OTHER_NUMBERS = 20, (2, 5, 10, 40)
-ROWS, STEPS, RATE = 512, 3000, 3e-2
+ROWS, STEPS = 512, 3000
+ONE_LAYER, TWO_LAYERS = 3e-2, 1e-3  # rates of Adam; two layers diverge at the first
+HEADS = 4  # of each of two layers
 
 
 def window() -> torch.Tensor:
@@ -40,19 +45,22 @@ def window() -> torch.Tensor:
     return -(torch.minimum(apart, CELLS - apart) <= REACH).double()
 
 
-def layer_of(kind: str, width: int, channels: int, **options) -> BareAttention:
-    """Return a linear layer of one head, whose weights are zero."""
+def layer_of(kind: str, width: int, channels: int, heads: int = 1, **options) -> BareAttention:
+    """Return a linear layer, whose weights are zero."""
     options = {kind: {**options, "linear": True}}
-    layer = BareAttention(kind, width, 1, channels, "eager", attention_options=options).double()
+    layer = BareAttention(kind, width, heads, channels, "eager", attention_options=options).double()
     with torch.no_grad():
         for weight in layer.parameters():
             weight.zero_()
     return layer
 
 
-def attend(layer: BareAttention, x: torch.Tensor) -> torch.Tensor:
+def attend(layers: Sequence[BareAttention], x: torch.Tensor) -> torch.Tensor:
     """Return the first channel of the outputs, [rows, agents]. Every agent sees all."""
-    return layer(x, torch.ones(1, 1, x.shape[1], x.shape[1], dtype=torch.bool))[..., 0]
+    mask = torch.ones(1, 1, x.shape[1], x.shape[1], dtype=torch.bool)
+    for layer in layers:
+        x = layer(x, mask)
+    return x[..., 0]
 
 
 def embedding(name: str) -> torch.Tensor:
@@ -64,81 +72,159 @@ def embedding(name: str) -> torch.Tensor:
     return waves / waves.norm(dim=0)
 
 
+# Rows of a task: the embedded agents [rows, agents, width], and the targets [rows, agents]
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+def collisions(name: str, rows: int, agents: int) -> Rows:
+    """Draw agents that collide with each other, by an embedding of their cells."""
+    cells = torch.randint(CELLS, (rows, agents))
+    effects = window()[cells[:, :, None], cells[:, None]]  # [rows, agents, agents]
+    return embedding(name)[cells], effects.sum(dim=2)
+
+
+def collisions_by_label(rows: int, agents: int) -> Rows:
+    """Draw agents that collide with those of their own label, as one-hot labels and cells side by side."""
+    cells, labels = torch.randint(CELLS, (rows, agents)), torch.randint(LABELS, (rows, agents))
+    effects = window()[cells[:, :, None], cells[:, None]] * (labels[:, :, None] == labels[:, None])
+    x = torch.cat((torch.eye(LABELS)[labels], torch.eye(CELLS)[cells]), dim=2)
+    return x.double(), effects.sum(dim=2)
+
+
+def effect_of_three() -> torch.Tensor:
+    """Return the effect of two labels on a third, a random function [LABELS, LABELS, LABELS]."""
+    return torch.randn(LABELS, LABELS, LABELS, generator=torch.Generator().manual_seed(0)).double()
+
+
+def triples(rows: int, agents: int) -> Rows:
+    """Draw agents with one-hot labels, on which each pair of agents has an effect."""
+    labels = torch.randint(LABELS, (rows, agents))
+    effects = effect_of_three()[labels[:, :, None, None], labels[:, None, :, None], labels[:, None, None]]
+    return torch.eye(LABELS).double()[labels], effects.sum(dim=(2, 3))
+
+
+class Task(NamedTuple):
+    """Hold the layers that learn a target, the rows by number of rows and of agents, and the rate of Adam."""
+
+    layers: list[BareAttention]
+    draw: Callable[[int, int], Rows]
+    rate: float = ONE_LAYER
+
+
+def self_attention(name: str) -> Task:
+    """Return a layer of self-attention, which is HyperFeatureAttention of order 1, for an embedding."""
+    return Task([layer_of("hyper_feature", CELLS, CELLS, orders=1)], partial(collisions, name))
+
+
+def hyper_feature_attention() -> Task:
+    return Task([layer_of("hyper_feature", LABELS + CELLS, 2 * CELLS, orders=2)], collisions_by_label)
+
+
+def hyper_attention() -> Task:
+    """Return a layer with a channel for each pair of labels of the second and the third agent."""
+    return Task([layer_of("hyper", LABELS, LABELS**2, order=3, sharing=False)], triples)
+
+
+def two_layers() -> Task:
+    """Return two layers of self-attention in the place of one of HyperFeatureAttention."""
+    width, head_dim = LABELS + CELLS, LABELS + CELLS
+    first = layer_of("hyper_feature", width, head_dim, HEADS, orders=1)
+    second = layer_of("hyper_feature", HEADS * head_dim, head_dim, HEADS, orders=1)
+    return Task([first, second], collisions_by_label, TWO_LAYERS)
+
+
+TASKS = {
+    "self-attention, one-hot": partial(self_attention, "one-hot"),
+    "self-attention, sinusoidal": partial(self_attention, "sinusoidal"),
+    "HyperFeatureAttention, order 2": hyper_feature_attention,
+    "two layers of self-attention": two_layers,
+    "HyperAttention, order 3": hyper_attention,
+}
+
+
 @torch.no_grad()
 def constructed(seed: int) -> dict[str, float]:
     """Return the largest error of each construction."""
-    draw = torch.Generator().manual_seed(seed)
-    cells, labels = (torch.randint(high, (64, AGENTS), generator=draw) for high in (CELLS, LABELS))
-    apart = window()[cells[:, :, None], cells[:, None]]  # [rows, agents, agents]
-    pairs = layer_of("hyper_feature", CELLS, CELLS, orders=1)
-    pairs.layer.q_proj.weight.copy_(window() * CELLS**0.5)
-    pairs.layer.k_proj.weight.copy_(torch.eye(CELLS))
-    pairs.layer.v_proj.weight[0] = 1
-    found = {"self-attention": (attend(pairs, torch.eye(CELLS).double()[cells]), apart.sum(dim=2))}
+    torch.manual_seed(seed)
+    one, features, three = self_attention("one-hot"), hyper_feature_attention(), hyper_attention()
+    layer = one.layers[0].layer
+    layer.q_proj.weight.copy_(window() * CELLS**0.5)
+    layer.k_proj.weight.copy_(torch.eye(CELLS))
+    layer.v_proj.weight[0] = 1
 
-    features = layer_of("hyper_feature", LABELS + CELLS, 2 * CELLS, orders=2)
-    query, key = features.layer.q_proj.weight, features.layer.k_proj.weight
-    query[:LABELS, :LABELS] = torch.eye(LABELS).double() * CELLS**0.5
-    key[:LABELS, :LABELS] = torch.eye(LABELS)
-    query[CELLS:, LABELS:] = window() * CELLS**0.5
-    key[CELLS:, LABELS:] = torch.eye(CELLS)
-    features.layer.v_proj.weight[0, :LABELS] = 1
-    x = torch.cat((torch.eye(LABELS).double()[labels], torch.eye(CELLS).double()[cells]), dim=2)
-    same = labels[:, :, None] == labels[:, None]
-    found["HyperFeatureAttention, order 2"] = (attend(features, x), (apart * same).sum(dim=2))
+    layer = features.layers[0].layer
+    layer.q_proj.weight[:LABELS, :LABELS] = torch.eye(LABELS).double() * CELLS**0.5
+    layer.k_proj.weight[:LABELS, :LABELS] = torch.eye(LABELS)
+    layer.q_proj.weight[CELLS:, LABELS:] = window() * CELLS**0.5
+    layer.k_proj.weight[CELLS:, LABELS:] = torch.eye(CELLS)
+    layer.v_proj.weight[0, :LABELS] = 1
 
-    # A channel for each pair of labels of the second and the third agent
-    effect = torch.randn(LABELS, LABELS, LABELS, generator=draw).double()
-    triples = layer_of("hyper", LABELS, LABELS**2, order=3, sharing=False)
-    triples.layer.q_proj.weight.copy_(effect.flatten(1).T * LABELS)
-    second, third = triples.layer.k_proj.weight.chunk(2)
+    layer = three.layers[0].layer
+    layer.q_proj.weight.copy_(effect_of_three().flatten(1).T * LABELS)
+    second, third = layer.k_proj.weight.chunk(2)
     second.copy_(torch.eye(LABELS).repeat_interleave(LABELS, dim=0))
     third.copy_(torch.eye(LABELS).repeat(LABELS, 1))
-    for values in triples.layer.v_proj.weight.chunk(2):
+    for values in layer.v_proj.weight.chunk(2):
         values[0] = 1
-    exact = effect[labels[:, :, None, None], labels[:, None, :, None], labels[:, None, None]].sum(dim=(2, 3))
-    found["HyperAttention, order 3"] = (attend(triples, torch.eye(LABELS).double()[labels]), exact)
-    return {name: (output - target).abs().max().item() for name, (output, target) in found.items()}
+
+    tasks = {
+        "self-attention": one,
+        "HyperFeatureAttention, order 2": features,
+        "HyperAttention, order 3": three,
+    }
+    errors = {}
+    for name, task in tasks.items():
+        x, target = task.draw(64, AGENTS)
+        errors[name] = (attend(task.layers, x) - target).abs().max().item()
+    return errors
 
 
-def learned(name: str, seed: int) -> dict:
-    """Train self-attention by Adam; return mean squared errors, and that of the interaction T."""
-    torch.manual_seed(seed)
-    layer, vectors = layer_of("hyper_feature", CELLS, CELLS, orders=1), embedding(name)
+def interaction_error(layer: BareAttention, name: str) -> torch.Tensor:
+    """Return the mean square of how far the interaction of learned self-attention is from the constructed one."""
     query, key, value = (layer.layer.get_submodule(f"{each}_proj").weight for each in "qkv")
-    for weight in (query, key, value):
-        torch.nn.init.normal_(weight, std=CELLS**-0.5)
+    vectors = embedding(name)
+    scores = (vectors @ query.T) @ (vectors @ key.T).T * CELLS**-0.5
+    return (scores * (vectors @ value[0]) - window()).square().mean()
 
-    def error(cells: torch.Tensor) -> torch.Tensor:
-        target = window()[cells[:, :, None], cells[:, None]].sum(dim=2)
-        return (attend(layer, vectors[cells]) - target).square().mean()
 
-    rows = torch.randint(CELLS, (ROWS, AGENTS))
-    optimizer = torch.optim.Adam(layer.parameters(), lr=RATE)
+def learned(name: str, seed: int) -> dict[str, float]:
+    """Train the layers of a task by Adam, and return their errors."""
+    torch.manual_seed(seed)
+    layers, draw, rate = TASKS[name]()
+    weights = [weight for layer in layers for weight in layer.parameters()]
+    for weight in weights:
+        torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    x, target = draw(ROWS, AGENTS)
+    optimizer = torch.optim.Adam(weights, lr=rate)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for _ in range(STEPS):
+        batch = torch.randint(ROWS, (32,))
         optimizer.zero_grad()
-        loss = error(rows[torch.randint(ROWS, (32,))])
-        loss.backward()
+        (attend(layers, x[batch]) - target[batch]).square().mean().backward()
         optimizer.step()
         schedule.step()
+
+    def error(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (attend(layers, x) - target).square().mean() / target.var()
+
     with torch.no_grad():
-        scores = (vectors @ query.T) @ (vectors @ key.T).T * CELLS**-0.5
-        interaction = scores * (vectors @ value[0])
-        errors = {"training": error(rows), "new rows": error(torch.randint(CELLS, (ROWS, AGENTS)))}
-        errors |= {f"{count} agents": error(torch.randint(CELLS, (ROWS, count))) for count in OTHER_NUMBERS}
-        errors["interaction"] = (interaction - window()).square().mean()
+        errors = {"training": error(x, target), "new rows": error(*draw(ROWS, AGENTS))}
+        errors |= {f"{agents} agents": error(*draw(ROWS, agents)) for agents in OTHER_NUMBERS}
+        if name.startswith("self-attention"):
+            errors["interaction"] = interaction_error(layers[0], name.removeprefix("self-attention, "))
         return {name: value.item() for name, value in errors.items()}
 
 
 def plot(table: dict) -> Figure:
     """Plot the errors of the learned layers."""
-    message = "Linear self-attention learns which agents collide, also for other numbers of agents than in training"
-    figure, (axes,) = plots.panels(message, height=3.2)
+    message = "Each layer learns its own interactions; two layers of self-attention do not learn those of labels"
+    figure, (axes,) = plots.panels(message, height=4)
     names = list(next(iter(table["learned"].values())))
-    series = {name: points([errors[each] for each in names]) for name, errors in table["learned"].items()}
+    series = {name: points([errors.get(each) for each in names]) for name, errors in table["learned"].items()}
     plots.dots(axes, names, series)
-    axes.set(xscale="log", xlabel="mean squared error, all seeds (lower is better)")
+    axes.set(
+        xscale="log", xlabel="mean squared error as a share of the target's variance, all seeds (lower is better)"
+    )
     return figure
 
 
@@ -149,8 +235,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     exact = [constructed(seed) for seed in args.seeds]
     found = {}
     with sole_writer(args.output):
-        for name in ("one-hot", "sinusoidal"):
-            paths = {seed: args.output / f"{name}-{seed}.json" for seed in args.seeds}
+        for name in TASKS:
+            file = name.replace(", ", "-").replace(" ", "-")
+            paths = {seed: args.output / f"{file}-{seed}.json" for seed in args.seeds}
             runs = [run_once(path, partial(learned, name, seed), {"steps": STEPS}) for seed, path in paths.items()]
             found[name] = {each: spread([run[each] for run in runs]) for each in runs[0]}
     largest = {name: max(errors[name] for errors in exact) for name in exact[0]}
