@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.interpolate import PchipInterpolator
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -219,9 +220,15 @@ def widest(runs: dict[str, list[dict]]) -> float:
 
 
 def loss_at(curve: list, step: float) -> float:
-    """Return the loss at a step, on a line between the evaluations around it."""
+    """Return the loss at a step, on a monotone cubic (PCHIP) through the evaluations.
+
+    Between two evaluations early in a run it is at most 0.002 nats per byte from the loss, and a line is up to 0.049
+    above it (docs/LOG.md, "Studies"). A run with an infinite loss has none: NaN.
+    """
     steps, losses = zip(*(point[:2] for point in curve))
-    return float(np.interp(step, steps, losses))
+    if not np.isfinite(losses).all():
+        return math.nan
+    return float(PchipInterpolator(steps, losses)(step))
 
 
 def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: Iterable[float]) -> dict[str, dict]:

@@ -91,6 +91,15 @@ def test_budgets_are_read_where_the_dearer_side_has_spent_what_the_cheaper_one_h
     assert [each["difference"]["mean"] for each in cheap.values()] == [0.5, -4.5, 0.5, -7.0]
 
 
+def test_a_loss_between_evaluations_lies_on_a_curve():
+    """Losses fall ever slower, so a line between two evaluations is above them."""
+    curve = [[step, math.exp(-step / 60)] for step in range(0, 401, 40)]
+    for step in (60, 100, 140, 380):
+        assert protocol.loss_at(curve, step) == pytest.approx(math.exp(-step / 60), rel=0.02)
+    assert protocol.loss_at(curve, 80) == curve[2][1]
+    assert math.isnan(protocol.loss_at([*curve[:-1], [400, math.inf]], 60))
+
+
 # Language models
 
 
