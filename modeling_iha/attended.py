@@ -21,12 +21,12 @@ from .virtual_core import virtual_heads_of
 class Attended(local):
     """Record, per thread, which modules called `virtual_attention`.
 
-    There are three kinds of records, because each fails in one case:
+    There are three records, because none works everywhere:
 
-    - `module` and `by_decoder` here: compiled code loses what it writes to them.
-    - `attended` of a module: threads that share the model overwrite it.
-    - `was_traced` of a module, set while Dynamo traces: for compiled code that recomputes a layer (activation
-      checkpointing) and sets none of the others."""
+    - `module` and `by_decoder` here do not work in compiled code, which loses what it writes to them.
+    - `attended` of a module does not work where threads share the model, because they overwrite it.
+    - `was_traced` of a module covers compiled code that recomputes a layer (activation checkpointing) and sets none of
+      the others. It is set while Dynamo traces, so it tells nothing of a single call."""
 
     module: nn.Module | None = None  # the module that attended last and is not checked yet
 
@@ -38,7 +38,8 @@ class Attended(local):
 ATTENDED = Attended()
 REPLACED = (
     "{} has interleaved heads and attended without them: the module, its forward or its attention core was replaced. "
-    "Use the model without the tool that did so, or apply remove_interleaving first."
+    "Use the model without the tool that did so, or apply remove_interleaving first. To choose a core, call "
+    "model.set_attn_implementation."
 )
 
 

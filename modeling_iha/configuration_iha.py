@@ -90,7 +90,9 @@ def _check_number(name: str, value: Any, where: str = "") -> None:
 
 
 def _expand_pattern(pattern: str | list, num_layers: int) -> list:
-    """Return one entry per layer for a single name or a short repeating pattern, and any other list as it is."""
+    """Return one entry per layer for a single name or a short repeating pattern, and any other list as it is.
+
+    A model of one layer gets the first entry of any list: so a preset's pattern serves it too."""
     pattern = [pattern] if isinstance(pattern, str) else list(pattern)
     # A pattern that repeats less than twice is more likely a list of the wrong length.
     if pattern and (2 * len(pattern) <= num_layers or num_layers == 1):
@@ -183,8 +185,8 @@ class IHAConfig(LlamaConfig):
             if not meant and any(words <= set(field.split("_")) for field in IHAConfig.__annotations__):
                 meant = [field for field in known if words <= set(field.split("_"))]
             if meant:
-                fields = " or ".join(map(repr, meant))
-                raise ValueError(f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {fields}?")
+                names = " or ".join(map(repr, meant))
+                raise ValueError(f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {names}?")
         if self.head_dim is None and (self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "

@@ -8,8 +8,8 @@ there are L = N * P. Such a mask takes O(N) memory. It has one of three layouts:
     shape                    made by                 describes
     [1, L, window, 0]        plain_window_mask       only a window: the shape holds it, and the tensor is empty
     [batch, 1, L, 1]         first_keys_of           documents, padding and a window
-    [batch, 1, L, window]    compiled_first_keys     the same in compiled code, for layers with a window: one column of
-                                                     first keys, expanded, so that the shape holds the window
+    [batch, 1, L, window]    compiled_first_keys     the same, made in compiled code for layers with a window. All
+                                                     columns are views of one; only their number says something.
 
 There is one exception to first_keys[v] <= u <= v. Compiled code cannot read values, so it does not know where padding
 lies. It gives a padding token the first key L, past the end of the row: the token sees no key, and SDPA returns zeros.

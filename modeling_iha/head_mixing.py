@@ -43,12 +43,7 @@ class Mixing(nn.Module):
                 "or its state_dict, not its parameters alone."
             )
         # At scale 1 the weight is the value and the start is zero; otherwise the reverse.
-        if self.initial_scale == 1:
-            target = weight
-            other = start
-        else:
-            target = start
-            other = weight
+        target, other = (weight, start) if self.initial_scale == 1 else (start, weight)
         init.copy_(target, value.to(weight).expand_as(weight))
         init.zeros_(other)
         init.constant_(scale, self.initial_scale)

@@ -102,6 +102,8 @@ def interleave_heads(
 
     Trainer, TRL, PEFT and `generate` still take the model. `save_pretrained` writes a checkpoint that loads with
     `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` where this package is not installed.
+    As in the base model, packed rows (`position_ids` that restart) are kept apart only without a cache: pass
+    `use_cache=False`, as TRL does.
 
     Args:
         model: any decoder of Transformers whose attention goes through its attention registry, also within a model
@@ -122,9 +124,9 @@ def interleave_heads(
     _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
     window = _window_in_tokens(model, sliding_window, num_pseudo_heads)
     # `probe` and `_attach` change the configuration. A model with a head therefore gets a copy of it. A model without
-    # a head may be part of a larger model that shares its configuration, so the shared object is changed in place. A
-    # known limit: the larger model then saves itself as interleaved, and most multimodal models cannot be loaded from
-    # that. Interleave the whole model instead.
+    # a head may be part of a larger model. Both must then read the same configuration, so it is changed in place and
+    # not copied. A known limit: the larger model then saves itself as interleaved, and most multimodal models cannot
+    # be loaded from that. Interleave the whole model instead.
     own_configs = configs_of(model)
     if _has_head(model):
         _copy_config(model)
@@ -158,14 +160,22 @@ def check_window(sliding_window: Any, expected: str) -> int | None:
     return sliding_window
 
 
-def _attach_exactly(model: PreTrainedModel, chosen: dict, expected: list[torch.Tensor], *options) -> None:
-    """Attach the mixing to the chosen modules; `options` are the further arguments of `_attach`.
+def _attach_exactly(
+    model: PreTrainedModel,
+    chosen: dict,
+    expected: list[torch.Tensor],
+    num_pseudo_heads: int,
+    collapse: str,
+    seed: int | None,
+    mixing_scale: float,
+) -> None:
+    """Attach the mixing to the chosen modules.
 
     Raise a ValueError, and detach it again, if the hidden states of the probe are not the `expected` ones."""
     config = model.config
     model_class = interleaved_class(_interleaved_class_name(model), config_class(config.model_type))
     try:
-        _attach(model, model_class, chosen, *options)
+        _attach(model, model_class, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
         difference = relative_difference(expected, probe(model))
         problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
     except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
@@ -303,6 +313,11 @@ def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, Attention
     if error is not None:
         model_type = model.config.model_type
         raise ValueError(f"{model_type} does not run with a padding mask and a cache: {one_line(error)}")
+    if not all(each.isfinite().all() for each in states):
+        raise ValueError(
+            f"{model.config.model_type} itself returns NaN or infinity for a padded batch: try another dtype or "
+            "attn_implementation."
+        )
     return calls, states
 
 

@@ -20,6 +20,7 @@ from .virtual_masks import (
     CREATE_MASK,
     LOWEST,
     VIRTUAL_KINDS,
+    check_mask_type,
     in_window,
     mask_over_virtual_tokens,
     register_masks,
@@ -41,7 +42,9 @@ def make_masks(
     Args:
         inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.
         attention_mask: [batch, cached + N], nonzero for real tokens, or a custom boolean or additive one
-            [batch, heads or 1, N, cached + N]. Sliding layers keep their window under a custom mask.
+            [batch, heads or 1, N, cached + N]. Sliding layers keep their window under a custom mask. So leave the
+            window to them: a token that the mask hides is hidden with all its pseudo-heads, and the layers' own window
+            shows some pseudo-heads of token n - W (see `virtual_mask`).
         cache: the cache before it takes the N tokens. Its sliding layers are made to keep the window's edge.
         position_ids: [batch or 1, N]. Where they do not increase by one, a packed document begins.
         default_positions: whether `position_ids` are the default ones, which declare no documents.
@@ -62,8 +65,9 @@ def make_masks(
     if default_positions and not is_tracing(inputs_embeds):
         # Transformers would search them for packed documents, and a GPU would wait for the answer.
         position_ids = None
-    # Cores such as those of vLLM make no masks.
-    name = register_masks(core) if core in ALL_MASK_ATTENTION_FUNCTIONS else core
+    # A core may have no function for masks. That serves models without virtual heads; otherwise it is an error.
+    makes_masks = core in ALL_MASK_ATTENTION_FUNCTIONS
+    name = register_masks(core) if makes_masks or num_pseudo_heads > 1 else core
     view: Any = Overlay(config, _attn_implementation=name)
 
     masks = {}
@@ -149,10 +153,13 @@ def check_inputs(
 ) -> None:
     """Raise a ValueError for packed documents that the core would silently join, and inputs that do not fit the cache.
 
+    A `BlockMask` raises one too.
+
     Documents are declared by `position_ids` [batch, N] that restart, or by `cu_seq_lens_q` among `kwargs`. There are
     cases in which Transformers does not look for them, and would join the documents. A jump forward begins a document
     for Transformers too, but is not refused, because no data collator makes one. The other arguments are those of
     `make_masks`."""
+    check_mask_type(attention_mask)
     _warn_flex_on_cpu(config, inputs_embeds)
     core = config._attn_implementation
     if not is_flash_attention_requested(config) and core not in ("eager", "flex_attention", "sdpa"):

@@ -418,6 +418,7 @@ def _prepare_decoder(
     if _is_users_mask(**kwargs):
         past = 0 if cache is None else cache.get_seq_length()
         mask = kwargs["attention_mask"]
+        _check_no_window(decoder, mask)
         kwargs["attention_mask"] = mask_over_virtual_tokens(mask, decoder.config.num_pseudo_heads, past, decoder.dtype)
     return args, kwargs
 
@@ -449,6 +450,20 @@ def _is_users_mask(attention_mask: Any = None, input_ids: Any = None, inputs_emb
     return inputs is not None and attention_mask.shape[2] == inputs.shape[1]
 
 
+def _check_no_window(decoder: PreTrainedModel, mask: torch.Tensor) -> None:
+    """Raise a ValueError for a user's mask [batch, 1, N, K] that would have to hold the window of the base model.
+
+    Such a mask hides a token with all its pseudo-heads, and the model's own window does not (see `virtual_mask`). The
+    difference is 0 at the exact start, and appears when the mixing learns."""
+    window = _window(decoder)
+    if window and mask.shape[-1] > window:
+        raise ValueError(
+            f"attention_mask [batch, 1, queries, keys] has {mask.shape[-1]} keys, more than the window of {window}: a "
+            "mask over tokens cannot hold the window of interleaved heads. Pass attention_mask [batch, tokens], or "
+            "position_ids that restart at each document."
+        )
+
+
 def _window(decoder: PreTrainedModel) -> int | None:
     return getattr(decoder.config.get_text_config(decoder=True), "sliding_window", None)
 
@@ -476,8 +491,8 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
 
 def base_model_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of Transformers from which `interleaved_class` made a class."""
-    # The first base is `InterleavedPreTrainedModel`. FSDP2 makes a subclass of (FSDPModule, interleaved class). For
-    # that one this returns the interleaved class, whose inherited method then calls this again and gets the base.
+    # The first base is `InterleavedPreTrainedModel`. FSDP2 makes a subclass of (FSDPModule, interleaved class), whose
+    # second base is the interleaved class. Callers then reach this function once more through that class.
     return model_class.__bases__[1]
 
 

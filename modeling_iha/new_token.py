@@ -82,10 +82,10 @@ def new_token_attention(
         query = query.view(batch, heads, num_pseudo_heads, 1, head_dim)
         if weights.rotation is not None:
             cos, sin = (table.to(fast_dtype) for table in weights.rotation)
-            rotated = rotate(query, cos.unsqueeze(1), sin.unsqueeze(1))  # R_i, [batch, H, i, 1, head_dim]
-            # R_j^T for every j: the tables of all j broadcast, [batch, H, i, j, head_dim].
+            rotated = rotate(query, cos.unsqueeze(1), sin.unsqueeze(1))  # R_i, [batch, H, P, 1, head_dim]
+            # R_j^T for every j: the tables of all j broadcast, [batch, H, P, P, head_dim].
             query = rotate(rotated, cos, -sin)
-        # [batch, m, H * i * j, head_dim]
+        # [batch, M, H * P * P, head_dim], one for each query pseudo-head i and key pseudo-head j
         absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
         parts = [_scores(absorbed, keys.to(fast_dtype)) for keys in key.split(slice_tokens, dim=2)]
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # `cat` copies one tensor too

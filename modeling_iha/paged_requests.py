@@ -71,7 +71,8 @@ class PagedRequests:
         positions = forward_kwargs["position_ids"][0]
         starts = forward_kwargs["cu_seq_lens_q"][:-1].long()
         lengths = forward_kwargs["cu_seq_lens_q"].diff()
-        past = positions[starts.clamp_max(len(positions) - 1)]  # a fork without new tokens may start at T
+        # A request that was forked from another and has no new token yet starts at T, one place past the end.
+        past = positions[starts.clamp_max(len(positions) - 1)]
         counts = _key_counts(config, past, lengths, forward_kwargs["cu_seq_lens_k"])
         ends = {layer_type: count.cumsum(0) for layer_type, count in counts.items()}
         self.num_keys = {layer_type: int(end[-1]) for layer_type, end in ends.items()}

@@ -4,8 +4,8 @@
 
 Virtual token (n, p) of virtual head i is head p * (H / P) + i of token n. Projections write [batch, N, H, head_dim],
 and [batch, N * P, H / P, head_dim] is a view of it, so only cached states are copied. The G key/value heads are paired
-in the same way. Virtual query head i reads virtual key head i // (H / G). Its P key heads are those that the P
-query heads of i would read in ordinary grouped-query attention.
+in the same way. Virtual query head i reads virtual key head i // (H / G). The P key heads of that virtual key head are
+the ones that the P query heads of i read in ordinary grouped-query attention.
 """
 
 from collections.abc import Callable

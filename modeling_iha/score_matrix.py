@@ -60,7 +60,7 @@ def query_blocks(query: torch.Tensor, size: int, first: int = 0) -> list[slice]:
 def query_offset(length: int, num_keys: int) -> int:
     """Return the position of the first of `length` queries among the keys, for attention without a mask.
 
-    A single query sees every key, and a longer input has no cached keys before it."""
+    Without a mask there are two cases: one new token, which sees every key, or a whole input without cached keys."""
     return num_keys - 1 if length == 1 else 0
 
 

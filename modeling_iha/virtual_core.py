@@ -18,7 +18,7 @@ from .first_keys import is_first_key_mask, narrower, plain_window
 from .interleaving import virtual_kwargs
 from .new_token import uses_new_token_path
 from .overlay import Overlay
-from .virtual_masks import in_window, token_mask, virtual_tokens_per_token
+from .virtual_masks import check_mask_type, in_window, token_mask, virtual_tokens_per_token
 from .windows import StockCore, first_key_attention, window_attention
 
 
@@ -122,7 +122,7 @@ def _attend_over_virtual_tokens(
     if window_in_tokens is not None:
         kwargs["sliding_window"] = narrower(window_in_tokens, kwargs.get("sliding_window"))
     if kwargs.get("s_aux") is not None:
-        kwargs["s_aux"] = stock.module.sinks
+        kwargs["s_aux"] = stock.module.sinks  # flash cores take the sinks as an argument: those raised by log P
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
 
     has_dense_mask = attention_mask is not None and not is_first_key_mask(attention_mask)
@@ -213,7 +213,9 @@ def stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
 
 
 def _check_mask(core: str, mask: Any):
-    """Raise a ValueError for a mask that the core would ignore."""
+    """Raise a ValueError for a mask that the core would ignore, or cannot take."""
+    if core != "flex_attention":
+        check_mask_type(mask)
     if "flash" in core and isinstance(mask, torch.Tensor) and mask.ndim == 4:
         raise ValueError(
             f"attn_implementation={core!r} takes no custom mask [batch, 1, queries, keys]: pass attention_mask "

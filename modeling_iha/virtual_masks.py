@@ -81,12 +81,14 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
 
     With a window of W tokens, pseudo-head p of token n sees the last W * P virtual tokens up to itself. In terms of
-    tokens, it sees pseudo-heads 0 to p of every token that n sees. It sees p + 1 to P - 1 of every earlier token that
-    n - 1 sees, if n - 1 is in the same document. With a window this second part reaches token n - W, which n itself
-    does not see.
+    tokens, it sees pseudo-heads 0 to p of every token that n sees. Of the pseudo-heads after p it sees those of the
+    earlier tokens that n - 1 sees, if n - 1 is in the same document: with a window these reach one token further back,
+    to n - W.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (first_keys.py)."""
     num_pseudo_heads = virtual_tokens_per_token(config)
+    if attention_mask is not None:
+        attention_mask = attention_mask.expand(kwargs["batch_size"], -1)  # one row may stand for all
     make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config)
     make_token_mask = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     if num_pseudo_heads == 1 and kwargs["q_length"] == 1:
@@ -96,7 +98,7 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
         # Transformers decides this from shapes. The first keys are found from values, for which a GPU would wait.
         if make_token_mask() is None:
             return None
-    # The vision and audio towers of a model do not have the field, and take Transformers' own masks.
+    # Only decoders have this field. Vision and audio towers get Transformers' own mask below.
     if core == "sdpa" and hasattr(config, "num_pseudo_heads"):
         first_keys = first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
         if first_keys is not None:
@@ -170,9 +172,8 @@ def in_window(mask: Any, window: int | None) -> Any:
         raise ValueError("flex_attention takes no sliding_window of interleaved layers: use sdpa, eager or flash.")
     if is_first_key_mask(mask) or mask.ndim == 2:
         return mask  # their cores take the window as an argument
-    # The layers of a model share one window, so the cached result needs no window to identify it.
-    made = getattr(mask, "in_window", None)
-    if made is not None:
+    made_for, made = getattr(mask, "in_window", (None, None))
+    if made_for == window:
         return made
     length, width = mask.shape[-2:]
     device = mask.device
@@ -184,7 +185,7 @@ def in_window(mask: Any, window: int | None) -> Any:
     recent = places > own - window
     made = mask & recent if mask.dtype == torch.bool else mask.masked_fill(~recent, torch.finfo(mask.dtype).min)
     if not is_tracing(mask):
-        mask.in_window = made
+        mask.in_window = (window, made)
     return made
 
 
@@ -193,8 +194,10 @@ def mask_over_virtual_tokens(
 ) -> torch.Tensor:
     """Return a user's mask over tokens [batch, heads or 1, N, K] as an additive one over virtual tokens.
 
-    The mask does not order the virtual tokens of one token, so they stay causal. `past` tokens are cached. A boolean
-    mask becomes one of `dtype`. Raise a ValueError for a mask of another shape or dtype."""
+    A token that the mask hides is hidden with all its pseudo-heads. So a window in the mask is not that of
+    `virtual_mask`, which shows some pseudo-heads of token n - W. The mask does not order the virtual tokens of one
+    token, so they stay causal. `past` tokens are cached. A boolean mask becomes one of `dtype`. Raise a ValueError for
+    a mask of another shape or dtype."""
     if mask.ndim != 4 or mask.dtype not in (torch.bool, *LOWEST):
         raise ValueError(
             f"attention_mask is {mask.dtype} {list(mask.shape)}: pass one [batch, tokens], or a boolean or additive "
@@ -208,6 +211,12 @@ def mask_over_virtual_tokens(
     key = torch.arange(mask.shape[-1], device=mask.device)
     later = (key > query) & (key // num_pseudo_heads == query // num_pseudo_heads)
     return mask.masked_fill(later, LOWEST[mask.dtype])
+
+
+def check_mask_type(mask: Any) -> None:
+    """Raise a ValueError for a `BlockMask` of the user's, which is over tokens and cannot be read."""
+    if isinstance(mask, BlockMask):
+        raise ValueError("attention_mask is a BlockMask: pass one [batch, tokens], or [batch, 1, queries, keys].")
 
 
 def check_causal(config: PreTrainedConfig, is_causal: bool | None = None, **kwargs) -> None:

@@ -69,7 +69,8 @@ def first_key_attention(
 
     - a plain window: PyTorch's FlashAttention on a GPU in half precision, and elsewhere `window_attention`
     - compiled code whose mask has the window in its shape: blocks of all rows in one call
-    - other compiled code, at most MIN_BLOCK keys, and compiled masks that hide padding: a dense mask
+    - a dense mask in three cases: other compiled code; at most MIN_BLOCK keys; a mask that compiled code made and that
+      hides padding
     - documents on a GPU in half precision: PyTorch's FlashAttention
     - rows of one document: `window_attention`
     - other documents: `window_attention` for one after the other
@@ -93,6 +94,7 @@ def first_key_attention(
         window = narrower(width, sliding_window)
         if length - window > MIN_BLOCK:
             return _attend_in_compiled_blocks(stock, query, key, value, window, first_keys, **kwargs)
+    # From here on the first keys hold the window of the mask, and only that of the layer is still to be applied.
     if torch.compiler.is_compiling() or length <= MIN_BLOCK or documents_of(first_keys).hide_padding:
         mask = _dense_mask(first_keys, length, sliding_window)
         return stock(query, key, value, mask, **kwargs)

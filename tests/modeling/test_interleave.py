@@ -27,6 +27,7 @@ from helpers import (
 from helpers import uncached_logits as logits
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -782,6 +783,35 @@ def test_a_mask_of_both_ways_means_what_it_means_to_the_base():
     expected = logits(model, input_ids=tokens, attention_mask=mask)
     assert (logits(model, input_ids=tokens) - expected).abs().max() > 1e-3
     assert_close(logits(interleave_heads(model, 2), input_ids=tokens, attention_mask=mask), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_that_has_to_hold_a_window_is_refused(dtype):
+    """Up to the window of the base a mask over tokens means the same; beyond it hides more than the model's own."""
+    model = train_mixing(interleave_heads(decoder("mistral"), 2))
+    window, tokens = model.config.sliding_window, random_ids(1, 12)
+    assert window < 12
+    causal = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    mask = causal if dtype == torch.bool else torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(dtype).min)
+    short = {"input_ids": tokens[:, :window], "attention_mask": mask[..., :window, :window]}
+    assert_close(logits(model, **short), logits(model, input_ids=tokens[:, :window]))
+    with pytest.raises(ValueError, match=f"has 12 keys, more than the window of {window}"):
+        model(tokens, attention_mask=mask)
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+def test_a_block_mask_of_the_users_is_refused(core):
+    mask = create_block_mask(lambda batch, head, query, key: query >= key, 1, 1, 9, 9, device="cpu")
+    for window in (None, 4):
+        model = interleave_heads(decoder("llama", core), 2, sliding_window=window)
+        with pytest.raises(ValueError, match="attention_mask is a BlockMask"):
+            model(random_ids(1, 9), attention_mask=mask)
+
+
+def test_a_base_that_returns_nan_is_named():
+    """Llama's eager softmax is in float32, where the lowest float64 hides a row of padding as -inf."""
+    with pytest.raises(ValueError, match="llama itself returns NaN or infinity for a padded batch"):
+        interleave_heads(decoder("llama", "eager").double(), 2)
 
 
 @pytest.mark.parametrize("window", [None, 4])

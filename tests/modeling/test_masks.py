@@ -119,6 +119,24 @@ def test_a_mask_of_another_dtype_or_shape_is_refused(dtype, shape):
         geometry_model("global", "sdpa")(random_ids(1, 9), attention_mask=torch.ones(shape, dtype=dtype))
 
 
+@pytest.mark.parametrize("core", MASKED_CORES)
+@torch.no_grad()
+def test_one_row_of_a_mask_serves_every_row(core):
+    """Hide padding in a batch of two by a mask [1, N], which Transformers broadcasts."""
+    model, tokens, mask = geometry_model("hybrid", core), random_ids(2, 9), torch.tensor([[0] * 3 + [1] * 6])
+    both, one = (model(tokens, attention_mask=each, use_cache=False).logits for each in (mask.expand(2, -1), mask))
+    assert_close(one[:, 3:], both[:, 3:])
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager", "flex_attention"])
+def test_a_block_mask_of_the_users_is_refused(core):
+    mask = create_block_mask(lambda batch, head, query, key: query >= key, 1, 1, 9, 9, device="cpu")
+    model = geometry_model("global", "sdpa")
+    model.config._attn_implementation = core  # a compiled core is not wanted here
+    with pytest.raises(ValueError, match="attention_mask is a BlockMask"):
+        model(random_ids(1, 9), attention_mask=mask)
+
+
 @pytest.mark.parametrize("kind", ["talking_heads", "hyper"])
 def test_kinds_with_their_own_scores_refuse_a_core_that_they_never_call(kind, monkeypatch):
     """Refuse it because Transformers makes no mask for a core that registers none."""
@@ -134,6 +152,15 @@ def test_a_core_of_somebody_else_attends_under_its_own_masks(monkeypatch):
     expected = model(random_ids(2, 9), attention_mask=mask).logits[mask.bool()]
     model.config._attn_implementation = "another"
     assert_close(model(random_ids(2, 9), attention_mask=mask).logits[mask.bool()], expected)
+
+
+def test_a_core_without_masks_is_refused_by_virtual_heads(monkeypatch):
+    """Without a mask padding would be seen, and the tokens of a cache left out."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "maskless", sdpa_attention_forward)
+    model = geometry_model("global", "sdpa")
+    model.config._attn_implementation = "maskless"
+    with pytest.raises(ValueError, match="'maskless' makes no masks, which interleaved heads need"):
+        model(random_ids(1, 9))
 
 
 @pytest.mark.parametrize("geometry", ["global", "window_mha", "diff"])

@@ -207,6 +207,38 @@ def test_differences_of_language_models_and_what_is_undecided(heading, tables):
     assert [line for line in lines if line.startswith("| `")] == expected
 
 
+# Columns of the README's first table -> a study and a budget; its lines -> variants
+FIRST_COLUMNS = {
+    "width 64, equal steps": ("paired_heads", "steps"),
+    "width 64, equal time": ("paired_heads", "time"),
+    "width 128, equal time": ("paired_heads_512_128", "time"),
+    "width 512, equal steps": ("paired_heads_1024_512_cuda", "steps"),
+}
+FIRST_LINES = {
+    "paired heads, P = 4": "paired_4",
+    "paired heads, P = 8": "paired_8",
+    "short windows, wide positions": "wide_4_64",
+    "the paper's schedule, P = 4": "iha_4",
+    "ordinary attention": "mha",
+}
+
+
+def difference_from_windows(variant: str, study: str, budget: str) -> str:
+    found = rows(study, "variant").get(variant, {}).get("minus_base", {}).get(budget, {}).get("difference")
+    return f"{text(found)}{' ?' * (found['p_holm'] > 0.05)}" if found else "–"
+
+
+def test_the_first_table_of_the_readme():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("| form |"))
+    header, _, *table_lines = lines[start : start + 2 + len(FIRST_LINES)]
+    assert [cell.strip() for cell in header.strip("|").split("|")] == ["form", *FIRST_COLUMNS]
+    for line, (form, variant) in zip(table_lines, FIRST_LINES.items(), strict=True):
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        assert re.sub(r"\[(.*)\]\(.*\)", r"\1", name) == form
+        assert cells == [difference_from_windows(variant, *column) for column in FIRST_COLUMNS.values()]
+
+
 # The claims of research/README.md
 
 VERDICTS = re.compile(
