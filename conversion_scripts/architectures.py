@@ -73,6 +73,8 @@ def check_source(config: PreTrainedConfig) -> Architecture:
     """
     if is_interleaved(config):
         raise UserError("The heads of the source are interleaved already: convert its base (remove_interleaving).")
+    if config.model_type == "iha":
+        raise UserError("The source is an 'iha' checkpoint already: convert the model that it was made from.")
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"The architecture {config.model_type!r} cannot be converted: its weights are not those of Llama, as "

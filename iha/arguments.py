@@ -38,7 +38,7 @@ def converter_parser(description: str, example: str, source: str, destination: s
     """Return a parser of the positional arguments of a converter; the description is the docstring of the command."""
     parser = new_parser(description, example)
     parser.add_argument("source", help=source)
-    parser.add_argument("destination", help=f"new directory for {destination}")
+    parser.add_argument("destination", type=os.path.expanduser, help=f"new directory for {destination}")
     return parser
 
 
@@ -130,15 +130,18 @@ def check_attention(num_pseudo_heads: int | None, schedule: str, window: int | N
     """Refuse a kind, P, schedule and window that cannot work together for any source. Raise `UserError`."""
     if kind not in KINDS:
         raise UserError(f"kind={kind!r} has no exact start from Llama; expected one of {', '.join(KINDS)}.")
-    if (kind == "iha") != (num_pseudo_heads is not None):
-        needed = "'iha' needs a number of pseudo-heads, such as --num-pseudo-heads 2, and no other kind has any"
-        raise UserError(f"kind {kind!r} with num_pseudo_heads={num_pseudo_heads}: {needed}.")
+    if kind == "iha" and num_pseudo_heads is None:
+        raise UserError("kind 'iha' needs a number of pseudo-heads, such as --num-pseudo-heads 2.")
+    if kind != "iha" and num_pseudo_heads is not None:
+        raise UserError(f"kind {kind!r} has no pseudo-heads: leave out --num-pseudo-heads.")
     if num_pseudo_heads is not None and num_pseudo_heads < 1:
         raise UserError(f"num_pseudo_heads={num_pseudo_heads}: expected at least 1.")
     if kind != "iha" and schedule != "global":
         raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
-    if window is not None and (schedule == "global" or window < 2):
-        raise UserError(f"window={window} with schedule={schedule!r}: only hybrid has a window, of at least 2 tokens.")
+    if window is not None and schedule == "global":
+        raise UserError(f"window={window}: the global schedule has no window; add --schedule hybrid, or leave it out.")
+    if window is not None and window < 2:
+        raise UserError(f"window={window}: expected at least 2 tokens.")
 
 
 # The other commands
@@ -174,8 +177,10 @@ def check_verification(
     json: str | os.PathLike | None,
 ) -> None:
     """Refuse arguments of `verify` that cannot work. Raise `UserError`."""
-    if not 0 < max_new_tokens < tokens:
-        raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1, and less than tokens={tokens}.")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1.")
+    if tokens <= max_new_tokens:
+        raise UserError(f"tokens={tokens}: expected more than max_new_tokens={max_new_tokens}.")
     if json is not None:
         check_output_file(json, replace=True)
     if text is not None and not Path(text).exists():
@@ -193,7 +198,7 @@ def push_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "smollm2-iha me/smollm2-iha --private --dry-run",
     )
     add = parser.add_argument
-    add("directory", metavar="dir", help="saved model directory")
+    add("directory", metavar="dir", type=os.path.expanduser, help="saved model directory")
     add("repo_id", help="repository on the Hub, such as me/smollm2-iha")
     add("--private", action="store_true", help="make a new repository private")
     add("--tag", help="name the uploaded revision, such as v1")
@@ -243,7 +248,7 @@ def pull_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     add = parser.add_argument
     add("repo_id", help="repository on the Hub, such as me/smollm2-iha")
-    add("directory", metavar="dir", help="new directory")
+    add("directory", metavar="dir", type=os.path.expanduser, help="new directory")
     add("--revision", default="main", help="commit, tag or branch, main by default")
     add("--trust-code", action="store_true", help="run code that is not this package's")
     arguments = vars(parser.parse_args(argv))

@@ -5,6 +5,7 @@ figures are those of iha/model_cost.py, and the memory is that of iha/step_memor
 """
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
@@ -102,7 +103,7 @@ def row(title: str, cost: Cost, tokens: int, batch: int) -> str:
         *(f"{2 * batch * products / 1e9:.3f} G" for products in (cost.prefill, cost.training, cost.decode)),
         f"{cost.cache / tokens:.0f}",
     )
-    return f"{title:<30}{''.join(f'{figure:>16}' for figure in figures)}"
+    return f"{title:<30}{''.join(f' {figure:>15}' for figure in figures)}"
 
 
 def memory(settings: IHAConfig, batch: int, tokens: int) -> str:
@@ -138,6 +139,7 @@ def cost(
         ratios = (a / b for a, b in zip(astuple(whole), astuple(model(other, tokens))))
         print(f"{f'ratio to {title} everywhere':<30}{''.join(f'{ratio:>16.3f}' for ratio in ratios)}")
     print(f"cache in bfloat16: {2 * batch * whole.cache / 1e9:.3f} GB")
+    print("Counting the memory of a training step, which may take minutes", file=sys.stderr, flush=True)
     print("training step, float32 weights, AdamW, bfloat16 autocast:")
     for title, each in {"this model": settings, "global mha": others["global mha"]}.items():
         print(f"  {title}: {memory(each, batch, tokens)}")

@@ -99,5 +99,5 @@ def check_on_hub(source: str) -> None:
     except HfHubHTTPError:
         pass  # such as a server that is busy, which Transformers asks again, or a repository without that file
     except Exception as error:  # its type depends on the library that holds the connection
-        wrong = f"{source} is not a directory, and the Hub does not answer: {one_line(error)}"
+        wrong = f"{source} is not a directory, and the Hub does not answer: {one_line(error).rstrip('.')}"
         raise UserError(f"{wrong}. Give a directory, or a Hub id and a network.") from error

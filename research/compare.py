@@ -21,13 +21,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from iha.errors import UserError, run_cli
+from iha.errors import UserError, refusing, run_cli
 from iha.files import read_json
 from iha.step_memory import of_training
 from research.experiments import paired_heads
-from research.experiments.language_models import config_of
+from research.experiments.language_models import config_of, size_of
 from research.experiments.options import path_from_root
-from research.experiments.protocol import LEAST_SEEDS
+from research.experiments.protocol import LEAST_SEEDS, WARM_UP
 
 
 # Arm -> the variant of research/experiments/paired_heads.py.
@@ -62,7 +62,8 @@ def table(record: dict) -> str:
     lines += [
         f"Differences: loss in nats per byte minus that of {first!r}, with 95% intervals over "
         f"{len(record['rows'][0]['loss']['values'])} seeds; below 0 is better.",
-        f"Time and tokens/s are {clock} time. The memory of a training step is counted, not measured.",
+        f"Equal time and tokens/s are by {clock} time, measured once; the intervals leave its error out.",
+        "The memory of a training step is counted, not measured.",
     ]
     return "\n".join(lines)
 
@@ -79,13 +80,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--seeds", type=int, default=3, help="most seeds (3); from 6 on fewer if the intervals are narrow"
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
-    parser.add_argument("--output", type=path_from_root, help="(outputs/compare/TEXT-SIZE-TOKENS)")
+    where = "(outputs/compare/TEXT-SIZE-TOKENS); its table is replaced"
+    parser.add_argument("--output", type=path_from_root, help=where)
     args = parser.parse_args(argv)
     if args.seeds < LEAST_SEEDS:
         raise UserError(f"--seeds {args.seeds}: expected at least {LEAST_SEEDS}.")
     if args.output is None:
-        args.output = Path("outputs/compare", f"{Path(args.text).stem}-{args.size}-{args.tokens}")
+        steps = "" if args.steps is None else f"-{args.steps}"
+        args.output = Path("outputs/compare", f"{Path(args.text).stem}-{args.size}-{args.tokens}{steps}")
     arms = sorted(set(args.arms), key=list(ARMS).index)
+    size = size_of(paired_heads.SIZES[SIZES[args.size]], args.tokens)
+    for arm in arms:
+        with refusing(f"--tokens {args.tokens}: the arm {arm!r} cannot be built; give longer rows", Exception):
+            config_of(size, **paired_heads.VARIANTS[ARMS[arm]])
+    print("Arms:", ", ".join(f"{arm} is {ARMS[arm]}" for arm in arms))
+    if args.steps is not None and args.steps < WARM_UP:
+        print(f"Note: --steps {args.steps} ends before the warm-up of {WARM_UP} steps, so no rate is reached.")
     words = ["--kinds", *(ARMS[arm] for arm in arms), "--text", args.text, "--device", args.device]
     words += ["--width", SIZES[args.size], "--tokens", args.tokens, "--most-seeds", args.seeds]
     words += ["--output", args.output / "runs", "--results", args.output]

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 from typing_extensions import TypedDict
 
-from iha.errors import UserError, refusing
+from iha.errors import UserError, one_line, refusing
 from iha.files import read_yaml, typed
 
 
@@ -112,7 +112,7 @@ def _text(value: str, place: str, may_be_empty: bool = False) -> str:
 
 
 def _to_text(row: dict, where: str) -> dict:
-    _refuse_lost(row, where, (*UNREAD_COLUMNS, "system"))
+    _refuse_lost(row, where, (*UNREAD_COLUMNS, "system", "completion"))
     return {"text": _text(row.get("text"), f"{where}, column 'text'")}
 
 
@@ -208,7 +208,7 @@ def load_rows(
 
     Args:
         name: a .jsonl, .parquet or .txt file (one document), also compressed by gzip, or a directory or id on the Hub
-            that `load_dataset` takes.
+            that `load_dataset` takes. It reads .txt files of a directory line by line.
         split: a split of the dataset. A file has only "train".
         config: a configuration of the dataset, or None for its default one.
         streaming: whether rows are read as they are used.
@@ -222,13 +222,13 @@ def load_rows(
         reader = READERS[_suffix(name)]
         whole = {"sample_by": "document"} if reader == "text" else {}
         source = {"path": reader, "data_files": name, "split": "train", **whole}
-    # Each reader raises exceptions of its own.
-    with refusing(f"{name}, split {split!r}, cannot be read", Exception):
-        try:
-            rows = load_dataset(**source, streaming=streaming)
-            first = next(iter(rows), None)
-        except StopIteration:  # raised by the reader of an empty file
-            first = None
+    try:
+        rows = load_dataset(**source, streaming=streaming)
+        first = next(iter(rows), None)
+    except StopIteration:  # raised by the reader of an empty file
+        first = None
+    except Exception as error:  # each reader raises exceptions of its own, and its cause says what is wrong
+        raise UserError(f"{name}, split {split!r}, cannot be read: {one_line(error.__cause__ or error)}") from error
     if first is None:
         raise UserError(f"{name}: it holds no rows.")
     convert, features = schema(first)

@@ -46,7 +46,8 @@ def draw(points: dict[str, list], path: Path) -> None:
             if points[name]:
                 axes.plot(*zip(*points[name]), marker=".", label=name)
         axes.set(xlabel="step", ylabel=panel)
-        axes.legend(fontsize="small")
+        if axes.lines:
+            axes.legend(fontsize="small")
     plots.save_plot(figure, path)
 
 

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 
 from iha import errors, files
 from iha.errors import UserError, run_cli
-from iha.files import read_json, read_jsonl, read_yaml, whole_file
+from iha.files import new_directory, read_json, read_jsonl, read_yaml, whole_file
 
 
 # What is left of an exception
@@ -134,6 +134,11 @@ def test_what_is_read_has_the_types_that_are_asked_for(content, words, tmp_path)
 
 
 # What is written
+
+
+def test_a_place_that_takes_no_file_is_named():
+    with pytest.raises(UserError, match="^/proc/here cannot be made"), new_directory("/proc/here"):
+        pass
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

@@ -12,10 +12,10 @@ and the smallest difference worth having is 0.01 nats per byte.
 - `iha_P` is the paper's schedule.
 
 After all variants have been trained, their training steps are timed in turn. The machine should be quiet then. The
-text is the source of Python's standard library, the topics of its manual (`--text prose`), or a file of your own
-(`--text train.txt`); the last tenth is held out. On a GPU (`--device cuda`) models learn in bfloat16 autocast. Runs
-of several commands, a variant each and at once, can be copied into one directory: the command that names it and all of
-them writes the table.
+times are kept beside the runs: remove `seconds-*.json` to take them again. The text is the source of Python's standard
+library, the topics of its manual (`--text prose`), or a file of your own (`--text train.txt`); the last tenth is held
+out. On a GPU (`--device cuda`) models learn in bfloat16 autocast. Runs of several commands, a variant each and at
+once, can be copied into one directory: the command that names it and all of them writes the table.
 
 example: python -m research.experiments.paired_heads --tokens 512 --kinds global_local wide_4_64 paired_4
 """
@@ -32,8 +32,10 @@ import torch
 from matplotlib.figure import Figure
 
 from iha import plots
-from iha.errors import UserError, one_line, run_cli
+from iha.errors import UserError, run_cli
+from iha.files import open_regular
 from modeling_iha import IHAForCausalLM
+from research.benchmarks.harness import processor
 from research.experiments import language_models
 from research.experiments.language_models import (
     EVALUATIONS,
@@ -49,7 +51,7 @@ from research.experiments.language_models import (
 )
 from research.experiments.options import path_from_root, protocol_parser
 from research.experiments.protocol import compare_tuned, new_model
-from research.experiments.study import begin, interval, write
+from research.experiments.study import begin, interval, run_once, write
 
 
 def wide(windows: int, factor: int) -> dict:
@@ -95,10 +97,11 @@ WARM_STEPS, TIMED_STEPS, TIMED_ROUNDS = 3, 10, 11
 LINES = {  # of the plot by time
     "mha": "global attention",
     "global_local": "windows alone (4 of 5 layers)",
+    "wide_4_64": "short windows with wide positions",
     "paired_4": "paired heads in the windows, P = 4",
     "iha_4": "the paper's schedule, P = 4",
 }
-HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before
+HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before. Losses that end above it are shown from the start.
 
 
 def given_text(name: str) -> str:
@@ -114,9 +117,10 @@ def read_text(name: str, tokens: int) -> torch.Tensor:
         content = "\n".join(pydoc_data.topics.topics.values()).encode()
     else:
         try:
-            content = Path(name).read_bytes()
+            with open_regular(name) as file:
+                content = file.read()
         except OSError as error:
-            raise UserError(f"--text {name}: expected python, prose or a file ({one_line(error)}).") from error
+            raise UserError(f"--text {name}: {error.strerror}; expected a file, or python or prose.") from error
     if len(content) < (least := 20 * (tokens + 1)):  # two rows in the held-out tenth
         raise UserError(f"--text {name} has {len(content):,} bytes: expected at least {least:,}.")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -146,7 +150,7 @@ def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[s
     They are the median of rounds that take all variants in turn. Every round builds the models anew, because their
     places in memory change the time by some percent.
     """
-    starts = torch.arange(size["batch"]) * size["tokens"]
+    starts = torch.arange(size["batch"]) * size["tokens"] % (len(text) - size["tokens"])
     rows, seconds = rows_of(text, starts, size["tokens"]), {name: [] for name in names}
     for _ in range(TIMED_ROUNDS):
         for name in names:
@@ -181,7 +185,7 @@ def plot(table: dict) -> Figure:
     lowest = min(row["loss"]["mean"] for row in table["rows"])
     clock = f"seconds on {table['gpu']}" if table.get("gpu") else "CPU seconds, one thread"
     by_time.set(xlabel=f"training {clock}", ylabel="held-out loss")
-    by_time.set(ylim=(lowest - 0.05, HIGHEST_LOSS))
+    by_time.set(ylim=(lowest - 0.05, HIGHEST_LOSS if lowest < HIGHEST_LOSS - 0.3 else None))
     by_time.legend(fontsize="small", loc="upper right")
     plots.dots(differences, list(compared), by_budget(compared), (-0.3, 0.3), mark=0)
     differences.set(xlabel="difference (below 0 the first is better)")
@@ -210,11 +214,13 @@ def main(argv: Sequence[str] | None = None) -> Path:
         raise UserError("--device cuda: PyTorch sees no CUDA device here.")
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     digest = hashlib.sha256(text.numpy().tobytes()).hexdigest()
-    setting = {**size, "gpu": gpu, "text": args.text, "text_sha256": digest}
+    setting = {**size, "gpu": gpu, "text": Path(args.text).name, "text_sha256": digest}
     text = text.to(args.device)
     run, first = partial(one_run, size, text), BEGIN_AT.get(args.width)
     rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]), first)
-    seconds = step_seconds(size, text, args.kinds)
+    timed = args.output / f"seconds-{'-'.join(args.kinds)}.json"
+    kept = {**setting, "machine": processor()}
+    seconds = run_once(timed, lambda: step_seconds(size, text, args.kinds), kept)
     for name, of_variant in runs.items():
         for each in of_variant:
             each["seconds"] = seconds[name] * size["steps"]

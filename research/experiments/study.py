@@ -13,7 +13,7 @@ from scipy import stats
 from iha import plots
 from iha.errors import ROOT, UserError
 from iha.files import check_output_file, read_json, write_json
-from research.benchmarks.harness import environment
+from research.benchmarks.harness import current_commit, environment
 
 
 # Runs and results
@@ -44,8 +44,9 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
     The result depends on the name of `path` and on `setting`. Raise `UserError` for a file of another setting, and for
     a damaged one.
     """
+    commit = current_commit()
     if not path.exists():
-        write_json(path, {"setting": setting, **compute()})
+        write_json(path, {"setting": setting, "commit": commit, **compute()})
         print(f"{path.stem} done", flush=True)
     try:
         record = read_json(path)
@@ -53,6 +54,8 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
         raise UserError(f"{error} Remove the file: its run is then made again.") from error
     if record.pop("setting", "missing") != setting:
         raise UserError(f"{path} comes from a run of another setting: remove it, or choose another --output.")
+    if (made_at := record.pop("commit", None)) != commit:
+        print(f"Note: {path.name} was made at commit {made_at or 'unknown'}.", flush=True)
     return record
 
 

@@ -225,11 +225,11 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
     "arguments, message",
     [
         ({"num_pseudo_heads": 0}, "num_pseudo_heads=0"),
-        ({"num_pseudo_heads": 2, "window": 8}, "only hybrid has a window"),
+        ({"num_pseudo_heads": 2, "window": 8}, "the global schedule has no window"),
         ({"num_pseudo_heads": 2, "schedule": "hybrid", "window": 257}, "window=257: expected at most .* 256 tokens"),
         ({"num_pseudo_heads": 9, "schedule": "hybrid"}, "num_pseudo_heads=9 leaves no window .*: give --window"),
         ({}, "'iha' needs a number of pseudo-heads"),
-        ({"num_pseudo_heads": 2, **TALKING_HEADS}, "'talking_heads' with num_pseudo_heads=2"),
+        ({"num_pseudo_heads": 2, **TALKING_HEADS}, "'talking_heads' has no pseudo-heads"),
         ({"schedule": "hybrid", **TALKING_HEADS}, "only 'iha' has that schedule"),
         ({"kind": "diff"}, "kind='diff' has no exact start"),
         ({"kind": "paired_heads"}, "kind='paired_heads' has no exact start"),

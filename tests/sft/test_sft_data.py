@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from itertools import product
 from pathlib import Path
 
 import datasets
@@ -220,6 +221,7 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
         ("rows.parquet", b"PAR1", "rows.parquet"),
         ("mixed.jsonl", b'{"text": "Q", "messages": null}\n{"text": null, "messages": []}', "row 2, column 'text'"),
         ("absent.jsonl", None, "no such file"),
+        ("cut.jsonl", b'{"text": "Q"}\n{"text": "', "cannot be read: .*Missing a closing quotation mark"),
     ],
 )
 def test_a_damaged_file_is_refused(name, content, named, tmp_path):
@@ -333,8 +335,13 @@ def test_rows_to_evaluate_on_are_like_those_to_train_on(tmp_path):
         check_cut(trainer_of(args, parts[0], tokenizer, parts[1]), *parts)
 
 
-@pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "completion": "b"}])
-@pytest.mark.parametrize("column", ["system", "tools", "images"])
+@pytest.mark.parametrize(
+    "row, column",
+    [
+        *product([{"text": "a"}, {"prompt": "a", "completion": "b"}], ["system", "tools", "images"]),
+        ({"text": "a", "prompt": "b"}, "completion"),
+    ],
+)
 def test_content_beside_a_text_is_not_lost(row, column, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{**row, column: "content"}])
     with pytest.raises(UserError, match=f"row 1: column '{column}' would be lost"):

@@ -156,7 +156,7 @@ SECTIONS = {
     "Relation composition": (("relation_composition",), relation_more, ("1e-4", "1.5", "0.5")),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
     "Theorems 2 and 4": (("theorems",), list, ("2.5",)),
-    "Interactions": (("interactions",), list, ("3,000", "3.1", "4.9")),
+    "Interactions": (("interactions",), list, ("3,000", "10,000", "3e-3", "3.1", "4.9")),
     "Recall": (("recall",), list, ()),
     "Rate of the mixing": (("mixing_rate",), list, ()),
     "The paper's own gains": ((), paper_more, ("1.96", "95%")),

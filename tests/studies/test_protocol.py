@@ -235,15 +235,27 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp
     (tmp_path / "table.json").write_text(json.dumps(table))
     asked = []
     monkeypatch.setattr(paired_heads, "main", lambda words: asked.extend(words) or tmp_path / "table.json")
-    compare.main(["--arms", "paired", "windows", "--text", "my.txt", "--seeds", "4", "--steps", "50"])
+    words = ["--arms", "paired", "windows", "--text", "my.txt", "--seeds", "4", "--tokens", "128"]
+    compare.main([*words, "--steps", "50"])
     given = dict(zip(asked[3::2], asked[4::2]))
     assert asked[:3] == ["--kinds", "global_local", "paired_4"]
     assert given["--text"] == "my.txt" and given["--most-seeds"] == "4" and given["--steps"] == "50"
-    _, windows, paired, *_ = capsys.readouterr().out.splitlines()
+    arms, _, windows, paired, *_ = capsys.readouterr().out.splitlines()
+    assert arms == "Arms: windows is global_local, paired is paired_4"
     assert windows.split()[0] == "windows" and f"{base['loss']['mean'] / math.log(2):.4f}" in windows
     differences = [row["minus_base"][budget]["difference"] for budget in ("steps", "FLOPs", "time")]
     shown = [f"{each['mean']:+.4f} ± {each['half_width']:.4f}" for each in differences]
     assert re.split(" {2,}", paired)[3:7] == [*shown, f"{128 / table['step_seconds']['paired_4']:,.0f}"]
+    compare.main([*words, "--steps", "10"])
+    assert "Note: --steps 10 ends before the warm-up" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--tokens 64: the arm 'paired' cannot be built; give longer rows"):
+        compare.main([*words[:-1], "64"])
+
+    # The axis of the losses is cut above where they all fall alike, if any of them ends below.
+    for lowest, is_cut in ((1.0, True), (3.0, False)):
+        base["loss"]["mean"] = row["loss"]["mean"] = lowest
+        bottom, top = paired_heads.plot(table).axes[0].get_ylim()
+        assert bottom == pytest.approx(lowest - 0.05) and top > bottom and (top == paired_heads.HIGHEST_LOSS) == is_cut
 
 
 def test_paired_heads_learn_a_file_of_ones_own(tmp_path):
@@ -252,9 +264,23 @@ def test_paired_heads_learn_a_file_of_ones_own(tmp_path):
     assert bytes(paired_heads.read_text(str(file), 254).tolist()) == file.read_bytes()
     with pytest.raises(UserError, match=r"my.txt has 5,120 bytes: expected at least 5,140"):
         paired_heads.read_text(str(file), 256)
-    for argument, message in (("absent.txt", "expected python, prose or a file"), (str(file), "has 5,120 bytes")):
+    for argument, message in (
+        ("absent.txt", "absent.txt: No such file or directory; expected a file"),
+        (str(file), "has 5,120 bytes"),
+    ):
         with pytest.raises(UserError, match=message):
             paired_heads.main(["--text", argument, "--output", str(tmp_path), "--results", str(tmp_path)])
+
+
+def test_steps_are_timed_on_the_shortest_text(tmp_path, monkeypatch):
+    """A text that is long enough for two held-out rows may have fewer rows than a batch."""
+    monkeypatch.setattr(paired_heads, "TIMED_STEPS", 1)
+    monkeypatch.setattr(paired_heads, "TIMED_ROUNDS", 1)
+    (tmp_path / "short.txt").write_bytes(bytes(range(33)) * 20)
+    text = paired_heads.read_text(str(tmp_path / "short.txt"), 32)
+    size = size_of({**TINY, "tokens_per_step": 1024}, 32)
+    assert size["batch"] * 32 > len(text)
+    assert paired_heads.step_seconds(size, text, ["mha"])["mha"] > 0
 
 
 # Recall
