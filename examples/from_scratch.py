@@ -28,13 +28,13 @@ tokens = torch.frombuffer(bytearray(Path(args.text).read_bytes()), dtype=torch.u
 rows = [{"input_ids": row, "labels": row} for row in tokens.split(512) if len(row) == 512]
 if not rows:
     parser.error(f"{args.text} has {len(tokens)} bytes: expected at least 512")
-every = min(10, args.max_steps)
+steps = args.max_steps
 options = TrainingArguments(
-    args.out, max_steps=args.max_steps, learning_rate=1e-3, save_steps=100, logging_steps=every
+    args.out, max_steps=steps, learning_rate=1e-3, save_steps=100, logging_steps=min(10, steps)
 )
 trainer = Trainer(IHAForCausalLM(config), options, train_dataset=rows)
 last = get_last_checkpoint(args.out) if Path(args.out).is_dir() else None
-if last and int(last.rpartition("-")[2]) >= args.max_steps:
+if last and int(last.rpartition("-")[2]) >= steps:
     parser.error(f"{last} is finished: give more --max_steps, or another directory")
 trainer.train(resume_from_checkpoint=last)
 trainer.save_model()  # with the model's code

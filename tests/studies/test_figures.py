@@ -117,7 +117,13 @@ def relation_more() -> list[Number]:
     return [*(each / seconds["mha"] for each in seconds.values()), ahead[0], ahead[-1], curves["iha"][0][0][3]]
 
 
-PAIRED = ("paired_heads", "paired_heads_512_128", "paired_heads_1024_512_cuda", "paired_heads_prose")
+PAIRED = (
+    "paired_heads",
+    "paired_heads_512_128",
+    "paired_heads_1024_512_cuda",
+    "paired_heads_prose",
+    "paired_heads_variants",
+)
 
 
 def paired_more() -> list[Number]:
