@@ -11,6 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
+from .attention_mha import SERVER_CORES
 from .cache_edge import keep_window_edge
 from .cache_names import CACHE
 from .configuration_iha import IHAConfig
@@ -65,9 +66,10 @@ def make_masks(
     if default_positions and not is_tracing(inputs_embeds):
         # Transformers would search them for packed documents, and a GPU would wait for the answer.
         position_ids = None
-    # A core may have no function for masks. That serves models without virtual heads; otherwise it is an error.
-    makes_masks = core in ALL_MASK_ATTENTION_FUNCTIONS
-    name = register_masks(core) if makes_masks or num_pseudo_heads > 1 else core
+    # A core may have no function for masks. That serves models without virtual heads; otherwise it is an error, which
+    # for the cores of servers the layers raise (`check_core`).
+    needs_masks = num_pseudo_heads > 1 and core not in SERVER_CORES
+    name = register_masks(core) if needs_masks or core in ALL_MASK_ATTENTION_FUNCTIONS else core
     view: Any = Overlay(config, _attn_implementation=name)
 
     masks = {}
