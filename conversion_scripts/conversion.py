@@ -103,9 +103,10 @@ def new_config(config_class: type[Config], **fields) -> Config:
 def preset_config(name: str, **fields) -> IHAConfig:
     """Return a preset with `fields` in place of its own, or raise `UserError` if there is none or they do not fit."""
     # Transformers stores a field that it does not know, and nothing reads it.
-    unknown = sorted(fields.keys() - IHAConfig().to_dict().keys() - IHAConfig.__annotations__.keys())
-    if unknown:
-        raise UserError(f"There is no field {unknown[0]!r} in a preset.")
+    known = IHAConfig()
+    for field in fields:
+        if not hasattr(known, field):
+            raise UserError(f"There is no field {field!r} in a preset.")
     try:
         return IHAConfig.from_preset(name, **fields)
     except (StrictDataclassError, TypeError, ValueError) as error:

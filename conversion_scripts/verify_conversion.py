@@ -151,7 +151,7 @@ def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
     """Return the first `count` tokens of the text in `path`, [count], or raise `UserError` if there are fewer."""
     tokens = tokenizer(read_text(path, MAX_TEXT), return_tensors="pt").input_ids[0]
     if len(tokens) < count:
-        raise UserError(f"{path} has {len(tokens)} tokens, fewer than tokens={count}: give a longer text.")
+        raise UserError(f"{path} has {len(tokens)} tokens, and tokens={count} asks for more: give a longer text.")
     return tokens[:count]
 
 

@@ -26,17 +26,9 @@ args = parser.parse_args()
 config = IHAConfig.from_preset("small-10m-iha", num_hidden_layers=5, num_pseudo_heads=2, max_position_embeddings=512)
 tokens = torch.frombuffer(bytearray(Path(args.text).read_bytes()), dtype=torch.uint8).long()
 rows = [{"input_ids": row, "labels": row} for row in tokens.split(512) if len(row) == 512]
-if not rows:
-    parser.error(f"{args.text} has {len(tokens)} bytes: expected at least 512")
-steps = args.max_steps
-options = TrainingArguments(
-    args.out, max_steps=steps, learning_rate=1e-3, save_steps=100, logging_steps=min(10, steps)
-)
+options = TrainingArguments(args.out, max_steps=args.max_steps, learning_rate=1e-3, save_steps=100, logging_steps=10)
 trainer = Trainer(IHAForCausalLM(config), options, train_dataset=rows)
-last = get_last_checkpoint(args.out) if Path(args.out).is_dir() else None
-if last and int(last.rpartition("-")[2]) >= steps:
-    parser.error(f"{last} is finished: give more --max_steps, or another directory")
-trainer.train(resume_from_checkpoint=last)
+trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if Path(args.out).is_dir() else None)
 trainer.save_model()  # with the model's code
 logged = [entry for entry in trainer.state.log_history if "loss" in entry]
 plt.plot([entry["step"] for entry in logged], [entry["loss"] for entry in logged])

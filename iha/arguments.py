@@ -139,7 +139,7 @@ def check_attention(num_pseudo_heads: int | None, schedule: str, window: int | N
     if kind != "iha" and schedule != "global":
         raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
     if window is not None and schedule == "global":
-        raise UserError(f"window={window}: the global schedule has no window; add --schedule hybrid, or leave it out.")
+        raise UserError(f"window={window}: the global schedule has no window; add --schedule hybrid or drop --window.")
     if window is not None and window < 2:
         raise UserError(f"window={window}: expected at least 2 tokens.")
 

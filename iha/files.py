@@ -175,10 +175,12 @@ def _locked(path: Path, dst: Path) -> Iterator[None]:
     lock = FileLock(path, timeout=0.2, poll_interval=0.02, fallback_to_soft=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        try:
+            lock.acquire()
+        except Timeout:
+            path.touch()  # FileLock also waits where no file can be made: this raises the reason
+            raise
     except Timeout:
-        if not path.exists():  # FileLock also waits where it cannot make the file
-            raise UserError(f"{dst} cannot be made: no file can be written in {path.parent}.") from None
         raise UserError(f"Another run is writing {dst}: wait for it, or choose another output path.") from None
     except OSError as error:
         raise UserError(f"{dst} cannot be made: {path} cannot be locked: {one_line(error)}") from error

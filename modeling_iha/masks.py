@@ -66,8 +66,8 @@ def make_masks(
     if default_positions and not is_tracing(inputs_embeds):
         # Transformers would search them for packed documents, and a GPU would wait for the answer.
         position_ids = None
-    # A core may have no function for masks. That serves models without virtual heads; otherwise it is an error, which
-    # for the cores of servers the layers raise (`check_core`).
+    # Virtual heads need masks, so `register_masks` raises an error for a core that makes none. Models without virtual
+    # heads take such a core. The layers themselves refuse the cores of servers (`check_core`).
     needs_masks = num_pseudo_heads > 1 and core not in SERVER_CORES
     name = register_masks(core) if needs_masks or core in ALL_MASK_ATTENTION_FUNCTIONS else core
     view: Any = Overlay(config, _attn_implementation=name)

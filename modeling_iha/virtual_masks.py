@@ -81,8 +81,8 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
 
     With a window of W tokens, pseudo-head p of token n sees the last W * P virtual tokens up to itself. In terms of
-    tokens, it sees pseudo-heads 0 to p of every token that n sees. Of the pseudo-heads after p it sees those of the
-    earlier tokens that n - 1 sees, if n - 1 is in the same document: with a window these reach one token further back,
+    tokens, it sees pseudo-heads 0 to p of every token that n sees. It also sees pseudo-heads p + 1 to P - 1 of the
+    earlier tokens that n - 1 sees, if n - 1 is in the same document. With a window these reach one token further back,
     to n - W.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (first_keys.py)."""

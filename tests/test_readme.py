@@ -259,26 +259,19 @@ def test_an_example_trains_and_loads_what_it_saved(name, tmp_path, monkeypatch):
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
 
 
-def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeypatch, capsys):
+def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeypatch):
     path, counted, training_step = ROOT / "examples" / "from_scratch.py", [], Trainer.training_step
     step = lambda self, *args, **others: counted.append(1) or training_step(self, *args, **others)  # noqa: E731
     monkeypatch.setattr(Trainer, "training_step", step)
-    for steps_in_all, made in (("1", 1), ("2", 1)):
+    for steps_in_all, made in (("1", 1), ("2", 1), ("2", 0)):
         monkeypatch.setattr(sys, "argv", [str(path), str(path), str(tmp_path), "--max_steps", steps_in_all])
         counted.clear()
         left = runpy.run_path(str(path))
         assert len(counted) == made and left["trainer"].state.global_step == int(steps_in_all)
         assert left["written"].shape == (1, 100)
         assert_loads_what_it_trained(left)
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 48
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
     assert (tmp_path / "curve.png").stat().st_size > 1000
-    # The same command once more, and a text without a row
-    (tmp_path / "short.txt").write_text("a" * 511)
-    for text, message in ((str(path), "is finished"), (str(tmp_path / "short.txt"), "expected at least 512")):
-        monkeypatch.setattr(sys, "argv", [str(path), text, str(tmp_path), "--max_steps", "2"])
-        with pytest.raises(SystemExit):
-            runpy.run_path(str(path))
-        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["iha", "interleaved", "paired"])

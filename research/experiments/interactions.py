@@ -10,8 +10,8 @@ where only agents of the same label collide (Section 5); HyperAttention of order
 Learned, from random weights: the same three, self-attention from one-hot and from sinusoidal embeddings, and two
 layers of self-attention where only agents of the same label collide, which Remark F.6 says they cannot represent.
 Errors are mean squares, as shares of the variance of the target: of training (Theorems 4.4 and G.7), on new rows
-(Theorem 4.6), and with fewer and more agents (Theorem 4.8). For self-attention also how far the interaction
-T[m, n] = (x_m C x_n) (x_n w) is from the constructed one (Corollary 4.9). It takes ten minutes.
+(Theorem 4.6), and with fewer and more agents (Theorem 4.8). For self-attention the table also says how far the
+interaction T[m, n] = (x_m C x_n) (x_n w) is from the constructed one (Corollary 4.9). The study takes ten minutes.
 
 example: python -m research.experiments.interactions
 """
@@ -117,6 +117,7 @@ def self_attention(name: str) -> Task:
 
 
 def hyper_feature_attention() -> Task:
+    """Return a layer of order 2, with a feature for the labels and one for the cells."""
     return Task([layer_of("hyper_feature", LABELS + CELLS, 2 * CELLS, orders=2)], collisions_by_label)
 
 

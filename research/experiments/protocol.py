@@ -222,8 +222,8 @@ def widest(runs: dict[str, list[dict]]) -> float:
 def loss_at(curve: list, step: float) -> float:
     """Return the loss at a step, on a monotone cubic (PCHIP) through the evaluations.
 
-    Between two evaluations early in a run it is at most 0.002 nats per byte from the loss, and a line is up to 0.049
-    above it (docs/LOG.md, "Studies"). A run with an infinite loss has none: NaN.
+    A line between two evaluations is above the loss, because losses fall ever slower (docs/LOG.md, "Studies", has
+    figures). A run with an infinite loss has none: NaN.
     """
     steps, losses = zip(*(point[:2] for point in curve))
     if not np.isfinite(losses).all():

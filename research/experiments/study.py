@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -12,8 +13,8 @@ from scipy import stats
 
 from iha import plots
 from iha.errors import ROOT, UserError
-from iha.files import check_output_file, read_json, write_json
-from research.benchmarks.harness import current_commit, environment
+from iha.files import check_output_file, current_commit, read_json, write_json
+from research.benchmarks.harness import environment
 
 
 # Runs and results
@@ -38,13 +39,19 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
         check_output_file(args.results / f"{args.study}.{suffix}", replace=True)
 
 
+@cache
+def own_commit() -> str:
+    """Return the commit of the code that this process runs: asked once, for a study may make a hundred runs."""
+    return current_commit()
+
+
 def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = None) -> dict:
     """Return what `compute()` returned: a run whose result is in `path` is not repeated.
 
     The result depends on the name of `path` and on `setting`. Raise `UserError` for a file of another setting, and for
     a damaged one.
     """
-    commit = current_commit()
+    commit = own_commit()
     if not path.exists():
         write_json(path, {"setting": setting, "commit": commit, **compute()})
         print(f"{path.stem} done", flush=True)

@@ -35,3 +35,13 @@ def test_a_run_that_is_damaged_is_refused(tmp_path):
         (tmp_path / "run.json").write_text(content)
         with pytest.raises(UserError, match=expected):
             study.run_once(tmp_path / "run.json", dict)
+
+
+def test_a_run_of_another_commit_is_named(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "run.json"
+    assert study.run_once(path, lambda: {"loss": 1.0}) == {"loss": 1.0}
+    assert study.run_once(path, dict) == {"loss": 1.0} and "Note" not in capsys.readouterr().out
+    made_at, other = study.own_commit(), "0123abc"
+    monkeypatch.setattr(study, "own_commit", lambda: other)
+    assert study.run_once(path, dict) == {"loss": 1.0}
+    assert capsys.readouterr().out == f"Note: run.json was made at commit {made_at}.\n"
