@@ -1,6 +1,7 @@
 """Declare the keys of a recipe, TRL's and our own. TRL reads them from a YAML file and the command line."""
 
 import math
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -121,6 +122,11 @@ class RunArguments(ScriptArguments, ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # No shell has read the values of a file, and a shell leaves the ~ of --key=~/name.
+        for name in ("model_name_or_path", "tokenizer", "dataset_name", "eval_dataset_name"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, os.path.expanduser(value))
         # TRL does not convert the values of a file: 20 stays an integer, and one name does not become a list.
         for name in ("rope_theta", "mixing_scale", "peak_tflops"):
             value = getattr(self, name)
@@ -145,6 +151,10 @@ class RecipeParser(TrlParser):
         """
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
+        if self.bf16_is_off:
+            args.distributed_state.print(
+                "Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32."
+            )
         _choose_start(run, sys.argv[1:] if argv is None else argv)
         unused = UNUSED_KEYS + UNUSED_WITH[type(args).__name__]
         for name, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
@@ -160,8 +170,10 @@ class RecipeParser(TrlParser):
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
-        # Recipes ask for bf16, as TRL does by default. A run without an accelerator for it computes in float32.
-        if namespace.bf16 is not False and not namespace.use_cpu and not is_torch_bf16_gpu_available():
+        # TRL would refuse bf16, its own default, on such a machine.
+        cannot = not namespace.use_cpu and not is_torch_bf16_gpu_available()
+        self.bf16_is_off = cannot and namespace.bf16 is True
+        if cannot:
             namespace.bf16 = False
         return namespace, unknown
 
@@ -216,7 +228,7 @@ def chat_template(args: "TrainingArguments") -> str | None:
     """Return the text of the recipe's chat template, or None if it names none."""
     # Only SFTConfig has the key: other trainers use the model's template.
     path = getattr(args, "chat_template_path", None)
-    return None if path is None else read_chat_template(path)
+    return None if path is None else read_chat_template(os.path.expanduser(path))
 
 
 def read_chat_template(path: str) -> str:

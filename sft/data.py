@@ -3,6 +3,7 @@
 TRL itself ignores OpenThoughts' `system` column and does not rename its roles. It tokenizes, cuts and packs the rows.
 """
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -291,7 +292,7 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
     total = sum(entry["share"] for entry in entries)
     if abs(total - 1) > 1e-6:
         raise UserError(f"{dataset_name}: the shares add up to {total:g}: expected 1.")
-    return [(entry["path"], entry["share"]) for entry in entries]
+    return [(os.path.expanduser(entry["path"]), entry["share"]) for entry in entries]
 
 
 def mix(

@@ -68,7 +68,7 @@ def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
     """Return the checkpoint that `resume_from_checkpoint` names, or else the newest whole one. Raise `UserError`."""
     if str(given).lower() == "false":
         raise UserError("resume_from_checkpoint: a run always resumes in its output_dir. Remove the key.")
-    return newest_whole_checkpoint(output) if str(given).lower() in ("none", "true") else Path(given)
+    return newest_whole_checkpoint(output) if str(given).lower() in ("none", "true") else Path(given).expanduser()
 
 
 def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:

@@ -146,12 +146,13 @@ def test_an_interrupted_run_resumes_to_the_same_weights(name, runs, tiny, rows_f
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_recipe_trains_in_bf16_where_the_device_has_it(name, tmp_path, monkeypatch):
+def test_a_recipe_trains_in_bf16_where_the_device_has_it(name, tmp_path, monkeypatch, capsys):
     config_class, path = {"dpo": DPOConfig, "grpo": GRPOConfig}[name], str(RECIPES / name / f"{name}.yaml")
     monkeypatch.setattr("transformers.utils.is_torch_bf16_gpu_available", lambda: False)
     for more, bf16 in (([], False), (["--use_cpu", "true"], True)):
         _, args = RecipeParser(config_class, "").parse(["--config", path, "--output_dir", str(tmp_path), *more])
         assert args.bf16 == bf16
+        assert ("the run ignores bf16 and computes in float32" in capsys.readouterr().out) != bf16
 
 
 def test_replies_of_continuous_batching_are_those_of_generate(tiny, rows_file, tmp_path):

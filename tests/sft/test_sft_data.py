@@ -16,8 +16,8 @@ from trl import SFTConfig
 
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
-from sft.arguments import RunArguments
-from sft.data import check_chat_template, load_rows, to_messages
+from sft.arguments import RunArguments, chat_template
+from sft.data import check_chat_template, load_rows, sources, to_messages
 from sft.trainer import SFTRecipeTrainer
 from sft.training_rows import check_cut, check_length, check_rows, hold_out_first
 from sft.training_rows import training_rows as rows_of_run
@@ -62,6 +62,20 @@ def run_of(name: str, tmp_path: Path, **keys):
     )
     fields = {"assistant_only_loss": True, "max_length": 128, "use_cpu": True, "bf16": False, "report_to": "none"}
     return run, SFTConfig(output_dir=str(tmp_path / "run"), **{**fields, **keys})
+
+
+def test_a_home_directory_is_found_in_every_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_jsonl(tmp_path / "rows.jsonl", training_rows(4))
+    (tmp_path / "template.jinja").write_text("text")
+    (tmp_path / "mix.yaml").write_text("[{path: ~/rows.jsonl, share: 1}]")
+    run = RunArguments(model_name_or_path="~/model", tokenizer="~/bytes", dataset_name="~/mix.yaml")
+    assert (run.model_name_or_path, run.tokenizer) == (f"{tmp_path}/model", f"{tmp_path}/bytes")
+    assert sources(run.dataset_name) == [(f"{tmp_path}/rows.jsonl", 1)]
+    assert (
+        RunArguments(dataset_name="a", eval_dataset_name="~/rows.jsonl").eval_dataset_name == f"{tmp_path}/rows.jsonl"
+    )
+    assert chat_template(SFTConfig(output_dir="run", use_cpu=True, chat_template_path="~/template.jinja")) == "text"
 
 
 # Rows
