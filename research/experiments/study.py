@@ -14,7 +14,7 @@ from scipy import stats
 from iha import plots
 from iha.errors import ROOT, UserError
 from iha.files import check_output_file, current_commit, read_json, write_json
-from research.benchmarks.harness import environment
+from research.benchmarks.harness import environment, processor
 
 
 # Runs and results
@@ -29,6 +29,7 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
     if threads:
         torch.set_num_threads(threads)
     os.chdir(ROOT)
+    _origins.clear()
     if hasattr(args, "kinds"):
         args.kinds = list(dict.fromkeys(args.kinds))
     if hasattr(args, "seeds"):
@@ -39,10 +40,14 @@ def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
         check_output_file(args.results / f"{args.study}.{suffix}", replace=True)
 
 
+# The origin of each run that the study of this process has made or read: runs of several commands share a table.
+_origins: list[dict[str, str]] = []
+
+
 @cache
-def own_commit() -> str:
-    """Return the commit of the code that this process runs: asked once, for a study may make a hundred runs."""
-    return current_commit()
+def own_origin() -> dict[str, str]:
+    """Return the commit and the machine of this process: asked once, for a study may make a hundred runs."""
+    return {"commit": current_commit(), "machine": processor()}
 
 
 def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = None) -> dict:
@@ -51,9 +56,8 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
     The result depends on the name of `path` and on `setting`. Raise `UserError` for a file of another setting, and for
     a damaged one.
     """
-    commit = own_commit()
     if not path.exists():
-        write_json(path, {"setting": setting, "commit": commit, **compute()})
+        write_json(path, {"setting": setting, **own_origin(), **compute()})
         print(f"{path.stem} done", flush=True)
     try:
         record = read_json(path)
@@ -61,18 +65,22 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
         raise UserError(f"{error} Remove the file: its run is then made again.") from error
     if record.pop("setting", "missing") != setting:
         raise UserError(f"{path} comes from a run of another setting: remove it, or choose another --output.")
-    if (made_at := record.pop("commit", None)) != commit:
-        print(f"Note: {path.name} was made at commit {made_at or 'unknown'}.", flush=True)
+    origin = {name: record.pop(name, "unknown") for name in own_origin()}
+    if origin != own_origin():
+        print(f"Note: {path.name} was made at commit {origin['commit']} on {origin['machine']}.", flush=True)
+    if origin not in _origins:
+        _origins.append(origin)
     return record
 
 
 def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> Path:
     """Write the table `content`, with the command line, the machine and the versions, and its plot; return its path.
 
-    `plot` draws what was written, so that the table alone gives the plot again.
+    `origins` has the commit and the machine of each run, which may be older than the table. `plot` draws what was
+    written, so that the table alone gives the plot again.
     """
     path = args.results / args.study
-    write_json(path.with_suffix(".json"), {**environment(args.command), **content})
+    write_json(path.with_suffix(".json"), {**environment(args.command), "origins": _origins, **content})
     figure = plot(read_json(path.with_suffix(".json")))
     plots.save_plot(figure, path.with_suffix(".png"))
     print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)

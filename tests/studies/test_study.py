@@ -1,9 +1,12 @@
 """Test what studies share: spreads over seeds, their p-values, and runs that are not repeated."""
 
+import json
 import math
+from argparse import Namespace
 
 import pytest
 
+from iha import plots
 from iha.errors import UserError
 from research.experiments import study
 
@@ -37,11 +40,17 @@ def test_a_run_that_is_damaged_is_refused(tmp_path):
             study.run_once(tmp_path / "run.json", dict)
 
 
-def test_a_run_of_another_commit_is_named(tmp_path, monkeypatch, capsys):
+def test_a_table_has_the_origin_of_every_run(tmp_path, monkeypatch, capsys):
+    """Make a run here, and read it and one of another commit and machine for one table."""
     path = tmp_path / "run.json"
+    args = Namespace(study="table", output=tmp_path, results=tmp_path, command="table")
+    study.begin(args)
     assert study.run_once(path, lambda: {"loss": 1.0}) == {"loss": 1.0}
     assert study.run_once(path, dict) == {"loss": 1.0} and "Note" not in capsys.readouterr().out
-    made_at, other = study.own_commit(), "0123abc"
-    monkeypatch.setattr(study, "own_commit", lambda: other)
+    here, there = study.own_origin(), {"commit": "0123abc", "machine": "another"}
+    monkeypatch.setattr(study, "own_origin", lambda: there)
     assert study.run_once(path, dict) == {"loss": 1.0}
-    assert capsys.readouterr().out == f"Note: run.json was made at commit {made_at}.\n"
+    assert capsys.readouterr().out == f"Note: run.json was made at commit {here['commit']} on {here['machine']}.\n"
+    study.run_once(tmp_path / "other.json", dict)
+    table = study.write(args, lambda table: plots.panels("A table")[0])
+    assert json.loads(table.read_text())["origins"] == [here, there]
