@@ -31,7 +31,9 @@ def run_command(result: str | os.PathLike, module: str, *arguments: object) -> N
 # The start of the program of a clean process. The finder blocks this package even if it is installed: a process in
 # which the Auto classes know "iha" would never execute the code that ships with the checkpoint.
 _BLOCK_PACKAGE = """
-import json, sys
+import gc, json, sys
+
+gc.disable()  # imports leave no garbage, and a collection walks through all that they make
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):

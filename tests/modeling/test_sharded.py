@@ -45,4 +45,5 @@ def work(rank: int, place: str) -> None:
 
 
 def test_sharded_mixing_is_read_saved_loaded_and_changed(tmp_path):
-    torch.multiprocessing.spawn(work, (str(tmp_path),), nprocs=2)
+    # Forked processes have the imports of this one already.
+    torch.multiprocessing.start_processes(work, (str(tmp_path),), nprocs=2, start_method="fork")
