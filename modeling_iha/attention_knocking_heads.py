@@ -24,7 +24,7 @@ class SharedMap(Mixing):
         self.init_weight("weight", torch.eye(len(self.weight)))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return states @ self.value()
+        return states @ self.value().to(states.dtype)
 
 
 class SharedMLP(Mixing):
@@ -44,7 +44,7 @@ class SharedMLP(Mixing):
         self.init_weight("down", identity)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        up, gate, down = (self.value(name) for name in ("up", "gate", "down"))
+        up, gate, down = (self.value(name).to(states.dtype) for name in ("up", "gate", "down"))
         return 2 * (states @ up * torch.sigmoid(states @ gate)) @ down
 
 

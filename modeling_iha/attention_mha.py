@@ -42,12 +42,16 @@ class MultiHeadAttention(LlamaAttention):
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.layer_type = config.layer_types[layer_idx]
-        self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None  # in tokens
         self.use_rope = config.no_rope_layers[layer_idx] == 1
         if config.use_qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.check_core()
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Return the window in tokens, or `None`. It is the configuration's at each call, as that of the masks is."""
+        return self.config.sliding_window if self.layer_type == "sliding_attention" else None
 
     def check_core(self):
         """Raise a ValueError for a core that would compute something other than this layer."""

@@ -18,13 +18,18 @@ CHUNK_BYTES = 2**21
 LEAST_TOKENS = 32
 
 
-def may_chunk(heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def may_chunk(
+    heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float | None = None
+) -> bool:
     """Return whether chunks would save memory and time for base states [batch, H or G, N, head_dim].
 
     Chunks serve a CPU, without gradients. The backward pass would keep the virtual tokens of the whole row anyway, and
     a GPU would wait for many small calls. `heads` are `MixedHeads` or `PairedHeads`; paired heads make virtual tokens
-    as views, which take no memory."""
+    as views, which take no memory. With dropout there are no chunks: reentrant activation checkpointing computes a
+    layer without gradients first and with gradients later, and both must draw the same random numbers."""
     if not heads.allocates_virtual_tokens or query.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    if dropout:
         return False
     if not torch.is_grad_enabled():
         return True
@@ -47,11 +52,12 @@ def chunk_window(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     window: int | None,
+    dropout: float | None,
 ) -> int | None:
     """Return the window in virtual keys by which to attend chunk by chunk, or `None` to take whole rows.
 
     `mask` is one of first keys or `None`, and `window` is that of the layer in virtual keys, or `None`."""
-    if not may_chunk(heads, query, key, value):
+    if not may_chunk(heads, query, key, value, dropout):
         return None
     window = row_window(mask, window)
     if window is None or query.shape[2] <= chunk_tokens(heads, query, window):

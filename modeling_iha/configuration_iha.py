@@ -139,7 +139,7 @@ class IHAConfig(LlamaConfig):
         rope_parameters (`dict`, *optional*):
             RoPE of all layers, or `{"full_attention": {...}, "sliding_attention": {...}}` for a RoPE of its own for
             the layers with a window, as in Gemma 3.
-        no_rope_layers (`list[int]`, *optional*, given and stored as `attention_kinds` is):
+        no_rope_layers (`list[int]`, *optional*, a list or a repeating pattern, stored as `attention_kinds` is):
             1 for a layer with RoPE (default), 0 for one in which neither a token nor a pseudo-head has a position.
         attention_options (`dict[str, dict]`, *optional*):
             Options of single mechanisms, `{kind: {option: value}}`. `OPTIONS_CLASSES` says which options a kind has.
@@ -177,8 +177,8 @@ class IHAConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs):
         # Transformers keeps unknown fields, so a misspelt one would be stored and never read. A name is refused that
-        # is close to a field, or whose words all occur in one of ours. No field of another library is like that.
-        known = (*IHAConfig.__annotations__, *LlamaConfig.__annotations__)
+        # is close to a field, or whose words all occur in one of ours. We know of no library that adds such a field.
+        known = dict.fromkeys((*IHAConfig.__annotations__, *LlamaConfig.__annotations__))
         for name in kwargs:
             meant = get_close_matches(name, known, n=1, cutoff=0.9)
             words = set(name.split("_"))

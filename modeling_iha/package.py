@@ -113,7 +113,10 @@ def _is_shipped(line: str, kinds: list[str], code: dict[str, bytes]) -> bool:
 def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args, **kwargs) -> None:
     """Save as Transformers does, with the code of the config's own attention kinds only.
 
-    Users read that code before they trust it. Saving a model calls this after copying the code."""
+    Users read that code before they trust it. Saving a model calls this after copying the code. Raise a ValueError for
+    `push_to_hub=True`, which would upload the configuration before its code is written."""
+    if kwargs.get("push_to_hub"):
+        raise ValueError("push_to_hub=True would upload no code: call config.push_to_hub(...), or push the model.")
     LlamaConfig.save_pretrained(config, save_directory, *args, **kwargs)
     directory = Path(save_directory)
     if directory.samefile(PACKAGE):

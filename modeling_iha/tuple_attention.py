@@ -82,7 +82,12 @@ class PairAttention(TupleAttention):
 
     def __init__(self, config: IHAConfig, layer_idx: int, sharing: bool, windows: list[int] | None):
         super().__init__(config, layer_idx, tuple_size=2, sharing=sharing)
-        self.windows = windows or [self.sliding_window] * 2
+        self.own_windows = windows
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Return the windows of j and k in tokens, or `None` for a global layer."""
+        return self.own_windows or [self.sliding_window] * 2
 
     def is_pair(self, j: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Return which pairs of positions j and k are attended to; j and k broadcast."""

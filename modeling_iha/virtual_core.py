@@ -58,8 +58,9 @@ def virtual_attention(
     num_queries = query.shape[2]
     has_first_keys = is_first_key_mask(attention_mask)
     if has_first_keys:
-        # The mask applies the base model's window already. It is made only where nothing was cached.
+        # First keys already include the base model's window.
         kwargs["sliding_window"] = None
+        # Masks of first keys are made only when the cache was empty, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
     if virtual_heads_of(module) is None:
         return _attend_over_tokens(core, module, query, key, value, attention_mask, **kwargs)
@@ -94,7 +95,9 @@ def _without_unused_places(
 def _attend_over_tokens(
     core: str, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output and weights of a layer without virtual heads, under a mask over virtual tokens."""
+    """Return the output and weights of a layer without virtual heads.
+
+    The model's mask is over virtual tokens, and is converted to tokens first."""
     num_pseudo_heads = virtual_tokens_per_token(module.config)
     stock = stock_core(core, module, num_pseudo_heads)
     mask = token_mask(attention_mask, num_pseudo_heads)
@@ -123,6 +126,7 @@ def _attend_over_virtual_tokens(
         kwargs["sliding_window"] = narrower(window_in_tokens, kwargs.get("sliding_window"))
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = stock.module.sinks  # flash cores take the sinks as an argument: those raised by log P
+    # From here on windows and lengths in `kwargs` count virtual tokens.
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
 
     has_dense_mask = attention_mask is not None and not is_first_key_mask(attention_mask)
@@ -135,7 +139,8 @@ def _attend_over_virtual_tokens(
     if attention_mask is None:
         # Several queries without a mask: nothing was cached before, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
-    window = chunk_window(heads, query, key, value, attention_mask, kwargs.get("sliding_window"))
+    virtual_window, dropout = kwargs.get("sliding_window"), kwargs.get("dropout")
+    window = chunk_window(heads, query, key, value, attention_mask, virtual_window, dropout)
     if window is not None:
         kwargs["sliding_window"] = window
         return attend_in_chunks(heads, stock, query, key, value, **kwargs), None

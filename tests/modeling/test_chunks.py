@@ -119,3 +119,18 @@ def test_a_chunk_has_two_megabytes_and_a_window(heads, tokens):
     states = torch.empty(1, heads, 1, 64, device="meta")
     mixed = type("Heads", (), {"num_pseudo_heads": 4})
     assert chunks.chunk_tokens(mixed, states, 4 * 64) == tokens
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_draws_the_dropout_of_the_forward(chunked, reentrant):
+    """Reentrant checkpointing computes a row without gradients first, and must not take chunks there."""
+    fields = {"num_pseudo_heads": 4, "layer_types": "sliding_attention", "sliding_window": 4, "num_hidden_layers": 1}
+    model = random_model(small_config(**fields, attention_dropout=0.5)).train()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    outputs = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
+    chunked(4)
+    input_ids = random_ids(1, 13)
+    model(input_ids, labels=input_ids).loss.backward()
+    assert len(outputs) == 2 and outputs[0].detach().equal(outputs[1].detach())

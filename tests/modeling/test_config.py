@@ -453,3 +453,9 @@ def test_the_windows_of_paired_presets_hold_as_many_pairs_as_plain_ones():
         kinds = dict(zip(config.layer_types, config.attention_kinds))
         assert kinds == {"sliding_attention": "paired_heads", "full_attention": "mha"}
         assert config.num_pseudo_heads * config.sliding_window == config.max_position_embeddings // 16
+
+
+def test_a_config_is_not_uploaded_without_its_code(tmp_path):
+    with pytest.raises(ValueError, match="would upload no code: call config.push_to_hub"):
+        small_config().save_pretrained(tmp_path, push_to_hub=True)
+    assert not list(tmp_path.iterdir())

@@ -21,13 +21,15 @@ from helpers import (
     random_model,
     set_core,
     small_config,
+    uncached_logits,
 )
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from modeling_iha import IHAForCausalLM
 from modeling_iha.cache_names import CACHE
 from modeling_iha.first_keys import documents_of, is_first_key_mask
 from modeling_iha.masks import make_masks
@@ -361,3 +363,21 @@ def test_a_bias_on_visible_pairs_keeps_the_window_on_a_cache(core):
     cache = model(input_ids[:, :5], attention_mask=mask[None, None, :5, :5], use_cache=True)[CACHE]
     rest = model(input_ids[:, 5:], attention_mask=mask[None, None, 5:], **{CACHE: cache}).logits
     assert_close(rest, expected[:, 5:])
+
+
+@pytest.mark.parametrize("window", [7, 64])
+@pytest.mark.parametrize("kind", ["mha", "iha", "paired_heads", "simplicial", "hyper", "talking_heads"])
+def test_a_window_of_the_configuration_that_is_edited_later_is_followed(kind, window):
+    """Expect the outputs of a model that was built with the window, uncached and token by token."""
+    fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "layer_types": "sliding_attention"}
+    model = random_model(small_config(**fields, sliding_window=3))
+    other = IHAForCausalLM(small_config(**fields, sliding_window=window)).eval()
+    other.load_state_dict(model.state_dict())
+    model.config.sliding_window = window
+    input_ids = random_ids(2, 12)
+    expected = uncached_logits(other, input_ids)
+    assert_close(uncached_logits(model, input_ids), expected)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        steps = [model(input_ids[:, [i]], **{CACHE: cache}).logits for i in range(12)]
+    assert_close(torch.cat(steps, dim=1), expected)

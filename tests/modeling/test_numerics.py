@@ -197,3 +197,15 @@ def test_device_map_with_disk_offload(core, tied, tmp_path):
     options = {"attention_mask": torch.ones_like(input_ids), "max_new_tokens": 6, "do_sample": False}
     assert torch.equal(loaded.generate(input_ids, **options), model.generate(input_ids, **options))
     assert any(p.is_meta for p in loaded.model.layers[1].parameters())
+
+
+@pytest.mark.parametrize("kind", ["iha", "knocking_heads", "talking_heads", "dcmha", "multi_token"])
+def test_mixing_in_another_dtype_than_the_layer(kind):
+    """Keep the mixing in float32 beside a base in bfloat16, without autocast."""
+    options = {"knocking_heads": {"values": "mlp", "queries": True}} if kind == "knocking_heads" else None
+    model = random_model(small_config(attention_kinds=kind, attention_options=options)).to(torch.bfloat16)
+    for layer in model.model.layers:
+        for name in layer.self_attn.mixing_modules:
+            if getattr(layer.self_attn, name) is not None:
+                getattr(layer.self_attn, name).float()
+    assert uncached_logits(model, random_ids(1, 7)).dtype == torch.bfloat16
