@@ -67,7 +67,9 @@ AT_LEAST_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 
 
 def _check_number(name: str, value: Any, where: str = "") -> None:
-    """Raise a ValueError for a field of numbers that has another value, such as NaN. Other fields pass."""
+    """Raise a ValueError if a numeric field holds NaN, infinity, a number out of its range, or no number.
+
+    Fields that are not numeric are ignored."""
     numbers = value if isinstance(value, list) else [value]
     # No comparison with NaN is true.
     numbers = [number if type(number) in (int, float) else nan for number in numbers]
@@ -90,9 +92,10 @@ def _check_number(name: str, value: Any, where: str = "") -> None:
 
 
 def _expand_pattern(pattern: str | list, num_layers: int) -> list:
-    """Return one entry per layer for a single name or a short repeating pattern, and any other list as it is.
+    """Return one entry per layer for a single name or a short repeating pattern.
 
-    A model of one layer gets the first entry of any list: so a preset's pattern serves it too."""
+    Any other list is returned unchanged, and `_validate_layer_list` checks its length. A model of one layer gets the
+    first entry of any list, so that a preset's pattern can be used."""
     pattern = [pattern] if isinstance(pattern, str) else list(pattern)
     # A pattern that repeats less than twice is more likely a list of the wrong length.
     if pattern and (2 * len(pattern) <= num_layers or num_layers == 1):
@@ -139,8 +142,9 @@ class IHAConfig(LlamaConfig):
         rope_parameters (`dict`, *optional*):
             RoPE of all layers, or `{"full_attention": {...}, "sliding_attention": {...}}` for a RoPE of its own for
             the layers with a window, as in Gemma 3.
-        no_rope_layers (`list[int]`, *optional*, a list or a repeating pattern, stored as `attention_kinds` is):
-            1 for a layer with RoPE (default), 0 for one in which neither a token nor a pseudo-head has a position.
+        no_rope_layers (`list[int]`, *optional*):
+            One entry per layer, or a short repeating pattern such as `[1, 1, 1, 0]`: 1 for a layer with RoPE
+            (default), 0 for one in which neither a token nor a pseudo-head has a position.
         attention_options (`dict[str, dict]`, *optional*):
             Options of single mechanisms, `{kind: {option: value}}`. `OPTIONS_CLASSES` says which options a kind has.
 

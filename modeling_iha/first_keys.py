@@ -8,11 +8,12 @@ there are L = N * P. Such a mask takes O(N) memory. It has one of three layouts:
     shape                    made by                 describes
     [1, L, window, 0]        plain_window_mask       only a window: the shape holds it, and the tensor is empty
     [batch, 1, L, 1]         first_keys_of           documents, padding and a window
-    [batch, 1, L, window]    compiled_first_keys     the same, made in compiled code for layers with a window. All
-                                                     columns are views of one; only their number says something.
+    [batch, 1, L, window]    compiled_first_keys     the same, made in compiled code for layers with a window. The
+                                                     last dimension repeats one column; its size is the window.
 
-There is one exception to first_keys[v] <= u <= v. Compiled code cannot read values, so it does not know where padding
-lies. It gives a padding token the first key L, past the end of the row: the token sees no key, and SDPA returns zeros.
+There is one exception to first_keys[v] <= u <= v. Compiled code cannot branch on values, so it does not make documents
+of the runs of padding. Instead each padding token gets the first key L, past the end of the row: the token sees no
+key, and SDPA returns zeros.
 In addition, readers of such a mask hide the keys whose own first key comes after them, so no token sees padding.
 
 A mask has to be a tensor: Transformers' models, the hooks of accelerate and FSDP, checkpointing and compiled layers

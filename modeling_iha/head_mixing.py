@@ -31,9 +31,9 @@ class Mixing(nn.Module):
     def init_weight(self, name: str, value: torch.Tensor):
         """Initialize the parts of a weight that were not loaded.
 
-        Checkpoints of earlier versions lack the scale; it is then taken from the configuration. Those with a scale of
-        1 also lack the start; it is then zero. Raise a ValueError if a weight was loaded without its start at another
-        scale."""
+        Checkpoints of earlier versions have no scale; it is then `mixing_scale` of the configuration. Where that is 1
+        they have no start either; it is then zero. Raise a ValueError if a weight was loaded without its start at
+        another scale."""
         weight = self.get_parameter(name)
         start = self.get_buffer(f"{name}_start")
         scale = self.get_buffer(f"{name}_scale")

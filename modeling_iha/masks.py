@@ -43,9 +43,9 @@ def make_masks(
     Args:
         inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.
         attention_mask: [batch, cached + N], nonzero for real tokens, or a custom boolean or additive one
-            [batch, heads or 1, N, cached + N]. Sliding layers keep their window under a custom mask. So leave the
-            window to them: a token that the mask hides is hidden with all its pseudo-heads, and the layers' own window
-            shows some pseudo-heads of token n - W (see `virtual_mask`).
+            [batch, heads or 1, N, cached + N]. Do not put the window into a custom mask: sliding layers apply it
+            themselves. A custom mask hides all pseudo-heads of a token, but the window shows some pseudo-heads of
+            token n - W (see `virtual_mask`).
         cache: the cache before it takes the N tokens. Its sliding layers are made to keep the window's edge.
         position_ids: [batch or 1, N]. Where they do not increase by one, a packed document begins.
         default_positions: whether `position_ids` are the default ones, which declare no documents.
@@ -153,12 +153,13 @@ def check_inputs(
     position_ids: torch.Tensor | None,
     **kwargs,
 ) -> None:
-    """Raise a ValueError for packed documents that the core would silently join, and inputs that do not fit the cache.
+    """Raise a ValueError for inputs that the model would misread.
 
-    A `BlockMask` raises one too.
+    These are a `BlockMask`, packed documents that the core would silently join, and a mask or positions that do not
+    fit the cache.
 
-    Documents are declared by `position_ids` [batch, N] that restart, or by `cu_seq_lens_q` among `kwargs`. There are
-    cases in which Transformers does not look for them, and would join the documents. A jump forward begins a document
+    Documents are declared by `position_ids` [batch, N] that restart, or by `cu_seq_lens_q` among `kwargs`. In calls
+    with a mask or a cache Transformers does not look for them, and would join them. A jump forward begins a document
     for Transformers too, but is not refused, because no data collator makes one. The other arguments are those of
     `make_masks`."""
     check_mask_type(attention_mask)

@@ -78,7 +78,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
 
         - `"token"` is at n, [batch, N, head_dim].
         - `"interleaved"` is at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. "iha" layers with
-          interleaved positions rotate by both, so `attention_scaling` is in the first alone.
+          interleaved positions rotate by both, so only `"interleaved"` includes `attention_scaling`.
         - `"paired"` is at n * P + p, [batch, P, N, head_dim], for layers of paired heads with interleaved positions.
 
         RoPE types that depend on the length count it in tokens."""

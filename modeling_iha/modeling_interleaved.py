@@ -429,7 +429,8 @@ def _prepared_cache(decoder: PreTrainedModel, cache: Cache | None, use_cache: bo
     If the base model has windows and no cache is given, create it here."""
     if use_cache is None:
         use_cache = getattr(decoder.config, "use_cache", False)
-    # A base that checkpoints its activations makes no cache, and only without one does Transformers find documents.
+    # With activation checkpointing the base makes no cache. We must not make one either, because Transformers finds
+    # packed documents only in calls without a cache.
     is_checkpointed = getattr(decoder, "gradient_checkpointing", False) and decoder.training
     # RecurrentGemma resets its states where it makes a cache.
     makes_cache = use_cache and not is_checkpointed and not decoder._is_stateful

@@ -159,7 +159,11 @@ SECTIONS = {
     "Paired heads": (PAIRED, paired_more, ("0.01", "-0.03")),
     "HyperFeatureAttention": (("hyper_language",), list, ("27.97", "28.70")),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),
-    "Relation composition": (("relation_composition",), relation_more, ("1e-4", "1.5", "0.5")),
+    "Relation composition": (
+        ("relation_composition", "relation_composition_seeds"),
+        relation_more,
+        ("1e-4", "1.5", "0.5"),
+    ),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
     "Theorems 2 and 4": (("theorems",), list, ("2.5",)),
     "Interactions": (("interactions",), list, ("3,000", "10,000", "3e-3", "3.1", "4.9")),
