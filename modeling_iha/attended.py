@@ -39,7 +39,7 @@ ATTENDED = Attended()
 REPLACED = (
     "{} has interleaved heads and attended without them: the module, its forward or its attention core was replaced. "
     "Use the model without the tool that did so, or apply remove_interleaving first. To choose a core, call "
-    "model.set_attn_implementation."
+    "set_attn_implementation of the interleaved model itself, after that of a model that holds it."
 )
 
 

@@ -50,7 +50,7 @@ CHOICES = {
 MAX_LAYERS = 10_000  # a damaged config.json may ask for lists that fill the memory
 # A saved config.json names all of them.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Numbers of the config and of its `rope_parameters`, alone or in lists. Others have rules of their own.
+# Numbers of the config and of its `rope_parameters`. Others have rules of their own.
 ABOVE_ZERO = {
     "rms_norm_eps",
     "mixing_scale",
@@ -63,6 +63,7 @@ ABOVE_ZERO = {
     "short_factor",
     "long_factor",
 }
+LISTS = {"short_factor", "long_factor"}  # one number for each pair of dimensions
 AT_LEAST_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 
 
@@ -70,7 +71,7 @@ def _check_number(name: str, value: Any, where: str = "") -> None:
     """Raise a ValueError if a numeric field holds NaN, infinity, a number out of its range, or no number.
 
     Fields that are not numeric are ignored."""
-    numbers = value if isinstance(value, list) else [value]
+    numbers = value if name in LISTS and isinstance(value, list) else [value]
     # No comparison with NaN is true.
     numbers = [number if type(number) in (int, float) else nan for number in numbers]
     if name in ABOVE_ZERO:

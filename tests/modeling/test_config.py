@@ -55,6 +55,7 @@ BAD = [
     ({"attention_options": {"iha": None}}, "attention_options.*'iha'.*None.*dict"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.*rope_type.*linear.*factor"),
     ({"rope_parameters": {"rope_type": "alibi", "rope_theta": 1e4}}, "rope_parameters.*'alibi'.*'default'.*'yarn'"),
+    ({"rope_parameters": {**PLAIN, "rope_theta": [1e4]}}, r"rope_theta=\[10000.0\]; it must be a number above 0"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.*one set"),
     ({**LOCAL, "rope_parameters": {"sliding_attention": PLAIN}}, "rope_parameters.*one set for each"),
     ({"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}}, "layers of full_attention;.*one set"),
