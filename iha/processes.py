@@ -52,9 +52,11 @@ request = json.load(sys.stdin)
 """
 
 _LOAD_AND_GENERATE = """
+import gc
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+gc.enable()  # a cycle would keep weights in memory
 model, info = AutoModelForCausalLM.from_pretrained(
     request["source"], revision=request["revision"], trust_remote_code=True, dtype="auto", output_loading_info=True
 )

@@ -18,9 +18,7 @@ CHUNK_BYTES = 2**21
 LEAST_TOKENS = 32
 
 
-def may_chunk(
-    heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float | None = None
-) -> bool:
+def may_chunk(heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float | None) -> bool:
     """Return whether chunks would save memory and time for base states [batch, H or G, N, head_dim].
 
     Chunks serve a CPU, without gradients. The backward pass would keep the virtual tokens of the whole row anyway, and

@@ -18,6 +18,7 @@ from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from sft.arguments import RunArguments, chat_template
 from sft.data import check_chat_template, load_rows, sources, to_messages
+from sft.run import checkpoint_to_resume
 from sft.trainer import SFTRecipeTrainer
 from sft.training_rows import check_cut, check_length, check_rows, hold_out_first
 from sft.training_rows import training_rows as rows_of_run
@@ -75,7 +76,9 @@ def test_a_home_directory_is_found_in_every_key(tmp_path, monkeypatch):
     assert (
         RunArguments(dataset_name="a", eval_dataset_name="~/rows.jsonl").eval_dataset_name == f"{tmp_path}/rows.jsonl"
     )
-    assert chat_template(SFTConfig(output_dir="run", use_cpu=True, chat_template_path="~/template.jinja")) == "text"
+    args = SFTConfig(output_dir="~/run", use_cpu=True, chat_template_path="~/template.jinja")
+    assert (args.output_dir, chat_template(args)) == (f"{tmp_path}/run", "text")
+    assert checkpoint_to_resume("~/run/checkpoint-2", tmp_path) == tmp_path / "run" / "checkpoint-2"
 
 
 # Rows
