@@ -238,12 +238,15 @@ class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
         model = self.model
         for layer in model.layers:
             module = layer.self_attn
-            virtual = getattr(layer.self_attn, "virtual_heads", None)
+            virtual = getattr(module, "virtual_heads", None)
+            window = module.sliding_window
             # Their equations are those of these classes, except that they choose among RoPE tables.
             table = "interleaved" if virtual and config.pseudo_positions == "interleaved" else "token"
             module.register_forward_pre_hook(partial(choose_table, table), with_kwargs=True)
-            module.virtual_heads = virtual  # an attribute of the class that it loses
             module.__class__ = Qwen3Attention if config.use_qk_norm else LlamaAttention
+            # Attributes of the class that it lost.
+            module.virtual_heads = virtual
+            module.sliding_window = window
             if config.gated_mlp:
                 layer.mlp.__class__ = LlamaMLP
         model.create_masks = lambda *args, **kwargs: dict.fromkeys(config.layer_types)  # vLLM's attention needs none
