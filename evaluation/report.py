@@ -58,8 +58,11 @@ def _ours(results: dict, column: dict) -> dict | None:
         return None
     if task == "ruler":
         # The paper's average is over all tasks.
-        return results["ruler"]["all"] if results["ruler"].get("tasks") == sorted(ruler.TASKS) else None
-    return results["tasks"].get(task, {}).get("metrics", {}).get(metric)
+        is_whole = results["ruler"].get("tasks") == sorted(ruler.TASKS)
+        has_notes = any("note" in entry for entry in results["tasks"].values())
+        return results["ruler"]["all"] if is_whole and not has_notes else None
+    found = results["tasks"].get(task, {})
+    return None if "note" in found else found.get("metrics", {}).get(metric)
 
 
 def _paper_table(results: dict, table: dict) -> str:
@@ -89,6 +92,8 @@ def markdown(results: dict) -> str:
         unfinished = task["unfinished_replies"]
         if unfinished:
             lines.append(f"- {name}: {unfinished} of {of} replies were still going at the limit.")
+    notes = {task["note"] for task in tasks.values() if "note" in task}
+    lines += [f"- The figures were {note}, so they do not stand beside published ones." for note in sorted(notes)]
     lines += ["", _tasks_table(tasks)]
     if means:
         rows = [

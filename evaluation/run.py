@@ -45,6 +45,8 @@ from iha.foreign_code import note_foreign_code
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
+# Options with which figures do not compare with published ones.
+_OWN_WAYS = ("limit", "samples", "max_new_tokens", "no_chat")
 # The modules of this directory that determine a task's figures.
 _DECIDING = ("data", "model", "replies", "ruler", "run", "run_code", "scores", "suites")
 
@@ -93,8 +95,20 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, tasks: dict[str, suites.
             tokenizer.get_chat_template()
 
 
-def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model) -> dict:
-    """Return the metrics of a task with standard errors, and counts and settings of lm-eval's samples."""
+def own_way(args: argparse.Namespace) -> str:
+    """Return the options of a command line that make figures its own, in the words of the shell."""
+    given = [(name, getattr(args, name)) for name in _OWN_WAYS]
+    words = [f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}" for name, value in given if value]
+    if args.data is not None and args.data.resolve() == data.SMOKE:
+        words.append(f"--data {args.data}")  # hand-made examples
+    return " ".join(words)
+
+
+def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model, options: str) -> dict:
+    """Return the metrics of a task with standard errors, and counts and settings of lm-eval's samples.
+
+    Figures that do not compare with published ones because of `options` get a note.
+    """
     metrics = {}
     for key, value in figures.items():
         metric, _, pipeline = key.partition(",")
@@ -117,6 +131,7 @@ def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model) 
         "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)},
         "unfinished_replies": unfinished,
         "task_hash": task_hash(),
+        **({"note": f"measured with {options}"} if options else {}),
     }
 
 
@@ -130,12 +145,23 @@ def kept_samples(rows: list[dict]) -> list[dict]:
     return kept
 
 
+def note_replaced(directory: Path, results: dict) -> None:
+    """Say which tasks of an earlier report in `directory` are not in this one."""
+    earlier = read_json(directory / "results.json")["tasks"] if (directory / "results.json").is_file() else {}
+    gone = [name for name in earlier if name not in results["tasks"]]
+    if gone:
+        print(
+            f"Note: this report replaces one of {', '.join(gone)}. The replies are kept: name them too for one report."
+        )
+
+
 def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Return the command line with the suite's tasks and defaults filled in. Raise `UserError`."""
     for name in ("limit", "samples", "max_new_tokens", "batch_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
+    args.own_way = own_way(args)
     for name, value in (suites.SMOKE_DEFAULTS if args.suite == "smoke" else suites.DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -254,10 +280,12 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         },
         "seconds": round(time.monotonic() - started),
         "tasks": {
-            name: summarise(answer["results"][name], samples[name], task, model) for name, task in tasks.items()
+            name: summarise(answer["results"][name], samples[name], task, model, args.own_way)
+            for name, task in tasks.items()
         },
     }
     results["ruler"] = report.ruler_means(results["tasks"])
+    note_replaced(args.output, results)
     (args.output / "results.json").unlink(missing_ok=True)  # figures of earlier samples do not stand beside new ones
     for name, rows in samples.items():
         write_jsonl(args.output / f"samples_{name}.jsonl", kept_samples(rows))

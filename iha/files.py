@@ -329,7 +329,8 @@ def _row(line: bytes, source: str, shape: Any) -> dict:
         raise UserError(f"{source} has more than {MAX_TEXT:,} bytes: expected a shorter line.")
     # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
     with refusing(f"{source} is no object of JSON in UTF-8", ValueError, RecursionError):
-        row = json.loads(line.decode(), object_pairs_hook=unique_keys)
+        # Some editors begin a file with a byte order mark.
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     return typed(row, shape, source)
 
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import yaml
+from transformers import get_scheduler
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from iha.errors import UserError, refusing
-from iha.files import read_text
+from iha.files import read_text, read_yaml
 from sft.data import names_file
 
 
@@ -36,7 +38,10 @@ UNUSED_KEYS = (
     "model_init_kwargs",
     "hub_token",
     "push_to_hub",
+    *("hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision"),
+    "trust_remote_code",  # the code of checkpoints of this package is the package
     "save_only_model",  # such a checkpoint cannot be resumed
+    "ignore_data_skip",  # a resumed run would repeat rows
 )
 # Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
@@ -53,6 +58,7 @@ UNUSED_WITH = {
         "sync_ref_model",
         "precompute_ref_log_probs",
         "trust_rows",
+        "peak_tflops",
         *PRESET_KEYS,
     ),
     "GRPOConfig": (
@@ -63,6 +69,7 @@ UNUSED_WITH = {
         "dataset_test_split",
         "sync_ref_model",
         "use_vllm",
+        "peak_tflops",
         *PRESET_KEYS,
     ),
 }
@@ -149,13 +156,17 @@ class RecipeParser(TrlParser):
 
         Raise `UserError` for a key that is unknown, unused or excluded by another, and for a number out of range.
         """
+        words = sys.argv[1:] if argv is None else argv
+        for word, path in zip(words, words[1:]):
+            if word == "--config":
+                read_yaml(path, dict)  # refuses a key that is there twice, of which TRL would keep the last
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
         if self.bf16_is_off:
             args.distributed_state.print(
                 "Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32."
             )
-        _choose_start(run, sys.argv[1:] if argv is None else argv)
+        _choose_start(run, words)
         unused = UNUSED_KEYS + UNUSED_WITH[type(args).__name__]
         for name, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
             if name in unused and getattr(run, name, getattr(args, name, None)) != declared.default:
@@ -165,8 +176,18 @@ class RecipeParser(TrlParser):
             if value is not None and not least <= value < math.inf:
                 expected = "a number above 0" if 0 < least < 1 else f"at least {least}"
                 raise UserError(f"{name}={value:g}: expected {expected}.")
+        self._check_choices(run)
+        _check_adapters(run)
+        _check_schedule(args)
         _check_data_keys(run, args)
         return run, args
+
+    def _check_choices(self, run: RunArguments) -> None:
+        """Refuse values of a recipe's file that the command line would refuse. Raise `UserError`."""
+        for action in self._actions:
+            value = getattr(run, action.dest, None)
+            if action.choices and value is not None and value not in action.choices:
+                raise UserError(f"{action.dest}={value}: expected one of {', '.join(map(str, action.choices))}.")
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
@@ -204,6 +225,27 @@ def evaluates(args: "TrainingArguments") -> bool:
     return args.eval_strategy != "no" or args.eval_on_start
 
 
+def _check_adapters(run: RunArguments) -> None:
+    """Refuse keys of adapters for a run without them. Raise `UserError`."""
+    keys = [name for name in RunArguments.__dataclass_fields__ if name.startswith("lora_")] + [
+        "use_rslora",
+        "use_dora",
+    ]
+    given = [name for name in keys if getattr(run, name) != RunArguments.__dataclass_fields__[name].default]
+    if given and not run.use_peft:
+        raise UserError(f"{', '.join(given)}: for adapters: set use_peft to true, or remove what is named here.")
+
+
+def _check_schedule(args: "TrainingArguments") -> None:
+    """Refuse options that the schedule of the learning rate does not take. Raise `UserError`."""
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    options = args.lr_scheduler_kwargs
+    with refusing(
+        f"lr_scheduler_type {args.lr_scheduler_type} with lr_scheduler_kwargs {options}", TypeError, ValueError
+    ):
+        get_scheduler(args.lr_scheduler_type, optimizer, 0, 1, options)
+
+
 def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
     """Refuse keys of the data that exclude each other, and an evaluation without rows. Raise `UserError`."""
     is_file = names_file(run.dataset_name)
@@ -215,8 +257,8 @@ def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
         )
     if run.eval_size > 1 and not float(run.eval_size).is_integer():
         raise UserError(f"eval_size={run.eval_size:g}: expected a number of rows, or a share below 1.")
-    for name in ("eval_size", "eval_dataset_name", "dataset_test_split"):
-        if getattr(run, name) and not evaluates(args):
+    for name in ("eval_size", "eval_dataset_name", "dataset_test_split", "load_best_model_at_end"):
+        if getattr(run, name, getattr(args, name, None)) and not evaluates(args):
             raise UserError(f"{name}: this run does not evaluate: set eval_strategy, or remove the key.")
     if evaluates(args) and is_file and run.eval_size == 0 and run.eval_dataset_name is None:
         raise UserError(

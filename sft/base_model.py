@@ -139,8 +139,6 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
             arguments["sliding_window"] = window if window in (None, "paper") else int(window)
             given = {name: value for name, value in arguments.items() if value is not None}
             interleave_heads(model, run.num_pseudo_heads, **given)
-    elif run.mixing_scale not in (None, getattr(model.config, "mixing_scale", run.mixing_scale)):
-        set_mixing_scale(model, run.mixing_scale)
     return model
 
 
@@ -158,6 +156,9 @@ def prepare_model(
     template, say = chat_template(args), args.distributed_state.print
     must_interleave = interleaves(config, run)
     model = random_model(run, config, args.seed) if run.preset else load_base_model(run, config)
+    if run.mixing_scale not in (None, getattr(model.config, "mixing_scale", None)):
+        with refusing("mixing_scale", ValueError):
+            set_mixing_scale(model, run.mixing_scale)
     if must_interleave:
         layers, total = len(model.config.interleaved_layers), model.config.get_text_config().num_hidden_layers
         window = model.config.interleaved_window or "none"

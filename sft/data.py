@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from accelerate import PartialState
 from annotated_types import Gt, MinLen
 from datasets import (
     Dataset,
@@ -119,7 +120,7 @@ def _to_text(row: dict, where: str) -> dict:
 
 def _to_prompt(row: dict, where: str) -> dict:
     _refuse_lost(row, where, (*UNREAD_COLUMNS, "system"))
-    prompt = typed(row["prompt"], Text, f"{where}, column 'prompt'")
+    prompt = typed(row.get("prompt"), Text, f"{where}, column 'prompt'")
     return {"prompt": prompt, "completion": _text(row.get("completion"), f"{where}, column 'completion'")}
 
 
@@ -159,6 +160,11 @@ class Source(NamedTuple):
 def names_file(name: str) -> bool:
     """Return whether a source is a file or a mixture, which has neither configurations nor splits."""
     return Path(name).is_file() or _suffix(name) in (*READERS, *MIXTURES)
+
+
+def is_one_row(name: str) -> bool:
+    """Return whether a source is a text file, which is one document."""
+    return Path(name).is_file() and READERS.get(_suffix(name)) == "text"
 
 
 def check_source(name: str, split: str) -> None:
@@ -221,7 +227,7 @@ def load_rows(
     source = {"path": name, "name": config, "split": split}
     if Path(name).is_file():
         reader = READERS[_suffix(name)]
-        whole = {"sample_by": "document"} if reader == "text" else {}
+        whole = {"sample_by": "document"} if is_one_row(name) else {}
         source = {"path": reader, "data_files": name, "split": "train", **whole}
     try:
         rows = load_dataset(**source, streaming=streaming)
@@ -233,6 +239,9 @@ def load_rows(
     if first is None:
         raise UserError(f"{name}: it holds no rows.")
     convert, features = schema(first)
+    unread = [column for column in first if column not in (*features, *TURN_KEYS, "system")]
+    if unread:
+        PartialState().print(f"Note: of {name}, these columns are not read: {', '.join(unread)}.")
     return rows.map(
         lambda row, index: convert(row, f"{name}, row {index + 1}"),
         with_indices=True,

@@ -39,7 +39,9 @@ def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=BYTES)
-    tokenizer.train([str(text)], trainer)
+    # Python reads "\r\n" as "\n", as the datasets library does when a run reads the text.
+    with open(text, encoding="utf-8") as lines:
+        tokenizer.train_from_iterator(lines, trainer)
     return wrapped(tokenizer)
 
 

@@ -56,8 +56,18 @@ _UNRECORDED = {
     "chat_template_path",
     *UNUSED_KEYS,
 }
-# Keys of a recipe that a resumed run may not change.
-FIXED_KEYS = ("mixing_scale", "dataset_config", "dataset_train_split", "seed", "eval_size")
+# Keys of a recipe that a resumed run may not change: the checkpoint keeps its optimizer with the rates that it began
+# with and its weights in their shapes, and other rows or another order would repeat some rows and skip others.
+FIXED_KEYS = (
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
+    *("num_pseudo_heads", "interleaved_layers", "interleaved_window", "collapse", "mixing_scale"),
+    *("dtype", "rope_theta", "max_position_embeddings", "sliding_window"),
+    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
+    *("use_rslora", "use_dora"),
+    *("dataset_config", "dataset_train_split", "dataset_streaming", "eval_size", "seed", "data_seed"),
+    *("max_length", "packing", "packing_strategy", "shuffle_dataset", "train_sampling_strategy"),
+    *("chat_template", "eos_token", "pad_token"),
+)
 
 
 def make_record(run: RunArguments, args: TrainingArguments) -> Record:
@@ -67,7 +77,10 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     """
     template = chat_template(args)
     check_splits(run, args)
-    recipe = {name: value for name, value in (asdict(run) | args.to_dict()).items() if name not in _UNRECORDED}
+    # `to_dict` masks what may be a password, and takes the names of special tokens for one.
+    tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if hasattr(args, name)}
+    keys = asdict(run) | args.to_dict() | tokens
+    recipe = {name: value for name, value in keys.items() if name not in _UNRECORDED}
     recipe["chat_template"] = None if template is None else hashlib.sha256(template.encode()).hexdigest()
     record = {
         "data": {"name": run.dataset_name, **identify_data(run.dataset_name, run.dataset_config)},
@@ -99,7 +112,9 @@ def compare_records(record: Record, checkpoint: Path) -> None:
                 "output_dir, or give this run what it began with."
             )
     for name in FIXED_KEYS:
-        then, now = (each["recipe"].get(name) for each in (kept, record))
+        if name not in kept["recipe"] or name not in record["recipe"]:  # of another trainer or an earlier version
+            continue
+        then, now = (each["recipe"][name] for each in (kept, record))
         if then != now:
             raise UserError(
                 f"{name}: the run began with {then} and cannot go on with {now}. Give it what it began with, or "

@@ -8,7 +8,7 @@ from iha.files import write_json
 from sft import make_model
 from sft.arguments import RunArguments
 from sft.record import Record, Section
-from sft.trainer import RecipeTrainer
+from sft.trainer import RecipeTrainer, step_of
 from sft.training_rows import evaluation_source
 
 
@@ -67,10 +67,11 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
     adapters = f", LoRA adapters of rank {run.lora_r}, merged" if run.use_peft else ""
     table = "\n".join(f"| {name} | {markdown(value)} |" for name, value in facts.items())
     origin = "Trained from scratch" if from_scratch else f"Fine-tuned from {markdown(source)}"
+    steps = trainer.state.global_step
     details = f"""## {"Training" if from_scratch else "Fine-tuning"}
 
 {origin} on {markdown(data)} for \
-{trainer.state.global_step} steps with TRL's \
+{steps} step{"" if steps == 1 else "s"} with TRL's \
 {trainer._name}Trainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
 
 ![Curves of the run](curves.png)
@@ -97,6 +98,10 @@ def _facts_of_the_run(trainer: RecipeTrainer, run: RunArguments, record: Record)
         split = "" if held_out.split == "train" else f", split {held_out.split}"
         facts["Held-out data"] = source_name(held_out.name) + split
     facts["Steps"] = trainer.state.global_step
+    if args.load_best_model_at_end:
+        best = step_of(Path(trainer.state.best_model_checkpoint))
+        metric, value = args.metric_for_best_model.removeprefix("eval_"), trainer.state.best_metric
+        facts["Weights"] = f"those of step {best}, whose held-out {metric} was the best, {value:.4f}"
     for title, name in (("Training loss", "loss"), ("Held-out loss", "eval_loss")):
         values = [entry[name] for entry in trainer.state.log_history if name in entry]
         if values:

@@ -53,7 +53,9 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
         try:
             yield checkpoint
         except KeyboardInterrupt as interrupt:
-            interrupt.add_note("The same command goes on from the newest whole checkpoint.")
+            last = newest_whole_checkpoint(output)
+            start = "starts again: there is no checkpoint yet" if last is None else f"goes on from {last}"
+            interrupt.add_note(f"The same command {start}.")
             raise
         except NotFiniteError as error:
             last = newest_whole_checkpoint(output)

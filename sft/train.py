@@ -22,7 +22,7 @@ from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_o
 from sft.memory_plan import check_memory
 from sft.run import begun, train
 from sft.trainer import SFTRecipeTrainer
-from sft.training_rows import check_cut, check_length, check_packing, check_rows, training_rows, whole_text_bytes
+from sft.training_rows import check_length, check_packing, check_rows, training_rows, whole_text_bytes
 
 
 USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
@@ -56,7 +56,6 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
         processing_class=tokenizer,
         peft_config=lora_config(run, model),
     )
-    check_cut(trainer, train_rows, eval_rows)
     check_length(trainer)
     if isinstance(trainer.train_dataset, IterableDataset):
         # Repeat the stream without end, so that a resume can skip the batches that were seen, however many passes they

@@ -3,6 +3,7 @@
 Incomplete checkpoints are skipped. A loss, a gradient or a weight that is NaN or infinite stops the run.
 """
 
+import copy
 import math
 import shutil
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from jinja2 import TemplateError
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback
@@ -18,11 +20,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
 from iha.checkpoints import check_finite, load_model
-from iha.errors import UserError
+from iha.errors import UserError, refusing
 from iha.files import whole_file
 from modeling_iha.mixing_weights import mixing_parameters
 from sft.distributed import whole_model
 from sft.sequence_parallel import share_sequence
+from sft.training_rows import check_cut, splits
 
 
 # The file that records what a run is made of. A copy is written last into a checkpoint, and marks it as complete.
@@ -64,7 +67,8 @@ class RecipeTrainer(Trainer):
     """
 
     def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+        with refusing("the recipe", ValueError):  # a special token that the tokenizer lacks, keys that exclude others
+            super().__init__(*args, **kwargs)
         self._losses: torch.Tensor | int = 0  # the sum of a step's micro-batches
         share_sequence(self)
 
@@ -214,6 +218,15 @@ class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
         # It must be the first callback, so that the others print and report what it adds.
         self.count_tokens = CountTokens()
         self.callback_handler.callbacks.insert(0, self.count_tokens)
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        # In two steps, so that rows are whole when `check_cut` counts them: TRL takes tokenized rows as they are.
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        with refusing("a row: the chat template does not take it", TemplateError):
+            dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        check_cut(dataset_name, dataset, None if splits(args, packing) else args.max_length)
+        return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
 
     @cached_property
     def eval_tokens(self) -> int:

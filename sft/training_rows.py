@@ -1,5 +1,8 @@
 """Make the rows that a run trains and evaluates on from its recipe."""
 
+from pathlib import Path
+
+import numpy as np
 import torch
 from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, Value
@@ -11,7 +14,17 @@ from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
 from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import RunArguments, evaluates
-from sft.data import Rows, Source, check_chat_template, check_source, check_split, load_rows, mix, sources
+from sft.data import (
+    Rows,
+    Source,
+    check_chat_template,
+    check_source,
+    check_split,
+    is_one_row,
+    load_rows,
+    mix,
+    sources,
+)
 
 
 # Cores that keep packed documents apart, besides the flash cores.
@@ -39,11 +52,43 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
         raise UserError("eval_dataset_name and eval_size both say what to evaluate on: give one.")
     if run.dataset_streaming and args.max_steps < 1:
         raise UserError(f"max_steps={args.max_steps}: dataset_streaming has no last row, so give the number of steps.")
+    if args.packing_strategy != "bfd" and not args.packing:
+        raise UserError(f"packing_strategy={args.packing_strategy}: for packed rows: set packing to true.")
     for name, _ in parts:
         check_source(name, run.dataset_train_split)
+        _check_whole(name, args, args.packing)
     held_out = evaluation_source(run, args)
     if held_out is not None:
         check_source(held_out.name, held_out.split)
+        learned = [Source(name, run.dataset_train_split, run.dataset_config) for name, _ in parts]
+        if any(_is_same(held_out, source) for source in learned):
+            raise UserError(f"{held_out.name} is both to train and to evaluate on: name other rows, or set eval_size.")
+        _check_whole(held_out.name, args, packs_eval(args))
+
+
+def _is_same(source: Source, other: Source) -> bool:
+    """Return whether two names are of the same rows."""
+    paths = [Path(each.name).resolve() if Path(each.name).exists() else each.name for each in (source, other)]
+    return paths[0] == paths[1] and source[1:] == other[1:]
+
+
+def _check_whole(name: str, args: SFTConfig, packs: bool) -> None:
+    """Refuse a text file, which is one row, if it would be cut to its first `max_length` tokens. Raise `UserError`."""
+    if is_one_row(name) and not splits(args, packs) and args.max_length is not None:
+        raise UserError(
+            f"{name} is one row, of which only the first max_length={args.max_length} tokens would be read: set "
+            "packing to true and packing_strategy to bfd_split."
+        )
+
+
+def packs_eval(args: SFTConfig) -> bool:
+    """Return whether the rows to evaluate on are packed."""
+    return args.packing if args.eval_packing is None else args.eval_packing
+
+
+def splits(args: SFTConfig, packs: bool) -> bool:
+    """Return whether long rows are split at `max_length` and not cut."""
+    return packs and args.packing_strategy == "bfd_split"
 
 
 def evaluation_source(run: RunArguments, args: TrainingArguments) -> Source | None:
@@ -119,8 +164,7 @@ def training_rows(
     with args.main_process_first():
         parts = [load_rows(name, run.dataset_train_split, run.dataset_config, run.dataset_streaming) for name in names]
         check_template(parts[0].features, tokenizer, args)
-        splits = args.packing and args.packing_strategy != "bfd"
-        max_length = None if splits else args.max_length  # TRL cuts rows to this length
+        max_length = None if splits(args, args.packing) else args.max_length  # TRL cuts rows to this length
         rows = parts[0] if len(parts) == 1 else mix(parts, shares, tokenizer, max_length, args.seed)
         held_out = evaluation_source(run, args)
         if held_out is not None:
@@ -172,25 +216,33 @@ def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, D
     return others, Dataset.from_list(held_out[:-1], features=rows.features)
 
 
-def check_cut(trainer: SFTTrainer, train_rows: Rows, eval_rows: Dataset | None) -> None:
-    """Refuse rows that have nothing to learn within `max_length`: TRL drops them silently. Raise `UserError`.
+def check_cut(name: str, rows: Rows, max_length: int | None) -> None:
+    """Say how much TRL cuts from tokenized rows. `name` is TRL's for the dataset: "train" or "eval".
 
-    The rows of a stream cannot be counted.
+    The rows of a stream cannot be counted. Raise `UserError` for rows with nothing to learn within `max_length`: TRL
+    drops them silently, and packed they learn nothing.
     """
-    args = trainer.args
-    is_packed_eval = args.packing if args.eval_packing is None else args.eval_packing
-    _check_kept("rows", train_rows, trainer.train_dataset, args.packing, args.max_length)
-    _check_kept("rows to evaluate on", eval_rows, trainer.eval_dataset, is_packed_eval, args.max_length)
-
-
-def _check_kept(what: str, rows: Rows | None, kept: Rows | None, is_packed: bool, max_length: int | None) -> None:
-    if rows is None or isinstance(rows, IterableDataset) or is_packed:
+    if max_length is None or isinstance(rows, IterableDataset):
         return
-    dropped = len(rows) - len(kept)
-    if dropped:
+
+    def count(row: dict) -> dict[str, int]:
+        learned = any(label != -100 for label in row["labels"][:max_length])
+        return {"tokens": len(row["input_ids"]), "is_empty": not learned}
+
+    what = "rows to evaluate on" if name == "eval" else "rows"
+    counted = rows.map(count, remove_columns=rows.column_names, desc="Counting tokens")
+    empty, lengths = np.sum(counted["is_empty"][:]), np.array(counted["tokens"][:])
+    if empty:
         raise UserError(
-            f"{dropped} of {len(rows)} {what} have no token to learn within max_length={max_length}: raise "
+            f"{empty} of {len(rows)} {what} have no token to learn within max_length={max_length}: raise "
             "max_length, or remove the rows."
+        )
+    is_cut = lengths > max_length
+    if is_cut.any():
+        lost = 1 - np.minimum(lengths, max_length).sum() / lengths.sum()
+        PartialState().print(
+            f"Note: {is_cut.sum():,} of {len(rows):,} {what} are cut to max_length={max_length}, which leaves out "
+            f"{lost:.1%} of their tokens."
         )
 
 
@@ -218,9 +270,7 @@ def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:
 
     TRL cuts no text without `max_length`, or if packing splits long texts.
     """
-    packs = args.packing if args.eval_packing is None else args.eval_packing
-    splits = packs and args.packing_strategy == "bfd_split"
-    is_whole = args.max_length is None or splits
+    is_whole = args.max_length is None or splits(args, packs_eval(args))
     if rows is None or "text" not in rows.column_names or not is_whole:
         return None
     return sum(len(text.encode()) for text in rows["text"])

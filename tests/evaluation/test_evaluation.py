@@ -325,7 +325,7 @@ def smoke(tiny, tmp_path_factory):
     return run.main([str(tiny), *SMOKE, "--output", str(output)]), output
 
 
-def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch):
+def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch, capsys):
     results, output = smoke[0], shutil.copytree(smoke[1], tmp_path / "out")
     assert set(results["tasks"]) == {
         *(name for name in suites.SUITES["smoke"] if name not in suites.BY_LENGTH),
@@ -349,6 +349,7 @@ def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch):
     again = run.main([str(tiny), *SMOKE, "--tasks", *tasks, "--output", str(output)])
     assert len(again["tasks"]) == 4 and all(entry == results["tasks"][name] for name, entry in again["tasks"].items())
     assert f"The run began at commit {results['commit']}, and was scored at 000" in (output / "report.md").read_text()
+    assert "this report replaces one of math500, mbpp, " in capsys.readouterr().out
     with sole_writer(output), pytest.raises(UserError, match="Another run is writing"):
         run.main([str(tiny), *SMOKE, "--output", str(output)])
     with pytest.raises(UserError, match="holds replies of another seed"):
@@ -515,15 +516,38 @@ def test_means_of_ruler_are_over_the_lengths_that_were_run():
 
 
 @pytest.mark.parametrize(
-    ("left_out", "suite", "beside"), [(0, "ruler", True), (1, "ruler", False), (0, "smoke", False)]
+    ("left_out", "suite", "note", "beside"),
+    [
+        (0, "ruler", {}, True),
+        (1, "ruler", {}, False),
+        (0, "smoke", {}, False),
+        (0, "ruler", {"note": "measured with --limit 50"}, False),
+    ],
 )
-def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, suite, beside):
+def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, suite, note, beside):
     counts = {"examples": 50, "samples_each": 1, "unfinished_replies": 0, "prompt_tokens": {"min": 1, "max": 2}}
-    tasks = {f"{name}@512": ruler_entry(0.5) | counts for name in ruler.TASKS[left_out:]}
+    tasks = {f"{name}@512": ruler_entry(0.5) | counts | note for name in ruler.TASKS[left_out:]}
     about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
     about |= {"commit": "0", "first_commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu"}
     text = report.markdown({**about, "versions": {}, "tasks": tasks, "ruler": report.ruler_means(tasks)})
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside
+    assert ("- The figures were measured with --limit 50, so they do not stand" in text) == bool(note)
+
+
+@pytest.mark.parametrize(
+    ("options", "way"),
+    [
+        ([], ""),
+        (["--limit", "5", "--no-chat"], "--limit 5 --no-chat"),
+        (["--samples", "1", "--max-new-tokens", "9"], "--samples 1 --max-new-tokens 9"),
+        (["--data", "evaluation/smoke_data"], "--data evaluation/smoke_data"),
+    ],
+)
+def test_figures_that_do_not_compare_are_noted(options, way, monkeypatch, in_repository_root):
+    found = []
+    monkeypatch.setattr(run, "measure", lambda args, process: found.append(args.own_way))
+    run.main(["absent", "--suite", "ruler", "--output", "outputs/absent", *options])
+    assert found == [way]
 
 
 def test_an_answer_that_cannot_be_read_in_time_is_no_answer():

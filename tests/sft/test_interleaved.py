@@ -101,6 +101,7 @@ def test_a_run_does_not_go_on_with_another_scale(tmp_path):
     ("model", "keys", "named"),
     [
         ("plain", {"interleaved_layers": "0", "collapse": "per_head"}, "interleaved_layers, collapse: for runs that"),
+        ("plain", {"mixing_scale": 4, "lora_dropout": 0.5}, "lora_dropout: for adapters"),
         ("interleaved", {"interleaved_window": 8, "num_pseudo_heads": 2}, "interleaved keeps what it was made with"),
     ],
 )
@@ -110,6 +111,13 @@ def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path
     saved(made if model == "plain" else interleave_heads(made, 2), tmp_path / model)
     with pytest.raises(UserError, match=named):
         train.main(arguments(tmp_path, model, "run", **keys))
+
+
+def test_a_rate_of_the_mixing_needs_a_mixing(tmp_path):
+    for name, made in (("plain", decoder("llama")), ("paired", pair_heads(decoder("llama"), 2))):
+        saved(made, tmp_path / name)
+        with pytest.raises(UserError, match="mixing_scale: .* has no weights that mix heads"):
+            train.main(arguments(tmp_path, name, "run", mixing_scale=4))
 
 
 def test_the_experts_of_the_best_checkpoint_end_in_the_final_model(tmp_path, monkeypatch):
@@ -124,6 +132,8 @@ def test_the_experts_of_the_best_checkpoint_end_in_the_final_model(tmp_path, mon
     final, best = (load_model(tmp_path / "run" / name) for name in ("final", "checkpoint-2"))
     for (key, weight), other in zip(final.named_parameters(), best.parameters(), strict=True):
         assert torch.equal(weight, other), key
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert "| Weights | those of step 2, whose held-out loss was the best, 2.0000 |" in card
 
 
 @pytest.mark.parametrize("name", DECODERS)

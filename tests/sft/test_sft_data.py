@@ -20,7 +20,7 @@ from sft.arguments import RunArguments, chat_template
 from sft.data import check_chat_template, load_rows, sources, to_messages
 from sft.run import checkpoint_to_resume
 from sft.trainer import SFTRecipeTrainer
-from sft.training_rows import check_cut, check_length, check_rows, hold_out_first
+from sft.training_rows import check_length, check_rows, hold_out_first
 from sft.training_rows import training_rows as rows_of_run
 
 
@@ -169,22 +169,23 @@ def test_a_template_that_would_not_teach_the_model_to_stop_is_refused():
             check_chat_template(tokenizer, assistant_only=True)
 
 
-def test_rows_are_cut_and_those_without_an_answer_refused(tmp_path):
-    rows = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": "0123456789" * 3}]}
-        for question in ("a", "a" * 40, "a")
-    ]
+@pytest.mark.parametrize("packing", [False, True])
+def test_what_is_cut_is_said_and_rows_without_an_answer_are_refused(packing, tmp_path, capsys):
+    answer = {"role": "assistant", "content": "0123456789" * 3}
+    rows = [{"messages": [{"role": "user", "content": question}, answer]} for question in ("a", "a" * 40, "a")]
     path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", rows), with_template("chatml.jinja")
-    for length, lengths in ((70, [52, 70, 52]), (55, None)):
-        run, args = run_of(path, tmp_path, max_length=length)
+    for length, lengths in ((100, [52, 91, 52]), (70, [52, 70, 52]), (55, None)):
+        run, args = run_of(path, tmp_path, max_length=length, packing=packing)
         rows, _ = rows_of_run(run, args, tokenizer)
-        trainer = trainer_of(args, rows, tokenizer)
         if lengths:
-            check_cut(trainer, rows, None)
-            assert [len(row["labels"]) for row in trainer.train_dataset] == lengths
+            trained = trainer_of(args, rows, tokenizer).train_dataset
+            found = [n for row in trained["seq_lengths"] for n in row] if packing else map(len, trained["labels"])
+            assert sorted(found) == sorted(lengths)
+            said = "1 of 3 rows are cut to max_length=70, which leaves out 10.8% of their tokens."
+            assert (said in capsys.readouterr().out) == (length == 70)
         else:
             with pytest.raises(UserError, match=r"1 of 3 rows have no token to learn within max_length=55"):
-                check_cut(trainer, rows, None)
+                trainer_of(args, rows, tokenizer)
 
 
 def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> SFTRecipeTrainer:
@@ -226,6 +227,14 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
         assert row["labels"] == row["input_ids"]
 
 
+def test_columns_that_are_not_read_are_said(tmp_path, capsys):
+    for row in ({"text": "a", "prompt": "b"}, {"messages": TURNS[:2], "prompt": "b"}):
+        list(load_rows(write_jsonl(tmp_path / "rows.jsonl", [row])))
+        assert "rows.jsonl, these columns are not read: prompt." in capsys.readouterr().out
+    list(load_rows(write_jsonl(tmp_path / "rows.jsonl", [{"system": "s", "messages": TURNS[:2]}])))
+    assert "not read" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "name, content, named",
     [
@@ -238,6 +247,7 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
         ("rows.parquet", b"PAR1", "rows.parquet"),
         ("mixed.jsonl", b'{"text": "Q", "messages": null}\n{"text": null, "messages": []}', "row 2, column 'text'"),
         ("absent.jsonl", None, "no such file"),
+        ("rows.jsonl", b'{"completion": "Q"}', "row 1, column 'prompt'"),
         ("cut.jsonl", b'{"text": "Q"}\n{"text": "', "cannot be read: .*Missing a closing quotation mark"),
     ],
 )
@@ -262,13 +272,23 @@ def test_a_damaged_file_is_refused(name, content, named, tmp_path):
         ({"dataset_train_split": "test"}, "split 'test': .*has no split"),
         ({"padding_free": True}, "padding_free without packing"),
         ({"eval_packing": True}, "eval_packing without packing"),
+        ({"eval_dataset_name": "rows.jsonl"}, "rows.jsonl is both to train and to evaluate on"),
+        ({"eval_dataset_name": "held.txt"}, "held.txt is one row, of which only the first max_length=128 tokens"),
+        ({"dataset_name": "held.txt"}, "held.txt is one row, of which only"),
+        ({"dataset_name": "held.txt", "packing": True}, "set packing to true and packing_strategy to bfd_split"),
         ({"packing": True, "packing_strategy": "wrapped"}, "'wrapped' lets documents attend to one another"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(keys, named, rows_file, tmp_path):
+def test_keys_that_do_not_go_together_are_refused(keys, named, rows_file, tmp_path, monkeypatch):
     check_rows(*run_of(rows_file, tmp_path))
+    readme = Path("README.md").resolve()
+    monkeypatch.chdir(tmp_path)
+    Path("held.txt").write_text("A text.")
+    Path("README.md").symlink_to(readme)
+    split = {"packing": True, "packing_strategy": "bfd_split", "assistant_only_loss": False}
+    check_rows(*run_of("held.txt", tmp_path, **split))
     with pytest.raises(UserError, match=named):
-        check_rows(*run_of(rows_file, tmp_path, **keys))
+        check_rows(*run_of(keys.pop("dataset_name", rows_file), tmp_path, **keys))
 
 
 def test_a_stream_holds_out_its_first_rows():
@@ -349,7 +369,7 @@ def test_rows_to_evaluate_on_are_like_those_to_train_on(tmp_path):
         for name, part in (("a.jsonl", rows[:1]), ("b.jsonl", rows))
     ]
     with pytest.raises(UserError, match="1 of 3 rows to evaluate on have no token to learn within max_length=55"):
-        check_cut(trainer_of(args, parts[0], tokenizer, parts[1]), *parts)
+        trainer_of(args, parts[0], tokenizer, parts[1])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from helpers import random_model
 from matplotlib.image import imread
 from safetensors.torch import load_file
-from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, sizes
+from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, sizes, write_jsonl
 from trl import SFTConfig, SFTTrainer
 
 from conversion_scripts.checkpoint_checks import checkpoint_files
@@ -88,12 +88,56 @@ def assert_same_run(output: Path, whole: Path):
         ("eval_size", "0", "eval_strategy and eval_on_start need rows to evaluate on"),
         ("preset", "tiny", "preset and model_name_or_path both say what to start from"),
         ("tokenizer", "absent", "tokenizer: for runs that start from a preset"),
+        ("lora_r", "8", "lora_r: for adapters: set use_peft to true"),
+        ("packing_strategy", "bfd_split", "packing_strategy=bfd_split: for packed rows"),
+        ("lr_scheduler_kwargs", '{"min_lr_rate": 0.1}', "lr_scheduler_kwargs .* unexpected keyword argument"),
+        ("trust_remote_code", "true", "is not used here"),
+        ("ignore_data_skip", "true", "is not used here"),
+        ("hub_model_id", "me/name", "is not used here"),
     ],
 )
 def test_a_key_without_its_effect_is_refused(tiny, rows_file, tmp_path, monkeypatch, key, value, named):
     monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(UserError, match=named):
         train.main(command(tiny, rows_file, tmp_path / "run", **{key: value}))
+
+
+@pytest.mark.parametrize(
+    "line, named",
+    [
+        ("dtype: float64", "dtype=float64: expected one of float32, bfloat16, float16"),
+        ("dtype: auto", "dtype=auto: expected one of"),
+        ("seed: 1\nseed: 2", "duplicate|twice"),
+        (
+            "eval_strategy: 'no'\neval_on_start: false\nsave_strategy: 'no'\nload_best_model_at_end: true",
+            "load_best_model_at_end: this run does not evaluate",
+        ),
+    ],
+)
+def test_a_line_of_a_recipe_without_its_effect_is_refused(line, named, tiny, rows_file, tmp_path):
+    keys = [each.partition(":")[0] for each in line.splitlines()]
+    text = Path(recipe("demo")).read_text()
+    lines = [each for each in text.splitlines() if each.partition(":")[0] not in keys]
+    (tmp_path / "recipe.yaml").write_text("\n".join([*lines, line]))
+    with pytest.raises(UserError, match=named):
+        train.main(["--config", str(tmp_path / "recipe.yaml"), *sizes(tiny, rows_file, tmp_path / "run", eval_size=0)])
+
+
+@pytest.mark.parametrize(
+    "key, value, named",
+    [
+        ("eos_token", "<absent>", "the recipe: .*'<absent>'.* is not found in the vocabulary"),
+        ("chat_template_path", "no_system.jinja", "a row: the chat template does not take it: no system"),
+    ],
+)
+def test_what_the_trainer_refuses_is_one_line(key, value, named, tiny, tmp_path):
+    turns = [{"role": role, "content": "text"} for role in ("system", "user", "assistant")]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns[1:]}, {"messages": turns}])
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    (tmp_path / "no_system.jinja").write_text(refusal + Path("sft/chat_templates/chatml.jinja").read_text())
+    value = tmp_path / value if value.endswith("jinja") else value
+    with pytest.raises(UserError, match=named):
+        train.main(command(tiny, rows, tmp_path / "run", **NO_EVALUATION, **{key: value}))
 
 
 def test_a_run_without_a_start_is_refused(tmp_path):
@@ -120,14 +164,37 @@ def test_a_run_does_not_continue_on_another_model_or_other_data(tiny, rows_file,
 
 
 def test_a_run_says_which_keys_it_continues_with(whole, tiny, rows_file, tmp_path, capsys):
-    keys = {"max_steps": 8, "learning_rate": 0.5, "resume_from_checkpoint": whole / "checkpoint-6"}
+    keys = {"max_steps": 8, "weight_decay": 0.0, "resume_from_checkpoint": whole / "checkpoint-6"}
     keys |= {"save_steps": 1, "save_total_limit": 3}
     train.main(command(tiny, rows_file, tmp_path / "run", **keys))
     assert (tmp_path / "run" / "checkpoint-7" / RECORD).exists()  # the steps of this run count
     said = capsys.readouterr().out
     assert "this run began with max_steps 6 and continues with 8" in said
-    assert "began with learning_rate 0.0001 and continues with 0.5" in said
+    assert "weight_decay" not in said
     assert "output_dir" not in said and (tmp_path / "run" / "checkpoint-8" / RECORD).exists()
+
+
+@pytest.mark.parametrize(
+    "key, value, then",
+    [
+        ("learning_rate", 0.5, "0.0001"),
+        ("weight_decay", 0.5, "0.0"),
+        ("optim", "sgd", "adamw_torch_fused"),
+        ("max_length", 100, "128"),
+        ("packing", "true", "False"),
+        ("data_seed", 3, "None"),
+        ("rope_theta", 20000, "None"),
+        ("use_peft", "true", "False"),
+        ("eos_token", "<|pad|>", "None"),
+        ("dtype", "bfloat16", "float32"),
+    ],
+)
+def test_a_run_does_not_continue_with_what_the_checkpoint_would_not_take(
+    key, value, then, whole, tiny, rows_file, tmp_path
+):
+    keys = {"max_steps": 8, "resume_from_checkpoint": whole / "checkpoint-6", key: value}
+    with pytest.raises(UserError, match=f"{key}: the run began with {then} and cannot go on with"):
+        train.main(command(tiny, rows_file, tmp_path / "run", **keys))
 
 
 def test_a_run_does_not_continue_with_another_batch_or_before_its_last_checkpoint(whole, tiny, rows_file, tmp_path):
