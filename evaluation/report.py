@@ -59,7 +59,9 @@ def _ours(results: dict, column: dict) -> dict | None:
     if task == "ruler":
         # The paper's average is over all tasks.
         is_whole = results["ruler"].get("tasks") == sorted(ruler.TASKS)
-        has_notes = any("note" in entry for entry in results["tasks"].values())
+        has_notes = any(
+            "note" in entry for name, entry in results["tasks"].items() if name.partition("@")[0] in ruler.TASKS
+        )
         return results["ruler"]["all"] if is_whole and not has_notes else None
     found = results["tasks"].get(task, {})
     return None if "note" in found else found.get("metrics", {}).get(metric)
@@ -92,8 +94,9 @@ def markdown(results: dict) -> str:
         unfinished = task["unfinished_replies"]
         if unfinished:
             lines.append(f"- {name}: {unfinished} of {of} replies were still going at the limit.")
-    notes = {task["note"] for task in tasks.values() if "note" in task}
-    lines += [f"- The figures were {note}, so they do not stand beside published ones." for note in sorted(notes)]
+    for name, task in tasks.items():
+        if "note" in task:
+            lines.append(f"- {name} was {task['note']}, so it cannot be compared with published figures.")
     lines += ["", _tasks_table(tasks)]
     if means:
         rows = [

@@ -18,7 +18,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing, nullcontext
 from datetime import timedelta
 from importlib.metadata import version
@@ -45,8 +45,6 @@ from iha.foreign_code import note_foreign_code
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
-# Options with which figures do not compare with published ones.
-_OWN_WAYS = ("limit", "samples", "max_new_tokens", "no_chat")
 # The modules of this directory that determine a task's figures.
 _DECIDING = ("data", "model", "replies", "ruler", "run", "run_code", "scores", "suites")
 
@@ -95,19 +93,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, tasks: dict[str, suites.
             tokenizer.get_chat_template()
 
 
-def own_way(args: argparse.Namespace) -> str:
-    """Return the options of a command line that make figures its own, in the words of the shell."""
-    given = [(name, getattr(args, name)) for name in _OWN_WAYS]
-    words = [f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}" for name, value in given if value]
-    if args.data is not None and args.data.resolve() == data.SMOKE:
-        words.append(f"--data {args.data}")  # hand-made examples
-    return " ".join(words)
-
-
-def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model, options: str) -> dict:
+def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model) -> dict:
     """Return the metrics of a task with standard errors, and counts and settings of lm-eval's samples.
 
-    Figures that do not compare with published ones because of `options` get a note.
+    Figures that cannot be compared with published ones because of options get a note.
     """
     metrics = {}
     for key, value in figures.items():
@@ -131,7 +120,7 @@ def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model, 
         "prompt_tokens": {"min": min(tokens), "median": median(tokens), "max": max(tokens)},
         "unfinished_replies": unfinished,
         "task_hash": task_hash(),
-        **({"note": f"measured with {options}"} if options else {}),
+        **({"note": f"measured with {task.options}"} if task.options else {}),
     }
 
 
@@ -145,13 +134,15 @@ def kept_samples(rows: list[dict]) -> list[dict]:
     return kept
 
 
-def note_replaced(directory: Path, results: dict) -> None:
-    """Say which tasks of an earlier report in `directory` are not in this one."""
-    earlier = read_json(directory / "results.json")["tasks"] if (directory / "results.json").is_file() else {}
-    gone = [name for name in earlier if name not in results["tasks"]]
+def note_left_out(directory: Path, tasks: Iterable[str]) -> None:
+    """Print which tasks of an earlier report in `directory` will not be in that of these tasks."""
+    path = directory / "results.json"
+    earlier = read_json(path)["tasks"] if path.is_file() else {}
+    gone = [name for name in earlier if name not in tasks]
     if gone:
         print(
-            f"Note: this report replaces one of {', '.join(gone)}. The replies are kept: name them too for one report."
+            f"Note: the report will leave out {', '.join(gone)}, which the earlier one has. Their replies are in the "
+            "cache: add them to --tasks."
         )
 
 
@@ -161,7 +152,6 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
-    args.own_way = own_way(args)
     for name, value in (suites.SMOKE_DEFAULTS if args.suite == "smoke" else suites.DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -231,7 +221,10 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "dtype": args.dtype,
     }
     # One process claims the directory: another might find the record incomplete.
-    record = claim_output(args.output, identity) if process.is_main_process else {}
+    record = {}
+    if process.is_main_process:
+        record = claim_output(args.output, identity)
+        note_left_out(args.output, tasks)
     process.wait_for_everyone()
 
     started = time.monotonic()
@@ -280,12 +273,10 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         },
         "seconds": round(time.monotonic() - started),
         "tasks": {
-            name: summarise(answer["results"][name], samples[name], task, model, args.own_way)
-            for name, task in tasks.items()
+            name: summarise(answer["results"][name], samples[name], task, model) for name, task in tasks.items()
         },
     }
     results["ruler"] = report.ruler_means(results["tasks"])
-    note_replaced(args.output, results)
     (args.output / "results.json").unlink(missing_ok=True)  # figures of earlier samples do not stand beside new ones
     for name, rows in samples.items():
         write_jsonl(args.output / f"samples_{name}.jsonl", kept_samples(rows))

@@ -43,6 +43,7 @@ class Task(ConfigurableTask):
     """
 
     model: Any = None  # the `Model`, which sees every prompt before it generates
+    options = ""  # those of the command line with which figures cannot be compared with published ones
     thought = ""  # the marker with which the chat template opens a thought at the end of each prompt
 
     def build_all_requests(self, **options) -> None:
@@ -106,12 +107,24 @@ def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
 
 def _build(title: str, name: str, config: dict, args: argparse.Namespace) -> Task:
     """Return the task of an lm-eval configuration, whose metadata go to its `custom_dataset`."""
-    is_chat = config["metadata"].pop("chat", False) and not args.no_chat
+    may_chat = config["metadata"].pop("chat", False)
+    is_chat = may_chat and not args.no_chat
     task = Task(config=config | {"task": title})
     task.config.metadata = {"chat": is_chat}  # lm-eval copies them, a tokenizer too, into its results
     settings = task.config.generation_kwargs
-    if settings is not None and args.max_new_tokens:
+    options = []
+    if args.limit is not None:
+        options.append(f"--limit {args.limit}")
+    if is_chat != may_chat:
+        options.append("--no-chat")
+    if settings is not None and args.max_new_tokens not in (None, settings.get("max_gen_toks")):
+        options.append(f"--max-new-tokens {args.max_new_tokens}")
         settings["max_gen_toks"] = args.max_new_tokens
-    if name in TABLE_1 and args.samples:
+    if name in TABLE_1 and args.samples not in (None, task.config.repeats):
+        options.append(f"--samples {args.samples}")
         task.config.repeats = args.samples
+    if name not in ruler.TASKS and args.data is not None and args.data.resolve() == data.SMOKE:
+        options.append(f"--data {args.data}")
+    if args.suite != "smoke":  # which says what it is
+        task.options = " ".join(options)
     return task

@@ -288,15 +288,21 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    def compose_node(self, parent: yaml.Node, index: Any) -> yaml.Node:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("an alias (*name) could stand for any number of values: write its value out")
-        return super().compose_node(parent, index)
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Refuse a key that is there twice, of which PyYAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         unique_keys([(key.value, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)])
         return super().construct_mapping(node, deep)
+
+
+class _PlainLoader(UniqueKeyLoader):
+    """Also refuse aliases, by which a small file of a stranger could fill the memory."""
+
+    def compose_node(self, parent: yaml.Node, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):
+            raise ValueError("an alias (*name) could stand for any number of values: write its value out")
+        return super().compose_node(parent, index)
 
 
 def read_yaml(path: str | os.PathLike, shape: Any = Any) -> Any:
@@ -309,7 +315,7 @@ def parse_yaml(text: str, source: str | os.PathLike, shape: Any = Any) -> Any:
     if len(text) > MAX_YAML:
         raise UserError(f"{source} has more than {MAX_YAML:,} characters of YAML: expected fewer.")
     with refusing(f"{source} cannot be read as YAML", ValueError, RecursionError, yaml.YAMLError):
-        content = yaml.load(text, Loader=_UniqueKeyLoader)
+        content = yaml.load(text, Loader=_PlainLoader)
     return typed(content, shape, source)
 
 

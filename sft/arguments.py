@@ -16,7 +16,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from iha.errors import UserError, refusing
-from iha.files import read_text, read_yaml
+from iha.files import UniqueKeyLoader, read_text
 from sft.data import names_file
 
 
@@ -74,11 +74,22 @@ UNUSED_WITH = {
     ),
 }
 # Lower bounds of numbers, which the trainers do not check before they train.
+ABOVE_0 = sys.float_info.min
 LEAST = {
-    **{"learning_rate": 0, "eval_size": 0, "num_pseudo_heads": 1, "max_position_embeddings": 1, "sliding_window": 2},
-    **{"max_length": 1, "lora_r": 1, "gradient_accumulation_steps": 1},
-    **{"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "beta": 0},
-    **dict.fromkeys(("mixing_scale", "rope_theta", "peak_tflops"), sys.float_info.min),  # above 0
+    "learning_rate": 0,
+    "beta": 0,
+    "mixing_scale": ABOVE_0,
+    "rope_theta": ABOVE_0,
+    "peak_tflops": ABOVE_0,
+    "num_pseudo_heads": 1,
+    "max_position_embeddings": 1,
+    "sliding_window": 2,
+    "max_length": 1,
+    "lora_r": 1,
+    "eval_size": 0,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
 }
 
 
@@ -134,6 +145,8 @@ class RunArguments(ScriptArguments, ModelConfig):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, os.path.expanduser(value))
+        self.eval_size = self.eval_size or 0.0
+        self.eval_size = self.eval_size or 0.0
         # TRL does not convert the values of a file: 20 stays an integer, and one name does not become a list.
         for name in ("rope_theta", "mixing_scale", "peak_tflops"):
             value = getattr(self, name)
@@ -157,9 +170,7 @@ class RecipeParser(TrlParser):
         Raise `UserError` for a key that is unknown, unused or excluded by another, and for a number out of range.
         """
         words = sys.argv[1:] if argv is None else argv
-        for word, path in zip(words, words[1:]):
-            if word == "--config":
-                read_yaml(path, dict)  # refuses a key that is there twice, of which TRL would keep the last
+        _check_file(words)
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
         if self.bf16_is_off:
@@ -169,25 +180,26 @@ class RecipeParser(TrlParser):
         _choose_start(run, words)
         unused = UNUSED_KEYS + UNUSED_WITH[type(args).__name__]
         for name, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
-            if name in unused and getattr(run, name, getattr(args, name, None)) != declared.default:
+            if name in unused and _value(name, run, args) != declared.default:
                 raise UserError(f"{name} is not used here: remove the key.")
         for name, least in LEAST.items():
-            value = getattr(run, name, getattr(args, name, None))
+            value = _value(name, run, args)
             if value is not None and not least <= value < math.inf:
                 expected = "a number above 0" if 0 < least < 1 else f"at least {least}"
                 raise UserError(f"{name}={value:g}: expected {expected}.")
-        self._check_choices(run)
+        self._check_choices(run, args)
         _check_adapters(run)
         _check_schedule(args)
         _check_data_keys(run, args)
         return run, args
 
-    def _check_choices(self, run: RunArguments) -> None:
+    def _check_choices(self, run: RunArguments, args: "TrainingArguments") -> None:
         """Refuse values of a recipe's file that the command line would refuse. Raise `UserError`."""
         for action in self._actions:
-            value = getattr(run, action.dest, None)
-            if action.choices and value is not None and value not in action.choices:
-                raise UserError(f"{action.dest}={value}: expected one of {', '.join(map(str, action.choices))}.")
+            value = _value(action.dest, run, args)
+            for each in value if isinstance(value, list) else [value]:
+                if action.choices and each is not None and each not in action.choices:
+                    raise UserError(f"{action.dest}={each}: expected one of {', '.join(map(str, action.choices))}.")
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
@@ -197,6 +209,42 @@ class RecipeParser(TrlParser):
         if cannot:
             namespace.bf16 = False
         return namespace, unknown
+
+
+def _value(name: str, run: RunArguments, args: "TrainingArguments") -> Any:
+    """Return the value of a recipe's key, or None if neither of the two has it."""
+    return getattr(run, name) if hasattr(run, name) else getattr(args, name, None)
+
+
+def _check_file(words: Sequence[str]) -> None:
+    """Refuse `--config` without a file, and a file with a key that is there twice. Raise `UserError`."""
+    if "--config" not in words:
+        return
+    following = list(words[words.index("--config") + 1 :])
+    if not following:
+        raise UserError("--config: give the recipe's file.")
+    path = Path(following[0])
+    if path.is_file():  # a pipe can be read only once, and TRL reads it
+        with refusing(f"{path} cannot be read as YAML", ValueError, yaml.YAMLError), open(path, "rb") as file:
+            yaml.load(file, Loader=UniqueKeyLoader)
+
+
+def _value(name: str, run: RunArguments, args: "TrainingArguments") -> Any:
+    """Return the value of a recipe's key, or None if neither of the two has it."""
+    return getattr(run, name) if hasattr(run, name) else getattr(args, name, None)
+
+
+def _check_file(words: Sequence[str]) -> None:
+    """Refuse `--config` without a file, and a file with a key that is there twice. Raise `UserError`."""
+    if "--config" not in words:
+        return
+    following = list(words[words.index("--config") + 1 :])
+    if not following:
+        raise UserError("--config: give the recipe's file.")
+    path = Path(following[0])
+    if path.is_file():  # a pipe can be read only once, and TRL reads it
+        with refusing(f"{path} cannot be read as YAML", ValueError, yaml.YAMLError), open(path, "rb") as file:
+            yaml.load(file, Loader=UniqueKeyLoader)
 
 
 def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
@@ -233,17 +281,20 @@ def _check_adapters(run: RunArguments) -> None:
     ]
     given = [name for name in keys if getattr(run, name) != RunArguments.__dataclass_fields__[name].default]
     if given and not run.use_peft:
-        raise UserError(f"{', '.join(given)}: for adapters: set use_peft to true, or remove what is named here.")
+        raise UserError(
+            f"{', '.join(given)}: without effect, as there are no adapters: set use_peft to true, or remove it."
+        )
 
 
 def _check_schedule(args: "TrainingArguments") -> None:
     """Refuse options that the schedule of the learning rate does not take. Raise `UserError`."""
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    options = args.lr_scheduler_kwargs
-    with refusing(
-        f"lr_scheduler_type {args.lr_scheduler_type} with lr_scheduler_kwargs {options}", TypeError, ValueError
-    ):
-        get_scheduler(args.lr_scheduler_type, optimizer, 0, 1, options)
+    schedule, options = args.lr_scheduler_type, args.lr_scheduler_kwargs
+    what = f"lr_scheduler_type {schedule} with lr_scheduler_kwargs {options}"
+    if options and schedule in ("constant", "constant_with_warmup"):
+        raise UserError(f"{what}: this schedule has no options.")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    with refusing(what, TypeError, ValueError):
+        get_scheduler(schedule, optimizer, 0, 1, options)
 
 
 def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
@@ -258,7 +309,7 @@ def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
     if run.eval_size > 1 and not float(run.eval_size).is_integer():
         raise UserError(f"eval_size={run.eval_size:g}: expected a number of rows, or a share below 1.")
     for name in ("eval_size", "eval_dataset_name", "dataset_test_split", "load_best_model_at_end"):
-        if getattr(run, name, getattr(args, name, None)) and not evaluates(args):
+        if _value(name, run, args) and not evaluates(args):
             raise UserError(f"{name}: this run does not evaluate: set eval_strategy, or remove the key.")
     if evaluates(args) and is_file and run.eval_size == 0 and run.eval_dataset_name is None:
         raise UserError(

@@ -135,7 +135,8 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
         layers, window = run.interleaved_layers, run.interleaved_window
         arguments = {"collapse": run.collapse, "mixing_scale": run.mixing_scale}
         with refusing("num_pseudo_heads, interleaved_layers, interleaved_window", ValueError):
-            arguments["layers"] = "paper" if layers == ["paper"] else layers and list(map(int, layers))
+            if layers is not None:
+                arguments["layers"] = "paper" if layers == ["paper"] else [int(layer) for layer in layers]
             arguments["sliding_window"] = window if window in (None, "paper") else int(window)
             given = {name: value for name, value in arguments.items() if value is not None}
             interleave_heads(model, run.num_pseudo_heads, **given)
@@ -164,7 +165,8 @@ def prepare_model(
         window = model.config.interleaved_window or "none"
         say(f"Interleaved {layers} of {total} layers, P = {run.num_pseudo_heads}, window {window}.")
     if args.device.type == "cpu":
-        note_slow_dtype(torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype)
+        half = torch.bfloat16 if args.bf16 else torch.float16
+        note_slow_dtype(half if args.bf16 or args.fp16 else model.dtype)
     if model.dtype.itemsize < 4 and getattr(model.config, "mixing_scale", 1) == 1 and mixing_parameters(model):
         say(
             f"Warning: in {run.dtype} weights a step below {torch.finfo(model.dtype).eps / 4:.1g} on a weight near 1, "

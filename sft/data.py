@@ -239,9 +239,12 @@ def load_rows(
     if first is None:
         raise UserError(f"{name}: it holds no rows.")
     convert, features = schema(first)
-    unread = [column for column in first if column not in (*features, *TURN_KEYS, "system")]
+    read = {*features, "system"}
+    if "messages" in features:
+        read |= TURN_KEYS.keys()
+    unread = [column for column in first if column not in read]
     if unread:
-        PartialState().print(f"Note: of {name}, these columns are not read: {', '.join(unread)}.")
+        PartialState().print(f"Note: the run does not read these columns of {name}: {', '.join(unread)}.")
     return rows.map(
         lambda row, index: convert(row, f"{name}, row {index + 1}"),
         with_indices=True,

@@ -19,7 +19,7 @@ from iha.errors import UserError
 from iha.files import current_commit, file_sha256, read_json
 from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
 from sft.base_model import start_config
-from sft.data import loading, sources
+from sft.data import MIXTURES, loading, sources
 from sft.make_model import start_tokenizer
 from sft.trainer import RECORD
 from sft.training_rows import check_splits
@@ -56,17 +56,51 @@ _UNRECORDED = {
     "chat_template_path",
     *UNUSED_KEYS,
 }
-# Keys of a recipe that a resumed run may not change: the checkpoint keeps its optimizer with the rates that it began
-# with and its weights in their shapes, and other rows or another order would repeat some rows and skip others.
+# Keys of a recipe that a resumed run may not change.
 FIXED_KEYS = (
-    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
-    *("num_pseudo_heads", "interleaved_layers", "interleaved_window", "collapse", "mixing_scale"),
-    *("dtype", "rope_theta", "max_position_embeddings", "sliding_window"),
-    *("use_peft", "lora_r", "lora_alpha", "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"),
-    *("use_rslora", "use_dora"),
-    *("dataset_config", "dataset_train_split", "dataset_streaming", "eval_size", "seed", "data_seed"),
-    *("max_length", "packing", "packing_strategy", "shuffle_dataset", "train_sampling_strategy"),
-    *("chat_template", "eos_token", "pad_token"),
+    # The checkpoint holds the optimizer with the rates that the run began with.
+    "learning_rate",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "optim",
+    "optim_args",
+    # It holds the weights of this model.
+    "num_pseudo_heads",
+    "interleaved_layers",
+    "interleaved_window",
+    "collapse",
+    "mixing_scale",
+    "dtype",
+    "rope_theta",
+    "max_position_embeddings",
+    "sliding_window",
+    "use_peft",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "lora_modules_to_save",
+    "use_rslora",
+    "use_dora",
+    # Other rows, or the same ones in another order, would be repeated or skipped.
+    "dataset_config",
+    "dataset_train_split",
+    "dataset_streaming",
+    "eval_size",
+    "seed",
+    "data_seed",
+    "packing",
+    "packing_strategy",
+    "shuffle_dataset",
+    "train_sampling_strategy",
+    "chat_template",
+    "eos_token",
+    "pad_token",
+    "num_generations",
+    "generation_batch_size",
+    "num_iterations",
 )
 
 
@@ -101,29 +135,36 @@ def compare_records(record: Record, checkpoint: Path) -> None:
     """
     if not (checkpoint / RECORD).exists():
         raise UserError(
-            f"resume_from_checkpoint: {checkpoint} has no {RECORD}: it was cut off, or is of another tool."
+            f"resume_from_checkpoint: {checkpoint} has no {RECORD}: the save was interrupted, or another tool wrote "
+            "it."
         )
     kept = read_json(checkpoint / RECORD, Record)
+    for name in ("eos_token", "pad_token"):
+        if kept["recipe"].get(name) == f"<{name.upper()}>":  # masked by an earlier version
+            kept["recipe"][name] = record["recipe"].get(name)
     for section in ("base_model", "data"):
-        then, now = ({**each[section], "name": ""} for each in (kept, record))
-        if then != now:
+        if _without_name(kept[section]) != _without_name(record[section]):
             raise UserError(
                 f"{checkpoint} belongs to a run with another {section}, {kept[section]['name']}: choose another "
                 "output_dir, or give this run what it began with."
             )
-    for name in FIXED_KEYS:
+    packs = record["recipe"].get("packing") or Path(record["data"]["name"]).suffix in MIXTURES
+    fixed = (
+        (*FIXED_KEYS, "max_length") if packs else FIXED_KEYS
+    )  # packed rows and the shares of a mixture depend on it
+    for name in fixed:
         if name not in kept["recipe"] or name not in record["recipe"]:  # of another trainer or an earlier version
             continue
         then, now = (each["recipe"][name] for each in (kept, record))
-        if then != now:
+        if _as_words(then) != _as_words(now):
             raise UserError(
-                f"{name}: the run began with {then} and cannot go on with {now}. Give it what it began with, or "
-                "start another run from its final model."
+                f"{name}: the run began with {then} and cannot go on with {now}. Set it back, or start another run "
+                "from its final model."
             )
     if rows_of_a_step(kept) != rows_of_a_step(record):
         raise UserError(
             f"a step has {rows_of_a_step(record)} rows, and one of {checkpoint} had {rows_of_a_step(kept)}, so rows "
-            "would be skipped or repeated: set gradient_accumulation_steps to make up for it."
+            "would be skipped or repeated: set gradient_accumulation_steps so that a step has as many rows as before."
         )
     if kept.get("held_out", record["held_out"]) != record["held_out"]:
         print("Note: the rows to evaluate on differ from those of before.", flush=True)
@@ -132,8 +173,17 @@ def compare_records(record: Record, checkpoint: Path) -> None:
     for section in ("recipe", "versions"):
         for name, now in record[section].items():
             then = kept[section].get(name)
-            if then != now:
+            if _as_words(then) != _as_words(now):
                 print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
+
+
+def _without_name(section: Section) -> Section:
+    return {name: value for name, value in section.items() if name != "name"}
+
+
+def _as_words(value: Any) -> list[str]:
+    """Return a value as the command line gives it: a number of a YAML file is a word there."""
+    return [str(each) for each in (value if isinstance(value, list) else [value])]
 
 
 def rows_of_a_step(record: Record) -> int:

@@ -98,10 +98,13 @@ def _facts_of_the_run(trainer: RecipeTrainer, run: RunArguments, record: Record)
         split = "" if held_out.split == "train" else f", split {held_out.split}"
         facts["Held-out data"] = source_name(held_out.name) + split
     facts["Steps"] = trainer.state.global_step
-    if args.load_best_model_at_end:
-        best = step_of(Path(trainer.state.best_model_checkpoint))
-        metric, value = args.metric_for_best_model.removeprefix("eval_"), trainer.state.best_metric
-        facts["Weights"] = f"those of step {best}, whose held-out {metric} was the best, {value:.4f}"
+    best = trainer.state.best_model_checkpoint
+    if args.load_best_model_at_end and best is not None:
+        step = step_of(Path(best))
+        metric = args.metric_for_best_model.removeprefix("eval_")
+        logged = [entry for entry in trainer.state.log_history if entry["step"] == step]
+        value = next(entry[f"eval_{metric}"] for entry in logged if f"eval_{metric}" in entry)
+        facts["Weights"] = f"those of step {step}, with a held-out {metric} of {value:.4f}, the best that was saved"
     for title, name in (("Training loss", "loss"), ("Held-out loss", "eval_loss")):
         values = [entry[name] for entry in trainer.state.log_history if name in entry]
         if values:

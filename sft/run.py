@@ -53,9 +53,10 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
         try:
             yield checkpoint
         except KeyboardInterrupt as interrupt:
-            last = newest_whole_checkpoint(output)
-            start = "starts again: there is no checkpoint yet" if last is None else f"goes on from {last}"
-            interrupt.add_note(f"The same command {start}.")
+            if args.resume_from_checkpoint is None:
+                last = newest_whole_checkpoint(output)
+                start = "starts again: there is no checkpoint yet" if last is None else f"goes on from {last}"
+                interrupt.add_note(f"The same command {start}.")
             raise
         except NotFiniteError as error:
             last = newest_whole_checkpoint(output)

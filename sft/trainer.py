@@ -220,12 +220,14 @@ class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
         self.callback_handler.callbacks.insert(0, self.count_tokens)
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        # In two steps, so that rows are whole when `check_cut` counts them: TRL takes tokenized rows as they are.
+        # TRL takes rows that are tokenized as they are. So it prepares them in two steps here, and `check_cut` counts
+        # whole rows between the two.
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         with refusing("a row: the chat template does not take it", TemplateError):
             dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
-        check_cut(dataset_name, dataset, None if splits(args, packing) else args.max_length)
+        with args.main_process_first():  # the other processes find its count in the cache
+            check_cut(dataset_name, dataset, None if splits(args, packing) else args.max_length, args.dataset_num_proc)
         return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
 
     @cached_property

@@ -53,28 +53,26 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
     if run.dataset_streaming and args.max_steps < 1:
         raise UserError(f"max_steps={args.max_steps}: dataset_streaming has no last row, so give the number of steps.")
     if args.packing_strategy != "bfd" and not args.packing:
-        raise UserError(f"packing_strategy={args.packing_strategy}: for packed rows: set packing to true.")
+        raise UserError(
+            f"packing_strategy={args.packing_strategy} has no effect without packing: set packing to true, or remove "
+            "the key."
+        )
     for name, _ in parts:
         check_source(name, run.dataset_train_split)
         _check_whole(name, args, args.packing)
     held_out = evaluation_source(run, args)
     if held_out is not None:
         check_source(held_out.name, held_out.split)
-        learned = [Source(name, run.dataset_train_split, run.dataset_config) for name, _ in parts]
-        if any(_is_same(held_out, source) for source in learned):
-            raise UserError(f"{held_out.name} is both to train and to evaluate on: name other rows, or set eval_size.")
         _check_whole(held_out.name, args, packs_eval(args))
-
-
-def _is_same(source: Source, other: Source) -> bool:
-    """Return whether two names are of the same rows."""
-    paths = [Path(each.name).resolve() if Path(each.name).exists() else each.name for each in (source, other)]
-    return paths[0] == paths[1] and source[1:] == other[1:]
 
 
 def _check_whole(name: str, args: SFTConfig, packs: bool) -> None:
     """Refuse a text file, which is one row, if it would be cut to its first `max_length` tokens. Raise `UserError`."""
-    if is_one_row(name) and not splits(args, packs) and args.max_length is not None:
+    if args.max_length is None or splits(args, packs) or not is_one_row(name):
+        return
+    # A token is at least one byte, and the last token ends the text. A compressed file may hold any length.
+    is_short = not name.endswith(".gz") and Path(name).stat().st_size < args.max_length
+    if not is_short:
         raise UserError(
             f"{name} is one row, of which only the first max_length={args.max_length} tokens would be read: set "
             "packing to true and packing_strategy to bfd_split."
@@ -100,12 +98,28 @@ def evaluation_source(run: RunArguments, args: TrainingArguments) -> Source | No
     return Source(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
 
 
+def _place(source: Source) -> tuple:
+    """Return where rows are, in one way for all names of a file."""
+    path = Path(source.name)
+    name = path.resolve() if path.exists() else source.name
+    return name, source.split, source.config
+
+
 def check_splits(run: RunArguments, args: TrainingArguments) -> None:
-    """Refuse configurations and splits that the run's datasets do not have. Raise `UserError`."""
+    """Refuse configurations and splits that the run's datasets do not have, and an evaluation on the training rows.
+
+    Raise `UserError`.
+    """
     for name, _ in sources(run.dataset_name):
         check_split(Source(name, run.dataset_train_split, run.dataset_config), "dataset_train_split")
     held_out = evaluation_source(run, args)
     if held_out is not None:
+        learned = [Source(name, run.dataset_train_split, run.dataset_config) for name, _ in sources(run.dataset_name)]
+        if _place(held_out) in map(_place, learned):
+            raise UserError(
+                f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set "
+                "eval_size."
+            )
         or_else = "" if run.eval_dataset_name else ", or eval_size to a number of rows"
         check_split(held_out, "dataset_test_split", or_else)
 
@@ -216,8 +230,8 @@ def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, D
     return others, Dataset.from_list(held_out[:-1], features=rows.features)
 
 
-def check_cut(name: str, rows: Rows, max_length: int | None) -> None:
-    """Say how much TRL cuts from tokenized rows. `name` is TRL's for the dataset: "train" or "eval".
+def check_cut(name: str, rows: Rows, max_length: int | None, num_proc: int | None = None) -> None:
+    """Print how much TRL cuts from tokenized rows. `name` is TRL's name of the dataset: "train" or "eval".
 
     The rows of a stream cannot be counted. Raise `UserError` for rows with nothing to learn within `max_length`: TRL
     drops them silently, and packed they learn nothing.
@@ -225,13 +239,14 @@ def check_cut(name: str, rows: Rows, max_length: int | None) -> None:
     if max_length is None or isinstance(rows, IterableDataset):
         return
 
-    def count(row: dict) -> dict[str, int]:
-        learned = any(label != -100 for label in row["labels"][:max_length])
-        return {"tokens": len(row["input_ids"]), "is_empty": not learned}
+    def count(row: dict) -> dict:
+        return {"tokens": len(row["labels"]), "is_empty": (row["labels"][:max_length] == -100).all()}
 
     what = "rows to evaluate on" if name == "eval" else "rows"
-    counted = rows.map(count, remove_columns=rows.column_names, desc="Counting tokens")
-    empty, lengths = np.sum(counted["is_empty"][:]), np.array(counted["tokens"][:])
+    arrays = rows.select_columns("labels").with_format("numpy")
+    counted = arrays.map(count, remove_columns="labels", num_proc=num_proc, desc="Counting tokens")
+    empty = counted["is_empty"][:].sum()
+    lengths = counted["tokens"][:]
     if empty:
         raise UserError(
             f"{empty} of {len(rows)} {what} have no token to learn within max_length={max_length}: raise "

@@ -64,6 +64,16 @@ def test_tables_have_a_header_and_rows_of_one_width(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_command_goes_on_only_after_a_backslash(document):
+    for block in re.findall(
+        r"^```sh\n(.*?)^```", (ROOT / document).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    ):
+        lines = block.splitlines()
+        for line, following in zip(lines, lines[1:]):
+            assert line.endswith("\\") or not re.match(r" |-|\d", following), following
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_what_is_linked_or_named_exists_and_code_stands_in_fences(document):
     """Refuse indented blocks, whose commands a tool that wraps lines would join, and what a shell cannot read."""
     text = (ROOT / document).read_text(encoding="utf-8")

@@ -187,9 +187,9 @@ def test_scores_of_ruler():
     assert ruler.score_all({"outputs": ["12", "34"]}, ["34"]) == {"string_match": 0.5}
 
 
-def build(*tasks, lengths=(512,), seed=0):
-    settings = {"data": data.SMOKE, "no_chat": False, "max_new_tokens": None, "samples": None}
-    args = SimpleNamespace(tasks=tasks, lengths=list(lengths), seed=seed, **settings)
+def build(*tasks, lengths=(512,), seed=0, suite="smoke", **changes):
+    settings = {"data": data.SMOKE, "no_chat": False, "max_new_tokens": None, "samples": None, "limit": None}
+    args = SimpleNamespace(tasks=tasks, lengths=list(lengths), seed=seed, suite=suite, **{**settings, **changes})
     return suites.build_tasks(args, tiny_tokenizer())
 
 
@@ -349,7 +349,7 @@ def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch, c
     again = run.main([str(tiny), *SMOKE, "--tasks", *tasks, "--output", str(output)])
     assert len(again["tasks"]) == 4 and all(entry == results["tasks"][name] for name, entry in again["tasks"].items())
     assert f"The run began at commit {results['commit']}, and was scored at 000" in (output / "report.md").read_text()
-    assert "this report replaces one of math500, mbpp, " in capsys.readouterr().out
+    assert "Note: the report will leave out math500, mbpp, " in capsys.readouterr().out
     with sole_writer(output), pytest.raises(UserError, match="Another run is writing"):
         run.main([str(tiny), *SMOKE, "--output", str(output)])
     with pytest.raises(UserError, match="holds replies of another seed"):
@@ -531,23 +531,28 @@ def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, s
     about |= {"commit": "0", "first_commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu"}
     text = report.markdown({**about, "versions": {}, "tasks": tasks, "ruler": report.ruler_means(tasks)})
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside
-    assert ("- The figures were measured with --limit 50, so they do not stand" in text) == bool(note)
+    assert ("was measured with --limit 50, so it cannot be compared with published figures." in text) == bool(note)
 
 
 @pytest.mark.parametrize(
-    ("options", "way"),
+    ("suite", "changes", "expected"),
     [
-        ([], ""),
-        (["--limit", "5", "--no-chat"], "--limit 5 --no-chat"),
-        (["--samples", "1", "--max-new-tokens", "9"], "--samples 1 --max-new-tokens 9"),
-        (["--data", "evaluation/smoke_data"], "--data evaluation/smoke_data"),
+        ("paper", {}, ["", "", ""]),
+        ("smoke", {"limit": 5, "samples": 1}, ["", "", ""]),
+        ("paper", {"limit": 5}, ["--limit 5", "--limit 5", "--limit 5"]),
+        ("paper", {"samples": 1, "max_new_tokens": 9}, ["--max-new-tokens 9 --samples 1", "--max-new-tokens 9", ""]),
+        (
+            "paper",
+            {"samples": 16, "max_new_tokens": 4096, "no_chat": True},
+            ["--no-chat", "--max-new-tokens 4096", ""],
+        ),
     ],
 )
-def test_figures_that_do_not_compare_are_noted(options, way, monkeypatch, in_repository_root):
-    found = []
-    monkeypatch.setattr(run, "measure", lambda args, process: found.append(args.own_way))
-    run.main(["absent", "--suite", "ruler", "--output", "outputs/absent", *options])
-    assert found == [way]
+def test_figures_that_cannot_be_compared_are_noted(suite, changes, expected):
+    """Build a task of Table 1, one of Table 2 and a loss."""
+    tasks = build("math500", "gsm8k_5shot", "dcformer_synthetic", suite=suite, **changes)
+    hand_made = f"--data {data.SMOKE}" if suite == "paper" else ""
+    assert [task.options for task in tasks.values()] == [f"{each} {hand_made}".strip() for each in expected]
 
 
 def test_an_answer_that_cannot_be_read_in_time_is_no_answer():

@@ -114,6 +114,10 @@ def test_a_dataset_to_evaluate_on_has_a_split_of_its_own(dataset, tmp_path):
             "no split 'test': set dataset_test_split to .* validation, or",
         ),
         (
+            {"dataset_config": "easy", "dataset_test_split": "train", **STEPS},
+            "the run would train and evaluate on the same rows of",
+        ),
+        (
             {"dataset_config": "easy", "dataset_test_split": "dev", **STEPS},
             "set dataset_test_split to one of train, test, or eval_size",
         ),
@@ -174,7 +178,10 @@ def test_a_run_does_not_continue_on_another_configuration_or_split(tmp_path, tin
 
     with interrupted_at(SFTRecipeTrainer, 3):
         train.main(command())
-    for changed in ({"dataset_config": "hard", "dataset_test_split": "validation"}, {"dataset_train_split": "test"}):
+    for changed in (
+        {"dataset_config": "hard", "dataset_test_split": "validation"},
+        {"dataset_train_split": "test", "dataset_test_split": "train"},
+    ):
         named = f"{next(iter(changed))}: the run began with .* and cannot go on with"
         with pytest.raises(UserError, match=named):
             train.main(command(**changed))

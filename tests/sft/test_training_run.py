@@ -21,6 +21,8 @@ from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
 from sft import make_model, results, train
 from sft import run as sft_run
+from sft.arguments import RecipeParser
+from sft.record import compare_records
 from sft.trainer import RECORD, SFTRecipeTrainer, newest_whole_checkpoint
 
 
@@ -88,8 +90,8 @@ def assert_same_run(output: Path, whole: Path):
         ("eval_size", "0", "eval_strategy and eval_on_start need rows to evaluate on"),
         ("preset", "tiny", "preset and model_name_or_path both say what to start from"),
         ("tokenizer", "absent", "tokenizer: for runs that start from a preset"),
-        ("lora_r", "8", "lora_r: for adapters: set use_peft to true"),
-        ("packing_strategy", "bfd_split", "packing_strategy=bfd_split: for packed rows"),
+        ("lora_r", "8", "lora_r: without effect, as there are no adapters: set use_peft to true"),
+        ("packing_strategy", "bfd_split", "packing_strategy=bfd_split has no effect without packing"),
         ("lr_scheduler_kwargs", '{"min_lr_rate": 0.1}', "lr_scheduler_kwargs .* unexpected keyword argument"),
         ("trust_remote_code", "true", "is not used here"),
         ("ignore_data_skip", "true", "is not used here"),
@@ -107,7 +109,12 @@ def test_a_key_without_its_effect_is_refused(tiny, rows_file, tmp_path, monkeypa
     [
         ("dtype: float64", "dtype=float64: expected one of float32, bfloat16, float16"),
         ("dtype: auto", "dtype=auto: expected one of"),
-        ("seed: 1\nseed: 2", "duplicate|twice"),
+        ("seed: 1\nseed: 2", "twice|double"),
+        (
+            "train_sampling_strategy: group_by_lenght",
+            "train_sampling_strategy=group_by_lenght: expected one of random",
+        ),
+        ("lr_scheduler_type: constant\nlr_scheduler_kwargs: {lr_end: 1.0}", "this schedule has no options"),
         (
             "eval_strategy: 'no'\neval_on_start: false\nsave_strategy: 'no'\nload_best_model_at_end: true",
             "load_best_model_at_end: this run does not evaluate",
@@ -138,6 +145,15 @@ def test_what_the_trainer_refuses_is_one_line(key, value, named, tiny, tmp_path)
     value = tmp_path / value if value.endswith("jinja") else value
     with pytest.raises(UserError, match=named):
         train.main(command(tiny, rows, tmp_path / "run", **NO_EVALUATION, **{key: value}))
+
+
+def test_a_recipe_may_have_aliases_and_needs_a_file(tmp_path, tiny, rows_file):
+    (tmp_path / "recipe.yaml").write_text("seed: &number 3\ndata_seed: *number\neval_size: null")
+    words = ["--config", str(tmp_path / "recipe.yaml"), *sizes(tiny, rows_file, tmp_path, eval_size=None)]
+    run, args = RecipeParser(SFTConfig, "").parse(words)
+    assert (args.data_seed, run.eval_size) == (3, 0)
+    with pytest.raises(UserError, match="--config: give the recipe's file"):
+        train.main(["--config"])
 
 
 def test_a_run_without_a_start_is_refused(tmp_path):
@@ -180,7 +196,6 @@ def test_a_run_says_which_keys_it_continues_with(whole, tiny, rows_file, tmp_pat
         ("learning_rate", 0.5, "0.0001"),
         ("weight_decay", 0.5, "0.0"),
         ("optim", "sgd", "adamw_torch_fused"),
-        ("max_length", 100, "128"),
         ("packing", "true", "False"),
         ("data_seed", 3, "None"),
         ("rope_theta", 20000, "None"),
@@ -195,6 +210,27 @@ def test_a_run_does_not_continue_with_what_the_checkpoint_would_not_take(
     keys = {"max_steps": 8, "resume_from_checkpoint": whole / "checkpoint-6", key: value}
     with pytest.raises(UserError, match=f"{key}: the run began with {then} and cannot go on with"):
         train.main(command(tiny, rows_file, tmp_path / "run", **keys))
+
+
+def test_what_a_record_of_another_time_or_place_holds(whole, tmp_path, capsys):
+    """Compare a record with one whose values are written otherwise, and with one of an earlier version."""
+    kept = json.loads((whole / "checkpoint-6" / RECORD).read_text())
+    recipe_keys = kept["recipe"]
+
+    def compared(then: dict, now: dict) -> str:
+        (tmp_path / RECORD).write_text(json.dumps(kept | {"recipe": recipe_keys | then}))
+        compare_records(kept | {"recipe": recipe_keys | now}, tmp_path)
+        return capsys.readouterr().out
+
+    assert not compared({"eos_token": "<EOS_TOKEN>", "pad_token": "<PAD_TOKEN>"}, {})
+    assert not compared({"interleaved_window": 64}, {"interleaved_window": "64"})
+    assert not compared({"interleaved_layers": [0, 1]}, {"interleaved_layers": ["0", "1"]})
+    assert "began with max_length 256 and continues with 128" in compared({"max_length": 256}, {"max_length": 128})
+    for name, value in (("max_length", 256), ("chat_template", "0")):
+        with pytest.raises(UserError, match=f"{name}: the run began with"):
+            compared({name: value, "packing": True}, {"packing": True})
+    recipe_keys.pop("packing_strategy")  # an earlier version had no such key
+    assert compared({}, {"packing_strategy": "bfd"})
 
 
 def test_a_run_does_not_continue_with_another_batch_or_before_its_last_checkpoint(whole, tiny, rows_file, tmp_path):
