@@ -61,14 +61,16 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
     if not (directory / CONFIG_NAME).is_file():
         raise UserError(f"{directory} holds no {CONFIG_NAME}: expected a saved model directory.")
     entries = sorted(directory.iterdir())
-    refuse_pickles(directory, [path.name for path in entries if path.name not in TRAINER_STATE])
+    refuse_pickles(directory, [path.name for path in entries])
     belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | _weight_names(directory)
     belongs |= {path.name for path in entries if path.name.startswith(TOKENIZER_FILES) and path.suffix != ".py"}
     names = [path.name for path in entries if path.is_file() and path.name in belongs]
     inner = [path for folder, pattern in FOLDERS.items() for path in sorted((directory / folder).glob(pattern))]
     _refuse_outside(directory, [*(directory / name for name in names), *inner])
     folders = {path.parent.name for path in inner}
-    others = [path.name + "/" * path.is_dir() for path in entries if path.name not in {*names, *folders}]
+    others = [
+        f"{path.name}/" if path.is_dir() else path.name for path in entries if path.name not in {*names, *folders}
+    ]
     return names + [f"{path.parent.name}/{path.name}" for path in inner], others
 
 
@@ -87,7 +89,8 @@ def _refuse_outside(directory: Path, files: list[Path]) -> None:
 
 
 def refuse_pickles(source: str | Path, names: list[str]) -> None:
-    """Raise `UserError` if one of the file names is that of a pickle."""
+    """Raise `UserError` if one of the file names is that of a pickle that a load might read."""
+    names = [name for name in names if name not in TRAINER_STATE]
     if pickles := [name for name in names if Path(name).suffix.lower() in PICKLE_SUFFIXES]:
         raise UserError(
             f"{source} holds {', '.join(pickles)}: pickles are refused, a checkpoint is safetensors only. Remove or "

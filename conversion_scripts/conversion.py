@@ -214,8 +214,7 @@ def write_checkpoint(
             tokenizer.save_pretrained(directory)
         if section is not None:
             base_model = None if Path(src).expanduser().exists() else str(src)
-            license = source_license(str(src))
-            about: dict[str, Any] = {"base_model": base_model, "license": license, "details": section}
+            about: dict[str, Any] = {"base_model": base_model, "details": section, **source_license(str(src))}
             card = render_card(model.config, Path(dst).name, **about)
             (directory / "README.md").write_text(card, encoding="utf-8")
     print(f"Wrote {dst}, {model.num_parameters():,} parameters.")

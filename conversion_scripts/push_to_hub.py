@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from iha.arguments import check_push, push_arguments
@@ -89,16 +89,23 @@ def push(
         if private and not info.private:
             raise UserError(f"{repo_id} exists and is public: choose another, or make it private on the Hub first.")
         changed = _changed(api, stage, repo_id, info.sha)
+        patterns = list(SUPERSEDED)
+        if any(fnmatch(name, pattern) for name in changed for pattern in WEIGHTS):
+            patterns.append(f"{EVAL_RESULTS}/*")  # results of the former weights do not describe the new ones
+        there = [name for name in api.list_repo_files(repo_id, revision=info.sha) if name not in names]
+        gone = [name for name in there if any(fnmatch(name, pattern) for pattern in patterns)]
         tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags}
-        if tags.get(tag, info.sha) != info.sha or (tag in tags and changed):
+        if tags.get(tag, info.sha) != info.sha or (tag in tags and (changed or gone)):
             raise UserError(f"{repo_id} already has a tag {tag!r}: choose another, or delete it first.")
-        # Results of the former weights do not describe the new ones.
-        new_weights = any(fnmatch(name, pattern) for name in changed for pattern in WEIGHTS)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=stage,
+        # `upload_folder` of huggingface_hub 2.4 may make several commits, and a stop between them leave new code
+        # without its weights.
+        commit = api.create_commit(
+            repo_id,
+            [
+                *(CommitOperationDelete(name) for name in gone),
+                *(CommitOperationAdd(name, stage / name) for name in names),
+            ],
             commit_message="Upload Interleaved Head Attention model",
-            delete_patterns=[*SUPERSEDED, f"{EVAL_RESULTS}/*"] if new_weights else SUPERSEDED,
             create_pr=create_pr,
             parent_commit=info.sha,  # the Hub refuses if somebody committed meanwhile
         )

@@ -121,6 +121,8 @@ def render_card(
     *,
     base_model: str | None = None,
     license: str | None = None,
+    license_name: str | None = None,
+    license_link: str | None = None,
     datasets: list[str] | None = None,
     from_scratch: bool = False,
     details: str = "",
@@ -128,8 +130,8 @@ def render_card(
     """Return a checkpoint's README.md: metadata for the Hub, how to use the model, and its attention layers.
 
     Its title and the usage example have `name`, that of a directory or a Hub id. `base_model`, `license` and
-    `datasets` are identifiers of the Hub. A model `from_scratch` gets a tag that says so. `details` are Markdown
-    sections on how the checkpoint was made and what holds for it.
+    `datasets` are identifiers of the Hub; the license "other" has a name and a link. A model `from_scratch` gets a tag
+    that says so. `details` are Markdown sections on how the checkpoint was made and what holds for it.
     """
     name = one_printable_line(name)
     tags = ["custom_code", "iha"]
@@ -143,6 +145,8 @@ def render_card(
         tags=tags,
         base_model=base_model,
         license=license,
+        license_name=license_name,
+        license_link=license_link,
         datasets=datasets,
     )
     with torch.device("meta"):
@@ -177,7 +181,7 @@ def render_card(
             is_iha=isinstance(config, IHAConfig),
             kinds=list(kinds),
             times_pairs=times_pairs,
-            weights_license=license and markdown(license),
+            weights_license=license and markdown(license_name or license),
             papers="\n".join(dict.fromkeys(f"- {known.paper}" for known in kinds.values() if known.paper)),
         )
     )
@@ -188,20 +192,25 @@ def _mechanism(kind: str) -> Companion:
     return companion_of(kind) if kind in ATTENTION_CLASSES else Companion(card="the base model's own layer.")
 
 
-def source_license(source: str) -> str | None:
-    """Return the license that a checkpoint names in its model card or GGUF header, or `None`.
+# Keys of a card's metadata. The last two belong to the license "other".
+LICENSE_KEYS = ("license", "license_name", "license_link")
 
-    A card that cannot be read gives `None` too, because a stranger's card is no reason to fail.
+
+def source_license(source: str) -> dict[str, str]:
+    """Return what the model card of a checkpoint, or its GGUF header, states of `LICENSE_KEYS`.
+
+    A card that cannot be read states nothing, because a stranger's card is no reason to fail.
     """
     if not source.endswith(".gguf"):
-        return _stated(source, "license")
+        stated = {name: _stated(source, name) for name in LICENSE_KEYS}
+        return {name: value for name, value in stated.items() if value is not None}
     from gguf import GGUFReader  # here: a plain installation lacks it
 
     try:
         field = GGUFReader(source).get_field("general.license")
-        return one_printable_line(field.contents()) if field else None
+        return {"license": one_printable_line(field.contents())} if field else {}
     except Exception:
-        return None
+        return {}
 
 
 def source_base_model(source: str) -> str | None:

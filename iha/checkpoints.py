@@ -359,7 +359,11 @@ def fingerprint(source: str | os.PathLike) -> str:
     path = Path(source).expanduser()
     if not path.exists():
         return f"{source}@{load_config(source)._commit_hash}"
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in LOADED)
+    files = (
+        [path]
+        if path.is_file()
+        else sorted(file for file in path.iterdir() if file.suffix in LOADED and file.name != "LICENSE.txt")
+    )
     together = hashlib.sha256()
     for file in files:
         together.update(f"{file.name} {file_sha256(file)}\n".encode())

@@ -40,7 +40,7 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
     made or replaced, or is being written by another run.
     """
     check_new_directory(dst)
-    dst = Path(os.path.abspath(dst))
+    dst = _absolute(dst)
     try:
         with _signals_as_interrupts(), _temporary_sibling(dst) as temporary:
             yield temporary
@@ -112,7 +112,7 @@ def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
 
 def check_new_directory(dst: str | os.PathLike) -> None:
     """Raise `UserError` unless `dst` is free or an empty directory, and its parents can be made."""
-    dst = Path(os.path.abspath(dst))
+    dst = _absolute(dst)
     if dst.is_symlink():
         raise UserError(f"{dst} is a symbolic link: give the path it leads to, or remove it.")
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
@@ -125,6 +125,11 @@ def check_new_directory(dst: str | os.PathLike) -> None:
         raise UserError(f"{dst} cannot be made: {parent} is not a directory.")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise UserError(f"{dst} cannot be made: no permission to write in {parent}.")
+
+
+def _absolute(path: str | os.PathLike) -> Path:
+    """Return an absolute path, with the home directory for `~`, which no shell replaces in a call from Python."""
+    return Path(os.path.abspath(os.path.expanduser(path)))
 
 
 @contextmanager

@@ -124,8 +124,11 @@ def run_in_clean_process(
             "HF_HUB_OFFLINE": str(int(offline)),
         }
         names = _ENVIRONMENT if offline else _ENVIRONMENT + _NETWORK
+        # An isolated process looks for libraries neither at PYTHONPATH nor in the user's own site-packages.
+        libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        found = f"import sys\nsys.path += [path for path in {libraries!r} if path not in sys.path]\n"
         process = subprocess.run(
-            [sys.executable, "-I", "-c", f"{_BLOCK_PACKAGE}{program}\nprint()\nprint(json.dumps(result))"],
+            [sys.executable, "-I", "-c", f"{found}{_BLOCK_PACKAGE}{program}\nprint()\nprint(json.dumps(result))"],
             input=json.dumps(request),
             capture_output=True,
             text=True,

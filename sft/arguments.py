@@ -133,7 +133,7 @@ class RunArguments(ScriptArguments, ModelConfig):
     max_position_embeddings: int | None = key("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = key("RoPE base to train with, which the trained checkpoint keeps.")
     sliding_window: int | None = key("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
-    trust_rows: bool = key("Whether GRPO may use verifiers that run fields of its rows as code.", False)
+    trust_rows: bool = key("Whether GRPO may use verifiers that run fields of its rows, or a reply, as code.", False)
     peak_tflops: float | None = key(
         "Peak of one device in TFLOP/s, in the type it computes in (H100, bf16: 989): the run logs its utilization."
     )
@@ -145,7 +145,6 @@ class RunArguments(ScriptArguments, ModelConfig):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, os.path.expanduser(value))
-        self.eval_size = self.eval_size or 0.0
         self.eval_size = self.eval_size or 0.0
         # TRL does not convert the values of a file: 20 stays an integer, and one name does not become a list.
         for name in ("rope_theta", "mixing_scale", "peak_tflops"):
@@ -209,24 +208,6 @@ class RecipeParser(TrlParser):
         if cannot:
             namespace.bf16 = False
         return namespace, unknown
-
-
-def _value(name: str, run: RunArguments, args: "TrainingArguments") -> Any:
-    """Return the value of a recipe's key, or None if neither of the two has it."""
-    return getattr(run, name) if hasattr(run, name) else getattr(args, name, None)
-
-
-def _check_file(words: Sequence[str]) -> None:
-    """Refuse `--config` without a file, and a file with a key that is there twice. Raise `UserError`."""
-    if "--config" not in words:
-        return
-    following = list(words[words.index("--config") + 1 :])
-    if not following:
-        raise UserError("--config: give the recipe's file.")
-    path = Path(following[0])
-    if path.is_file():  # a pipe can be read only once, and TRL reads it
-        with refusing(f"{path} cannot be read as YAML", ValueError, yaml.YAMLError), open(path, "rb") as file:
-            yaml.load(file, Loader=UniqueKeyLoader)
 
 
 def _value(name: str, run: RunArguments, args: "TrainingArguments") -> Any:

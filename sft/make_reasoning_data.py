@@ -143,22 +143,25 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
     rejects its own answer, and if there are fewer different questions.
     """
     draws = rows * DRAWS_PER_ROW
+    what = f"generator {generator!r} with seed {seed} and options {options}"
     # Generators do not check all of their options, and each raises exceptions of its own.
-    with refusing(f"generator {generator!r} with seed {seed} and options {options}", Exception):
+    with refusing(what, Exception):
         dataset = reasoning_gym.create_dataset(generator, seed=seed * SEED_STRIDE, size=draws, **options)
-        dataset[0]
     seen, made = set(excluded), []
     for index in range(draws):
         if len(made) == rows:
             return made
         if index > DRAWS_PER_ROW * (len(seen) + 1):
             break
-        entry = json.loads(json.dumps(dataset[index], default=str))
+        with refusing(what, Exception):
+            entry = json.loads(json.dumps(dataset[index], default=str))
         if entry["question"] in seen:
             continue
         seen.add(entry["question"])
         text = assistant_text(entry, generator)
-        if dataset.score_answer(extract_solution(text), entry) != 1.0:
+        with refusing(what, Exception):
+            score = dataset.score_answer(extract_solution(text), entry)
+        if score != 1.0:
             raise UserError(
                 f"generator {generator!r}: its verifier does not accept {entry['answer']!r}; choose another."
             )

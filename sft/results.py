@@ -84,7 +84,7 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
         # The path as seen from beside output_dir. If it were missing, a name of the Hub would run a stranger's code.
         f"./{output.name}/{FINAL}",
         base_model=None if run.preset else source_base_model(start),
-        license=None if run.preset else source_license(start),
+        **({} if run.preset else source_license(start)),
         datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
         from_scratch=from_scratch,
         details=details,

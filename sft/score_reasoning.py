@@ -27,7 +27,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="use the first LIMIT rows only")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--trust-rows", action="store_true", help="take verifiers that run fields of the rows as code")
+    parser.add_argument(
+        "--trust-rows", action="store_true", help="take verifiers that run fields of the rows, or a reply, as code"
+    )
     parser.add_argument("--json", type=Path, help="also write the result, replies included, to this file")
     args = parser.parse_args(argv)
     for name in ("limit", "batch_size", "max_new_tokens"):
@@ -108,7 +110,10 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
     texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
     # Keep only the end tokens of the checkpoint's own settings: with a penalty for repetition it would not be greedy.
     # `generate` takes from the model's settings what its arguments leave open.
-    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    # Chat fine-tunes often name the end of a turn in the tokenizer alone.
+    ends = model.generation_config.eos_token_id
+    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    model.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)
     replies = []
     for start in tqdm(range(0, len(texts), batch_size), desc="Answering", unit="batch"):
         inputs = tokenizer(

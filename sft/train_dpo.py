@@ -96,15 +96,16 @@ def check_lengths(pairs: Dataset, tokenizer: PreTrainedTokenizerBase, args: DPOC
                 "max_length or remove the row."
             )
         cut += max(len(chosen), len(rejected)) > length
-    PartialState().print(
-        f"{cut} of {len(pairs)} {which}pairs are longer than max_length={args.max_length} tokens and are cut."
-    )
+    if args.max_length is not None:
+        PartialState().print(
+            f"{cut} of {len(pairs)} {which}pairs are longer than max_length={args.max_length} tokens and are cut."
+        )
 
 
 def build_trainer(run: RunArguments, args: DPOConfig) -> DPORecipeTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     if args.beta == 0:
-        raise UserError("beta is 0, with which no answer is preferred: expected above 0.")
+        raise UserError("beta=0: expected a number above 0, because with 0 no answer is preferred.")
     pairs = load_pairs(Source(run.dataset_name, run.dataset_train_split, run.dataset_config))
     source = evaluation_source(run, args)
     test_pairs = None if source is None else load_pairs(source)

@@ -244,6 +244,13 @@ def test_what_a_killed_run_left_is_removed(start, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
 
 
+def test_a_home_directory_is_found_in_a_call_from_python(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with new_directory("~/out") as directory:
+        (directory / "file").write_text("mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_nothing(number, start, tmp_path):
     process, _ = start(tmp_path / "out")

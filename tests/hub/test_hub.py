@@ -98,12 +98,15 @@ def hub(tmp_path_factory):
         yield hub
 
 
+LLAMA_CARD = "---\nlicense: other\nlicense_name: llama9\nlicense_link: LICENSE\n---\nA Llama.\n"
+
+
 @pytest.fixture(scope="module")
 def trained(hub, tmp_path_factory):
     """Return the output directory of a fine-tuning of an IHA model that was converted from a Llama on the hub."""
     path = tmp_path_factory.mktemp("hub")
     saved(decoder("llama"), path / "llama")
-    (path / "llama" / "README.md").write_text("---\nlicense: apache-2.0\n---\nA Llama.\n")
+    (path / "llama" / "README.md").write_text(LLAMA_CARD)
     hub.add("me/llama", path / "llama")
 
     rows = write_jsonl(path / "rows.jsonl", training_rows(20))
@@ -145,7 +148,8 @@ def first(hub, trained, second):
 
 def test_a_conversion_from_the_hub_says_where_it_is_from(trained):
     card = (trained.parent / "iha" / "README.md").read_text()
-    assert "base_model: me/llama" in card and "license: apache-2.0" in card
+    assert "base_model: me/llama" in card and "license: other\nlicense_name: llama9\nlicense_link: LICENSE\n" in card
+    assert "The weights are under llama9." in card
     assert json.loads((trained.parent / "iha" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 

@@ -199,6 +199,14 @@ def test_directory_that_does_not_load_alone_is_refused(directory, hub, push, mon
     assert f"{directory} does not load in a clean process: reasons" in push() and hub.calls == []
 
 
+def test_a_clean_process_finds_the_users_own_libraries(monkeypatch, tmp_path):
+    """Look where `pip install --user` installs, which an isolated process does not by itself."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "only_here.py").write_text("VALUE = 5")
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    assert run_in_clean_process("import only_here\nresult = only_here.VALUE", {}) == 5
+
+
 def test_code_that_runs_sees_no_secrets(monkeypatch, tmp_path):
     for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_API_KEY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, SECRET)
@@ -213,6 +221,8 @@ def test_code_that_runs_sees_no_secrets(monkeypatch, tmp_path):
 def test_what_a_push_stores(directory, hub, push, monkeypatch):
     loaded = []
     monkeypatch.setattr(push_to_hub, "load_in_clean_process", lambda *source, **arguments: loaded.append(arguments))
+    # It may make several commits where its client for large files is on, as it is not here.
+    monkeypatch.setattr(push_to_hub.HfApi, "upload_folder", lambda *_, **__: pytest.fail("not in one commit"))
     out = push("--private", "--tag", "v1")
     repository, files = hub.repositories["me/iha"], hub.head("me/iha")
     sha = repository.references["main"]
@@ -225,6 +235,9 @@ def test_what_a_push_stores(directory, hub, push, monkeypatch):
 
     assert f"revision={json.dumps(sha)}" in push("--private", "--tag", "v1")
     assert len(repository.commits) == 2
+    remove("chat_template.jinja")(directory)
+    assert "already has a tag 'v1'" in push("--tag", "v1") and len(repository.commits) == 2
+    (directory / "chat_template.jinja").write_bytes(files["chat_template.jinja"].content)
     append("README.md", "More.\n")(directory)
     assert "already has a tag 'v1'" in push("--tag", "v1") and len(repository.commits) == 2
 

@@ -206,4 +206,6 @@ def test_replies_are_greedy_whatever_the_checkpoint_asks_for(tiny):
     expected = score_reasoning.generate_replies(model, tokenizer, prompts, 1, 12)
     model.generation_config.repetition_penalty = 50.0
     model.generation_config.no_repeat_ngram_size = 1
+    model.generation_config.eos_token_id = None
     assert score_reasoning.generate_replies(model, tokenizer, prompts, 1, 12) == expected
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id]
