@@ -112,6 +112,8 @@ def exact_length(source: PreTrainedConfig, config: PreTrainedConfig) -> int | No
     """
     if is_interleaved(config):
         return config.interleaved_window
-    pairs = zip(layer_windows(source), layer_windows(config))
-    limits = [min(window for window in pair if window is not None) for pair in pairs if pair[0] != pair[1]]
+    limits = []
+    for own, converted in zip(layer_windows(source), layer_windows(config)):
+        if own != converted:
+            limits.append(min(window for window in (own, converted) if window is not None))
     return min(limits, default=None)

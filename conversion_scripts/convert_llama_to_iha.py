@@ -164,11 +164,12 @@ def convert(
         arguments = (num_pseudo_heads, schedule, window, kind, options)
         model, tokenizer = read_source(source, lambda config: iha_config(config, *arguments), dtype)
         converted = convert_model(model, *arguments, value_offsets, seed, mixing_scale)
-        how = f" to attention of kind {kind!r}"
-        if options:
-            how += f" with {json.dumps(options)}"
         if kind == "iha":
             how = f" with {num_pseudo_heads} pseudo-heads and the {schedule} schedule"
+        else:
+            how = f" to attention of kind {kind!r}"
+            if options:
+                how += f" with {json.dumps(options)}"
         if schedule == "hybrid":
             config = converted.config
             how += f", whose windows are {config.sliding_window} of {config.max_position_embeddings} tokens"

@@ -28,7 +28,8 @@ from .conversion import check_iha
 
 
 DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
-# Rounding makes logits of up to 100 differ by less than the first number, and larger ones by less than this part.
+# Rounding changes logits up to 100 by less than the first number, and larger ones by less than the second number times
+# the largest logit.
 MAX_LOGIT_DIFFERENCE, MAX_RELATIVE_DIFFERENCE = 1e-3, 1e-5
 
 

@@ -1,6 +1,6 @@
-"""Train a small model with the paper's schedule from scratch on the bytes of a text, save it, and let it write.
+"""Train a small model with the paper's schedule from scratch on the bytes of a text, save it, and generate text.
 
-The same command resumes an interrupted run. OUT/curve.png has the loss.
+The same command resumes an interrupted run. OUT/curve.png shows the loss.
 
 example: python examples/from_scratch.py text.txt small-iha --max_steps 1000
 """

@@ -1,7 +1,8 @@
 """Parse and check the arguments of the commands of `iha` before PyTorch is imported, which takes seconds.
 
 Each `..._arguments` takes the words of a command line and returns the keyword arguments of the command's function.
-Each `check_...` raises `UserError` for arguments that cannot work, for the function too, which Python calls alone.
+Each `check_...` raises `UserError` for arguments that cannot work. The functions call them too, because Python calls
+the functions without a command line.
 """
 
 import argparse

@@ -75,7 +75,10 @@ class Results(TypedDict):
 
 
 def metadata(card: str, source: str | os.PathLike) -> dict:
-    """Return the metadata of a card, the text of a README.md, without what `read_yaml` refuses. Raise `UserError`."""
+    """Return the metadata of a card, given as the text of a README.md.
+
+    Raise `UserError` for YAML that `read_yaml` refuses.
+    """
     block = REGEX_YAML_BLOCK.search(card)
     return (block and parse_yaml(block[2], f"The metadata of {source}", dict | None)) or {}
 
@@ -264,9 +267,12 @@ def _costs(config: Any) -> str | None:
         "FLOPs of one more token",
         "Values in the KV cache",
     ]
+
+    def written(title: str, cost: int) -> str:
+        return _short(2 * cost) if "FLOPs" in title else f"{cost:,}"  # two FLOPs for each multiply-add
+
     rows = [
-        # Two FLOPs for each multiply-add.
-        [title, *(_short(2 * cost) if "FLOPs" in title else f"{cost:,}" for cost in (a, b)), f"{a / b:.3f}"]
+        [title, written(title, a), written(title, b), f"{a / b:.3f}"]
         for title, a, b in zip(titles, astuple(ours), astuple(mha))
     ]
     return markdown_table(["", "this model", "mha", "ratio"], rows).rstrip()

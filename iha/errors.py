@@ -22,8 +22,8 @@ class UserError(Exception):
 def run_cli(main: Callable[[], object]) -> None:
     """Run a command's `main` and turn its errors into one line on stderr and an exit code.
 
-    The code is 130 for Ctrl-C and 1 for every exception. For an exception that is neither a mistake of the user nor a
-    refusal of the machine, such as a full disk, the line names a file with the traceback. The option --traceback of
+    The code is 130 for Ctrl-C and 1 for every exception. For an exception that is neither a mistake of the user nor an
+    error of the system, such as a full disk, the line names a file with the traceback. The option --traceback of
     every command shows the traceback instead. Help names the command as it was started.
     """
     if not sys.stderr.isatty():  # a log would keep every state of a progress bar

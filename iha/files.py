@@ -70,7 +70,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def _new_sibling(path: Path) -> Path:
-    """Make an empty file beside `path` that is nobody else's: neither of another writer nor a link to elsewhere."""
+    """Make an empty file under a new name beside `path`, so that it is neither another writer's file nor a link."""
     sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     sibling.touch(exist_ok=False)
     return sibling

@@ -17,9 +17,12 @@ from iha.errors import UserError
 
 
 def run_command(result: str | os.PathLike, module: str, *arguments: object) -> None:
-    """Run the `main` of a command in this process, which spares its imports, unless its `result` exists already."""
+    """Run the `main` of a command in this process, which saves the time of its imports.
+
+    Do nothing if `result` exists.
+    """
     if os.path.exists(result):
-        print(f"{result} is there: done before", flush=True)
+        print(f"{result} exists: skipping this step", flush=True)
         return
     words = [str(argument) for argument in arguments]
     print(f"$ python -m {shlex.join([module, *words])}", flush=True)
