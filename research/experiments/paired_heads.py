@@ -99,6 +99,7 @@ LINES = {  # of the plot by time
     "global_local": "windows alone (4 of 5 layers)",
     "wide_4_64": "short windows with wide positions",
     "paired_4": "paired heads in the windows, P = 4",
+    "paired_8": "paired heads in the windows, P = 8",
     "iha_4": "the paper's schedule, P = 4",
 }
 HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before. Losses that end above it are shown from the start.

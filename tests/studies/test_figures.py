@@ -120,6 +120,7 @@ def relation_more() -> list[Number]:
 PAIRED = (
     "paired_heads",
     "paired_heads_512_128",
+    "paired_heads_512_256_600",
     "paired_heads_1024_512_cuda",
     "paired_heads_prose",
     "paired_heads_variants",
@@ -128,8 +129,9 @@ PAIRED = (
 
 def paired_more() -> list[Number]:
     """Return what the wider models' section says: differences at each evaluation, and the tuning of "iha_4"."""
-    tried = [loss for _, _, loss in rows(PAIRED[2], "variant")["iha_4"]["tried"]]
-    losses = {name: [[loss for _, loss in run] for run in of] for name, of in table(PAIRED[2])["runs"].items()}
+    widest = "paired_heads_1024_512_cuda"
+    tried = [loss for _, _, loss in rows(widest, "variant")["iha_4"]["tried"]]
+    losses = {name: [[loss for _, loss in run] for run in of] for name, of in table(widest)["runs"].items()}
     at_each = [zip(*losses[name]) for name in ("paired_4", "global_local")]
     return [*tried, *(pair(differences(ours, theirs)) for ours, theirs in zip(*at_each))]
 
