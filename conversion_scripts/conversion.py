@@ -213,8 +213,10 @@ def write_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         if section is not None:
-            base_model = None if Path(src).expanduser().exists() else str(src)
-            about: dict[str, Any] = {"base_model": base_model, "details": section, **source_license(str(src))}
+            place = Path(src).expanduser()
+            base_model = None if place.exists() else str(src)
+            license = source_license(str(place if place.exists() else src))
+            about: dict[str, Any] = {"base_model": base_model, "details": section, **license}
             card = render_card(model.config, Path(dst).name, **about)
             (directory / "README.md").write_text(card, encoding="utf-8")
     print(f"Wrote {dst}, {model.num_parameters():,} parameters.")

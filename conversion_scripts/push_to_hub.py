@@ -66,8 +66,8 @@ def push(
     before anything is uploaded where that is possible, and the client's errors where the Hub refuses. If it is
     stopped, the repository holds the old checkpoint or the new one, and the same call goes on from there.
     """
+    directory = Path(directory).expanduser()
     check_push(directory, repo_id, tag, create_pr)
-    directory = Path(directory)
     names, others = checkpoint_files(directory)
     card = completed_card(directory, repo_id, license, base_model)
     with _staged(directory, names, card) as stage:

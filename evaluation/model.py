@@ -8,9 +8,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from iha.checkpoints import load_model
+from iha.checkpoints import end_tokens_alone, load_model
 from iha.errors import UserError
 from iha.sources import find_source
 
@@ -44,9 +44,7 @@ class Model(HFLM):
         settings = {"dtype": dtype, "device": device, "softmax_dtype": "float32", "chat_template_args": DAY}
         settings |= self.source.arguments
         super().__init__(self.source.location, tokenizer=tokenizer, batch_size=batch_size, **settings)
-        ends = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-        self.model.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)
+        self.model.generation_config = end_tokens_alone(self.model, tokenizer)
         self._before_reply = self.tok_encode("a", add_special_tokens=False)
 
     def _create_model(self, pretrained: str, dtype: str = "auto", **_) -> None:

@@ -94,7 +94,6 @@ def markdown(results: dict) -> str:
         unfinished = task["unfinished_replies"]
         if unfinished:
             lines.append(f"- {name}: {unfinished} of {of} replies were still going at the limit.")
-    for name, task in tasks.items():
         if "note" in task:
             lines.append(f"- {name} was {task['note']}, so it cannot be compared with published figures.")
     lines += ["", _tasks_table(tasks)]

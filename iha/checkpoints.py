@@ -351,6 +351,16 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     return tokenizer
 
 
+def end_tokens_alone(model: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    """Return generation settings that hold the end tokens of the model's settings and of the tokenizer, and no others.
+
+    Chat fine-tunes often name the end of a turn in the tokenizer alone.
+    """
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    return GenerationConfig(eos_token_id=sorted(ends) or None)
+
+
 def fingerprint(source: str | os.PathLike) -> str:
     """Return a text that tells one checkpoint from another.
 
@@ -359,11 +369,11 @@ def fingerprint(source: str | os.PathLike) -> str:
     path = Path(source).expanduser()
     if not path.exists():
         return f"{source}@{load_config(source)._commit_hash}"
-    files = (
-        [path]
-        if path.is_file()
-        else sorted(file for file in path.iterdir() if file.suffix in LOADED and file.name != "LICENSE.txt")
-    )
+    if path.is_file():
+        files = [path]
+    else:
+        loaded = [file for file in path.iterdir() if file.suffix in LOADED]
+        files = sorted(file for file in loaded if file.name != "LICENSE.txt")
     together = hashlib.sha256()
     for file in files:
         together.update(f"{file.name} {file_sha256(file)}\n".encode())

@@ -38,7 +38,11 @@ UNUSED_KEYS = (
     "model_init_kwargs",
     "hub_token",
     "push_to_hub",
-    *("hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision"),
+    "hub_model_id",
+    "hub_strategy",
+    "hub_private_repo",
+    "hub_always_push",
+    "hub_revision",
     "trust_remote_code",  # the code of checkpoints of this package is the package
     "save_only_model",  # such a checkpoint cannot be resumed
     "ignore_data_skip",  # a resumed run would repeat rows
@@ -256,14 +260,15 @@ def evaluates(args: "TrainingArguments") -> bool:
 
 def _check_adapters(run: RunArguments) -> None:
     """Refuse keys of adapters for a run without them. Raise `UserError`."""
-    keys = [name for name in RunArguments.__dataclass_fields__ if name.startswith("lora_")] + [
-        "use_rslora",
-        "use_dora",
+    given = [
+        name
+        for name, declared in RunArguments.__dataclass_fields__.items()
+        if name.startswith(("lora_", "use_rslora", "use_dora")) and getattr(run, name) != declared.default
     ]
-    given = [name for name in keys if getattr(run, name) != RunArguments.__dataclass_fields__[name].default]
     if given and not run.use_peft:
         raise UserError(
-            f"{', '.join(given)}: without effect, as there are no adapters: set use_peft to true, or remove it."
+            f"{', '.join(given)}: without effect, as there are no adapters: set use_peft to true, or remove what is "
+            "named here."
         )
 
 

@@ -149,10 +149,8 @@ def compare_records(record: Record, checkpoint: Path) -> None:
                 "output_dir, or give this run what it began with."
             )
     packs = record["recipe"].get("packing") or Path(record["data"]["name"]).suffix in MIXTURES
-    fixed = (
-        (*FIXED_KEYS, "max_length") if packs else FIXED_KEYS
-    )  # packed rows and the shares of a mixture depend on it
-    for name in fixed:
+    # Packed rows and the shares of a mixture depend on `max_length`.
+    for name in (*FIXED_KEYS, "max_length") if packs else FIXED_KEYS:
         if name not in kept["recipe"] or name not in record["recipe"]:  # of another trainer or an earlier version
             continue
         then, now = (each["recipe"][name] for each in (kept, record))

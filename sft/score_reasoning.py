@@ -49,9 +49,15 @@ import reasoning_gym
 import torch
 from reasoning_gym.factory import DATASETS
 from tqdm import tqdm
-from transformers import GenerationConfig
 
-from iha.checkpoints import load_model, load_tokenizer, note_slow_dtype, positions_of, vocabulary_of
+from iha.checkpoints import (
+    end_tokens_alone,
+    load_model,
+    load_tokenizer,
+    note_slow_dtype,
+    positions_of,
+    vocabulary_of,
+)
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 
@@ -108,12 +114,9 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
         tokenizer.pad_token = tokenizer.eos_token
     check_positions(model, tokenizer, prompts, max_new_tokens)
     texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
-    # Keep only the end tokens of the checkpoint's own settings: with a penalty for repetition it would not be greedy.
-    # `generate` takes from the model's settings what its arguments leave open.
-    # Chat fine-tunes often name the end of a turn in the tokenizer alone.
-    ends = model.generation_config.eos_token_id
-    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
-    model.generation_config = GenerationConfig(eos_token_id=sorted(ends) or None)
+    # `generate` takes from the model's settings what its arguments leave open, and with a penalty for repetition it
+    # would not be greedy.
+    model.generation_config = end_tokens_alone(model, tokenizer)
     replies = []
     for start in tqdm(range(0, len(texts), batch_size), desc="Answering", unit="batch"):
         inputs = tokenizer(
