@@ -10,8 +10,9 @@ research/experiments/protocol.py says; the last tenth of the text is held out. T
 - `paired`: paired heads (P = 4) with windows of N / 16 virtual tokens.
 - `iha`: the paper's schedule (P = 4).
 
-An arm takes about ten minutes of one core at size "tiny" (267,968 parameters). The sizes "small", "medium" and "large"
-have 1, 4 and 16 million parameters, and "large" needs a GPU. The same command resumes a run that was interrupted.
+An arm takes ten to twenty minutes of one core at size "tiny" (267,968 parameters). The sizes "small", "medium" and
+"large" have 1, 4 and 16 million parameters, and "large" needs a GPU. The same command resumes a run that was
+interrupted.
 
 example: python -m research.compare --arms windows mha paired iha --text train.txt --size tiny --seeds 3
 """
@@ -21,7 +22,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from iha.errors import UserError, refusing, run_cli
+from iha.errors import ROOT, UserError, refusing, run_cli
 from iha.files import read_json
 from iha.step_memory import of_training
 from research.experiments import paired_heads
@@ -63,7 +64,7 @@ def table(record: dict) -> str:
         f"Differences: loss in nats per byte minus that of {first!r}, with 95% intervals over "
         f"{len(record['rows'][0]['loss']['values'])} seeds; below 0 is better.",
         f"Equal time and tokens/s are by {clock} time, measured once; the intervals leave its error out.",
-        "The memory of a training step is counted, not measured.",
+        "The memory of a training step is counted, not measured, and in bfloat16 autocast.",
     ]
     return "\n".join(lines)
 
@@ -98,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"Note: --steps {args.steps} ends before the warm-up of {WARM_UP} steps, so no rate is reached.")
     words = ["--kinds", *(ARMS[arm] for arm in arms), "--text", args.text, "--device", args.device]
     words += ["--width", SIZES[args.size], "--tokens", args.tokens, "--most-seeds", args.seeds]
-    words += ["--output", args.output / "runs", "--results", args.output]
+    words += ["--output", ROOT / args.output / "runs", "--results", ROOT / args.output]
     words += [] if args.steps is None else ["--steps", args.steps]
     print(table(read_json(paired_heads.main([str(word) for word in words]))))
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -188,6 +189,14 @@ def environment(command: str) -> dict:
     }
 
 
+def shown_command(words: Iterable[str]) -> str:
+    """Return a command line to record. Of an absolute path it holds the name alone: no table names a machine."""
+    parts = (word.rpartition("=") for word in words)
+    return shlex.join(
+        name + equals + (Path(value).name if Path(value).is_absolute() else value) for name, equals, value in parts
+    )
+
+
 def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -200,7 +209,7 @@ def write(out: Path, name: str, rows: list[dict], benchmark: str = "", **setting
         benchmark: its module, where the file has another name.
         setting: what all rows have in common. Command, machine and versions are added.
     """
-    command = " ".join([f"research.benchmarks.{benchmark or name}", *sys.argv[1:]])
+    command = shown_command([f"research.benchmarks.{benchmark or name}", *sys.argv[1:]])
     path = out / f"{name}.json"
     write_json(path, {**environment(command), **setting, "rows": rows})
     print(f"Wrote {path}", flush=True)

@@ -39,7 +39,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from iha.errors import ROOT, UserError, run_cli
-from iha.files import write_json
+from iha.files import whole_file, write_json
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads
 from modeling_iha.mixing_weights import mixing_parameters
@@ -475,6 +475,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
+    known = {name for names in TYPES.values() for name in names}
+    if unknown := set(args.types or ()) - known:
+        raise UserError(f"--types {', '.join(sorted(unknown))}: expected names that docs/MODEL_TYPES.md lists.")
     tables: dict[str, dict[str, dict]] = {}
     for auto_class, names in TYPES.items():
         print(auto_class)
@@ -484,7 +487,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.types is None:
         setting = environment(args.command)
         write_json(RESULTS / "model_types.json", {**setting, "types": tables})
-        (ROOT / "docs" / "MODEL_TYPES.md").write_text(document(tables, setting), encoding="utf-8")
+        with whole_file(ROOT / "docs" / "MODEL_TYPES.md") as path:
+            path.write_text(document(tables, setting), encoding="utf-8")
     rows = [(name, row) for table in tables.values() for name, row in table.items()]
     if errors := [name for name, row in rows if row["verdict"].isupper()]:
         raise UserError(f"Neither exact nor refused: {', '.join(errors)}.")

@@ -2,12 +2,12 @@
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from iha.errors import ROOT
+from research.benchmarks.harness import shown_command
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"  # the tables and plots that git tracks
@@ -18,18 +18,17 @@ def path_from_root(text: str) -> Path:
 
     A path inside the checkout becomes relative, so that a record of the command names no place of this machine.
     """
-    path = Path(os.path.abspath(text))
+    path = Path(os.path.abspath(os.path.expanduser(text)))
     return path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
 
 
 class StudyParser(argparse.ArgumentParser):
-    """Keep the command line as `command`. Of an absolute path it holds the name alone: no table names a machine."""
+    """Keep the command line as `command`, to be recorded."""
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
         words = sys.argv[1:] if args is None else map(str, args)
         parsed = super().parse_args(args, namespace)
-        shown = [Path(word).name if Path(word).is_absolute() else word for word in words]
-        parsed.command = shlex.join([f"research.experiments.{parsed.study}", *shown])
+        parsed.command = shown_command([f"research.experiments.{parsed.study}", *words])
         return parsed
 
 

@@ -21,6 +21,7 @@ example: python -m research.experiments.paired_heads --tokens 512 --kinds global
 """
 
 import hashlib
+import os
 import pydoc_data.topics
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from matplotlib.figure import Figure
 
 from iha import plots
 from iha.errors import UserError, run_cli
-from iha.files import open_regular
+from iha.files import open_regular, sole_writer
 from modeling_iha import IHAForCausalLM
 from research.benchmarks.harness import processor
 from research.experiments import language_models
@@ -49,7 +50,7 @@ from research.experiments.language_models import (
     size_of,
     sized,
 )
-from research.experiments.options import path_from_root, protocol_parser
+from research.experiments.options import protocol_parser
 from research.experiments.protocol import compare_tuned, new_model
 from research.experiments.study import begin, interval, run_once, write
 
@@ -106,8 +107,8 @@ HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before. Losses that end 
 
 
 def given_text(name: str) -> str:
-    """Return the name of a text; of a file the path from the root of the checkout, where the study runs."""
-    return name if name in ("python", "prose") else str(path_from_root(name))
+    """Return the name of a text, or the absolute path of a file: the study runs in another directory."""
+    return name if name in ("python", "prose") else os.path.abspath(os.path.expanduser(name))
 
 
 def read_text(name: str, tokens: int) -> torch.Tensor:
@@ -221,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]), first)
     timed = args.output / f"seconds-{'-'.join(args.kinds)}.json"
     kept = {**setting, "machine": processor()}
-    seconds = run_once(timed, lambda: step_seconds(size, text, args.kinds), kept)
+    with sole_writer(args.output):  # another command that trains there would disturb the times
+        seconds = run_once(timed, lambda: step_seconds(size, text, args.kinds), kept)
     for name, of_variant in runs.items():
         for each in of_variant:
             each["seconds"] = seconds[name] * size["steps"]

@@ -5,14 +5,16 @@
    The loss that tuning looks at is on the same held-out rows as the results, with another seed.
 2. On every seed all variants start from the weights that they share with the "mha" model of that size, and read the
    same rows in the same order.
-3. There are at least FEWEST_SEEDS, and more until the 95% interval of each difference from the first variant is no
-   wider than the smallest effect worth having to both sides, or there are `--most-seeds`. This rule looks at the width
-   of the intervals and not at the differences, so that it favours no result. But it stops where they happen to be
-   narrow: with 6 to 12 seeds they hold the true difference in 93 to 95% of the cases (simulated for normal losses).
-   A `--most-seeds` below FEWEST_SEEDS is a number fixed before, which looks at no interval.
+3. There are at least FEWEST_SEEDS. More are added until every 95% interval of a difference from the first variant is
+   at most ± the smallest effect worth having, or there are `--most-seeds`. This rule looks at the width of the
+   intervals and not at the differences, so that it favours no result. But it stops where they happen to be narrow:
+   with 6 to 12 seeds they hold the true difference in 93 to 95% of the cases (simulated for normal losses). A
+   `--most-seeds` below FEWEST_SEEDS is a number fixed before, which looks at no interval.
 4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
    loss for four budgets: equal steps, equal FLOPs within the windows, equal FLOPs as the paper of IHA counts them
-   (`counted_pairs` in iha/flops.py has both counts), and equal time on this machine.
+   (`counted_pairs` in iha/flops.py has both counts), and equal time on this machine. Rates are tuned for equal steps
+   alone. The dearer of two variants is read before its end, where a rate tuned for that many steps could be better
+   and where the running mean lags behind by a larger share of the run: these budgets favour the cheaper one.
 """
 
 import argparse
@@ -132,18 +134,18 @@ def fit(
 
 
 def walk(loss_at: Callable[[float], float], start: float, factor: float) -> float:
-    """Return the best of the values start * factor^n: go up, or else down, as long as the loss falls."""
-    losses = {start: loss_at(start)}
-    for step in (factor, 1 / factor):
-        best = start
-        while True:
-            losses[best * step] = loss_at(best * step)
-            if not losses[best * step] < losses[best]:
-                break
-            best *= step
-        if best != start:
-            return best
-    return start
+    """Return the best of the values start * factor^n: try both neighbors of `start`, and go on beyond the better one.
+
+    On a plateau one neighbor can win by chance, so the other is tried even where the first lowers the loss.
+    """
+    losses = {value: loss_at(value) for value in (start, start * factor, start / factor)}
+    best = min(losses, key=losses.__getitem__)  # the first of equal ones
+    if best == start:
+        return start
+    step, lowest = best / start, losses[best]
+    while (loss := loss_at(best * step)) < lowest:
+        best, lowest = best * step, loss
+    return best
 
 
 def tune(end_of: Callable[[float, float], float], mixes: bool, first: float | None = None) -> Rates:
@@ -240,7 +242,8 @@ def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: Iterable[f
 
     Returns:
         for each budget what a step of the variant costs in steps of `base`, and the interval of its loss minus that of
-        `base`, taken where the dearer of the two has spent what the cheaper one spends in all its steps.
+        `base`. Both are compared at the total cost of the cheaper one: the cheaper one at its last step, the dearer
+        one at the step where it has cost as much.
     """
     costs, compared = [1.0, *flops], {}
     if all(run["seconds"] for each in (name, base) for run in runs[each]):

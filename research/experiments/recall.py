@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not 2 <= args.pairs <= LETTERS**2:
         raise UserError(f"--pairs {args.pairs}: expected 2 to {LETTERS**2}.")
-    if SMALL["fields"]["hidden_size"] % (2 * args.heads) or args.heads % 2:
+    if args.heads < 2 or args.heads % 2 or SMALL["fields"]["hidden_size"] % (2 * args.heads):
         raise UserError(f"--heads {args.heads}: expected an even number that divides half of the width.")
     args.study += (
         f"_{args.pairs}" * (args.pairs != 4) + f"_{args.heads}_heads" * (args.heads != 2) + "_grid" * args.grid

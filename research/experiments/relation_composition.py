@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from iha import plots
-from iha.errors import run_cli
+from iha.errors import UserError, run_cli
 from iha.files import sole_writer
 from modeling_iha import IHAModel
 from modeling_iha.virtual_masks import virtual_tokens_per_token
@@ -191,9 +191,11 @@ def plot(table: dict) -> Figure:
     """Plot the share of right answers in validation by epoch."""
     message = f"Right entries of {table['task']} relations at the rate {table['rate']:g}, seeds: {len(table['seeds'])}"
     figure, (axes,) = plots.panels(message, height=4)
+    colors = {kind: f"C{number}" for number, kind in enumerate(table["runs"])}
     for kind, curves in table["runs"].items():
-        means = [fmean(point[3] for point in at) for at in zip(*curves)]
-        axes.plot(range(1, len(means) + 1), means, marker=".", label=kind)
+        for number, curve in enumerate(curves):  # a seed each: they may stop at different epochs
+            epochs, right = [point[0] for point in curve], [point[3] for point in curve]
+            axes.plot(epochs, right, colors[kind], marker=".", label=None if number else kind)
     axes.axhline(table["from_degrees"], color="black", linewidth=0.8, label="counts of row and column alone")
     axes.set(xlabel="epoch", ylabel="right in validation (higher is better)")
     return figure
@@ -208,6 +210,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=8, help="of a run at most (8)")
     args = parser.parse_args(argv)
     args.study += f"_{args.task}" * (args.task != "ternary") + f"_{args.rate:g}" * (args.rate != 1e-3)
+    if args.epochs < 1:
+        raise UserError(f"--epochs {args.epochs}: expected at least 1.")
     begin(args)
     setting = {**SIZE, "epochs": args.epochs}
     runs = {kind: [] for kind in args.kinds}

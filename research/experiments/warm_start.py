@@ -25,6 +25,7 @@ example: python -m research.experiments.warm_start --texts python prose lookup
 
 import argparse
 import copy
+import hashlib
 import math
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
@@ -41,8 +42,8 @@ from transformers import MinistralConfig, MinistralForCausalLM, PreTrainedModel
 
 from conversion_scripts.convert_llama_to_iha import convert_model
 from iha import plots
-from iha.errors import run_cli
-from iha.files import sole_writer, whole_file
+from iha.errors import UserError, run_cli
+from iha.files import file_sha256, sole_writer, whole_file
 from modeling_iha import interleave_heads
 from modeling_iha.head_mixing import HeadCollapse
 from modeling_iha.package import flop_matched_window
@@ -146,6 +147,13 @@ def data_of(text: str) -> Text | Lookup:
         return Lookup()
     manual = "\n".join(pydoc_data.topics.topics.values()).encode()
     return Text(read_text() if text == "python" else torch.frombuffer(bytearray(manual), dtype=torch.uint8))
+
+
+def data_setting(text: str) -> dict:
+    """Return what the rows of a continuation depend on, besides the seed of a run."""
+    if text == "lookup":
+        return {"letters": Lookup.letters, "back": Lookup.back}
+    return {"text_sha256": hashlib.sha256(data_of(text).text.numpy().tobytes()).hexdigest()}
 
 
 def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -260,7 +268,8 @@ def pretrain(directory: Path, mixing: float | None = None) -> dict:
 def pretrained(directory: Path, mixing: float | None = None) -> tuple[Path, list]:
     """Return the file of the weights, and the curve, of a model that is pretrained once."""
     with sole_writer(directory):
-        run = run_once(directory / "curve.json", partial(pretrain, directory, mixing), {**PRETRAINING, **SIZE})
+        setting = {**PRETRAINING, **SIZE, **data_setting("python")}
+        run = run_once(directory / "curve.json", partial(pretrain, directory, mixing), setting)
     return directory / "model.safetensors", run["curve"]
 
 
@@ -306,22 +315,23 @@ def tuned(text: str, arm: str, run: Callable[..., dict]) -> Rates:
 
 
 def dearest(seconds: dict[str, float], steps: int) -> int:
-    """Return more steps of `mha` than the dearest arm has time for in `steps` of its own, by the seconds of a step.
+    """Return for how many steps `mha` must run to last as long as the dearest arm, by the seconds of a step of each.
 
-    They are a whole multiple of `steps`, so that two timings give the same number."""
+    The number is rounded up to a multiple of `steps`, so that a second timing gives the same one."""
     return math.ceil(max(seconds.values()) / seconds["mha"]) * steps
 
 
 def run_text(args: argparse.Namespace, text: str, weights: dict[str, Path]) -> dict:
     """Tune and run all arms on a text, from the weights of each; return their rates and runs."""
     directory, steps = args.output / text, STEPS[text]
-    task = {"letters": Lookup.letters, "back": Lookup.back} if text == "lookup" else {}
     rows = {"tokens": TOKENS, "rows_of_a_step": ROWS, "held_out_rows": HELD_OUT_ROWS, "every": EVERY}
-    setting = {**SIZE, "pretraining": PRETRAINING, "window": WINDOW, **rows, **task}
+    setting = {**SIZE, "pretraining": PRETRAINING, "window": WINDOW, **rows, **data_setting(text)}
+    starts = {arm: {"start_sha256": file_sha256(path)} for arm, path in weights.items()}
 
     def run(arm: str, length: int, seed: int, rate: float, mixing: float) -> dict:
         path = directory / f"{arm}-{length}-{rate:g}-{mixing:g}-{seed}.json"
-        return run_once(path, partial(continuation, text, arm, length, weights[arm], seed, rate, mixing), setting)
+        compute = partial(continuation, text, arm, length, weights[arm], seed, rate, mixing)
+        return run_once(path, compute, setting | starts[arm])
 
     with sole_writer(directory):
         rates = {arm: tuned(text, BORROWED.get(arm, arm), run) for arm in args.arms}
@@ -382,7 +392,7 @@ def row_of(text: str, arm: str, of_text: dict) -> dict:
     row["outcome"] = interval([outcome(text, run, steps) for run in runs[arm]])
     for base in dict.fromkeys(("mha", ARMS[arm])):
         if base in runs and base != arm:
-            longest = runs[base][0]["curve"][-1][0]  # which ends equal time where this run's timing was another
+            longest = runs[base][0]["curve"][-1][0]  # too few steps if the times have changed since: then the last
             budgets = {"steps": steps} | ({"time": min(steps * row["cost"], longest)} if base == "mha" else {})
             row[f"minus_{base}"] = compared(text, runs[arm], runs[base], budgets)
     if "kept" in runs[arm][0]:
@@ -434,6 +444,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), metavar="ARM", help="(all)")
     args = parser.parse_args(argv)
     args.arms = list(dict.fromkeys(["mha", *args.arms]))
+    if tuned_on := sorted(set(args.seeds) & set(TUNING_SEEDS)):
+        raise UserError(f"--seeds {tuned_on[0]}: rates are tuned on this seed; choose others.")
     begin(args)
     path, curve = pretrained(args.output / "pretrained")
     weights, interleaved = dict.fromkeys(args.arms, path), {}

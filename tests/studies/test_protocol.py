@@ -10,7 +10,7 @@ from statistics import mean
 import pytest
 import torch
 
-from iha.errors import UserError
+from iha.errors import ROOT, UserError
 from iha.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 from research import compare
@@ -27,7 +27,7 @@ TEXT = (torch.arange(2000) * 7 % 50).to(torch.uint8)
 
 
 @pytest.mark.parametrize(
-    ("best", "expected"), [(1.0, [1, 2, 0.5]), (4.0, [1, 2, 4, 8]), (0.25, [1, 2, 0.5, 0.25, 0.125])]
+    ("best", "expected"), [(1.0, [1, 2, 0.5]), (4.0, [1, 2, 0.5, 4, 8]), (0.25, [1, 2, 0.5, 0.25, 0.125])]
 )
 def test_a_rate_is_followed_as_long_as_the_loss_falls(best, expected):
     tried = []
@@ -37,6 +37,12 @@ def test_a_rate_is_followed_as_long_as_the_loss_falls(best, expected):
         return abs(math.log(rate / best))
 
     assert protocol.walk(loss_at, 1.0, 2.0) == best and tried == expected
+
+
+def test_a_neighbor_that_wins_by_chance_does_not_hide_the_other():
+    """Take a plateau from 1 upwards, where the losses differ by noise, and a model that learns below."""
+    losses = {4.0: 0.721, 2.0: 0.7217, 1.0: 0.724, 0.5: 0.3, 0.25: 0.4}
+    assert protocol.walk(losses.__getitem__, 1.0, 2.0) == 0.5
 
 
 def test_the_mixing_is_tuned_beside_the_best_rate_and_a_diverged_run_is_never_the_best():
@@ -239,6 +245,7 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp
     compare.main([*words, "--steps", "50"])
     given = dict(zip(asked[3::2], asked[4::2]))
     assert asked[:3] == ["--kinds", "global_local", "paired_4"]
+    assert given["--output"] == str(ROOT / "outputs/compare/my-tiny-128-50/runs")
     assert given["--text"] == "my.txt" and given["--most-seeds"] == "4" and given["--steps"] == "50"
     arms, _, windows, paired, *_ = capsys.readouterr().out.splitlines()
     assert arms == "Arms: windows is global_local, paired is paired_4"

@@ -8,7 +8,9 @@ import pytest
 
 from iha import plots
 from iha.errors import UserError
-from research.experiments import study
+from research.benchmarks import harness
+from research.experiments import model_types, paired_heads, recall, relation_composition, study, warm_start
+from research.experiments.options import path_from_root
 
 
 def test_intervals_over_seeds():
@@ -54,3 +56,40 @@ def test_a_table_has_the_origin_of_every_run(tmp_path, monkeypatch, capsys):
     study.run_once(tmp_path / "other.json", dict)
     table = study.write(args, lambda table: plots.panels("A table")[0])
     assert json.loads(table.read_text())["origins"] == [here, there]
+
+
+def test_a_recorded_command_names_no_place_of_this_machine(tmp_path):
+    words = [
+        "study",
+        "--text",
+        "a b.txt",
+        "--output",
+        tmp_path / "runs",
+        f"--results={tmp_path}/tables",
+        "--rate=1e-3",
+    ]
+    shown = "study --text 'a b.txt' --output runs --results=tables --rate=1e-3"
+    assert harness.shown_command(map(str, words)) == shown
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "expected"),
+    [
+        (relation_composition, ["--epochs", "0"], "--epochs 0: expected at least 1"),
+        (recall, ["--heads", "0"], "--heads 0: expected an even number"),
+        (warm_start, ["--seeds", "3", "1000"], "--seeds 1000: rates are tuned on this seed"),
+        (model_types, ["--types", "llama", "lama"], "--types lama: expected names that docs/MODEL_TYPES.md lists"),
+    ],
+)
+def test_an_option_that_no_study_can_take_is_refused_before_the_work(module, words, expected):
+    with pytest.raises(UserError, match=expected):
+        module.main(words)
+
+
+def test_a_path_of_a_study_is_that_of_the_users_directory(tmp_path, monkeypatch):
+    """A study runs in the root of the checkout: paths are made absolute, and a text "./python" is a file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert path_from_root("runs") == tmp_path / "runs" and path_from_root("~/runs") == tmp_path / "home" / "runs"
+    assert paired_heads.given_text("./python") == str(tmp_path / "python")
+    assert paired_heads.given_text("python") == "python"

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from iha.errors import UserError
 from research.experiments import warm_start
 from research.experiments.protocol import Rates
 from research.experiments.study import interval
@@ -105,6 +106,12 @@ def test_the_study_in_small(tmp_path, monkeypatch, capsys):
     assert " done\n" in capsys.readouterr().out
     warm_start.main(words)
     assert " done\n" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="another setting"), monkeypatch.context() as patches:
+        patches.setattr(warm_start, "file_sha256", lambda path: "that of other weights")
+        warm_start.main(words)
+    with pytest.raises(UserError, match="another setting"), monkeypatch.context() as patches:
+        patches.setattr(warm_start, "read_text", lambda: torch.zeros(2000, dtype=torch.uint8))
+        warm_start.main(words)
     table = json.loads((tmp_path / "warm_start_lookup.json").read_text())
     assert [row["arm"] for row in table["rows"]] == ["mha", "iha_2", "iha_2_rolled", "iha_2_scratch"]
     _, usual, rolled, scratch = table["rows"]
