@@ -25,8 +25,8 @@ class Attended(local):
 
     - `module` and `by_decoder` here do not work in compiled code, which loses what it writes to them.
     - `attended` of a module does not work where threads share the model, because they overwrite it.
-    - `was_traced` of a module covers compiled code that recomputes a layer (activation checkpointing) and sets none of
-      the others. It is set while Dynamo traces, so it tells nothing of a single call."""
+    - `was_traced` of a module is for compiled layers under activation checkpointing: their recomputation sets neither
+      of the other two. It is set while Dynamo traces, so it tells nothing of a single call."""
 
     module: nn.Module | None = None  # the module that attended last and is not checked yet
 

@@ -92,6 +92,23 @@ def _check_number(name: str, value: Any, where: str = "") -> None:
         raise ValueError(f"{where}{name}={value!r}; it must be {expected}.")
 
 
+def _fields_of_first_layers(config_dict: dict, given: dict) -> dict:
+    """Return what changes in the fields of a config.json if only its first layers are kept, without `given` fields.
+
+    If the layers that are left are all of one type, what concerns the other type alone goes."""
+    changed = {}
+    for name in ("attention_kinds", "layer_types", "no_rope_layers"):
+        if isinstance(config_dict.get(name), list):
+            changed[name] = config_dict[name][: given["num_hidden_layers"]]
+    left = {*changed.get("layer_types", LAYER_TYPES)}
+    rope_parameters = config_dict.get("rope_parameters") or {}
+    if len(left) == 1 and left <= rope_parameters.keys():
+        changed["rope_parameters"] = rope_parameters[min(left)]
+    if "sliding_attention" not in left:
+        changed["sliding_window"] = None
+    return {name: value for name, value in changed.items() if name not in given}
+
+
 def _expand_pattern(pattern: str | list, num_layers: int) -> list:
     """Return one entry per layer for a single name or a short repeating pattern.
 
@@ -208,6 +225,8 @@ class IHAConfig(LlamaConfig):
         self.rope_parameters = deepcopy(self.rope_parameters)  # Transformers completes it in place
         self._validate_rope_types()
         super().__post_init__(**kwargs)
+        if self.mlp_gate_groups is not None:
+            self.base_model_tp_plan = {}  # a gate scales whole groups of channels, which a column shard would cut
         if self.has_sliding_rope:
             # Transformers 5.17 adds a `rope_theta` next to the parameters of the layer types; nothing would read it.
             self.rope_parameters.pop("rope_theta", None)
@@ -370,9 +389,8 @@ class IHAConfig(LlamaConfig):
         ours = IHAConfig.__annotations__ | LlamaConfig.__annotations__
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in ours}
         config_dict = config_dict | given
-        for name in {"attention_kinds", "layer_types", "no_rope_layers"} - given.keys():
-            if "num_hidden_layers" in given and isinstance(config_dict.get(name), list):
-                config_dict[name] = config_dict[name][: given["num_hidden_layers"]]
+        if "num_hidden_layers" in given:
+            config_dict |= _fields_of_first_layers(config_dict, given)
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:

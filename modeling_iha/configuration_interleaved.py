@@ -13,6 +13,7 @@ from .tested_versions import check_transformers
 check_transformers()
 
 import transformers
+from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from .mixing_scale import check_scale
@@ -62,7 +63,18 @@ class InterleavedConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        return config_class(config_dict["base_model_type"]).from_dict(config_dict, **kwargs)
+        return config_class(saved_base_type(config_dict)).from_dict(config_dict, **kwargs)
+
+
+def saved_base_type(config_dict: dict) -> str:
+    """Return the base's model type of a saved configuration. Raise a ValueError if Transformers does not know it."""
+    base = config_dict.get("base_model_type")
+    if base not in CONFIG_MAPPING:
+        raise ValueError(
+            f"base_model_type is {base!r}: expected a model type of Transformers {transformers.__version__}. A newer "
+            "version may have it."
+        )
+    return base
 
 
 class ModelType:
@@ -103,13 +115,28 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
         auto_map = {name: reference for name, reference in AUTO_MAP.items() if name not in missing}
         return {**base.to_dict(self), "base_model_type": base_model_type, "auto_map": auto_map}
 
+    def set_output_attentions(self, value: bool) -> None:
+        # Transformers accepts "eager" alone, and does not know our names of this core.
+        if (self._attn_implementation or "").endswith("_eager"):
+            self._output_attentions = value
+        else:
+            base.output_attentions.fset(self, value)
+
+    def validate_output_attentions(self) -> None:
+        if not (self._attn_implementation or "").endswith("_eager"):
+            base.validate_output_attentions(self)
+
     def reduce(self) -> tuple:
         return unpickled_config, (base_model_type,), self.__getstate__()
 
     namespace = {"model_type": ModelType(), "from_dict": classmethod(from_dict), "to_dict": to_dict}
     namespace |= {"__reduce__": reduce, "get_config_dict": classmethod(get_config_dict)}
+    namespace["output_attentions"] = property(base.output_attentions.fget, set_output_attentions)
+    namespace["validate_output_attentions"] = validate_output_attentions
     # One name for all, because the Auto classes compare names.
-    return type("InterleavedConfig", (base,), {**namespace, "__module__": __name__, "_auto_class": "AutoConfig"})
+    namespace |= {"__module__": __name__, "_auto_class": "AutoConfig"}
+    # `strict` collects the validators of the class: without it those of the base would run.
+    return strict(type("InterleavedConfig", (base,), namespace))
 
 
 def base_config_class(interleaved_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:

@@ -13,8 +13,8 @@ there are L = N * P. Such a mask takes O(N) memory. It has one of three layouts:
 
 There is one exception to first_keys[v] <= u <= v. Compiled code cannot branch on values, so it does not make documents
 of the runs of padding. Instead each padding token gets the first key L, past the end of the row: the token sees no
-key, and SDPA returns zeros. In addition, readers of such a mask hide the keys whose own first key comes after them, so
-no token sees padding.
+key, and SDPA returns zeros. A key u with first_keys[u] > u is padding, and readers of such a mask hide it from all
+queries.
 
 A mask has to be a tensor: Transformers' models, the hooks of accelerate and FSDP, checkpointing and compiled layers
 take, slice, move and trace tensors. A separate object would be refused or lost. An attribute of a tensor is lost when

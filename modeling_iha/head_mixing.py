@@ -42,7 +42,8 @@ class Mixing(nn.Module):
                 f"The weights of a {type(self).__name__} hold changes and no starts: save a model by save_pretrained "
                 "or its state_dict, not its parameters alone."
             )
-        # At scale 1 the weight is the value and the start is zero; otherwise the reverse.
+        # At scale 1 the weight takes the value, and the start is zero. At any other scale the start takes the value,
+        # and the weight is zero.
         target, other = (weight, start) if self.initial_scale == 1 else (start, weight)
         init.copy_(target, value.to(weight).expand_as(weight))
         init.zeros_(other)

@@ -18,7 +18,8 @@ import torch
 import transformers
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from transformers import CONFIG_MAPPING, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -31,6 +32,7 @@ from .configuration_interleaved import (
     InterleavedConfig,
     base_config_class,
     config_class,
+    saved_base_type,
 )
 from .exact_start import deviations, exact_start
 from .mixing_weights import values
@@ -82,10 +84,7 @@ class LocalInterleavedConfig(InterleavedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig:
-        base = config_dict.get("base_model_type")
-        if base not in CONFIG_MAPPING:
-            raise ValueError(f"base_model_type is {base!r}: expected a model type of Transformers.")
-        register_models(config_class(base))
+        register_models(config_class(saved_base_type(config_dict)))
         return super().from_dict(config_dict, **kwargs)
 
 
@@ -275,7 +274,8 @@ def _is_in_ddp(model: PreTrainedModel) -> bool:
     """Return whether DistributedDataParallel appears to hold the model.
 
     It keeps each weight's gradient-accumulation node alive, so a mark written to the node is still there when it is
-    fetched again. A pending backward pass also keeps it."""
+    fetched again. A pending backward pass keeps the node alive too, so the answer may be True without
+    DistributedDataParallel. Ask only where there are several processes."""
     weights = (weight for weight in model.parameters() if weight.requires_grad)
     weight = next((weight for weight in weights if not weight.is_inference()), None)
     if weight is None:
@@ -480,6 +480,10 @@ def _attach(
     config.mixing_scale = mixing_scale
     config.interleaved_window = None
     config.virtual_heads = None
+    if get_checkpoint_conversion_mapping(type(model).__name__) is not None:
+        # Transformers renamed weights on load by the name of the base's class (GPT-NeoX), and would undo this on save.
+        # A load of the interleaved model finds no such rule, so its weights are saved under the names that they have.
+        vars(model).pop("_weight_conversions", None)
     model.__class__ = model_class
     register_models(model_class.config_class)  # for `from_config` of the Auto classes
     attach_virtual_heads(model)

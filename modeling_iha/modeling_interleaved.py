@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .adapter_records import meet_adapter, watch_peft
 from .attended import begin_forward, check_all_attended, check_attended, note_attended
@@ -135,7 +136,11 @@ class InterleavedPreTrainedModel:
     def set_attn_implementation(self, *args, **kwargs):
         """Set the core of attention, and make it attend over virtual tokens in the decoder."""
         super().set_attn_implementation(*args, **kwargs)
-        use_virtual_cores(self)  # nested models were just reset to stock cores
+        # Transformers passed the name of our core to all models within this one, vision towers too.
+        for config in configs(self.modules()):
+            if name := config._attn_implementation:
+                set_core(config, core_of(name))
+        use_virtual_cores(self)
 
     def initialize_weights(self):
         # This comes before `super()`, because a nested plain decoder would mark the mixing as initialized without
@@ -186,9 +191,18 @@ class InterleavedPreTrainedModel:
             )
         return init_requests(super().init_continuous_batching.__func__, self, decoder, *args, **kwargs)
 
+    # Transformers decides the next three by the name of the class, or by the source of its module: that of the base.
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return base_model_class(cls)._supports_default_dynamic_cache()  # decided by the name of the class
+        return base_model_class(cls)._supports_default_dynamic_cache()
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return base_model_class(cls)._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return base_model_class(cls)._can_set_experts_implementation()
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -430,8 +444,10 @@ def _prepared_cache(decoder: PreTrainedModel, cache: Cache | None, use_cache: bo
     if use_cache is None:
         use_cache = getattr(decoder.config, "use_cache", False)
     # With activation checkpointing the base makes no cache. We must not make one either, because Transformers finds
-    # packed documents only in calls without a cache.
+    # packed documents only in calls without a cache. From 5.24 on nothing is checkpointed without gradients.
     is_checkpointed = getattr(decoder, "gradient_checkpointing", False) and decoder.training
+    if CACHE == "cache":
+        is_checkpointed = is_checkpointed and torch.is_grad_enabled()
     # RecurrentGemma resets its states where it makes a cache.
     makes_cache = use_cache and not is_checkpointed and not decoder._is_stateful
     if cache is None and makes_cache and _window(decoder):
@@ -470,7 +486,9 @@ def _window(decoder: PreTrainedModel) -> int | None:
 
 
 def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
-    """Make the layers of a cache keep one token more than their windows: windows of virtual tokens reach it."""
+    """Make the sliding layers of a cache keep the token just before their window, which virtual tokens still see.
+
+    If only the changed layers have a window, turn their fresh layers of the cache into sliding ones first."""
     layers = getattr(cache, "layers", ())  # caches of encoders have none
     if not layers:
         return
@@ -492,8 +510,8 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
 
 def base_model_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of Transformers from which `interleaved_class` made a class."""
-    # The first base is `InterleavedPreTrainedModel`. FSDP2 makes a subclass of (FSDPModule, interleaved class), whose
-    # second base is the interleaved class. Callers then reach this function once more through that class.
+    # The bases are (`InterleavedPreTrainedModel`, the base model's class). For the subclass that FSDP2 makes, this
+    # returns the interleaved class, and what the caller asks of that class comes here again.
     return model_class.__bases__[1]
 
 
@@ -515,7 +533,12 @@ def interleaved_class(name: str, interleaved_config: type[PreTrainedConfig]) -> 
     # Checkpoints of earlier versions lack what `Mixing.init_weight` then sets.
     may_be_missing = [*(base._keys_to_ignore_on_load_missing or ()), ABSENT_FROM_OLD_CHECKPOINTS]
     attributes["_keys_to_ignore_on_load_missing"] = may_be_missing
-    return type(name, (InterleavedPreTrainedModel, base), attributes)
+    attributes["__qualname__"] = f"{name}[{base.__name__}]"
+    new_class = type(name, (InterleavedPreTrainedModel, base), attributes)
+    # Transformers finds what `output_hidden_states` returns by `str(class)`, which a model's `__init__` notes: no
+    # `__init__` of this class runs when a model is interleaved in place. The method of `dict` serves every version.
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(new_class), new_class._can_record_outputs)
+    return new_class
 
 
 def register_models(interleaved_config: type[PreTrainedConfig]) -> None:

@@ -69,8 +69,8 @@ def first_key_attention(
 
     - a plain window: PyTorch's FlashAttention on a GPU in half precision, and elsewhere `window_attention`
     - compiled code whose mask has the window in its shape: blocks of all rows in one call
-    - a dense mask in three cases: other compiled code; at most MIN_BLOCK keys; a mask that compiled code made and that
-      hides padding
+    - a dense mask: in other compiled code, for at most MIN_BLOCK keys, and in eager code that gets a mask of compiled
+      code with padding
     - documents on a GPU in half precision: PyTorch's FlashAttention
     - rows of one document: `window_attention`
     - other documents: `window_attention` for one after the other
@@ -195,7 +195,7 @@ def _attend_in_blocks(
     With a `row_length`, the L tokens are several rows of `row_length` tokens each, and no row sees another."""
     _, _, length, _ = query.shape
     num_keys = key.shape[2]
-    num_first = window - (num_keys - length)  # the queries whose windows would begin before the first key
+    num_first = window - (num_keys - length)  # the queries that see the first key
     block = min(block_size(window), length - num_first)
     num_last = (length - num_first) % block
     num_in_blocks = length - num_first - num_last

@@ -248,6 +248,29 @@ def test_fields_that_replace_those_of_a_file_are_checked_with_the_rest(name, tmp
     assert len(model.model.layers) == config.num_hidden_layers
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+ROPES = {"sliding_attention": {**ROPE, "rope_theta": 500.0}, "full_attention": ROPE}
+
+
+@pytest.mark.parametrize(
+    ("types", "given", "expected"),
+    [
+        ("ssf", {}, {"sliding_window": 8, "rope_parameters": ROPES["sliding_attention"]}),
+        ("ffs", {}, {"sliding_window": None, "rope_parameters": ROPES["full_attention"]}),
+        ("sfs", {}, {"sliding_window": 8, "rope_parameters": ROPES}),
+        ("ssf", {"rope_parameters": ROPE}, {"sliding_window": 8, "rope_parameters": ROPE}),
+        ("ffs", {"layer_types": "sliding_attention", "rope_parameters": ROPE}, {"sliding_window": 8}),
+    ],
+)
+def test_the_first_layers_keep_what_concerns_their_types(types, given, expected, tmp_path):
+    """Load two layers of three, of which all or some have a window and RoPE parameters of their own."""
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    fields = {"layer_types": [kinds[each] for each in types], "sliding_window": 8, "rope_parameters": ROPES}
+    random_model(small_config(num_hidden_layers=3, **fields)).save_pretrained(tmp_path)
+    config = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2, **given).config
+    assert {field: getattr(config, field) for field in expected} == expected and len(config.layer_types) == 2
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("pseudo_positions", "foo"), ("sliding_window", 4), ("num_hidden_layers", 5), ("attention_kinds", ["mah"] * 2)],

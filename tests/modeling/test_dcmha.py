@@ -24,6 +24,7 @@ from helpers import (
     uncached_logits,
 )
 from references.dcmha import group_gated_mlp
+from transformers import AutoConfig
 
 from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_dcmha import CompositionWeights
@@ -159,6 +160,15 @@ def test_group_gated_mlp_matches_reference(num_groups):
     assert relative_error(output, expected) < FP64
     actual = gradients(output, {"input": x, **dict(mlp.named_parameters())})
     assert_gradients_match(actual, gradients(expected, {"input": x, **weights}), FP64)
+
+
+def test_no_process_of_tensor_parallelism_gets_a_part_of_the_groups(tmp_path):
+    """Leave the FFN whole: its gate scales whole groups of channels. The plan of others, and config.json, stay."""
+    config = small_config(mlp_gate_groups=4)
+    config.save_pretrained(tmp_path)
+    for each in (config, AutoConfig.from_pretrained(tmp_path)):
+        assert not each.base_model_tp_plan
+    assert small_config().base_model_tp_plan and "tp_plan" not in (tmp_path / "config.json").read_text()
 
 
 @pytest.mark.parametrize("fields", [{"mlp_gate_groups": 5}, {"mlp_gate_groups": 0}])
