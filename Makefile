@@ -124,13 +124,23 @@ gpu:
 checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.checkpoints.make_checkpoints
 
-# From the cheapest to the dearest.
-STUDIES := theorems interactions polynomial_filters dcmha_tasks recall relation_composition warm_start language_models hyper_language
+# From the cheapest to the dearest, with the options of the tables that git tracks.
+STUDY := OMP_NUM_THREADS=1 $(RUN) -m research.experiments
+TRACKED := --results research/experiments/results
 experiments: .venv/installed
-	OMP_NUM_THREADS=1 $(RUN) -m research.experiments.model_types
-	@set -e; for name in $(STUDIES); do \
-		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m research.experiments.$$name --results research/experiments/results; \
-	done
+	$(STUDY).theorems $(TRACKED)
+	$(STUDY).interactions $(TRACKED)
+	$(STUDY).polynomial_filters $(TRACKED)
+	$(STUDY).dcmha_tasks --most-seeds 6 $(TRACKED)
+	$(STUDY).recall --most-seeds 6 $(TRACKED)
+	$(STUDY).relation_composition $(TRACKED)
+	$(STUDY).warm_start --texts python --arms iha_1 iha_2 --seeds 10 11 12 13 14 15 16 17 18 19 $(TRACKED)
+	$(STUDY).warm_start --texts prose --seeds 10 11 12 13 14 15 16 17 18 19 $(TRACKED)
+	$(STUDY).warm_start --texts lookup --arms iha_1 iha_2 iha_2_shared \
+		--seeds 30 31 32 33 34 35 36 37 38 39 40 41 42 43 44 $(TRACKED)
+	$(STUDY).language_models --most-seeds 6 $(TRACKED)
+	$(STUDY).hyper_language --most-seeds 4 $(TRACKED)
+	$(STUDY).model_types
 
 clean:
 	rm -rf .venv .venv-oldest .venv-5.23 .venv-newest .venv-vllm outputs

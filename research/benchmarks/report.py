@@ -25,10 +25,11 @@ PARSER.add_argument("--out", type=Path, default=RESULTS, help="directory of the 
 ABOUT = """# Benchmarks
 
 A time is the ratio of the medians of interleaved runs in one process. A memory is the ratio of two
-peaks, each measured in a process of its own. Below 1 the first takes less. The JSON files hold
-seconds, bytes, threads and what the cost model predicts. `python -m research.benchmarks.report`
-writes this page from them, and `make bench` measures all of them again except serving_vllm. [GPUs
-have pages of their own](gpu/README.md)."""
+peaks, each measured in a process of its own. Below 1 the first takes less. The longest are one run
+each, without one that warms up: prefill beyond 16,384 tokens, and schedule's backward pass beyond
+4,096. The JSON files hold seconds, bytes, threads and what the cost model predicts. `python -m
+research.benchmarks.report` writes this page from them, and `make bench` measures all of them again
+except serving_vllm. [GPUs have pages of their own](gpu/README.md)."""
 # Benchmark -> the fields that tell its columns apart; by default all of a setting.
 COLUMNS = {"any_decoder": ("pass", "window"), "obvious": ("pass", "window", "tokens")}
 # Presets by the names that a plot gives them and the schedules.

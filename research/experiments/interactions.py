@@ -222,7 +222,8 @@ def plot(table: dict) -> Figure:
     figure, (axes,) = plots.panels(message, height=4)
     names = list(next(iter(table["learned"].values())))
     series = {name: points([errors.get(each) for each in names]) for name, errors in table["learned"].items()}
-    plots.dots(axes, names, series)
+    # The error of an interaction is a mean square of its own, and no share of the target's variance.
+    plots.dots(axes, [name.replace("interaction", "interaction (mean square)") for name in names], series)
     axes.set(
         xscale="log", xlabel="mean squared error as a share of the target's variance, all seeds (lower is better)"
     )

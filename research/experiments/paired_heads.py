@@ -175,7 +175,7 @@ def plot(table: dict) -> Figure:
     message = f"Losses in nats per byte by time, and their differences with 95% intervals: {size}"
     figure, (by_time, differences) = plots.panels(message, 2, 2, height=1.5 + 0.3 * len(compared))
     for name, label in LINES.items():
-        if name not in table["runs"]:
+        if name not in table["step_seconds"]:  # not run, or not timed beside the others
             continue
         steps = [point[0] for point in table["runs"][name][0]]
         spreads = [interval([point[1] for point in at]) for at in zip(*table["runs"][name])]
@@ -189,7 +189,7 @@ def plot(table: dict) -> Figure:
     by_time.set(xlabel=f"training {clock}", ylabel="held-out loss")
     by_time.set(ylim=(lowest - 0.05, HIGHEST_LOSS if lowest < HIGHEST_LOSS - 0.3 else None))
     by_time.legend(fontsize="small", loc="upper right")
-    plots.dots(differences, list(compared), by_budget(compared), (-0.3, 0.3), mark=0)
+    plots.dots(differences, list(compared), by_budget(compared), (-0.32, 0.32), mark=0)
     differences.set(xlabel="difference (below 0 the first is better)")
     return figure
 

@@ -148,7 +148,7 @@ def plot(table: dict) -> Figure:
     by_step.legend(fontsize="small")
     names = [row["variant"] for row in table["rows"]]
     plots.dots(by_variant, names, {"mean over the run": points([row["wrong"] for row in table["rows"]])}, (0, 1))
-    by_variant.set(xlabel="wrong answers, averaged over the run, 95% interval")
+    by_variant.set(xlabel="wrong answers over the run, 95% interval")
     return figure
 
 

@@ -131,7 +131,10 @@ def plot(table: dict) -> Figure:
     figure, (errors, heads) = plots.panels(message, 2, 2, 3.8)
     for axes, rows, part in ((errors, table["theorem_2"], "selected"), (heads, table["theorem_4"], "heads")):
         for name in rows[0][part]:
-            axes.plot([next(iter(row.values())) for row in rows], [row[part][name] for row in rows], "o-", label=name)
+            # A logarithmic axis has no zero: at P = 1 some differ by nothing.
+            points = [(next(iter(row.values())), row[part][name]) for row in rows if row[part][name] > 0]
+            axes.plot(*zip(*points), "o-", label=name)
+        axes.legend(fontsize="small")
     errors.set(yscale="log", xlabel="P", ylabel="difference from MHA", title="pseudo-head that is selected")
     heads.set(xlabel="N", ylabel="heads that count exactly (fewer is better)")
     return figure

@@ -18,13 +18,14 @@ from iha.files import read_json
 from iha.model_cost import model as cost_of
 from modeling_iha import IHAConfig
 from research.experiments.language_models import others_of
+from research.experiments.paired_heads_lead import LINES, lead
 from research.experiments.protocol import BUDGETS, COUNTS
 from research.experiments.study import differences
 
 
 RESULTS = ROOT / "research" / "experiments" / "results"
 PAPER, QUESTIONS = read_json(ROOT / "evaluation" / "paper.json"), {"GSM8K": 1319, "MATH-500": 500}
-FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?)(?: ± (\d+(?:\.\d+)?))?(%?)")
+FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?)(?: ± (\d+(?:\.\d+)?))?(%|(?: percentage)? points?)?")
 # What a table has of single seeds and steps, which no document shows.
 SINGLE = {"values", "runs", "curve", "tried", "by_part", "rates", "seconds"}
 Number = float | tuple[float, float]
@@ -64,7 +65,7 @@ def rounds_to(number: float, text: str, percent: str, signed: bool) -> bool:
         digits = len(text.partition("e")[0].partition(".")[2])
         return float(f"{number:.{digits}e}") == float(text)
     digits = len(text.partition(".")[2])
-    return text in [f"{scale * number:,.{digits}f}" for scale in ((100,) if percent else (1, 100))]
+    return text in [f"{scale * number:,.{digits}f}" for scale in ((100,) if percent else (1,))]
 
 
 def is_of(known: list[Number], mean: str, half_width: str, *how) -> bool:
@@ -133,7 +134,10 @@ def paired_more() -> list[Number]:
     tried = [loss for _, _, loss in rows(widest, "variant")["iha_4"]["tried"]]
     losses = {name: [[loss for _, loss in run] for run in of] for name, of in table(widest)["runs"].items()}
     at_each = [zip(*losses[name]) for name in ("paired_4", "global_local")]
-    return [*tried, *(pair(differences(ours, theirs)) for ours, theirs in zip(*at_each))]
+    early = [pair(differences(ours, theirs)) for ours, theirs in zip(*at_each)]
+    leads = [pair(each) for name, variant in LINES.values() for _, each in lead(table(name), variant)]
+    trained = [t["steps"] * t["tokens_per_step"] / 1e6 for t in map(table, PAIRED)]
+    return [*tried, *early, *leads, *trained]
 
 
 def paper_gain(task: str, questions: int, other: str) -> tuple[float, float]:
@@ -153,18 +157,19 @@ def paper_more() -> list[Number]:
     ]
 
 
+SHARES = (20, 40, 60, 80, 100)  # of the steps, in percent
 WARM_STARTS = ("warm_start_python", "warm_start_prose", "warm_start_lookup")
 # Heading -> tables, what is computed from them, and the figures of the set-up and of the papers.
 SECTIONS = {
     "Warm start": (WARM_STARTS, list, ("3e-5", "2e-3", "4e-3", "1,000")),
     "Language models": (("language_models", "language_models_512"), list, ()),
-    "Paired heads": (PAIRED, paired_more, ("0.01", "-0.03")),
+    "Paired heads": (PAIRED, paired_more, ("0.01", "-0.03", *(f"{share}%" for share in SHARES))),
     "HyperFeatureAttention": (("hyper_language",), list, ("27.97", "28.70")),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),
     "Relation composition": (
         ("relation_composition", "relation_composition_seeds"),
         relation_more,
-        ("1e-4", "1.5", "0.5"),
+        ("1e-4", "1.5 points", "0.5"),
     ),
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
     "Theorems 2 and 4": (("theorems",), list, ("2.5",)),
@@ -217,6 +222,24 @@ def test_differences_of_language_models_and_what_is_undecided(heading, tables):
     lines = section("research/experiments/README.md", heading).splitlines()
     expected = [line for name in tables for line in difference_lines(name)]
     assert [line for line in lines if line.startswith("| `")] == expected
+
+
+def lead_lines() -> Iterator[str]:
+    """Yield the lines of the table of the lead over training."""
+    yield f"| models | rates | {' | '.join(f'{share}%' for share in SHARES)} |"
+    yield "|---" * (2 + len(SHARES)) + "|"
+    for label, (name, variant) in LINES.items():
+        rates = [rows(name, "variant")[each]["rate"] for each in (variant, "global_local")]
+        leads, steps = dict(lead(table(name), variant)), table(name)["steps"]
+        cells = [text(leads[steps * share // 100]) for share in SHARES]
+        yield " | ".join([f"| {label}", ", ".join(f"{rate:g}" for rate in rates), *cells]) + " |"
+
+
+def test_the_lead_over_training():
+    lines = section("research/experiments/README.md", "Paired heads").splitlines()
+    header, *expected = lead_lines()
+    start = lines.index(header) + 1
+    assert lines[start : start + len(expected)] == expected
 
 
 # Columns of the README's first table -> a study and a budget; its lines -> variants
