@@ -13,13 +13,19 @@ from typing import Any
 
 import typer
 from transformers.cli.serve import Serve
+from transformers.utils import is_serve_available
 
-from iha.errors import run_cli
+from iha.errors import UserError, run_cli
 
 
 @wraps(Serve)
 def start(**options: Any) -> None:
-    """Start the server on models of this package too. Raise `UserError` for a model that it cannot serve."""
+    """Start the server on models of this package too.
+
+    Raise `UserError` for a model that it cannot serve, and where its packages are not installed."""
+    if not is_serve_available():
+        how = 'pip install "modeling-iha[serve]"; in a checkout give -e ".[serve]"'
+        raise UserError(f"the packages of the server are not installed: {how}.")
     from . import served_models  # imported only when the options are known to be right
 
     served_models.find_models()

@@ -4,11 +4,23 @@ import os
 from typing import Any
 
 import transformers
+from fastapi import HTTPException
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from iha.checkpoints import check_filled, check_no_adapter, load_config_dict
+from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from modeling_iha.modeling_interleaved import InterleavedPreTrainedModel
+
+
+class ModelRefused(UserError, HTTPException):
+    """Refuse a model: in one line of the command that loads it, or to the client that names it by status 400."""
+
+    def __init__(self, message: str):
+        HTTPException.__init__(self, 400, message)
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 class WholeModel:
@@ -16,12 +28,15 @@ class WholeModel:
 
     @classmethod
     def from_pretrained(cls, source: str, *arguments: Any, **options: Any) -> Any:
-        """Return the model in `source`. Raise `UserError` also if its config leads to code from elsewhere."""
-        check_served(source, options.get("revision"))
-        loaded: Any = super().from_pretrained(source, *arguments, output_loading_info=True, **options)  # type: ignore[misc]
-        model, info = loaded
-        if isinstance(model, (IHAForCausalLM, InterleavedPreTrainedModel)):
-            check_filled(info, source)
+        """Return the model in `source`. Raise `ModelRefused` also if its config leads to code from elsewhere."""
+        try:
+            check_served(source, options.get("revision"))
+            loaded: Any = super().from_pretrained(source, *arguments, output_loading_info=True, **options)  # type: ignore[misc]
+            model, info = loaded
+            if isinstance(model, (IHAForCausalLM, InterleavedPreTrainedModel)):
+                check_filled(info, source)
+        except UserError as error:
+            raise ModelRefused(str(error)) from error
         return model
 
 

@@ -16,12 +16,12 @@ def _serve(arguments):
 
 
 @contextmanager
-def answering(checkpoint, *options):
-    """Yield the address of a server of the checkpoint, which runs in a process of its own."""
+def answering(*arguments):
+    """Yield the address of a server, which runs in a process of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    arguments = [checkpoint, *options, "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    arguments = [*arguments, "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     process = get_context("fork").Process(target=_serve, args=(arguments,))  # a new one would import PyTorch
     process.start()
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60

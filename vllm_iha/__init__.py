@@ -2,15 +2,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Let vLLM serve models of `interleave_heads` and `pair_heads`, and `IHAForCausalLM` of the kinds in checks.py."""
 
+import logging
 from importlib.util import find_spec
 
 
+VLLM = ("0.31", "0.32")
 ARCHITECTURES = ("InterleavedForCausalLM", "InterleavedForImageTextToText", "IHAForCausalLM")
-REFUSED = "InterleavedForMultimodalLM"  # registered so that it is refused in one line
+# Registered so that they are refused in one line.
+REFUSED = (
+    "InterleavedForMultimodalLM",
+    "InterleavedForSequenceClassification",
+    "InterleavedForTokenClassification",
+    "InterleavedForQuestionAnswering",
+)
 
 
 def register() -> None:
-    """Register the models with vLLM, which calls this in each of its processes."""
+    """Register the models with vLLM, which calls this in each of its processes.
+
+    An exception here would end every server of the environment, whatever it serves: another vLLM gets a warning."""
+    import vllm
+
+    if not vllm.__version__.startswith(tuple(f"{version}." for version in VLLM)):
+        known = " and ".join(VLLM)
+        logging.getLogger("vllm.plugins").warning(
+            "vllm_iha is made for vLLM %s, and this is %s, so it registers no model. Install vLLM %s to serve "
+            "interleaved heads.",
+            known,
+            vllm.__version__,
+            VLLM[-1],
+        )
+        return
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
@@ -18,7 +40,7 @@ def register() -> None:
 
     if find_spec("modeling_iha"):  # It registers its classes. --trust-remote-code brings the checkpoint's own.
         import modeling_iha  # noqa: F401
-    for architecture in (*ARCHITECTURES, REFUSED):
-        name = architecture if architecture in ARCHITECTURES else ARCHITECTURES[0]
+    served = {architecture: architecture for architecture in ARCHITECTURES}
+    for architecture, name in (served | dict.fromkeys(REFUSED, "InterleavedForCausalLM")).items():
         ModelRegistry.register_model(architecture, f"vllm_iha.model:{name}")
         MODELS_CONFIG_MAP[architecture] = InterleavedModelConfig

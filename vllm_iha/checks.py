@@ -4,7 +4,6 @@
 
 import math
 
-import vllm
 from huggingface_hub.errors import StrictDataclassError
 from vllm.config import VllmConfig
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -14,10 +13,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from . import ARCHITECTURES
 
 
-VLLM = ("0.31", "0.32")
 KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of this many keys; 16 would do on a GPU.
 DEFAULT_BLOCK = 128  # vLLM's own on a CPU
 KINDS = ("iha", "paired_heads", "mha")
+LOGIT_FACTORS = ("lm_head_multiplier", "output_multiplier")  # of Falcon H1 and Muse Glimmer
 WITH_IMAGES = ("llava",)  # model types of bases
 # Their frequencies are the same at every length, as the keys in a cache need.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -40,7 +39,8 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
                 f"{error.__cause__} Correct config.json, or leave out the option that changed it (--hf-overrides, "
                 "--disable-sliding-window)."
             ) from error
-        # A block of this many virtual tokens holds whole tokens, and as many tokens of another layer fill a page.
+        # A block must hold whole tokens (a multiple of P virtual tokens) and suit the kernel (a multiple of 32). A
+        # layer without virtual tokens stores as many tokens in a block of the same bytes.
         step = math.lcm(KERNEL_BLOCK, config.num_pseudo_heads)
         if not cache_config.user_specified_block_size:
             cache_config.block_size = step * math.ceil(DEFAULT_BLOCK / step)
@@ -64,6 +64,9 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
     if other_kinds := sorted(set(getattr(config, "attention_kinds", ())) - set(KINDS)):
         served = ", ".join(map(repr, KINDS))
         return f"attention_kinds holds {', '.join(map(repr, other_kinds))}, and vLLM serves {served}"
+    for field in LOGIT_FACTORS:
+        if getattr(config, field, 1.0) != 1.0:
+            return f"{field}={getattr(config, field)} of the logits is not served by vLLM"
     if getattr(config, "mlp_gate_groups", None) is not None:
         return f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM"
     if architecture == "IHAForCausalLM" and 0 in (getattr(config, "no_rope_layers", None) or ()):
@@ -93,12 +96,16 @@ def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
     config = model_config.hf_text_config
     parameters = getattr(config, "rope_parameters", None) or {}
     rope_theta = parameters.get("rope_theta")
-    if not vllm.__version__.startswith(tuple(f"{version}." for version in VLLM)):
-        known = " and ".join(VLLM)
-        return f"vllm_iha is made for vLLM {known}, and this is {vllm.__version__}: install vLLM {VLLM[-1]}."
     given = getattr(config, "rope_theta", rope_theta)
     if given != rope_theta:
-        return f"rope_theta={given} has no effect beside rope_parameters={parameters}: give it there, with the others."
+        return (
+            f"rope_theta={given} has no effect beside rope_parameters={parameters}: set it in rope_parameters, and "
+            "repeat the other keys."
+        )
+    if isinstance(model_config.hf_overrides, dict) and "mixing_scale" in model_config.hf_overrides:
+        return "mixing_scale belongs to the saved weights, which no option changes: leave it out of --hf-overrides."
+    if model_config.enable_sleep_mode:
+        return "Sleep mode would lose the values of the mixing: leave out --enable-sleep-mode."
     if parallel_config.world_size > 1 or parallel_config.decode_context_parallel_size > 1:
         return "Interleaving mixes all heads, so a model runs on one device: leave the parallel sizes at 1."
     if model_config.runner_type != "generate":
@@ -117,5 +124,5 @@ def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
     if cache_config.cache_dtype != "auto":
         return f"kv_cache_dtype={cache_config.cache_dtype!r} was not tested: leave out --kv-cache-dtype."
     if cache_config.block_size % step:
-        return f"block_size={cache_config.block_size} is no multiple of {step}: leave out --block-size."
+        return f"block_size={cache_config.block_size} is not a multiple of {step}: leave out --block-size."
     return None

@@ -4,12 +4,14 @@
 
 import math
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial, reduce
 from math import gcd
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -61,11 +63,11 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
         rotation: (cos, sin) of R_p, each [P, head_dim], or `None` for shared positions (`MixedHeads` of modeling_iha).
     """
 
-    copies = 1  # the cache holds this many times the values of the plain layer's
+    cache_factor = 1  # bytes of a token in the cache, relative to the plain layer
 
     def __init__(self, module: nn.Module, rotation, cache_config, per_layer_sliding_window=None, **kwargs):
         config = module.config
-        # A model whose layers all have a window tells the cache alone.
+        # If all layers have the window, vLLM passes it in `cache_config` and not for each layer.
         own = per_layer_sliding_window or cache_config.sliding_window
         window = min(filter(None, (own, getattr(config, "interleaved_window", None))), default=None)
         super().__init__(
@@ -80,7 +82,7 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
         """Give a block as many bytes as a block of another layer has: all pages have one size."""
         spec = super().get_kv_cache_spec(vllm_config)
-        return replace(spec, block_size=spec.block_size // self.copies)
+        return replace(spec, block_size=spec.block_size // self.cache_factor)
 
     def rotate(self, states: torch.Tensor) -> torch.Tensor:
         """Rotate queries or keys [N, P, heads, head_dim] within their token, unless its virtual tokens share it."""
@@ -98,7 +100,7 @@ class MixedAttention(VirtualAttention):
         heads = [mixing.weight.shape[0] for mixing in (module.q_mix, module.k_mix, module.v_mix)]
         if heads != [self.num_heads, self.num_kv_heads, self.num_kv_heads]:  # the kernel would write out of bounds
             raise ValueError(f"The layer has {heads} heads, and vLLM reads another number from the configuration.")
-        self.copies = self.block_pool_size
+        self.cache_factor = self.block_pool_size
         # They are in a tuple, because as submodules the layer would have them twice.
         self.mixing = (module.q_mix, module.k_mix, module.v_mix, module.collapse)
 
@@ -110,7 +112,7 @@ class MixedAttention(VirtualAttention):
         # alpha [M, M, P] as [P * M, M], from heads to virtual tokens
         self.alpha = [mix.permute(2, 1, 0).flatten(0, 1).contiguous() for mix in (q_mix, k_mix, v_mix)]
         self.shares = collapse.unflatten(1, (-1, self.block_pool_size)).contiguous()  # [H, 1 or H, P]
-        if self.has_sink:  # it stands beside P copies of each key
+        if self.has_sink:  # each key occurs P times in the softmax, so the sink is raised by log P
             if not hasattr(self, "sinks"):
                 self.sinks = self.impl.sinks
             self.impl.sinks = self.sinks + math.log(self.block_pool_size)
@@ -118,8 +120,10 @@ class MixedAttention(VirtualAttention):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Attend over the virtual tokens of queries, keys and values [N, heads * head_dim]."""
         q_mix, k_mix, v_mix = self.alpha
-        query, key = (self.rotate(expand(*each)) for each in ((query, q_mix), (key, k_mix)))
-        query, key, value = (states.flatten(0, 1).flatten(1) for states in (query, key, expand(value, v_mix)))
+        query = self.rotate(expand(query, q_mix))
+        key = self.rotate(expand(key, k_mix))
+        value = expand(value, v_mix)
+        query, key, value = (states.flatten(0, 1).flatten(1) for states in (query, key, value))
         output = super().forward(query, key, value, *args, **kwargs)
         output = output.view(-1, self.block_pool_size, self.num_heads, self.head_size_v)
         if self.shares.shape[1] == 1:  # per head
@@ -156,6 +160,27 @@ class VirtualTransformers(Base):
     """Run a model by its own modules, and attend over virtual tokens where a layer makes them."""
 
     rotation = None  # of `VirtualAttention`
+    has_weights = False
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the weights once. Raise an error for later ones, and for mixing weights without their starts.
+
+        The layers lay out the values of the mixing after the first load, and trainers that send new weights (TRL's
+        GRPO) do not ask them to do so again."""
+        if self.has_weights:
+            raise NotImplementedError(
+                "New weights would leave the old mixing of interleaved heads in place: start vLLM again, or generate "
+                "by Transformers while a model trains (use_transformers_continuous_batching in TRL)."
+            )
+        loaded = super().load_weights(weights)
+        self.has_weights = True
+        starts = [name for name, _ in self.named_buffers() if name.endswith("_start")]
+        if getattr(self.config, "mixing_scale", 1) != 1 and (missing := sorted(set(starts) - loaded)):
+            raise NotImplementedError(
+                f"The checkpoint holds changes of the mixing and no starts ({missing[0]}): save a model by "
+                "save_pretrained or its state_dict, not its parameters alone."
+            )
+        return loaded
 
     def _patch_config(self):
         super()._patch_config()
@@ -200,13 +225,14 @@ class Interleaved(VirtualTransformers):
         own = vllm_config.model_config.hf_config.architectures
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.config.architectures = own
+        # vLLM's backend for the modules of Transformers reads `logit_scale` alone.
+        self.logits_processor.scale *= logit_scale(self.text_config)
 
     def _create_hf_to_vllm_mapper(self):
-        # The classes of the base tell how its weights are named, and what its experts do.
+        # The mapper finds the names of weights, and what experts do, by the class: it sees that of the base.
         self.config.architectures = [self.names_of_bases[self.config.model_type]]
         own = type(self.model)
-        bases = type(self.model).__mro__
-        self.model.__class__ = next(each for each in bases if each.__module__.startswith("transformers."))
+        self.model.__class__ = next(each for each in own.__mro__ if each.__module__.startswith("transformers."))
         super()._create_hf_to_vllm_mapper()
         self.model.__class__ = own
 
@@ -214,6 +240,12 @@ class Interleaved(VirtualTransformers):
         # The package's hooks would raise an error, because other cores than its own attend.
         sys.modules[type(self.model).__module__].remove_hooks(*self.model.modules())
         super().recursive_replace()
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """Return by what a base multiplies its logits, beside `logit_scale`: Granite divides, HyperCLOVA X multiplies."""
+    scaling = getattr(config, "logits_scaling", 1.0)
+    return scaling if config.model_type.startswith("hyperclovax") else 1 / scaling
 
 
 class InterleavedForCausalLM(Interleaved, TransformersForCausalLM):

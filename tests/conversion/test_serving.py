@@ -86,6 +86,26 @@ def test_what_would_be_served_otherwise_than_it_says_is_refused(change, error, c
         serve.main()
 
 
+def test_a_model_that_a_client_names_is_refused_with_the_reason(checkpoint, tmp_path):
+    """Start the server without a model: it loads what clients name, and goes on."""
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    edit_weights(broken, lambda weights: weights.pop("model.norm.weight"))
+    with answering() as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+        request = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 2, "temperature": 0}
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model=str(broken), **request)
+        assert "missing keys model.norm" in error.value.response.json()["detail"]
+        assert client.chat.completions.create(model=checkpoint, **request).choices[0].message.content is not None
+
+
+def test_a_server_whose_packages_are_missing_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr(serve, "is_serve_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["serve", checkpoint])
+    with pytest.raises(UserError, match=r"not installed: pip install \"modeling-iha\[serve\]\""):
+        serve.main()
+
+
 def test_every_name_but_that_of_a_gguf_file_is_checked(checkpoint, tmp_path, monkeypatch):
     """Check a directory that is named after such a file, and a model of the Hub at the revision that is loaded."""
     edit_config(shutil.copytree(checkpoint, tmp_path / "model.gguf-v2"), _attn_implementation="org/kernel")

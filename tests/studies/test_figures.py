@@ -25,7 +25,9 @@ from research.experiments.study import differences
 
 RESULTS = ROOT / "research" / "experiments" / "results"
 PAPER, QUESTIONS = read_json(ROOT / "evaluation" / "paper.json"), {"GSM8K": 1319, "MATH-500": 500}
-FIGURE = re.compile(r"(?<![\w.])(-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?)(?: ± (\d+(?:\.\d+)?))?(%|(?: percentage)? points?)?")
+FIGURE = re.compile(
+    r"(?<![\w.])(-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?)(?: ± (\d+(?:\.\d+)?))?(%|(?: percentage)? points?)?"
+)
 # What a table has of single seeds and steps, which no document shows.
 SINGLE = {"values", "runs", "curve", "tried", "by_part", "rates", "seconds"}
 Number = float | tuple[float, float]

@@ -1,5 +1,6 @@
 """Compare vLLM with `generate`: greedy tokens are equal, and log-probabilities are as close to float64's."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,10 +35,12 @@ from transformers import (
     LlavaProcessor,
     PreTrainedModel,
 )
-from vllm import SamplingParams
+from vllm import ModelRegistry, SamplingParams
 from vllm.model_executor.models.transformers.base import Base
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
+import vllm_iha
 from iha.checkpoints import smollm2_gguf
 from iha.errors import ROOT
 from iha.processes import run_command
@@ -68,7 +71,7 @@ BASES = {
     "gpt_oss": ("gpt_oss", {**LOCAL, **LOCAL_EXPERTS}, {}),
     "phi3": ("phi3", {}, {}),
     "smollm3": ("smollm3", {}, {}),
-    "granite": ("granite", {"attention_multiplier": 0.1}, {}),
+    "granite": ("granite", {"attention_multiplier": 0.1, "logits_scaling": 8.0}, {}),
     "cohere2": ("cohere2", LOCAL, {}),
     "starcoder2": ("starcoder2", {}, {}),
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": 4}, {}),
@@ -320,6 +323,8 @@ REFUSED_BASES = {
     "chunks": ("llama4_text", {"layer_types": ["chunked_attention"] * 5}, "ForCausalLM", "'chunked_attention', which"),
     "vision": ("gemma3", {}, "ForImageTextToText", "with llava alone, and this is gemma3"),
     "any_input": ("gemma3n", {}, "ForMultimodalLM", "InterleavedForMultimodalLM was not tested"),
+    "classifier": ("llama", {}, "ForSequenceClassification", "InterleavedForSequenceClassification was not tested"),
+    "logits": ("llama", {"lm_head_multiplier": 0.5}, "ForCausalLM", "lm_head_multiplier=0.5 of the logits"),
 }
 
 
@@ -329,11 +334,12 @@ def test_which_bases_are_refused(case, tmp_path):
     config = config_class(model_type)(**(fields if task != "ForCausalLM" else {**SIZES, **fields}))
     config.num_pseudo_heads, config.architectures = 2, [f"Interleaved{task}"]
     config.save_pretrained(tmp_path)
-    if task != "ForCausalLM":
+    with_images = task in ("ForImageTextToText", "ForMultimodalLM")
+    if with_images:
         save_processor(tmp_path)
     with (
         pytest.raises(NotImplementedError, match=message) as error,
-        engine(tmp_path, skip_tokenizer_init=task == "ForCausalLM"),
+        engine(tmp_path, skip_tokenizer_init=not with_images),
     ):
         pass
     assert "\n" not in str(error.value)
@@ -359,6 +365,7 @@ REFUSED_MODELS = {
     "wrong_word": ({}, {"hf_overrides": {"pseudo_positions": "interleave"}}, "allowed are 'interleaved', 'shared'"),
     "window_of_none": (WINDOWS, {"hf_overrides": {"sliding_window": 0}}, "sliding_window=None .* at least 2"),
     "rope_theta": ({}, {"hf_overrides": {"rope_theta": 500.0}}, "rope_theta=500.0 .* no effect"),
+    "mixing_scale": ({}, {"hf_overrides": {"mixing_scale": 10.0}}, "mixing_scale belongs to the saved weights"),
 }
 REFUSED_OPTIONS = {
     "tensor_parallel": ({"tensor_parallel_size": 2}, "runs on one device"),
@@ -370,19 +377,46 @@ REFUSED_OPTIONS = {
     "offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
     "pooling": ({"runner": "pooling"}, "--runner"),
     "block_size": ({"block_size": 48}, "multiple of 32"),
+    "sleep": ({"enable_sleep_mode": True}, "Sleep mode would lose"),
 }
 
 
-@pytest.mark.parametrize("case", [*REFUSED_MODELS, *REFUSED_OPTIONS, "version"])
+@pytest.mark.parametrize("case", [*REFUSED_MODELS, *REFUSED_OPTIONS])
 def test_what_is_refused(case, tmp_path, monkeypatch):
     """Refuse before weights are loaded: the directory holds none."""
     fields, options, message = REFUSED_MODELS.get(case, ({}, *REFUSED_OPTIONS.get(case, ({}, ""))))
-    if case == "version":
-        monkeypatch.setattr("vllm.__version__", "0.310.0")
-        message = "made for vLLM 0.31 and 0.32, and this is 0.310.0"
+    if case == "sleep":  # vLLM itself refuses it on a CPU
+        monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda self: True)
     config = IHAConfig.from_preset("tiny", **{"hidden_size": 128, "head_dim": 32, **fields})
     config.architectures = ["IHAForCausalLM"]
     config.save_pretrained(tmp_path)
     with pytest.raises(NotImplementedError, match=message) as error, engine(tmp_path, **options):
         pass
     assert "\n" not in str(error.value)
+
+
+def test_another_vllm_gets_no_models_and_goes_on(monkeypatch, caplog):
+    """An exception would end every server of the environment, whatever it serves."""
+    monkeypatch.setattr("vllm.__version__", "0.310.0")
+    monkeypatch.setattr(ModelRegistry, "register_model", None)
+    with caplog.at_level("WARNING", "vllm.plugins"):
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        vllm_iha.register()
+    assert "made for vLLM 0.31 and 0.32, and this is 0.310.0" in caplog.text
+
+
+def test_a_checkpoint_without_the_starts_of_its_mixing_is_refused(tmp_path):
+    save_interleaved(tmp_path, "llama", {})
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("_start")}
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(NotImplementedError, match="holds changes of the mixing and no starts"), engine(tmp_path):
+        pass
+
+
+def test_new_weights_of_a_trainer_are_refused(tmp_path):
+    """Send a weight as TRL's GRPO does: the layers have laid out their mixing already."""
+    save_interleaved(tmp_path, "llama", {})
+    name = "model.layers.0.self_attn.q_mix.weight"
+    with engine(tmp_path) as llm, pytest.raises(NotImplementedError, match="would leave the old mixing"):
+        llm.apply_model(lambda model: model.load_weights([(name, torch.zeros(1))]))
