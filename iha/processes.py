@@ -130,19 +130,23 @@ def run_in_clean_process(
         # An isolated process looks for libraries neither at PYTHONPATH nor in the user's own site-packages.
         libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
         found = f"import sys\nsys.path += [path for path in {libraries!r} if path not in sys.path]\n"
-        process = subprocess.run(
-            [sys.executable, "-I", "-c", f"{found}{_BLOCK_PACKAGE}{program}\nprint()\nprint(json.dumps(result))"],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            cwd=empty,
-            env={name: os.environ[name] for name in names if name in os.environ} | isolated,
+        process = _start(
+            f"{found}{_BLOCK_PACKAGE}{program}\nprint()\nprint(json.dumps(result))",
+            json.dumps(request),
+            empty,
+            {name: os.environ[name] for name in names if name in os.environ} | isolated,
         )
     if process.returncode != 0:
         # After an exception nanobind (of Triton 3.9, for example) lists objects that are still in use as leaks.
         lines = process.stderr.partition("nanobind: leaked")[0].strip().splitlines()
         raise UserError((lines or [f"exit code {process.returncode}"])[-1].strip())
     return json.loads(process.stdout.strip().splitlines()[-1])
+
+
+def _start(program: str, given: str, directory: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    """Run an isolated Python on a program, with text on its standard input, and wait for it."""
+    command = [sys.executable, "-I", "-c", program]
+    return subprocess.run(command, input=given, capture_output=True, text=True, cwd=directory, env=environment)
 
 
 def load_in_clean_process(

@@ -1,6 +1,7 @@
 import gc
 import os
 from functools import partial
+from pathlib import Path
 
 
 # Each collection would walk through all that the imports make.
@@ -10,21 +11,20 @@ gc.disable()
 # time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import fake_flash  # noqa: E402
 import pytest  # noqa: E402
-import torch  # noqa: E402
-from helpers import command  # noqa: E402
-
-from iha.files import ROOT  # noqa: E402
-from modeling_iha import IHAForCausalLM, attention_hyper, score_matrix, tuple_attention, windows  # noqa: E402
+from clean_processes import Forking  # noqa: E402
 
 
-torch.set_num_threads(1)
+# pytest reads this file in the process that starts the others too, and waits for it: what takes seconds to import is
+# imported where it is used.
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
 def cli(monkeypatch, capsys):
     """Run a command in this process, as `helpers.command` does."""
+    from helpers import command
+
     return partial(command, monkeypatch, capsys)
 
 
@@ -48,7 +48,10 @@ def rows_file(tmp_path_factory) -> str:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> str:
     """Save a tiny model of two "iha" layers, and a tokenizer of bytes."""
+    import torch
     from tiny_training import preset_config, saved
+
+    from modeling_iha import IHAForCausalLM
 
     torch.manual_seed(0)
     return saved(IHAForCausalLM(preset_config()), tmp_path_factory.mktemp("tiny"))
@@ -60,6 +63,9 @@ def cpu_cores(monkeypatch):
 
     FlexAttention runs uncompiled: the same mathematics without minutes of compilation.
     """
+    import fake_flash
+    import torch
+
     calls = fake_flash.install(monkeypatch)
     with torch.compiler.set_stance("force_eager"):
         yield calls
@@ -68,6 +74,8 @@ def cpu_cores(monkeypatch):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Take queries in blocks of 4, so that a short input has several, the last of them short."""
+    from modeling_iha import attention_hyper, score_matrix, tuple_attention, windows
+
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
     monkeypatch.setattr(tuple_attention, "PAIR_BLOCK", 4)
     monkeypatch.setattr(windows, "MIN_BLOCK", 4)
@@ -100,6 +108,31 @@ LONGEST = (
     "test_pull",
     "test_commands",
 )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forked_processes():
+    """Fork the clean processes of this session from one that has imported Transformers."""
+    from iha import processes
+
+    forking = Forking(processes._start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "_start", forking.start)
+        yield forking
+    forking.stop()
+
+
+@pytest.fixture
+def new_processes(forked_processes, monkeypatch):
+    """Have the clean processes of a test start anew, as those of users do."""
+    monkeypatch.setattr(forked_processes, "is_off", True)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -129,7 +129,7 @@ for load in loads:
 """
 
 
-def test_where_the_package_is_not_installed(base, tmp_path):
+def test_where_the_package_is_not_installed(base, tmp_path, new_processes):
     expected = adapter(base, tmp_path / "adapter", METHODS["LoRA"])
     interleave_heads(plain(base), 2, **OPTIONS, seed=9).save_pretrained(tmp_path / "interleaved")
     places = {name: str(tmp_path / name) for name in ("adapter", "interleaved", "again")}
@@ -327,7 +327,7 @@ for i in (0, 1):
 
 @pytest.mark.parametrize("wrapped_twice", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("with_package", [False, True])
-def test_two_copies_of_the_code_know_each_others_adapters(with_package, wrapped_twice, base, tmp_path):
+def test_two_copies_of_the_code_know_each_others_adapters(with_package, wrapped_twice, base, tmp_path, new_processes):
     places = [str(tmp_path / name) for name in ("one", "other")][: 1 if with_package else 2]
     for place in places:
         interleave_heads(plain(base), 2).save_pretrained(place)

@@ -32,10 +32,10 @@ GEOMETRIES = {
         "attention_options": {"multi_token": OPTIONS_CLASSES["multi_token"].example},
     },
     "windows": {
-        "attention_kinds": ["iha", "mha", "simplicial", "diff"],
-        "num_hidden_layers": 4,
+        "attention_kinds": ["iha", "simplicial", "diff"],
+        "num_hidden_layers": 3,
         "attention_options": {"simplicial": {"windows": [2, 4]}},
-        "layer_types": ["sliding_attention", "full_attention"],
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
         "sliding_window": 4,
     },
     "paired": {
@@ -220,6 +220,7 @@ def test_generated_code():
         *(slow("paired_heads", "plain"), slow("paired_heads", "packed"), slow("mha", "plain"), slow("mha", "padded")),
     ],
 )
+@for_any_length
 def test_a_compiled_window_takes_no_dense_mask(kind, inputs):
     """No compiled tensor has an entry for each pair of tokens, and two graphs serve every length."""
     fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "num_hidden_layers": 1}

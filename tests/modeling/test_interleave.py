@@ -446,7 +446,7 @@ for place in request["places"]:
 """
 
 
-def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
+def test_checkpoints_load_where_the_package_is_not_installed(tmp_path, new_processes):
     """Load one of each decoder, and one whose config was saved alone, as mergekit does."""
     tokens, expected = random_ids(2, 11), {}
     for name in DECODERS:

@@ -320,7 +320,7 @@ for name, directory in request["directories"].items():
 """
 
 
-def test_remote_code(tmp_path):
+def test_remote_code(tmp_path, new_processes):
     """Compare logits with those of a process that has the checkpoint's own code only."""
     input_ids, expected, directories = random_ids(2, 5), {}, {}
     configs = {name: mechanism.hybrid_config() for name, mechanism in OF_EACH_KIND.items()}

@@ -89,6 +89,7 @@ def test_adapters_and_accumulated_steps_are_counted():
 
 
 def test_a_run_that_cannot_fit_is_refused(tiny, rows_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "check_memory", memory_plan.check_memory)  # other runs of the tests go without
     monkeypatch.setattr(train, "training_rows", lambda *_: pytest.fail("the rows were read"))
     memory = type("Memory", (), {"available": 1_000_000})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
