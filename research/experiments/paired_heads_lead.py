@@ -21,10 +21,12 @@ from research.experiments.study import differences
 # Label -> the table, and the variant in it.
 LINES = {
     "width 64, code, P = 4": ("paired_heads", "paired_4"),
+    "width 64, code, P = 4, 1,600 steps": ("paired_heads_1600", "paired_4"),
     "width 64, prose, P = 4": ("paired_heads_prose", "paired_4"),
     "width 128, code, P = 4": ("paired_heads_512_128", "paired_4"),
     "width 128, code, P = 8": ("paired_heads_512_128", "paired_8"),
     "width 256, code, P = 8": ("paired_heads_512_256_600", "paired_8"),
+    "width 256, code, short windows": ("paired_heads_512_256_600", "wide_4_64"),
     "width 512, code, P = 4": ("paired_heads_1024_512_cuda", "paired_4"),
     "width 512, code, P = 8": ("paired_heads_1024_512_cuda", "paired_8"),
     "width 512, code, short windows": ("paired_heads_1024_512_cuda", "wide_4_64"),
