@@ -127,9 +127,7 @@ def run_in_clean_process(
             "HF_HUB_OFFLINE": str(int(offline)),
         }
         names = _ENVIRONMENT if offline else _ENVIRONMENT + _NETWORK
-        # An isolated process looks for libraries neither at PYTHONPATH nor in the user's own site-packages.
-        libraries = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-        found = f"import sys\nsys.path += [path for path in {libraries!r} if path not in sys.path]\n"
+        found = f"import sys\nsys.path += [path for path in {library_paths()!r} if path not in sys.path]\n"
         process = _start(
             f"{found}{_BLOCK_PACKAGE}{program}\nprint()\nprint(json.dumps(result))",
             json.dumps(request),
@@ -141,6 +139,14 @@ def run_in_clean_process(
         lines = process.stderr.partition("nanobind: leaked")[0].strip().splitlines()
         raise UserError((lines or [f"exit code {process.returncode}"])[-1].strip())
     return json.loads(process.stdout.strip().splitlines()[-1])
+
+
+def library_paths() -> list[str]:
+    """Return where this process finds libraries.
+
+    An isolated process looks for them neither at PYTHONPATH nor in the user's own site-packages.
+    """
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
 def _start(program: str, given: str, directory: str, environment: dict[str, str]) -> subprocess.CompletedProcess:

@@ -100,10 +100,11 @@ def _fields_of_first_layers(config_dict: dict, given: dict) -> dict:
     for name in ("attention_kinds", "layer_types", "no_rope_layers"):
         if isinstance(config_dict.get(name), list):
             changed[name] = config_dict[name][: given["num_hidden_layers"]]
-    left = {*changed.get("layer_types", LAYER_TYPES)}
+    left = set(changed.get("layer_types", LAYER_TYPES))
     rope_parameters = config_dict.get("rope_parameters") or {}
     if len(left) == 1 and left <= rope_parameters.keys():
-        changed["rope_parameters"] = rope_parameters[min(left)]
+        (layer_type,) = left
+        changed["rope_parameters"] = rope_parameters[layer_type]
     if "sliding_attention" not in left:
         changed["sliding_window"] = None
     return {name: value for name, value in changed.items() if name not in given}

@@ -115,15 +115,15 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
         auto_map = {name: reference for name, reference in AUTO_MAP.items() if name not in missing}
         return {**base.to_dict(self), "base_model_type": base_model_type, "auto_map": auto_map}
 
+    # Transformers returns attention maps on the core "eager" alone, and does not know our names of it.
     def set_output_attentions(self, value: bool) -> None:
-        # Transformers accepts "eager" alone, and does not know our names of this core.
-        if (self._attn_implementation or "").endswith("_eager"):
+        if has_eager_core(self):
             self._output_attentions = value
         else:
             base.output_attentions.fset(self, value)
 
     def validate_output_attentions(self) -> None:
-        if not (self._attn_implementation or "").endswith("_eager"):
+        if not has_eager_core(self):
             base.validate_output_attentions(self)
 
     def reduce(self) -> tuple:
@@ -137,6 +137,11 @@ def config_class(base_model_type: str) -> type[PreTrainedConfig]:
     namespace |= {"__module__": __name__, "_auto_class": "AutoConfig"}
     # `strict` collects the validators of the class: without it those of the base would run.
     return strict(type("InterleavedConfig", (base,), namespace))
+
+
+def has_eager_core(config: PreTrainedConfig) -> bool:
+    """Return whether a configuration names the eager core over virtual tokens, such as "iha_eager"."""
+    return (config._attn_implementation or "").endswith("_eager")
 
 
 def base_config_class(interleaved_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:

@@ -535,8 +535,9 @@ def interleaved_class(name: str, interleaved_config: type[PreTrainedConfig]) -> 
     attributes["_keys_to_ignore_on_load_missing"] = may_be_missing
     attributes["__qualname__"] = f"{name}[{base.__name__}]"
     new_class = type(name, (InterleavedPreTrainedModel, base), attributes)
-    # Transformers finds what `output_hidden_states` returns by `str(class)`, which a model's `__init__` notes: no
-    # `__init__` of this class runs when a model is interleaved in place. The method of `dict` serves every version.
+    # A model's `__init__` registers by `str(class)` what `output_hidden_states` returns. A model that is interleaved
+    # in place was built as another class, so we register ours here. From 5.24 on the registry takes models as its
+    # keys and not names; the method of `dict` works in every version.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(new_class), new_class._can_record_outputs)
     return new_class
 

@@ -1,8 +1,8 @@
 """Fork clean processes from one parent, which has imported Transformers and cannot import this package.
 
 A new process imports PyTorch and Transformers for seconds. Here a parent in an isolated Python does so once, and each
-program runs in a fork of it, with a home and caches that are empty again. What the parent has imported is what every
-program begins with: Transformers' Auto classes and PEFT. Tests that need an interpreter without them take the fixture
+program runs in a fork of it, with a home and caches that are empty again. Every program begins with what the parent
+has imported: Transformers' Auto classes and PEFT. Tests that need an interpreter without them take the fixture
 `new_processes`.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 PARENT = """
-import gc, json, os, shutil, sys
+import gc, json, os, sys
 
 gc.disable()
 sys.path += [path for path in json.loads(sys.stdin.readline()) if path not in sys.path]
@@ -63,9 +63,7 @@ class Forking:
             files = {name: Path(place, name) for name in ("given", "out", "error")}
             for name, path in files.items():
                 path.write_text(given if name == "given" else "", encoding="utf-8")
-            self._tell(
-                {"program": program, "directory": directory} | {name: str(each) for name, each in files.items()}
-            )
+            self._tell({"program": program, "directory": directory, **{name: str(files[name]) for name in files}})
             code = int(self.parent.stdout.readline())
             out, error = (files[name].read_text(encoding="utf-8") for name in ("out", "error"))
         for each in Path(self.home).iterdir():  # the caches are empty again
@@ -74,11 +72,13 @@ class Forking:
 
     def _import(self, environment: dict[str, str]) -> None:
         """Start the parent."""
+        from iha.processes import library_paths  # which imports Transformers: see conftest.py
+
         self.environment = environment
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         command = [sys.executable, "-I", "-c", PARENT]
         self.parent = subprocess.Popen(command, **pipes, text=True, cwd=self.home, env=environment)
-        self._tell([path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")])
+        self._tell(library_paths())
 
     def _tell(self, message: object) -> None:
         print(json.dumps(message), file=self.parent.stdin, flush=True)

@@ -190,11 +190,14 @@ def environment(command: str) -> dict:
 
 
 def shown_command(words: Iterable[str]) -> str:
-    """Return a command line to record. Of an absolute path it holds the name alone: no table names a machine."""
-    parts = (word.rpartition("=") for word in words)
-    return shlex.join(
-        name + equals + (Path(value).name if Path(value).is_absolute() else value) for name, equals, value in parts
-    )
+    """Return a command line to record. It shortens absolute paths to their names, so that no table names a machine."""
+    return shlex.join(map(_without_directory, words))
+
+
+def _without_directory(word: str) -> str:
+    """Return a word of a command line, without the directory of an absolute path: "/a/b" or "--option=/a/b"."""
+    option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    return option + equals + (Path(value).name if Path(value).is_absolute() else value)
 
 
 def versions() -> dict[str, str]:

@@ -69,6 +69,11 @@ def read_text() -> torch.Tensor:
     return torch.frombuffer(bytearray().join(module.read_bytes() for module in modules), dtype=torch.uint8)
 
 
+def text_sha256(text: torch.Tensor) -> str:
+    """Return the SHA-256 of a text's bytes, in hexadecimal: runs on another text are not reused."""
+    return hashlib.sha256(text.numpy().tobytes()).hexdigest()
+
+
 def build(size: dict, **fields) -> IHAConfig:
     """Return the config of a variant at a size; with `windows` in `fields` four layers in five have one.
 
@@ -239,7 +244,7 @@ def compare(args: Namespace, size: dict, variants: dict[str, dict]) -> None:
     """Train and compare `args.kinds` among the variants, and write the table. Raise `UserError`."""
     text = read_text()
     # All that a run depends on besides its variant, its rates and its seed.
-    setting = {**size, "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest()}
+    setting = {**size, "text_sha256": text_sha256(text)}
     run = partial(one_run, size, variants, text)
     rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **variants[name]))
     curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}

@@ -20,7 +20,6 @@ once, can be copied into one directory: the command that names it and all of the
 example: python -m research.experiments.paired_heads --tokens 512 --kinds global_local wide_4_64 paired_4
 """
 
-import hashlib
 import os
 import pydoc_data.topics
 import time
@@ -49,6 +48,7 @@ from research.experiments.language_models import (
     rows_of,
     size_of,
     sized,
+    text_sha256,
 )
 from research.experiments.options import protocol_parser
 from research.experiments.protocol import compare_tuned, new_model
@@ -215,8 +215,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no CUDA device here.")
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
-    digest = hashlib.sha256(text.numpy().tobytes()).hexdigest()
-    setting = {**size, "gpu": gpu, "text": Path(args.text).name, "text_sha256": digest}
+    setting = {**size, "gpu": gpu, "text": Path(args.text).name, "text_sha256": text_sha256(text)}
     text = text.to(args.device)
     run, first = partial(one_run, size, text), BEGIN_AT.get(args.width)
     rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]), first)

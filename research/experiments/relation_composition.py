@@ -191,11 +191,10 @@ def plot(table: dict) -> Figure:
     """Plot the share of right answers in validation by epoch."""
     message = f"Right entries of {table['task']} relations at the rate {table['rate']:g}, seeds: {len(table['seeds'])}"
     figure, (axes,) = plots.panels(message, height=4)
-    colors = {kind: f"C{number}" for number, kind in enumerate(table["runs"])}
-    for kind, curves in table["runs"].items():
-        for number, curve in enumerate(curves):  # a seed each: they may stop at different epochs
+    for place, (kind, curves) in enumerate(table["runs"].items()):
+        for seed, curve in enumerate(curves):  # a line each, because they may stop at different epochs
             epochs, right = [point[0] for point in curve], [point[3] for point in curve]
-            axes.plot(epochs, right, colors[kind], marker=".", label=None if number else kind)
+            axes.plot(epochs, right, f"C{place}", marker=".", label=kind if seed == 0 else None)
     axes.axhline(table["from_degrees"], color="black", linewidth=0.8, label="counts of row and column alone")
     axes.set(xlabel="epoch", ylabel="right in validation (higher is better)")
     return figure

@@ -25,7 +25,6 @@ example: python -m research.experiments.warm_start --texts python prose lookup
 
 import argparse
 import copy
-import hashlib
 import math
 import pydoc_data.topics
 from collections.abc import Callable, Sequence
@@ -47,7 +46,7 @@ from iha.files import file_sha256, sole_writer, whole_file
 from modeling_iha import interleave_heads
 from modeling_iha.head_mixing import HeadCollapse
 from modeling_iha.package import flop_matched_window
-from research.experiments.language_models import read_text, rows_of
+from research.experiments.language_models import read_text, rows_of, text_sha256
 from research.experiments.options import study_parser
 from research.experiments.protocol import MIXING_FACTOR, RATE_FACTOR, Rates, end, fit, loss_at, tune, walk
 from research.experiments.study import (
@@ -153,7 +152,7 @@ def data_setting(text: str) -> dict:
     """Return what the rows of a continuation depend on, besides the seed of a run."""
     if text == "lookup":
         return {"letters": Lookup.letters, "back": Lookup.back}
-    return {"text_sha256": hashlib.sha256(data_of(text).text.numpy().tobytes()).hexdigest()}
+    return {"text_sha256": text_sha256(data_of(text).text)}
 
 
 def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
@@ -392,7 +391,8 @@ def row_of(text: str, arm: str, of_text: dict) -> dict:
     row["outcome"] = interval([outcome(text, run, steps) for run in runs[arm]])
     for base in dict.fromkeys(("mha", ARMS[arm])):
         if base in runs and base != arm:
-            longest = runs[base][0]["curve"][-1][0]  # too few steps if the times have changed since: then the last
+            # `mha` may have run too few steps if the times have changed since: then its last step is taken.
+            longest = runs[base][0]["curve"][-1][0]
             budgets = {"steps": steps} | ({"time": min(steps * row["cost"], longest)} if base == "mha" else {})
             row[f"minus_{base}"] = compared(text, runs[arm], runs[base], budgets)
     if "kept" in runs[arm][0]:

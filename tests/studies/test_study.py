@@ -67,8 +67,10 @@ def test_a_recorded_command_names_no_place_of_this_machine(tmp_path):
         tmp_path / "runs",
         f"--results={tmp_path}/tables",
         "--rate=1e-3",
+        tmp_path / "a=b" / "c",
+        "--resume",
     ]
-    shown = "study --text 'a b.txt' --output runs --results=tables --rate=1e-3"
+    shown = "study --text 'a b.txt' --output runs --results=tables --rate=1e-3 c --resume"
     assert harness.shown_command(map(str, words)) == shown
 
 
