@@ -16,7 +16,7 @@ from iha.arguments import add_dtype, converter_parser
 from iha.errors import UserError, run_cli
 from iha.kinds import iha
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.mixing_weights import values
+from modeling_iha.mixing_weights import state_with_values
 
 from .architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
 from .conversion import (
@@ -118,12 +118,12 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     architecture, config = stock_config(model)
     state = {
         name: tensor
-        for name, tensor in values(model).items()
+        for name, tensor in state_with_values(model).items()
         if name not in added and not name.endswith(architecture.lacks)
     }
     rounded = 0
     for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):
-        folds = iha.to_mha(model.config, values(layer.self_attn)) if kind == "iha" else {}
+        folds = iha.to_mha(model.config, state_with_values(layer.self_attn)) if kind == "iha" else {}
         for name, value in folds.items():
             folded = state[f"model.layers.{i}.self_attn.{name}"] = value.to(model.dtype)
             rounded += model.dtype.itemsize < 4 and not torch.equal(folded.to(value.dtype), value)

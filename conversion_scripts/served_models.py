@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from iha.checkpoints import check_filled, check_no_adapter, load_config_dict
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
-from modeling_iha.modeling_interleaved import InterleavedPreTrainedModel
+from modeling_iha.modeling_interleaved import InterleavedMixin
 
 
 class ModelRefused(UserError, HTTPException):
@@ -33,7 +33,7 @@ class WholeModel:
             check_served(source, options.get("revision"))
             loaded: Any = super().from_pretrained(source, *arguments, output_loading_info=True, **options)  # type: ignore[misc]
             model, info = loaded
-            if isinstance(model, (IHAForCausalLM, InterleavedPreTrainedModel)):
+            if isinstance(model, (IHAForCausalLM, InterleavedMixin)):
                 check_filled(info, source)
         except UserError as error:
             raise ModelRefused(str(error)) from error

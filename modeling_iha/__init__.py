@@ -33,7 +33,8 @@ __version__ = "0.1.0"  # setup.py reads it
 
 IHAConfig.from_preset = classmethod(from_preset)
 IHAConfig.save_pretrained = save_pretrained
-# This `save_pretrained` ships the code: Transformers' own would copy that of every kind first.
+# configuration_iha.py registers the class so that the copy in a checkpoint ships its code. Here our `save_pretrained`
+# ships it, for the kinds in use alone, and Transformers must not copy that of every kind first.
 IHAConfig._auto_class = None
 
 AutoConfig.register(IHAConfig.model_type, IHAConfig)

@@ -84,14 +84,14 @@ def watch_peft() -> None:
 
     @wraps(inject)
     def inject_adapter(self, model, adapter_name, *args, **kwargs):
-        _show_adapter(self, model, self.peft_config[adapter_name])
+        _prepare_adapter(self, model, self.peft_config[adapter_name])
         return inject(self, model, adapter_name, *args, **kwargs)
 
     @wraps(save_adapters)
     def save_pretrained(self, *args, **kwargs):
         for config in self.peft_config.values():
             if _is_prompt(config):  # it has changed no module, so the model has not met it
-                _show_adapter(None, self.get_base_model(), config)
+                _prepare_adapter(None, self.get_base_model(), config)
         return save_adapters(self, *args, **kwargs)
 
     @wraps(save_config)
@@ -111,7 +111,7 @@ def _is_prompt(config: Any) -> bool:
     return config.is_prompt_learning or config.is_adaption_prompt
 
 
-def _show_adapter(tuner: Any, model: nn.Module, config: Any) -> None:
+def _prepare_adapter(tuner: Any, model: nn.Module, config: Any) -> None:
     """Pass an adapter's configuration to its model if the model is interleaved.
 
     Otherwise drop a record from an earlier model."""
@@ -120,10 +120,10 @@ def _show_adapter(tuner: Any, model: nn.Module, config: Any) -> None:
     elif hasattr(getattr(model, "config", None), "interleaved_layers"):
         raise ValueError(f"This {type(model).__name__} is a part of an interleaved model: give PEFT the whole model.")
     elif saved_record(config) is None:
-        _forget_model(config)
+        _drop_record(config)
 
 
-def _forget_model(config: Any) -> None:
+def _drop_record(config: Any) -> None:
     """Drop the record of a model that the configuration of an adapter has met before."""
     if RECORD_KEY in (config.auto_mapping or {}):
         config.auto_mapping = None
@@ -235,7 +235,7 @@ def _check_found_record(found: dict[str, Any], model: PreTrainedModel, holds_mix
 
 def _write_record(config: Any, model: PreTrainedModel, moved: bool, holds_mixing: bool) -> None:
     """Record the model in the configuration of an adapter, unless the adapter also suits the plain base."""
-    _forget_model(config)
+    _drop_record(config)
     if not (holds_mixing or moved or model.config.interleaved_window is not None):
         return
     base = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("transformers."))

@@ -23,12 +23,12 @@ class Attended(local):
 
     There are three records, because none works everywhere:
 
-    - `module` and `by_decoder` here do not work in compiled code, which loses what it writes to them.
+    - `unchecked` and `by_decoder` here do not work in compiled code, which loses what it writes to them.
     - `attended` of a module does not work where threads share the model, because they overwrite it.
     - `was_traced` of a module is for compiled layers under activation checkpointing: their recomputation sets neither
       of the other two. It is set while Dynamo traces, so it tells nothing of a single call."""
 
-    module: nn.Module | None = None  # the module that attended last and is not checked yet
+    unchecked: nn.Module | None = None  # the module that attended last, until it is checked
 
     def __init__(self):
         # For each decoder, the modules checked in its current forward
@@ -53,7 +53,7 @@ def note_attended(module: Any) -> None:
     """Record that a module calls `virtual_attention`."""
     module.attended = True
     if not torch.compiler.is_dynamo_compiling():
-        ATTENDED.module = module
+        ATTENDED.unchecked = module
 
 
 def check_attended(module: nn.Module) -> None:
@@ -64,8 +64,8 @@ def check_attended(module: nn.Module) -> None:
     if torch.compiler.is_dynamo_compiling():
         _note_traced(module)
     else:
-        attended = attended or ATTENDED.module is module
-        ATTENDED.module = None
+        attended = attended or ATTENDED.unchecked is module
+        ATTENDED.unchecked = None
         for modules in ATTENDED.by_decoder.values():
             modules.add(module)
     if not attended:

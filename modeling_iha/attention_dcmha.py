@@ -104,12 +104,13 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
                 weighs = composes and dynamic and options.sides in ("both", side)
                 setattr(self, f"{stage}_{side}", CompositionWeights(config) if weighs else None)
 
-    def attach(
+    def append_weights(
         self, states: torch.Tensor, hidden_states: torch.Tensor, *modules: CompositionWeights | None
     ) -> torch.Tensor:
         """Append the composition weights of all H heads to states [batch, heads, N, head_dim].
 
-        The modules compute them from hidden states [batch, N, hidden_size]. Fewer than H heads take equal shares."""
+        The modules compute them from hidden states [batch, N, hidden_size]. Where the states have G < H heads, each
+        takes the weights of the H / G query heads that read it, side by side."""
         shares = [
             module(hidden_states).flatten(2).unflatten(2, (states.shape[1], -1)).transpose(1, 2)
             for module in modules
@@ -117,8 +118,8 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         ]
         return torch.cat((states, *shares), dim=-1)
 
-    def detach(self, states: torch.Tensor, *modules: CompositionWeights | None) -> list[torch.Tensor | None]:
-        """Split states that `attach` returned into states and the weights of each module.
+    def split_weights(self, states: torch.Tensor, *modules: CompositionWeights | None) -> list[torch.Tensor | None]:
+        """Split states that `append_weights` returned into states and the weights of each module.
 
         The states are [batch, heads, N, head_dim], and the weights are [batch, H, N, width]."""
         per_head = self.num_heads // states.shape[1]
@@ -138,9 +139,9 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Project as Llama does, with the composition weights beside the queries, keys and values."""
         query_states, key_states, value_states = super().project(hidden_states, position_embeddings, None)
-        query_states = self.attach(query_states, hidden_states, self.pre_query, self.post_query)
-        key_states = self.attach(key_states, hidden_states, self.pre_key)
-        value_states = self.attach(value_states, hidden_states, self.post_key)
+        query_states = self.append_weights(query_states, hidden_states, self.pre_query, self.post_query)
+        key_states = self.append_weights(key_states, hidden_states, self.pre_key)
+        value_states = self.append_weights(value_states, hidden_states, self.post_key)
         if cache is not None:
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
         return query_states, key_states, value_states
@@ -148,9 +149,9 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     def attend_block(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        query, pre_query, post_query = self.detach(query, self.pre_query, self.post_query)
-        key, pre_key = self.detach(key, self.pre_key)
-        value, post_key = self.detach(value, self.post_key)
+        query, pre_query, post_query = self.split_weights(query, self.pre_query, self.post_query)
+        key, pre_key = self.split_weights(key, self.pre_key)
+        value, post_key = self.split_weights(value, self.post_key)
         return super().attend_block(
             query, key, value, *args, pre=(pre_query, pre_key), post=(post_query, post_key), **kwargs
         )

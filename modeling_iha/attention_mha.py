@@ -2,11 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define multi-head attention, kind "mha": Llama's with QK-norm and a window. It is the base of the other kinds.
 
-The shapes of all files are in these symbols:
-
-    N  tokens of a call       H  query heads                P  pseudo-heads of a head
-    W  window, in tokens      G  key and value heads        M  H for queries, G for keys and values
-"""
+interleaving.py lists the symbols of shapes."""
 
 from collections.abc import Callable
 from functools import partial

@@ -3,6 +3,7 @@
 """Define kind "multi_token" (Golovneva et al. 2025, Multi-Token Attention, arXiv 2504.00927)."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -53,6 +54,15 @@ class KeyQueryConvolution(Mixing):
             rows = nn.functional.conv2d(*of_row, padding=(0, key_kernel // 2), groups=heads)
             convolved = convolved + rows * counts[..., row, None]
         return convolved
+
+
+class Sight(NamedTuple):
+    """Hold what a block of queries sees, and how many rows its scores and weights have."""
+
+    visible: torch.Tensor  # the keys that each query of the block sees, boolean [batch or 1, H or 1, rows, columns]
+    counts: torch.Tensor | None  # see `KeyQueryConvolution.forward`
+    score_rows: int  # the rows of scores to return: the block's, and those that its weights are convolved with
+    weight_rows: int  # the rows of weights to return: the block's
 
 
 class MultiTokenAttention(ScoreMatrixAttention):
@@ -176,7 +186,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
         bias: Callable[[], torch.Tensor],
         rows: slice,
         columns: slice,
-        place: int = 0,
+        place: int | torch.Tensor = 0,
         all_count: bool = False,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,21 +194,20 @@ class MultiTokenAttention(ScoreMatrixAttention):
         visible = mask > MASKED
         counts = None
         if not all_count:
-            # The keys of the tokens whose rows the kernel reads, from the first one on.
-            first_row = rows.stop - query.shape[2]  # of all queries here, past ones included
-            first = place + first_row - columns.start
-            above = torch.arange(1 - self.query_kernel, 1, device=query.device)
-            keys = torch.arange(query.shape[2], device=query.device)[:, None] + first + above
-            counts = visible.gather(-1, keys.clamp_min(0).expand(*visible.shape[:2], -1, -1)) & (keys >= 0)
-            counts = counts | (above == 0)
+            # Each row of scores is that of a token. Its kernel also reads the rows of the tokens before it.
+            first_query = rows.stop - query.shape[2]  # among all queries here, past ones included
+            first_token = place + first_query - columns.start  # as a column of this block
+            kernel_rows = torch.arange(1 - self.query_kernel, 1, device=query.device)
+            tokens = torch.arange(query.shape[2], device=query.device)[:, None] + first_token + kernel_rows
+            counts = visible.gather(-1, tokens.clamp_min(0).expand(*visible.shape[:2], -1, -1)) & (tokens >= 0)
+            counts = counts | (kernel_rows == 0)  # a token's own row always counts
             # A GPU would wait for the answer.
             if counts.device.type == "cpu" and not is_tracing(counts) and counts.all():
                 counts = None
-        # Weights are needed in the block's rows and in the rows that are convolved with them.
-        own = rows.stop - rows.start
-        needed = own if self.weight_conv is None else own + self.query_kernel - 1
-        kwargs["sight"] = (visible, counts, needed, own)
-        return super().attend_block(query, key, value, lambda: mask[..., -needed:, :], rows, columns, **kwargs)
+        weight_rows = rows.stop - rows.start
+        score_rows = weight_rows if self.weight_conv is None else weight_rows + self.query_kernel - 1
+        kwargs["sight"] = Sight(visible, counts, score_rows, weight_rows)
+        return super().attend_block(query, key, value, lambda: mask[..., -score_rows:, :], rows, columns, **kwargs)
 
     def compose(
         self,
@@ -222,16 +231,14 @@ class MultiTokenAttention(ScoreMatrixAttention):
         return matrix if mixing is None else mixing(matrix.unflatten(1, (self.num_groups, -1))).flatten(1, 2)
 
     def compose_scores(
-        self, scores: torch.Tensor, rows: slice, columns: slice, sight: tuple, **kwargs
+        self, scores: torch.Tensor, rows: slice, columns: slice, sight: Sight, **kwargs
     ) -> torch.Tensor:
-        visible, counts, needed, _ = sight
-        return self.compose(scores, self.score_conv, self.score_mix, needed, visible, counts)
+        return self.compose(scores, self.score_conv, self.score_mix, sight.score_rows, sight.visible, sight.counts)
 
     def compose_weights(
-        self, weights: torch.Tensor, rows: slice, columns: slice, sight: tuple, **kwargs
+        self, weights: torch.Tensor, rows: slice, columns: slice, sight: Sight, **kwargs
     ) -> torch.Tensor:
-        visible, counts, _, own = sight
-        return self.compose(weights, self.weight_conv, self.weight_mix, own, visible, counts)
+        return self.compose(weights, self.weight_conv, self.weight_mix, sight.weight_rows, sight.visible, sight.counts)
 
     def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.head_norm is not None:

@@ -15,8 +15,9 @@ from typing import Any
 from transformers.masking_utils import create_causal_mask
 
 
+IS_FROM_5_24 = "cache" in signature(create_causal_mask).parameters  # whether this is Transformers 5.24 or a later one
 # The name by which this version of Transformers passes a cache.
-CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+CACHE = "cache" if IS_FROM_5_24 else "past_key_values"
 
 
 def pop_cache(kwargs: dict) -> Any:

@@ -199,8 +199,9 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        # Transformers keeps unknown fields, so a misspelt one would be stored and never read. A name is refused that
-        # is close to a field, or whose words all occur in one of ours. We know of no library that adds such a field.
+        # Transformers keeps unknown fields, so a misspelt one would be stored and never read. We refuse names that are
+        # close to a field (`num_pseudo_head`), and names made of some words of one of ours (`pseudo_heads`). No
+        # library that we know adds such a field.
         known = dict.fromkeys((*IHAConfig.__annotations__, *LlamaConfig.__annotations__))
         for name in kwargs:
             meant = get_close_matches(name, known, n=1, cutoff=0.9)

@@ -40,13 +40,13 @@ def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Gen
 
 
 def exact_start(
-    heads: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str, generator: torch.Generator | None
+    head_counts: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str, generator: torch.Generator | None
 ) -> dict[str, torch.Tensor]:
     """Return the mixing and collapse, float32, that leave a layer's output unchanged.
 
-    `heads` are the numbers of query, key and value heads. The value offsets are drawn from `generator`, and are zero
-    without one."""
-    num_heads, num_key_heads, num_value_heads = heads
+    `head_counts` are the numbers of query, key and value heads. The value offsets are drawn from `generator`, and are
+    zero without one."""
+    num_heads, num_key_heads, num_value_heads = head_counts
     value_mixing = identity_mixing(num_value_heads, num_pseudo_heads)
     if generator is not None:
         value_mixing += balanced_offsets(num_value_heads, num_pseudo_heads, generator)
@@ -59,13 +59,13 @@ def exact_start(
 
 
 def deviations(
-    own: dict[str, torch.Tensor], heads: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str
+    own: dict[str, torch.Tensor], head_counts: Sequence[int], num_pseudo_heads: int, pseudo_collapse: str
 ) -> dict[str, torch.Tensor]:
     """Return the differences of the values of a layer's mixing from an exact start, by parameter.
 
     For the value offsets return the sum over the pseudo-heads, beyond rounding, because for equal keys only the
     sum matters."""
-    exact = exact_start(heads, num_pseudo_heads, pseudo_collapse, None)
+    exact = exact_start(head_counts, num_pseudo_heads, pseudo_collapse, None)
     moved = {name: own[name].cpu() - value for name, value in exact.items()}
     offsets = moved["v_mix.weight"].double().sum(-1)
     # A NaN is kept: it is not a rounding error.

@@ -50,10 +50,10 @@ def plain_window(mask: torch.Tensor) -> int | None:
 def compiled_first_keys(
     is_document_start: torch.Tensor, is_padding: torch.Tensor | None, num_pseudo_heads: int, window: int | None
 ) -> torch.Tensor:
-    """Return the first keys of documents and padding, int32 [batch, 1, N * P, window in virtual tokens or 1].
+    """Return the first keys of documents and padding, int32 [batch, 1, N * P, window * P or 1].
 
-    Both masks are boolean [batch, N]. The last dimension of the result is one expanded column. Its size is the window,
-    so compiled code has it as a constant."""
+    Both masks are boolean [batch, N], and `window` is in tokens, or `None`. The last dimension of the result is one
+    expanded column. Its size is the window, so compiled code has it as a constant."""
     first = first_keys_of(is_document_start, num_pseudo_heads, window or is_document_start.shape[1])
     if is_padding is not None:
         is_hidden = is_padding.repeat_interleave(num_pseudo_heads, dim=-1)[:, None, :, None]
@@ -93,8 +93,9 @@ def first_keys_of_mask_function(
     """Return the first keys [batch, 1, N * P, 1] if each query sees all keys from its first to its own, else `None`.
 
     The arguments are those of `virtual_mask`, in tokens. The mask function tells the documents: one begins where a
-    token does not see the one before it. Each chunk of chunked attention counts as a document, and so does each run of
-    padding. The result is `None` for bidirectional blocks, such as image tokens.
+    token does not see the one before it. It does not know the padding, which `attention_mask` [batch, N] holds. Each
+    chunk of chunked attention counts as a document, and so does each run of padding. The result is `None` for
+    bidirectional blocks, such as image tokens.
 
     The result is checked against the mask function at both ends of what each token sees, and at distances of powers of
     two. This is a sample: a mask function that differs only at other distances would be mistaken for one of these.
@@ -155,11 +156,13 @@ class Documents(NamedTuple):
     bounds: torch.Tensor
     longest: int
     longest_span: int  # the most keys that a query sees
-    hide_padding: bool = False  # whether padding has the first key L; `bounds` are then wrong and must not be used
+    has_hidden_padding: bool = (
+        False  # whether padding has the first key L; `bounds` are then wrong and must not be used
+    )
 
     def is_one_document_per_row(self, batch: int, length: int) -> bool:
         """Return whether each row of `length` tokens is one document."""
-        return self.longest == length and len(self.bounds) == batch + 1 and not self.hide_padding
+        return self.longest == length and len(self.bounds) == batch + 1 and not self.has_hidden_padding
 
 
 def documents_of(first_keys: torch.Tensor) -> Documents:
@@ -173,7 +176,7 @@ def documents_of(first_keys: torch.Tensor) -> Documents:
         # One reading for all three, because each makes a GPU wait.
         spans = torch.stack((bounds.diff().max(), seen.max(), seen.min()))
         longest, longest_span, shortest_span = spans.tolist()
-        first_keys.documents = Documents(bounds, longest, longest_span, hide_padding=shortest_span < 1)
+        first_keys.documents = Documents(bounds, longest, longest_span, has_hidden_padding=shortest_span < 1)
     return first_keys.documents
 
 
@@ -213,6 +216,6 @@ def first_keys_over_tokens(mask: torch.Tensor, num_pseudo_heads: int) -> torch.T
             bounds=documents.bounds // num_pseudo_heads,
             longest=documents.longest // num_pseudo_heads,
             longest_span=documents.longest_span // num_pseudo_heads,
-            hide_padding=documents.hide_padding,
+            has_hidden_padding=documents.has_hidden_padding,
         )
     return first_keys

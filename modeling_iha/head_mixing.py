@@ -29,11 +29,11 @@ class Mixing(nn.Module):
         self.register_buffer(f"{name}_scale", weight.new_ones(()))
 
     def init_weight(self, name: str, value: torch.Tensor):
-        """Initialize the parts of a weight that were not loaded.
+        """Set a weight, its start and its scale, except those that were loaded (`init` skips them).
 
-        Checkpoints of earlier versions have no scale; it is then `mixing_scale` of the configuration. Where that is 1
-        they have no start either; it is then zero. Raise a ValueError if a weight was loaded without its start at
-        another scale."""
+        At scale 1 the weight becomes `value`, and its start zero. At any other scale the start becomes `value`, and
+        the weight zero. Checkpoints of earlier versions lack the scale, and at scale 1 the start too: this sets them.
+        Raise a ValueError if a weight was loaded without its start at another scale."""
         weight = self.get_parameter(name)
         start = self.get_buffer(f"{name}_start")
         scale = self.get_buffer(f"{name}_scale")
@@ -42,8 +42,6 @@ class Mixing(nn.Module):
                 f"The weights of a {type(self).__name__} hold changes and no starts: save a model by save_pretrained "
                 "or its state_dict, not its parameters alone."
             )
-        # At scale 1 the weight takes the value, and the start is zero. At any other scale the start takes the value,
-        # and the weight is zero.
         target, other = (weight, start) if self.initial_scale == 1 else (start, weight)
         init.copy_(target, value.to(weight).expand_as(weight))
         init.zeros_(other)

@@ -35,7 +35,7 @@ from .configuration_interleaved import (
     saved_base_type,
 )
 from .exact_start import deviations, exact_start
-from .mixing_weights import values
+from .mixing_weights import state_with_values
 from .modeling_interleaved import (
     attach_virtual_heads,
     backbone_of,
@@ -62,10 +62,10 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torc
 
 
 class AttentionCall(NamedTuple):
-    """Hold the arguments of an attention module's call; `heads` are the numbers of query, key and value heads."""
+    """Hold the arguments of an attention module's call."""
 
     query: torch.Tensor
-    heads: tuple[int, int, int]
+    head_counts: tuple[int, int, int]  # of queries, keys and values
     is_causal: bool
 
 
@@ -122,11 +122,11 @@ def interleave_heads(
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
     _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
     window = _window_in_tokens(model, sliding_window, num_pseudo_heads)
-    # `probe` and `_attach` change the configuration. A model with a head therefore gets a copy of it. A model without
-    # a head may be part of a larger model. Both must then read the same configuration, so it is changed in place and
-    # not copied. A known limit: the larger model then saves itself as interleaved, and most multimodal models cannot
-    # be loaded from that. Interleave the whole model instead.
-    own_configs = configs_of(model)
+    # The configuration is changed below. A model with a head gets a copy of it, because other models may share the
+    # object. A model without a head may be part of a larger model, which must read the same object, so there it is
+    # changed in place. A known limit: the larger model then saves itself as interleaved, and most multimodal models
+    # cannot be loaded from that. Interleave the whole model instead.
+    own_configs = config_attributes(model)
     if _has_head(model):
         _copy_config(model)
     try:
@@ -134,7 +134,7 @@ def interleave_heads(
         chosen = _choose(modules, layers, model)
         _attach_exactly(model, chosen, expected, num_pseudo_heads, collapse, seed, mixing_scale)
     except Exception:
-        set_configs(own_configs)
+        restore_configs(own_configs)
         raise
     for virtual_config in virtual_configs(model):
         virtual_config.interleaved_window = window
@@ -201,8 +201,8 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     config = model.config
     change = 0.0
     for name, module in interleaved_attention(model).items():
-        heads = config.interleaved_layers[name]
-        moved = deviations(values(module), heads, config.num_pseudo_heads, config.pseudo_collapse)
+        head_counts = config.interleaved_layers[name]
+        moved = deviations(state_with_values(module), head_counts, config.num_pseudo_heads, config.pseudo_collapse)
         for tensor in moved.values():
             change = max(change, tensor.abs().max().nan_to_num(torch.inf).item())
     if change > 0:
@@ -472,7 +472,7 @@ def _attach(
     """Turn the model into one of an interleaved class, with an exact start."""
     config = model.config
     names = {module: name for name, module in backbone_of(model).named_modules() if module in chosen}
-    interleaved_layers = {names[module]: list(call.heads) for module, call in chosen.items()}
+    interleaved_layers = {names[module]: list(call.head_counts) for module, call in chosen.items()}
     config.__class__ = model_class.config_class
     config.interleaved_layers = interleaved_layers
     config.num_pseudo_heads = num_pseudo_heads
@@ -489,10 +489,11 @@ def _attach(
     attach_virtual_heads(model)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for module, call in chosen.items():
-        for name, start in exact_start(call.heads, num_pseudo_heads, collapse, generator).items():
+        for name, start in exact_start(call.head_counts, num_pseudo_heads, collapse, generator).items():
             mixing = module.get_submodule(name.removesuffix(".weight")).to(call.query.device, call.query.dtype)
             mixing.init_weight("weight", start)
             mixing._is_hf_initialized = True  # `init_weights` then leaves it, as it leaves all weights of the base
+    # `tie_weights` ties parameters and not buffers, so a tied weight takes a copy of its source's start.
     buffers = dict(model.named_buffers())
     for name, source in model.all_tied_weights_keys.items():
         if is_mixing(name):
@@ -504,12 +505,12 @@ def _copy_config(model: PreTrainedModel) -> None:
     """Give the model a configuration of its own. Models that were built from one object share it."""
     copies: dict = {}  # the memo of `deepcopy`: from the id of each configuration to its copy
     copy.deepcopy(model.config, copies)
-    for module, name, config in configs_of(model):
+    for module, name, config in config_attributes(model):
         if id(config) in copies:
             setattr(module, name, copies[id(config)])
 
 
-def configs_of(model: PreTrainedModel) -> list[tuple[nn.Module, str, PreTrainedConfig]]:
+def config_attributes(model: PreTrainedModel) -> list[tuple[nn.Module, str, PreTrainedConfig]]:
     """Return each module, name and value of an attribute that is a configuration."""
     return [
         (module, name, value)
@@ -519,9 +520,9 @@ def configs_of(model: PreTrainedModel) -> list[tuple[nn.Module, str, PreTrainedC
     ]
 
 
-def set_configs(configs: list[tuple[nn.Module, str, PreTrainedConfig]]) -> None:
-    """Set the attributes that `configs_of` has returned back to their values."""
-    for module, name, config in configs:
+def restore_configs(attributes: list[tuple[nn.Module, str, PreTrainedConfig]]) -> None:
+    """Set attributes back to the values that `config_attributes` found."""
+    for module, name, config in attributes:
         setattr(module, name, config)
 
 

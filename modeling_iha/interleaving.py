@@ -2,6 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interleave heads: mix them into pseudo-heads, lay these out as virtual tokens, collapse (IHA, Algorithm 1).
 
+The algorithm has five steps. Step 1 projects to heads, step 2 mixes them into pseudo-heads (by alpha), step 3
+interleaves these as virtual tokens, step 4 attends over virtual tokens, and step 5 collapses the P outputs of a token
+(by R). R_p, with one index, is RoPE's rotation of pseudo-head p within its token. The shapes of all files are in these
+symbols:
+
+    N  tokens of a call       H  query heads                P  pseudo-heads of a head
+    W  window, in tokens      G  key and value heads        M  H for queries, G for keys and values
+    L  virtual tokens, N * P  K  keys, cached ones included
+
 P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1, over which a stock attention
 core runs. For P = 2 and three tokens, each query sees the keys marked x (with a window of two tokens, the last four x
 of its row):

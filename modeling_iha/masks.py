@@ -40,6 +40,9 @@ def make_masks(
 ) -> dict[str, Any]:
     """Return the mask of each layer type, over virtual tokens where the model has virtual heads (see `virtual_mask`).
 
+    Three functions make masks. On SDPA `mask_of_window` serves calls without documents, padding and cached tokens, and
+    `_compiled_masks` serves compiled calls without a cache. Transformers' mask functions serve all others.
+
     Args:
         inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.
         attention_mask: [batch, cached + N], nonzero for real tokens, or a custom boolean or additive one
@@ -59,17 +62,18 @@ def make_masks(
         attention_mask = mask_over_virtual_tokens(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)
     if core == "sdpa" and knows_first_keys(config, cache):
         if attention_mask is None and default_positions:
-            return {name: plain_mask(config, name, inputs_embeds) for name in dict.fromkeys(config.layer_types)}
+            return {name: mask_of_window(config, name, inputs_embeds) for name in dict.fromkeys(config.layer_types)}
         covers_these_tokens = attention_mask is None or attention_mask.shape == inputs_embeds.shape[:2]
         if torch.compiler.is_compiling() and cache is None and covers_these_tokens:
             return _compiled_masks(config, inputs_embeds, attention_mask, position_ids)
     if default_positions and not is_tracing(inputs_embeds):
         # Transformers would search them for packed documents, and a GPU would wait for the answer.
         position_ids = None
-    # Virtual heads need masks, so `register_masks` raises an error for a core that makes none. Models without virtual
-    # heads take such a core. The layers themselves refuse the cores of servers (`check_core`).
-    needs_masks = num_pseudo_heads > 1 and core not in SERVER_CORES
-    name = register_masks(core) if needs_masks or core in ALL_MASK_ATTENTION_FUNCTIONS else core
+    name = core
+    # `register_masks` raises an error for a core that makes no masks, which virtual heads need. The layers refuse the
+    # cores of servers by themselves, with a better message (`check_core`).
+    if core in ALL_MASK_ATTENTION_FUNCTIONS or (num_pseudo_heads > 1 and core not in SERVER_CORES):
+        name = register_masks(core)
     view: Any = Overlay(config, _attn_implementation=name)
 
     masks = {}
@@ -135,7 +139,7 @@ def _compiled_masks(
     }
 
 
-def plain_mask(config: IHAConfig, layer_type: str, inputs_embeds: torch.Tensor) -> torch.Tensor | None:
+def mask_of_window(config: IHAConfig, layer_type: str, inputs_embeds: torch.Tensor) -> torch.Tensor | None:
     """Return the mask of a layer type for a call without documents, padding and cached tokens."""
     length = inputs_embeds.shape[1]
     window = config.sliding_window
@@ -263,6 +267,7 @@ def _check_documents_apart(
         are_declared = all(kwargs.get(name) is not None for name in names)
         has_past = cache is not None and cache.get_seq_length() > 0
         if restarts is not None and not has_past and len(inputs_embeds) == 1:
+            # Flash cores split a row where a position equals the least one.
             restart_at_first_value = bool((position_ids[:, 1:][restarts] == position_ids[0, 0]).all())
             are_declared = are_declared or restart_at_first_value
         has_padding = attention_mask is not None and not attention_mask.all()

@@ -47,7 +47,7 @@ def _value(module: nn.Module, name: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def values(module: nn.Module) -> dict[str, torch.Tensor]:
+def state_with_values(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the state dict of a module, with the value of each mixing weight in place of start, change and scale."""
     state = module.state_dict()
     for prefix, submodule in module.named_modules():

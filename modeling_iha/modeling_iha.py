@@ -258,22 +258,19 @@ class IHAModel(IHAPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             position_ids = position_ids.unsqueeze(0)
 
-        # Continuous batching gives its pages as the cache.
-        pages = cache if isinstance(cache, PagedAttentionCache) else None
-        if pages is None:
+        has_pages = isinstance(cache, PagedAttentionCache)  # those of continuous batching
+        if not has_pages:
             check_causal(self.config, **kwargs)
-        if pages is not None and not self.is_llama:
-            requests = PagedRequests(self, pages, position_ids=position_ids, **kwargs)
+        if has_pages and not self.is_llama:
+            requests = PagedRequests(self, cache, position_ids=position_ids, **kwargs)
             masks = dict.fromkeys(self.config.layer_types, requests.attention_mask)
             kwargs["paged_requests"] = requests
             cache = None  # the requests hold the pages
         elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
             masks = attention_mask
         else:
-            cache_of_masks = None if pages is not None else cache  # pages have no length to ask for
-            masks = self.create_masks(
-                inputs_embeds, attention_mask, cache_of_masks, position_ids, default_positions, **kwargs
-            )
+            past = None if has_pages else cache  # pages have no length to ask for
+            masks = self.create_masks(inputs_embeds, attention_mask, past, position_ids, default_positions, **kwargs)
 
         hidden_states = inputs_embeds
         tables = self.rotary_emb.tables(hidden_states, position_ids)

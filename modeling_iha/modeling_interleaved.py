@@ -32,7 +32,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from .adapter_records import meet_adapter, watch_peft
 from .attended import begin_forward, check_all_attended, check_attended, note_attended
 from .cache_edge import WINDOW_EDGE, keep_window_edge, lacks_window_edge
-from .cache_names import CACHE, pop_cache
+from .cache_names import CACHE, IS_FROM_5_24, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
 from .head_mixing import HeadCollapse, HeadMixing, set_initial_scale
 from .interleaving import token_attentions
@@ -120,8 +120,8 @@ def _check_pages(
         )
 
 
-class InterleavedPreTrainedModel:
-    """Add virtual heads to a model, as a mixin placed before a Transformers model class."""
+class InterleavedMixin:
+    """Add virtual heads to a model of Transformers: `interleaved_class` places this mixin before the model's class."""
 
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, as the method of this name of [`IHAModel`] does."""
@@ -234,7 +234,9 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def holders(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules that hold all interleaved attention, from the model to the smallest."""
+    """Return the modules that hold all interleaved attention, from the model to the smallest.
+
+    For `layers.0.self_attn` and `layers.3.self_attn` these are the model, its backbone and the `layers` of that."""
     backbone = backbone_of(model)
     names = [name.split(".") for name in model.config.interleaved_layers]
     common = os.path.commonprefix(names)  # of any sequences, here of the parts of the names
@@ -254,16 +256,16 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
     config = model.config
     backbone = backbone_of(model)
     config.interleaved_layers = {
-        name: heads for name, heads in config.interleaved_layers.items() if not is_cut_off(backbone, name)
+        name: counts for name, counts in config.interleaved_layers.items() if not is_cut_off(backbone, name)
     }
     if not config.interleaved_layers:
         raise ValueError("None of the interleaved layers is among the first num_hidden_layers: keep more layers.")
     _share_fields(model)
-    for name, heads in config.interleaved_layers.items():
+    for name, head_counts in config.interleaved_layers.items():
         module = backbone.get_submodule(name)
         # The decoder of a generic task head is a model of this package, and has its virtual heads already.
         if virtual_heads_of(module) is None:
-            _add_virtual_heads(module, heads, config)
+            _add_virtual_heads(module, head_counts, config)
     _tie_mixing(model)
     use_virtual_cores(model)
     _install_decoder_hooks(decoder_of(model))
@@ -278,10 +280,10 @@ def _share_fields(model: PreTrainedModel) -> None:
             config.__class__ = part_class(type(config))
 
 
-def _add_virtual_heads(module: nn.Module, heads: list[int], config: PreTrainedConfig) -> None:
+def _add_virtual_heads(module: nn.Module, head_counts: list[int], config: PreTrainedConfig) -> None:
     """Add to an attention module what makes its virtual tokens, and a hook that checks that it attends over them.
 
-    `heads` are the numbers of query, key and value heads."""
+    `head_counts` are the numbers of query, key and value heads."""
     module.attended = False  # see `note_attended`
     module.was_traced = False  # see `check_attended`
     module._forward_hooks[HOOK] = _check_attention
@@ -291,7 +293,7 @@ def _add_virtual_heads(module: nn.Module, heads: list[int], config: PreTrainedCo
         module.virtual_heads = PairedHeads  # these have no mixing
         return
     module.virtual_heads = MixedHeads
-    num_heads, num_key_heads, num_value_heads = heads
+    num_heads, num_key_heads, num_value_heads = head_counts
     module.q_mix = HeadMixing(num_heads, config.num_pseudo_heads)
     module.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
     module.v_mix = HeadMixing(num_value_heads, config.num_pseudo_heads)
@@ -446,7 +448,7 @@ def _prepared_cache(decoder: PreTrainedModel, cache: Cache | None, use_cache: bo
     # With activation checkpointing the base makes no cache. We must not make one either, because Transformers finds
     # packed documents only in calls without a cache. From 5.24 on nothing is checkpointed without gradients.
     is_checkpointed = getattr(decoder, "gradient_checkpointing", False) and decoder.training
-    if CACHE == "cache":
+    if IS_FROM_5_24:
         is_checkpointed = is_checkpointed and torch.is_grad_enabled()
     # RecurrentGemma resets its states where it makes a cache.
     makes_cache = use_cache and not is_checkpointed and not decoder._is_stateful
@@ -510,7 +512,7 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
 
 def base_model_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of Transformers from which `interleaved_class` made a class."""
-    # The bases are (`InterleavedPreTrainedModel`, the base model's class). For the subclass that FSDP2 makes, this
+    # The bases are (`InterleavedMixin`, the base model's class). For the subclass that FSDP2 makes, this
     # returns the interleaved class, and what the caller asks of that class comes here again.
     return model_class.__bases__[1]
 
@@ -534,7 +536,7 @@ def interleaved_class(name: str, interleaved_config: type[PreTrainedConfig]) -> 
     may_be_missing = [*(base._keys_to_ignore_on_load_missing or ()), ABSENT_FROM_OLD_CHECKPOINTS]
     attributes["_keys_to_ignore_on_load_missing"] = may_be_missing
     attributes["__qualname__"] = f"{name}[{base.__name__}]"
-    new_class = type(name, (InterleavedPreTrainedModel, base), attributes)
+    new_class = type(name, (InterleavedMixin, base), attributes)
     # A model's `__init__` registers by `str(class)` what `output_hidden_states` returns. A model that is interleaved
     # in place was built as another class, so we register ours here. From 5.24 on the registry takes models as its
     # keys and not names; the method of `dict` works in every version.
@@ -560,10 +562,11 @@ def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:
 
 
 class InterleavedModel(PreTrainedModel):
-    """Load a decoder without a head. `auto_map` names this class and its subclasses.
+    """Name a model without a head in `auto_map`. This class and its subclasses have no instances.
 
-    The class of the model itself depends on the base type: see `interleaved_class`. This one is a `PreTrainedModel`
-    because vLLM and SGLang accept nothing else and call `is_backend_compatible`."""
+    A loaded model is of another class of the same name, which `interleaved_class` makes of the mixin and the class of
+    its base, such as (InterleavedMixin, LlamaForCausalLM). The methods below pass calls on to that class. This one is
+    a `PreTrainedModel` because vLLM and SGLang accept nothing else and call `is_backend_compatible`."""
 
     config_class = InterleavedConfig
 

@@ -52,10 +52,10 @@ def new_token_attention(
 
         q_i . R_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] R_j^T q_i) . k_m
 
-    R_j with one index is the rotation of pseudo-head j; R[h, i] is the collapse, as in the paper. The term in
-    parentheses does not depend on the cached tokens and has the size of a query. It is computed first, and the scores
-    are then one product with the cache as it is. In the same way alpha_V moves behind the sum over the cached values,
-    and the collapse moves before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
+    R_j is the rotation of pseudo-head j, and C[h, i] the collapse, which the paper calls R. The term in parentheses
+    does not depend on the cached tokens and has the size of a query. It is computed first, and the scores are then one
+    product with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the
+    collapse moves before it: sum_i C[h, i] (softmax_i V) = (sum_i C[h, i] softmax_i) V.
 
     Args:
         weights: the `MixedHeads` of the layer, with a collapse [H, P].
@@ -67,29 +67,30 @@ def new_token_attention(
         product_dtype: dtype in which to multiply if products in the cache's dtype are slow, or `None`."""
     # Autocast would round what is in float32 on purpose.
     with maybe_autocast(query.device.type, enabled=False):
-        batch, heads, _, head_dim = query.shape
+        batch, num_heads, _, head_dim = query.shape
         num_pseudo_heads = weights.collapse.shape[1]
         dtype = value.dtype
         fast_dtype = product_dtype or dtype
         groups, num_keys = key.shape[1:3]
         query = query.to(fast_dtype)
         q_mix = weights.q_mix.to(fast_dtype)
-        k_mix = weights.k_mix.to(fast_dtype).repeat_interleave(heads // groups, dim=1)
-        v_mix = weights.v_mix.to(fast_dtype).repeat_interleave(heads // groups, dim=1)
+        k_mix = weights.k_mix.to(fast_dtype).repeat_interleave(num_heads // groups, dim=1)
+        v_mix = weights.v_mix.to(fast_dtype).repeat_interleave(num_heads // groups, dim=1)
         slice_tokens = num_keys if key.dtype == fast_dtype else WIDENED_TOKENS
 
-        query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
-        query = query.view(batch, heads, num_pseudo_heads, 1, head_dim)
+        # The pseudo-heads q_i of the query, [batch, H, P (i), 1, head_dim]
+        pseudo_query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
+        pseudo_query = pseudo_query.view(batch, num_heads, num_pseudo_heads, 1, head_dim)
         if weights.rotation is not None:
             cos, sin = (table.to(fast_dtype) for table in weights.rotation)
-            rotated = rotate(query, cos.unsqueeze(1), sin.unsqueeze(1))  # R_i, [batch, H, P, 1, head_dim]
-            # R_j^T for every j: the tables of all j broadcast, [batch, H, P, P, head_dim].
-            query = rotate(rotated, cos, -sin)
+            rotated = rotate(pseudo_query, cos.unsqueeze(1), sin.unsqueeze(1))  # by R_i
+            # By R_j^T for every j: the tables of all j broadcast, [batch, H, P (i), P (j), head_dim].
+            pseudo_query = rotate(rotated, cos, -sin)
         # [batch, M, H * P * P, head_dim], one for each query pseudo-head i and key pseudo-head j
-        absorbed = (query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
+        absorbed = (pseudo_query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
         parts = [_scores(absorbed, keys.to(fast_dtype)) for keys in key.split(slice_tokens, dim=2)]
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # `cat` copies one tensor too
-        scores = scores.view(batch, heads, num_pseudo_heads, num_pseudo_heads, num_keys)
+        scores = scores.view(batch, num_heads, num_pseudo_heads, num_pseudo_heads, num_keys)
 
         if attention_mask is None:
             hide_in_place(scores, window)
@@ -100,17 +101,18 @@ def new_token_attention(
 
         collapse = weights.collapse.to(probabilities.dtype).unsqueeze(1)
         collapsed = torch.matmul(collapse, probabilities).to(fast_dtype)
-        collapsed = collapsed.view(batch, 1, heads * num_pseudo_heads, num_keys)
+        collapsed = collapsed.view(batch, 1, num_heads * num_pseudo_heads, num_keys)
         pairs = zip(collapsed.split(slice_tokens, dim=-1), value.split(slice_tokens, dim=2))
         output = sum(_weighted_sum(shares, values.to(fast_dtype)) for shares, values in pairs)
-        output = output.unflatten(2, (heads, num_pseudo_heads))  # [batch, m, H, j, head_dim]
+        output = output.unflatten(2, (num_heads, num_pseudo_heads))  # [batch, m, H, j, head_dim]
         return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1).to(dtype)
 
 
 def apply_mask(scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
     """Return scores [batch, H, i, j, N] with the keys that a mask hides at the lowest value.
 
-    A boolean mask changes the scores in place, because paired heads pass a view whose layout a copy would lose."""
+    A boolean mask changes the scores in place, which keeps the layout of the view that paired heads pass. An additive
+    mask gives a new tensor."""
     num_pseudo_heads, num_keys = scores.shape[-2:]
     # [batch, heads, i, N * j] as [batch, heads, i, j, N]
     mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)

@@ -18,7 +18,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from .cache_edge import WINDOW_EDGE
-from .cache_names import CACHE
+from .cache_names import IS_FROM_5_24
 from .overlay import Overlay
 from .virtual_core import virtual_heads_of
 from .virtual_masks import CREATE_MASK, core_of, register_masks
@@ -150,7 +150,7 @@ def fill_pages(
 
     Return the keys and values to pass to the core. New keys and values are [1, G, T, head_dim]. Modify `kwargs` in
     place. Up to Transformers 5.23 the core itself updates the pages, passed to it as `cache`."""
-    if CACHE != "cache":
+    if not IS_FROM_5_24:
         kwargs["cache"] = cache
         return key_states, value_states
     return cache.update(key_states, value_states, layer_idx, kwargs=kwargs)

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from .in_place import (
     TOLERANCE,
     check_window,
-    configs_of,
+    config_attributes,
     detach,
     interleave_heads,
     one_line,
     probe,
     relative_difference,
     remove_mixing,
-    set_configs,
+    restore_configs,
 )
 from .modeling_interleaved import attach_virtual_heads, backbone_of, is_mixing, use_virtual_cores, virtual_configs
 
@@ -51,15 +51,14 @@ def pair_heads(
     The virtual tokens of a token share its RoPE position, as the base model rotates its heads. Return the model. Raise
     a ValueError, and leave the model as it was, where its heads cannot be paired."""
     check_window(sliding_window, "at least 2 tokens, or None")
-    own_configs = configs_of(model)
+    own_configs = config_attributes(model)
     interleave_heads(model, num_pseudo_heads, layers, seed=None, mixing_scale=1.0)
-    modules = {
-        backbone_of(model).get_submodule(name): heads for name, heads in model.config.interleaved_layers.items()
-    }
+    backbone = backbone_of(model)
+    modules = {backbone.get_submodule(name): counts for name, counts in model.config.interleaved_layers.items()}
     try:
-        for module, heads in modules.items():
-            _check_heads(module, heads, num_pseudo_heads)
-            for name, value in fixed_mixing(heads, num_pseudo_heads).items():
+        for module, head_counts in modules.items():
+            _check_heads(module, head_counts, num_pseudo_heads)
+            for name, value in fixed_mixing(head_counts, num_pseudo_heads).items():
                 module.get_parameter(name).data.copy_(value)
         expected = probe(model)
         _pair(model, modules)
@@ -68,7 +67,7 @@ def pair_heads(
             raise ValueError(f"Its hidden states with paired heads differ by {difference:.1e} from those expected.")
     except Exception as error:
         detach(model)
-        set_configs(own_configs)
+        restore_configs(own_configs)
         if isinstance(error, ValueError):
             raise
         raise ValueError(f"The heads of {model.config.model_type} cannot be paired ({one_line(error)}).") from error
@@ -79,10 +78,10 @@ def pair_heads(
     return model
 
 
-def fixed_mixing(heads: list[int], num_pseudo_heads: int) -> dict[str, torch.Tensor]:
+def fixed_mixing(head_counts: list[int], num_pseudo_heads: int) -> dict[str, torch.Tensor]:
     """Return the mixing and collapse, float32, with which interleaved heads compute what paired heads do.
 
-    `heads` are the numbers of query, key and value heads. Pseudo-head p of head h is head p * S + h mod S, with
+    `head_counts` are the numbers of query, key and value heads. Pseudo-head p of head h is head p * S + h mod S, with
     S = heads / P, and head h is the output of its pseudo-head h // S."""
 
     def alpha(num_heads: int) -> torch.Tensor:
@@ -92,7 +91,7 @@ def fixed_mixing(heads: list[int], num_pseudo_heads: int) -> dict[str, torch.Ten
         sources = pseudo_head * size + head % size  # [heads, P]
         return torch.nn.functional.one_hot(sources, num_heads).permute(2, 0, 1).float()
 
-    num_heads, num_key_heads, num_value_heads = heads
+    num_heads, num_key_heads, num_value_heads = head_counts
     own = torch.arange(num_heads) // (num_heads // num_pseudo_heads)  # the pseudo-head that is each head's output
     return {
         "q_mix.weight": alpha(num_heads),
@@ -102,11 +101,11 @@ def fixed_mixing(heads: list[int], num_pseudo_heads: int) -> dict[str, torch.Ten
     }
 
 
-def _check_heads(module: torch.nn.Module, heads: list[int], num_pseudo_heads: int) -> None:
-    if any(count % num_pseudo_heads for count in heads):
+def _check_heads(module: torch.nn.Module, head_counts: list[int], num_pseudo_heads: int) -> None:
+    if any(count % num_pseudo_heads for count in head_counts):
         raise ValueError(
-            f"num_pseudo_heads is {num_pseudo_heads}: expected a divisor of the {heads[0]} query heads and {heads[1]} "
-            f"key/value heads of {type(module).__name__}."
+            f"num_pseudo_heads is {num_pseudo_heads}: expected a divisor of the {head_counts[0]} query heads and "
+            f"{head_counts[1]} key/value heads of {type(module).__name__}."
         )
     if getattr(module, "sinks", None) is not None:
         raise ValueError(

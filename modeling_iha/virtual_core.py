@@ -66,10 +66,12 @@ def virtual_attention(
         return _attend_over_tokens(core, module, query, key, value, attention_mask, **kwargs)
 
     num_keys = key.shape[2]
-    window = getattr(module.config, "interleaved_window", None)
+    # The window, in tokens, that `interleave_heads` or `pair_heads` gave these layers. `IHAConfig` has no such field:
+    # its windows, and those of a base model, are in the mask and in `kwargs["sliding_window"]`.
+    own_window = getattr(module.config, "interleaved_window", None)
     num_pseudo_heads = virtual_tokens_per_token(module.config)
-    attention_mask = layer_mask(attention_mask, core, window, num_pseudo_heads, num_queries, num_keys)
-    heads = virtual_heads_of(module).from_module(module, query, key, value, rotation)
+    attention_mask = layer_mask(attention_mask, core, own_window, num_pseudo_heads, num_queries, num_keys)
+    virtual_heads = virtual_heads_of(module).from_module(module, query, key, value, rotation)
     # Autocast leaves rotated queries and keys in float32.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
@@ -77,12 +79,16 @@ def virtual_attention(
     is_new_token = num_queries == 1 and not has_first_keys
     if is_new_token and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        if attention_mask is None and window is not None:
+        if attention_mask is None and own_window is not None:
             # Every pseudo-head but the last sees one token more than the window.
-            key = key[:, :, -window - 1 :]
-            value = value[:, :, -window - 1 :]
-        return heads.attend_new_token(query, key, value, scaling, window, attention_mask, product_dtype), None
-    return _attend_over_virtual_tokens(core, module, heads, query, key, value, attention_mask, window, **kwargs)
+            key = key[:, :, -own_window - 1 :]
+            value = value[:, :, -own_window - 1 :]
+        return virtual_heads.attend_new_token(
+            query, key, value, scaling, own_window, attention_mask, product_dtype
+        ), None
+    return _attend_over_virtual_tokens(
+        core, module, virtual_heads, query, key, value, attention_mask, own_window, **kwargs
+    )
 
 
 def _without_unused_places(
@@ -109,21 +115,22 @@ def _attend_over_tokens(
 def _attend_over_virtual_tokens(
     core: str,
     module: Any,
-    heads: Any,
+    virtual_heads: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
-    window_in_tokens: int | None,
+    own_window: int | None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output and weights of a core that runs on virtual tokens.
 
-    `heads` make the virtual tokens. The mask is that of `layer_mask`, and the window is the layer's own."""
+    `virtual_heads` is the layer's `MixedHeads` or `PairedHeads`. The mask is that of `layer_mask`, and `own_window` is
+    in tokens (see `virtual_attention`)."""
     num_pseudo_heads = virtual_tokens_per_token(module.config)
     stock = stock_core(core, module, num_pseudo_heads)
-    if window_in_tokens is not None:
-        kwargs["sliding_window"] = narrower(window_in_tokens, kwargs.get("sliding_window"))
+    if own_window is not None:
+        kwargs["sliding_window"] = narrower(own_window, kwargs.get("sliding_window"))
     if kwargs.get("s_aux") is not None:
         kwargs["s_aux"] = stock.module.sinks  # flash cores take the sinks as an argument: those raised by log P
     # From here on windows and lengths in `kwargs` count virtual tokens.
@@ -131,21 +138,21 @@ def _attend_over_virtual_tokens(
 
     has_dense_mask = attention_mask is not None and not is_first_key_mask(attention_mask)
     if "flash" in core or has_dense_mask:  # flash cores hide later keys by themselves
-        return heads.attend(stock, query, key, value, attention_mask, **kwargs)
+        return virtual_heads.attend(stock, query, key, value, attention_mask, **kwargs)
     num_queries = query.shape[2]
     if attention_mask is None and num_queries == 1:
-        mask = new_token_mask(key.shape[2], window_in_tokens, num_pseudo_heads, query.device)
-        return heads.attend(stock, query, key, value, mask, **kwargs)
+        mask = new_token_mask(key.shape[2], own_window, num_pseudo_heads, query.device)
+        return virtual_heads.attend(stock, query, key, value, mask, **kwargs)
     if attention_mask is None:
         # Several queries without a mask: nothing was cached before, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
     virtual_window, dropout = kwargs.get("sliding_window"), kwargs.get("dropout")
-    window = chunk_window(heads, query, key, value, attention_mask, virtual_window, dropout)
+    window = chunk_window(virtual_heads, query, key, value, attention_mask, virtual_window, dropout)
     if window is not None:
         kwargs["sliding_window"] = window
-        return attend_in_chunks(heads, stock, query, key, value, **kwargs), None
+        return attend_in_chunks(virtual_heads, stock, query, key, value, **kwargs), None
     attend = window_attention if attention_mask is None else first_key_attention
-    return heads.attend(partial(attend, stock), query, key, value, attention_mask, **kwargs)
+    return virtual_heads.attend(partial(attend, stock), query, key, value, attention_mask, **kwargs)
 
 
 def layer_mask(
@@ -157,9 +164,9 @@ def layer_mask(
     length = num_queries * num_pseudo_heads
     width = num_keys * num_pseudo_heads
     if is_first_key_mask(mask):
-        if plain_window(mask) is None:
-            # Only the rows can be wrong: the last dimension holds 1 or a window, not keys.
-            _check_size(mask, core, length, mask.shape[-1])
+        # Dimension 2 is the number of queries, except in a plain window, which only this code makes.
+        if plain_window(mask) is None and mask.shape[2] != length:
+            raise ValueError(f"attention_mask has first keys of {mask.shape[2]} virtual tokens, not of {length}.")
         return mask  # `first_key_attention` takes the window as an argument
     if isinstance(mask, torch.Tensor) and mask.ndim == 4:
         # The mask may be wider than this layer's cache. A slice loses the result that `in_window` stored on the mask,

@@ -3,7 +3,14 @@
 """Make masks over virtual tokens by the mask functions of Transformers.
 
 Transformers' models make masks through one registry and call attention through another. Here each core, such as
-"sdpa", has a second name for masks, such as "iha_sdpa", under which a mask is over P virtual tokens for each token."""
+"sdpa", has a second name for masks, such as "iha_sdpa", under which a mask is over P virtual tokens for each token.
+Interleaved decoders register attention under such names too (modeling_interleaved.py). There are four:
+
+    "iha_sdpa"           attend over virtual tokens. At the exact start this computes what "sdpa" does.
+    "iha_1a2b3c4d_sdpa"  the same, of a copy of this code that a checkpoint brought
+    "changed_iha_sdpa"   the same, for a model with paired heads or a window, which never computes what its base does
+    "recorded_iha_sdpa"  "sdpa" itself, while `interleave_heads` records the calls of a probe
+"""
 
 import zlib
 from collections.abc import Callable
@@ -83,7 +90,8 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     With a window of W tokens, pseudo-head p of token n sees the last W * P virtual tokens up to itself. In terms of
     tokens, it sees pseudo-heads 0 to p of every token that n sees. It also sees pseudo-heads p + 1 to P - 1 of the
     earlier tokens that n - 1 sees, if n - 1 is in the same document. With a window these reach one token further back,
-    to n - W.
+    to n - W. For P = 2 and W = 2 pseudo-head 0 of token n sees virtual tokens (n - 2, 1), (n - 1, 0), (n - 1, 1) and
+    (n, 0), and pseudo-head 1 sees (n - 1, 0), (n - 1, 1), (n, 0) and (n, 1).
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (first_keys.py)."""
     num_pseudo_heads = virtual_tokens_per_token(config)
@@ -106,6 +114,7 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
                 return first_keys
             if may_skip:
                 return None  # all queries see from the first key on: plain causal attention
+            # The caller wants a mask even if it is causal: a dense one is made below.
     if num_pseudo_heads == 1:
         return make_token_mask()
 
@@ -114,6 +123,7 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
         key_token = key // num_pseudo_heads
         sees_token = mask_function(batch, head, query_token, key_token)
         # Pseudo-heads after the query's own are seen if token n - 1 sees the key's token and is in the same document.
+        # Token 0 has no token before it: no key is earlier, so what the mask function says of token -1 does not count.
         token_before_sees = mask_function(batch, head, query_token - 1, key_token)
         continues = mask_function(batch, head, query_token, query_token - 1)
         is_earlier = token_before_sees & continues & (key_token < query_token)

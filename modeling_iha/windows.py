@@ -68,9 +68,9 @@ def first_key_attention(
     used:
 
     - a plain window: PyTorch's FlashAttention on a GPU in half precision, and elsewhere `window_attention`
-    - compiled code whose mask has the window in its shape: blocks of all rows in one call
-    - a dense mask: in other compiled code, for at most MIN_BLOCK keys, and in eager code that gets a mask of compiled
-      code with padding
+    - a mask that `compiled_first_keys` made for a window, with more than MIN_BLOCK keys outside it: blocks of all rows
+      in one call, in eager code too
+    - other compiled code, at most MIN_BLOCK keys, or a mask in which padding sees nothing: a dense mask
     - documents on a GPU in half precision: PyTorch's FlashAttention
     - rows of one document: `window_attention`
     - other documents: `window_attention` for one after the other
@@ -95,10 +95,11 @@ def first_key_attention(
         if length - window > MIN_BLOCK:
             return _attend_in_compiled_blocks(stock, query, key, value, window, first_keys, **kwargs)
     # From here on the first keys hold the window of the mask, and only that of the layer is still to be applied.
-    if torch.compiler.is_compiling() or length <= MIN_BLOCK or documents_of(first_keys).hide_padding:
+    may_read_values = not torch.compiler.is_compiling() and length > MIN_BLOCK
+    documents = documents_of(first_keys) if may_read_values else None
+    if documents is None or documents.has_hidden_padding:
         mask = _dense_mask(first_keys, length, sliding_window)
         return stock(query, key, value, mask, **kwargs)
-    documents = documents_of(first_keys)
     window = narrower(documents.longest_span, sliding_window)  # a window as long as the longest document hides nothing
     if has_kernel:
         return varlen_attention(documents, query, key, value, window, **kwargs)
@@ -140,7 +141,7 @@ def window_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None = None,  # `heads.attend` calls every function with a mask
+    attention_mask: None = None,  # `MixedHeads.attend` calls every function with a mask
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -151,7 +152,7 @@ def window_attention(
     computes all whole blocks of a row, as a batch with one small mask, at a cost of O(L * window). Blocks of keys
     overlap, and are views. Copies would be kept for the backward pass and take (block + window) / block times the
     memory of the keys and values."""
-    batch, heads, length, _ = query.shape
+    batch, num_heads, length, _ = query.shape
     window = sliding_window
     # The keys of tokens before the queries: none, or those of a window, which `attend_in_chunks` passes.
     before = key.shape[2] - length
@@ -162,7 +163,7 @@ def window_attention(
         return stock(query, key, value, mask[None, None], **kwargs)
     if torch.compiler.is_compiling():
         return _attend_in_compiled_blocks(stock, query, key, value, window, **kwargs)
-    if batch > 1 and heads * length <= JOINED_ROW and before == 0:
+    if batch > 1 and num_heads * length <= JOINED_ROW and before == 0:
         return _attend_in_joined_rows(stock, query, key, value, window, **kwargs), None
     rows = zip(query.split(1), key.split(1), value.split(1))
     outputs = [_attend_in_blocks(stock, q, k, v, window, **kwargs) for q, k, v in rows]
@@ -195,7 +196,7 @@ def _attend_in_blocks(
     With a `row_length`, the L tokens are several rows of `row_length` tokens each, and no row sees another."""
     _, _, length, _ = query.shape
     num_keys = key.shape[2]
-    num_first = window - (num_keys - length)  # the queries that see the first key
+    num_first = window - (num_keys - length)  # the queries that see key 0
     block = min(block_size(window), length - num_first)
     num_last = (length - num_first) % block
     num_in_blocks = length - num_first - num_last
@@ -207,8 +208,8 @@ def _attend_in_blocks(
         states = (first_queries.contiguous(), key[:, :, :window], value[:, :, :window])
         outputs.append(stock(*states, None, **kwargs)[0])
     mask = _block_mask(block, window, query.device)
-    # No query of these blocks sees the first key. It is kept, because slicing it off would give a gradient as long as
-    # all states.
+    # No query of these blocks sees key 0. It stays, because slicing it off would make a gradient as long as all states
+    # where nothing else is sliced (`num_last` is 0).
     end = num_keys - num_last
     states = (block_queries, key[:, :, :end], value[:, :, :end])
     outputs.append(_attend_in_equal_blocks(stock, *states, mask, num_first, row_length, **kwargs))
@@ -264,9 +265,9 @@ def _attend_with_folded_groups(
         key, value: [blocks, G, size + window, head_dim].
         mask: boolean [blocks or 1, size, size + window].
     """
-    heads = query.shape[0]
+    num_heads = query.shape[0]
     size = mask.shape[1]
-    group = heads // key.shape[1]
+    group = num_heads // key.shape[1]
     query = query.unflatten(1, (-1, size))  # [H, blocks, size, head_dim]
     query = query.unflatten(0, (-1, group))  # [G, group, blocks, size, head_dim]
     query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [blocks, G, group * size, head_dim]
@@ -274,7 +275,7 @@ def _attend_with_folded_groups(
     # [blocks, group * size, G, head_dim]
     output, _ = stock.without_groups()(query, key, value, mask, **kwargs)
     output = output.unflatten(1, (group, size)).permute(0, 2, 3, 1, 4)  # [blocks, size, G, group, head_dim]
-    return output.reshape(-1, heads, output.shape[-1])
+    return output.reshape(-1, num_heads, output.shape[-1])
 
 
 class _OverlappingBlocks(torch.autograd.Function):

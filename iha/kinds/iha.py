@@ -6,7 +6,7 @@ from iha.flops import Cost, score_products
 from modeling_iha import IHAConfig
 from modeling_iha.exact_start import deviations as deviations_from_start
 from modeling_iha.exact_start import exact_start
-from modeling_iha.mixing_weights import values
+from modeling_iha.mixing_weights import state_with_values
 
 from . import Companion
 
@@ -61,7 +61,9 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
 
     For the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters.
     NaN and infinity become NaN."""
-    moved = deviations_from_start(values(attention), heads_of(config), config.num_pseudo_heads, config.pseudo_collapse)
+    moved = deviations_from_start(
+        state_with_values(attention), heads_of(config), config.num_pseudo_heads, config.pseudo_collapse
+    )
     return moved | {name: 0 * moved[name] for name in foldable(config)}
 
 

@@ -53,7 +53,7 @@ from iha.errors import UserError
 from iha.processes import load_in_clean_process, run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM, pair_heads
 from modeling_iha.exact_start import last_pseudo_head
-from modeling_iha.mixing_weights import values
+from modeling_iha.mixing_weights import state_with_values
 
 
 # What is converted
@@ -271,7 +271,9 @@ def test_collapse_over_all_heads_goes_back():
     config = copy.deepcopy(model.config)
     config.pseudo_collapse, config.mixing_scale = "all_heads", 1.0
     wide = IHAForCausalLM(config).eval()
-    wide.load_state_dict({name: t for name, t in values(model).items() if "collapse" not in name}, strict=False)
+    wide.load_state_dict(
+        {name: t for name, t in state_with_values(model).items() if "collapse" not in name}, strict=False
+    )
     with pytest.raises(UserError, match=r"layers\.0\.self_attn\.collapse"):
         convert_back(wide)
     for layer in wide.model.layers:

@@ -55,7 +55,7 @@ from iha.processes import run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, modeling_interleaved, remove_interleaving
 from modeling_iha.cache_names import CACHE
 from modeling_iha.configuration_interleaved import TASKS
-from modeling_iha.mixing_weights import mixing_parameters, values
+from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core, remove_hooks
 from modeling_iha.virtual_masks import in_window
 from modeling_iha.windows import MIN_BLOCK
@@ -561,8 +561,8 @@ def test_mixing_learns_at_a_rate_of_its_own(name, wrap):
             losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
             optimizer.step()
         assert_close(torch.stack(losses[:2]), torch.stack(losses[2:]), 1e-4)
-    expected = values(plain)
-    for weight, value in values(ours).items():
+    expected = state_with_values(plain)
+    for weight, value in state_with_values(ours).items():
         assert_close(value, expected[weight], 1e-3)
 
 
@@ -570,14 +570,14 @@ def test_mixing_learns_at_a_rate_of_its_own(name, wrap):
 def test_small_steps_are_kept_and_decay_pulls_to_the_start(dtype):
     """Take steps as at 1e-5, which are lost beside entries of 1 in bfloat16, and then steps of decay alone."""
     model = interleave_heads(decoder("llama").to(dtype), 2)
-    start, weights = values(model), mixing_parameters(model)
+    start, weights = state_with_values(model), mixing_parameters(model)
     optimizer = torch.optim.AdamW(weights, lr=1e-5, eps=0, weight_decay=0.0)
     for _ in range(50):
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
     spacing = torch.finfo(dtype).eps  # of the value 1
-    for name, value in values(model).items():
+    for name, value in state_with_values(model).items():
         if any(f".{each}." in name for each in MIXING_MODULES):
             assert (start[name] - value).sub(SCALE * 50 * 1e-5).abs().max() < spacing
     optimizer = torch.optim.AdamW(weights, lr=0.5, weight_decay=1.0)
@@ -585,7 +585,7 @@ def test_small_steps_are_kept_and_decay_pulls_to_the_start(dtype):
         for weight in weights:
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
-    assert all(torch.allclose(value, start[name], atol=1e-7) for name, value in values(model).items())
+    assert all(torch.allclose(value, start[name], atol=1e-7) for name, value in state_with_values(model).items())
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])

@@ -26,7 +26,7 @@ from modeling_iha import (
 )
 from modeling_iha.configuration_interleaved import MIXING_MODULES
 from modeling_iha.head_mixing import HeadMixing
-from modeling_iha.mixing_weights import values
+from modeling_iha.mixing_weights import state_with_values
 
 
 TOKENS = random_ids(2, 9)
@@ -144,18 +144,18 @@ def test_the_scale_changes_and_the_values_stay(name, dtype, tmp_path):
     """Zamba's blocks share their weights, so the values of all of them have to be taken first."""
     model = random_model(small_config(mixing_scale=40.0)) if name == "iha" else train_mixing(interleaved(40.0, name))
     model.to(dtype)
-    expected, learned = logits(model), values(model)
+    expected, learned = logits(model), state_with_values(model)
     for scale in (10, 1, 3.0):
         set_mixing_scale(model, scale)
         assert model.config.mixing_scale == scale and logits(model).equal(expected)
-        assert all(value.equal(learned[name]) for name, value in values(model).items())
+        assert all(value.equal(learned[name]) for name, value in state_with_values(model).items())
         assert not any(weight.any() for weight in mixing_parameters(model))
     model.save_pretrained(tmp_path)
-    loaded = values(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype))
+    loaded = state_with_values(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype))
     assert all(value.equal(learned[name]) for name, value in loaded.items())
     for weight in mixing_parameters(model):
         weight.data += 0.1
-    for name, value in values(model).items():
+    for name, value in state_with_values(model).items():
         if any(part in name.split(".") for part in MIXING_MODULES):
             assert_close(value, learned[name] + 0.3, 0.01)
     for scale in (0, float("nan"), "10"):
