@@ -55,7 +55,8 @@ setup(
         "packaging",
         "accelerate",
         "safetensors",
-        "pydantic",
+        "filelock>=4",
+        "pydantic>=2",
     ],
     extras_require={
         # What GGUF files, fine-tuning, the studies and the other commands of a checkout need.

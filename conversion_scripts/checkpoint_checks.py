@@ -19,6 +19,7 @@ from transformers.utils import (
 
 from iha.checkpoints import (
     TOKENIZER_FILES,
+    check_no_adapter,
     load_config,
     load_config_dict,
     load_generation_config,
@@ -56,22 +57,22 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
 
     The checkpoint consists of the weights that a load reads, the Python files that the config's `auto_map` leads to,
     what Transformers and people read beside them, and the files of `FOLDERS`. Raise `UserError` if `directory` is not
-    a saved model, or holds a pickle other than a Trainer's, which could run any code when it is loaded.
+    a saved model, holds an adapter, or holds a pickle other than a Trainer's, which could run any code when it is
+    loaded.
     """
     if not (directory / CONFIG_NAME).is_file():
         raise UserError(f"{directory} holds no {CONFIG_NAME}: expected a saved model directory.")
+    check_no_adapter(directory)
     entries = sorted(directory.iterdir())
     refuse_pickles(directory, [path.name for path in entries])
     belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | _weight_names(directory)
     belongs |= {path.name for path in entries if path.name.startswith(TOKENIZER_FILES) and path.suffix != ".py"}
-    names = [path.name for path in entries if path.is_file() and path.name in belongs]
+    at_root = [path for path in entries if path.is_file() and path.name in belongs]
     inner = [path for folder, pattern in FOLDERS.items() for path in sorted((directory / folder).glob(pattern))]
-    _refuse_outside(directory, [*(directory / name for name in names), *inner])
-    folders = {path.parent.name for path in inner}
-    others = [
-        f"{path.name}/" if path.is_dir() else path.name for path in entries if path.name not in {*names, *folders}
-    ]
-    return names + [f"{path.parent.name}/{path.name}" for path in inner], others
+    _refuse_outside(directory, at_root + inner)
+    taken = {path.name for path in at_root} | {path.parent.name for path in inner}
+    others = [f"{path.name}/" if path.is_dir() else path.name for path in entries if path.name not in taken]
+    return [str(path.relative_to(directory)) for path in at_root + inner], others
 
 
 def _refuse_outside(directory: Path, files: list[Path]) -> None:

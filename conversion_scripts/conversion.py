@@ -24,7 +24,7 @@ from iha.checkpoints import (
     weight_files,
 )
 from iha.errors import UserError, one_line
-from iha.files import new_directory, typed
+from iha.files import expanded, new_directory, typed
 from iha.sources import find_source
 from modeling_iha import IHAConfig
 from modeling_iha.configuration_iha import SIZES
@@ -213,11 +213,11 @@ def write_checkpoint(
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
         if section is not None:
-            place = Path(src).expanduser()
-            base_model = None if place.exists() else str(src)
-            license = source_license(str(place if place.exists() else src))
-            about: dict[str, Any] = {"base_model": base_model, "details": section, **license}
-            card = render_card(model.config, Path(dst).name, **about)
+            place = expanded(src)
+            is_local = place.exists()
+            base_model = None if is_local else str(src)
+            license: dict[str, Any] = source_license(str(place if is_local else src))
+            card = render_card(model.config, Path(dst).name, base_model=base_model, details=section, **license)
             (directory / "README.md").write_text(card, encoding="utf-8")
     print(f"Wrote {dst}, {model.num_parameters():,} parameters.")
     if section is not None:

@@ -110,9 +110,9 @@ def convert_model(
     window: int | None = None,
     kind: str = "iha",
     options: dict | None = None,
-    value_offsets: str = "balanced",
+    value_offsets: str | None = None,
     seed: int = 0,
-    mixing_scale: float = 40.0,
+    mixing_scale: float | None = None,
 ) -> IHAForCausalLM:
     """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
@@ -120,6 +120,7 @@ def convert_model(
     two, or copy it, before training. Raise `UserError` if the source is not supported or an argument does not fit it.
     """
     config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options)
+    value_offsets = value_offsets or "balanced"
     generator = torch.Generator().manual_seed(seed)
     state = source.state_dict()
     lacks = ARCHITECTURES[source.config.model_type].lacks
@@ -131,7 +132,11 @@ def convert_model(
         started |= companion_of(layer_kind).from_mha(config, of_mha)
         state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
-    if mixing_parameters(model):
+    if not mixing_parameters(model):
+        if mixing_scale is not None:
+            raise UserError(f"kind {kind!r} with these options has no weights that mix heads: leave out mixing_scale.")
+    else:
+        mixing_scale = 40.0 if mixing_scale is None else mixing_scale
         stored = torch.tensor(mixing_scale, dtype=source.dtype).item()
         if not 0 < stored < math.inf:
             raise UserError(f"mixing_scale={mixing_scale:g} is {stored:g} in {source.dtype}: choose another number.")
@@ -148,9 +153,9 @@ def convert(
     options: dict | None = None,
     schedule: Literal["global", "hybrid"] = "global",
     window: int | None = None,
-    value_offsets: Literal["balanced", "none"] = "balanced",
+    value_offsets: Literal["balanced", "none"] | None = None,
     dtype: str = "auto",
-    mixing_scale: float = 40.0,
+    mixing_scale: float | None = None,
     seed: int = 0,
 ) -> None:
     """Convert a checkpoint without changing what it computes, and write it, its tokenizer and a model card.
@@ -158,7 +163,7 @@ def convert(
     `source` is a directory, a Hub id or a GGUF file, and `destination` a new directory. The other arguments are the
     options of the command. Raise `UserError`, and leave nothing behind, if the source cannot be converted.
     """
-    check_conversion(source, destination, num_pseudo_heads, kind, schedule, window, mixing_scale, seed)
+    check_conversion(source, destination, num_pseudo_heads, kind, schedule, window, value_offsets, mixing_scale, seed)
 
     def make():
         arguments = (num_pseudo_heads, schedule, window, kind, options)

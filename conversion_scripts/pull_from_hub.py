@@ -3,9 +3,12 @@
 Every file is compared with the Hub's checksum, and the model is loaded in a process without this package.
 """
 
+import glob
 import os
 import shutil
+import stat
 from collections.abc import Sequence
+from pathlib import Path
 
 from huggingface_hub import HfApi
 from transformers.utils import CONFIG_NAME
@@ -13,9 +16,11 @@ from transformers.utils import CONFIG_NAME
 from iha.arguments import check_pull, pull_arguments
 from iha.errors import UserError, run_cli
 from iha.files import checked, new_directory
+from iha.foreign_code import CUSTOM_GENERATE
 from iha.processes import load_in_clean_process
+from iha.sources import check_hub_answers
 
-from .checkpoint_checks import check_checkpoint, checkpoint_files, loading_code, refuse_pickles
+from .checkpoint_checks import FOLDERS, check_checkpoint, checkpoint_files, loading_code, refuse_pickles
 
 
 @checked
@@ -27,23 +32,32 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
     does not pass `check_checkpoint`, and the client's errors where the Hub refuses.
     """
     check_pull(repo_id, directory)
+    check_hub_answers(repo_id)
     api = HfApi()
     with new_directory(directory) as temporary:
         info = api.model_info(repo_id, revision=revision)
         names = [file.rfilename for file in info.siblings]
-        refuse_pickles(repo_id, names)
-        if CONFIG_NAME not in names:
+        wanted, others = in_checkpoint(names)
+        refuse_pickles(repo_id, wanted)
+        if CONFIG_NAME not in wanted:
             raise UserError(f"{repo_id} holds no {CONFIG_NAME}: expected the repository of a saved model.")
         print(f"Fetching {repo_id} at {info.sha}", flush=True)
+        if others:
+            print(f"Not part of a checkpoint, not fetched: {', '.join(others)}", flush=True)
         # From the cache, and not into the directory itself: what was transferred outlives a call that is stopped.
-        shutil.copytree(api.snapshot_download(repo_id, revision=info.sha), temporary, dirs_exist_ok=True)
+        patterns = [glob.escape(name) for name in wanted]
+        cached = api.snapshot_download(repo_id, revision=info.sha, allow_patterns=patterns)
+        mode = stat.S_IMODE(temporary.stat().st_mode)
+        shutil.copytree(cached, temporary, dirs_exist_ok=True)
+        temporary.chmod(mode)  # `copytree` gave it that of the cache, and the directory may be private
         found = api.verify_repo_checksums(repo_id, revision=info.sha, local_dir=temporary)
         advice = f"remove it from the cache (hf cache rm model/{repo_id}) and pull again"
         if found.extra_paths:
             raise UserError(
                 f"{', '.join(found.extra_paths)} is in the cache of {repo_id} and not on the Hub: {advice}."
             )
-        if damaged := [mismatch["path"] for mismatch in found.mismatches] + found.missing_paths:
+        lost = [name for name in found.missing_paths if name in wanted]
+        if damaged := [mismatch["path"] for mismatch in found.mismatches] + lost:
             raise UserError(f"{', '.join(damaged)} of {repo_id} differs from the Hub's checksum: {advice}.")
         try:
             checkpoint_files(temporary)
@@ -53,9 +67,17 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
         except UserError as error:  # the directory goes with it
             raise UserError(str(error).replace(str(temporary), repo_id)) from error
     what = f"{loaded['model_class']}, {loaded['parameters']:,} parameters"
-    print(f"{directory}: {what}; every file is as the Hub has it")
+    print(f"{directory}: {what}; every file that was fetched is as the Hub has it")
     print(f"Revision: {info.sha}\n\n{loading_code(repo_id, info.sha)}")
     return info.sha
+
+
+def in_checkpoint(names: list[str]) -> tuple[list[str], list[str]]:
+    """Return the file names that a load of a repository's root may read, and the other folders, which end in "/"."""
+    read = {*FOLDERS, str(Path(CUSTOM_GENERATE).parent)}
+    folders = {name: name.partition("/")[0] for name in names if "/" in name}
+    wanted = [name for name in names if name not in folders or folders[name] in read]
+    return wanted, sorted({f"{folder}/" for folder in folders.values() if folder not in read})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,10 +19,11 @@ from iha.arguments import check_push, push_arguments
 from iha.cards import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_name
 from iha.checkpoints import TOKENIZER_FILES, load_config
 from iha.errors import UserError, run_cli
-from iha.files import checked, read_text
+from iha.files import checked, expanded, read_text, signals_as_interrupts
 from iha.foreign_code import CUSTOM_GENERATE
 from iha.kinds import is_ours
 from iha.processes import load_in_clean_process
+from iha.sources import check_hub_answers
 from modeling_iha.package import PACKAGE
 
 from .checkpoint_checks import (
@@ -36,16 +37,15 @@ from .checkpoint_checks import (
 
 # Names of weights, in one file or several, of any variant, as Transformers looks for them.
 WEIGHTS = ["model.safetensors*", "model[.-]*.safetensors*", "pytorch_model*.bin*"]
-# Files that a load would find in the repository beside the published ones, or in their place.
+# What a load would find at the root of a repository beside the published files, or in their place.
 SUPERSEDED = [
     *WEIGHTS,
-    *sorted(LOADED_NAMES | {path.name for path in PACKAGE.glob("*.py")}),
-    *(f"{name}*" for name in TOKENIZER_FILES),
+    *sorted(LOADED_NAMES),
+    *(f"{name}*.{suffix}" for name in TOKENIZER_FILES for suffix in ("json", "model", "txt")),
     "adapter_config.json",
     "adapter_model*",
-    f"{CHAT_TEMPLATE_DIR}/*",
-    f"{Path(CUSTOM_GENERATE).parent}/*",
 ]
+SUPERSEDED_FOLDERS = {CHAT_TEMPLATE_DIR, str(Path(CUSTOM_GENERATE).parent)}
 
 
 @checked
@@ -66,7 +66,7 @@ def push(
     before anything is uploaded where that is possible, and the client's errors where the Hub refuses. If it is
     stopped, the repository holds the old checkpoint or the new one, and the same call goes on from there.
     """
-    directory = Path(directory).expanduser()
+    directory = expanded(directory)
     check_push(directory, repo_id, tag, create_pr)
     names, others = checkpoint_files(directory)
     card = completed_card(directory, repo_id, license, base_model)
@@ -82,6 +82,7 @@ def push(
             print(f"Not part of a checkpoint, not uploaded: {', '.join(others)}", flush=True)
         if dry_run:
             return None
+        check_hub_answers(repo_id)
         api = HfApi()
         # With None the Hub applies the account's default, which may be private.
         repo_id = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
@@ -89,13 +90,14 @@ def push(
         if private and not info.private:
             raise UserError(f"{repo_id} exists and is public: choose another, or make it private on the Hub first.")
         changed = _changed(api, stage, repo_id, info.sha)
-        patterns = list(SUPERSEDED)
-        if any(fnmatch(name, pattern) for name in changed for pattern in WEIGHTS):
-            patterns.append(f"{EVAL_RESULTS}/*")  # results of the former weights do not describe the new ones
-        there = [name for name in api.list_repo_files(repo_id, revision=info.sha) if name not in names]
-        gone = [name for name in there if any(fnmatch(name, pattern) for pattern in patterns)]
+        has_new_weights = any(_matches(name, WEIGHTS) for name in changed)
+        gone = superseded(api.list_repo_files(repo_id, revision=info.sha), names, has_new_weights)
+        if gone:
+            print(f"Removing what a load of {repo_id} would find beside these or in their place: {', '.join(gone)}")
         tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags}
-        if tags.get(tag, info.sha) != info.sha or (tag in tags and (changed or gone)):
+        is_elsewhere = tag in tags and tags[tag] != info.sha
+        would_move = tag in tags and (changed or gone)
+        if is_elsewhere or would_move:
             raise UserError(f"{repo_id} already has a tag {tag!r}: choose another, or delete it first.")
         # `upload_folder` of huggingface_hub 2.4 may make several commits, and a stop between them leave new code
         # without its weights.
@@ -117,6 +119,28 @@ def push(
         url = commit.pr_url or commit.commit_url
         print(f"Published: {url}\nRevision: {commit.oid}\n\n{loading_code(repo_id, commit.oid)}")
         return url
+
+
+def superseded(there: list[str], published: list[str], has_new_weights: bool) -> list[str]:
+    """Return the files of a repository, other than the published ones, that the new commit has to remove.
+
+    A load would find them beside the published files or in their place, or they are results of former weights.
+    """
+    folders = SUPERSEDED_FOLDERS | ({EVAL_RESULTS} if has_new_weights else set())
+    # Somebody's own masks.py stays: only a checkpoint of this package has one of these.
+    ours = {path.name for path in PACKAGE.glob("*.py")}
+    has_our_code = not {"modeling_iha.py", "modeling_interleaved.py"}.isdisjoint(there)
+    gone = []
+    for name in set(there) - set(published):
+        folder, _, file = name.rpartition("/")
+        at_root = not folder and (_matches(file, SUPERSEDED) or (has_our_code and file in ours))
+        if at_root or folder.partition("/")[0] in folders:
+            gone.append(name)
+    return sorted(gone)
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _changed(api: HfApi, stage: Path, repo_id: str, revision: str) -> list[str]:
@@ -160,7 +184,7 @@ def _staged(directory: Path, names: list[str], card: str) -> Iterator[Path]:
 
     It holds just what is published, so that just that is checked. Links would publish what a file became meanwhile.
     """
-    with tempfile.TemporaryDirectory(prefix="push-") as temporary:
+    with signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="push-") as temporary:
         stage = Path(temporary)
         for name in names:
             (stage / name).parent.mkdir(exist_ok=True)

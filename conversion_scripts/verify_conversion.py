@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from iha.arguments import check_verification, verify_arguments
 from iha.checkpoints import load_config, load_model, load_tokenizer, vocabulary_of
 from iha.errors import UserError, run_cli
-from iha.files import MAX_TEXT, checked, read_text, write_json
+from iha.files import MAX_TEXT, checked, expanded, read_text, write_json
 from iha.foreign_code import note_foreign_code
 from iha.kinds import companion_of, interleaved_kind, is_interleaved
 from iha.sources import find_source
@@ -165,7 +165,7 @@ def read_both(
     """
     config = load_config(source)
     tokens = read_tokens(load_tokenizer(source, vocabulary_of(config)), text, count)
-    note_foreign_code(Path(converted))
+    note_foreign_code(find_source(converted).location)
     converted_config = load_config(converted)
     if not is_interleaved(converted_config):
         check_iha(converted, converted_config)
@@ -196,7 +196,7 @@ def verify(
     check_verification(source, converted, text, tokens, max_new_tokens, json)
     source = find_source(source)
     converted = find_source(converted)
-    config, converted_config, ids = read_both(source, converted, Path(text or DEFAULT_TEXT), tokens)
+    config, converted_config, ids = read_both(source, converted, expanded(text or DEFAULT_TEXT), tokens)
     length = min(tokens, exact_length(config, converted_config) or tokens)
     new_tokens = max_new_tokens
     if length < tokens:

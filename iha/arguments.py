@@ -19,7 +19,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from iha.errors import UserError, one_line
-from iha.files import check_new_directory, check_output_file
+from iha.files import check_new_directory, check_output_file, expanded
 from iha.sources import find_source
 
 
@@ -88,15 +88,13 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add(
         "--value-offsets",
         choices=("balanced", "none"),
-        default="balanced",
-        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads differ; none: the "
-        "pseudo-heads start equal (default: balanced)",
+        help="balanced: offsets of the values, which sum to zero, make the pseudo-heads of iha differ; none: they "
+        "start equal (default: balanced)",
     )
     add_dtype(parser)
     add(
         "--mixing-scale",
         type=float,
-        default=40.0,
         metavar="S",
         help="learning rate of the weights that mix heads, as a multiple of the optimizer's (default: 40)",
     )
@@ -113,13 +111,16 @@ def check_conversion(
     kind: str,
     schedule: str,
     window: int | None,
-    mixing_scale: float,
+    value_offsets: str | None,
+    mixing_scale: float | None,
     seed: int,
     **others,
 ) -> None:
     """Refuse arguments of `convert` that cannot work. Raise `UserError`."""
     check_attention(num_pseudo_heads, schedule, window, kind)
-    if not 0 < mixing_scale < math.inf:
+    if kind != "iha" and value_offsets is not None:
+        raise UserError(f"kind {kind!r} has no pseudo-heads, whose values could differ: leave out --value-offsets.")
+    if mixing_scale is not None and not 0 < mixing_scale < math.inf:
         raise UserError(f"mixing_scale={mixing_scale}: expected a number above 0.")
     if not 0 <= seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
         raise UserError(f"seed={seed}: expected a whole number from 0 to {2**64 - 1}.")
@@ -184,7 +185,7 @@ def check_verification(
         raise UserError(f"tokens={tokens}: expected more than max_new_tokens={max_new_tokens}.")
     if json is not None:
         check_output_file(json, replace=True)
-    if text is not None and not Path(text).exists():
+    if text is not None and not expanded(text).exists():
         raise UserError(f"{text} does not exist: expected a text file.")
     for checkpoint in (source, converted):
         find_source(checkpoint)

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
@@ -30,7 +31,7 @@ from iha.files import parse_yaml, read_json, read_text, whole_file
 from iha.kinds import Companion, companion_of, described, own_modules
 from iha.model_cost import model as cost_of_model
 from iha.model_cost import with_mha
-from modeling_iha import IHAConfig
+from modeling_iha import IHAConfig, mixing_parameters
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.virtual_masks import virtual_tokens_per_token
 
@@ -84,7 +85,11 @@ def metadata(card: str, source: str | os.PathLike) -> dict:
 
 
 def parse_card(card: str, source: str | os.PathLike = "the card") -> ModelCard:
-    """Return the card of a text. Raise `UserError` for metadata that `metadata` or the Hub's library refuses."""
+    """Return the card of a text, whose lines may end as on Windows.
+
+    Raise `UserError` for metadata that `metadata` or the Hub's library refuses.
+    """
+    card = card.replace("\r\n", "\n")
     metadata(card, source)
     with refusing(f"The metadata of {source} cannot be read", AttributeError, KeyError, TypeError, ValueError):
         return ModelCard(card)
@@ -153,11 +158,16 @@ def render_card(
         datasets=datasets,
     )
     with torch.device("meta"):
-        modules = own_modules(AutoModel.from_config(config))
+        model = AutoModel.from_config(config)
+    modules = own_modules(model)
     config = described(config)
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
     positions = positions_of(config)
     length = min(16384, positions or 16384)
+    # The recipe states these keys, and a checkpoint may need others.
+    recipe_keys = [f"--max_length {length}", f"--num_pseudo_heads {virtual_tokens_per_token(config)}"]
+    if not mixing_parameters(model):
+        recipe_keys.append("--mixing_scale 1")
     pseudo_heads = config.num_pseudo_heads
     pairs_of_kinds = {"iha": pseudo_heads**2, "paired_heads": pseudo_heads}  # times those of "mha"
     kinds = {kind: _mechanism(kind) for kind in dict.fromkeys(config.attention_kinds)}
@@ -172,8 +182,7 @@ def render_card(
             title=markdown(name),
             python_name=json.dumps(name, ensure_ascii=False),
             shell_name=shlex.quote(name),
-            # The recipe states these sizes, and a checkpoint may have others.
-            recipe_sizes=f"--max_length {length} --num_pseudo_heads {virtual_tokens_per_token(config)}",
+            recipe_keys=" ".join(recipe_keys),
             adapters=" ".join(adapters),
             mechanisms="\n".join(f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()),
             schedule=schedule(config),
@@ -182,6 +191,7 @@ def render_card(
             costs=_costs(config),
             context=positions and f"{positions:,}",
             is_iha=isinstance(config, IHAConfig),
+            in_vllm=kinds.keys() <= {"iha", "paired_heads", "mha"},
             kinds=list(kinds),
             times_pairs=times_pairs,
             weights_license=license and markdown(license_name or license),
@@ -296,18 +306,20 @@ def with_name(card: str, name: str) -> str:
     """
     name = one_printable_line(name)
     edited = parse_card(card)
-    lines = {
-        r"^name = (.*)$": f"name = {json.dumps(name, ensure_ascii=False)}",
-        r"^name=.*$": f"name={shlex.quote(name)}",
-    }
-    old, *others = (re.search(pattern, edited.text, re.MULTILINE) for pattern in lines)
-    if old is None or None in others:
+    in_shell = re.search(r"^name=(.*)$", edited.text, re.MULTILINE)
+    former = ""
+    if in_shell:
+        with suppress(ValueError):  # a quote that a stranger's line leaves open
+            former = " ".join(shlex.split(in_shell[1]))
+    in_python = f"name = {json.dumps(former, ensure_ascii=False)}"
+    if in_shell is None or in_python not in edited.text.splitlines():
         return card  # with its metadata, of which a ModelCard drops what it does not know
-    title = re.search(r"^# (.*)$", edited.text, re.MULTILINE)
-    if title and json.dumps(re.sub(r"\\(.)", r"\1", title[1]), ensure_ascii=False) == old[1]:
-        lines[r"^# .*$"] = f"# {markdown(name)}"
-    for pattern, line in lines.items():
-        edited.text = re.sub(pattern, lambda _: line, edited.text, count=1, flags=re.MULTILINE)
+    lines = {
+        in_python: f"name = {json.dumps(name, ensure_ascii=False)}",
+        in_shell[0]: f"name={shlex.quote(name)}",
+        f"# {markdown(former)}": f"# {markdown(name)}",  # unless somebody has given the card another title
+    }
+    edited.text = "\n".join(lines.get(line, line) for line in edited.text.split("\n"))
     if edited.data.get("eval_results"):
         edited.data["model_name"] = name
     return str(edited)

@@ -39,7 +39,7 @@ from typing_extensions import TypedDict
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from iha.errors import UserError, one_line
-from iha.files import file_sha256, read_json
+from iha.files import expanded, file_sha256, read_json
 from iha.foreign_code import code_elsewhere
 from iha.sources import LOADED, find_source
 from modeling_iha import cpu_precision
@@ -49,12 +49,14 @@ from modeling_iha.configuration_iha import MAX_LAYERS
 # The names of tokenizer files start with one of these (Transformers, SentencePiece, BPE and Mistral).
 TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 
-# A word in the advice of other libraries that no command here can follow -> the text that replaces the advice.
+# A part of the advice of other libraries that no command here can follow -> the text that replaces the advice. No path
+# holds it by accident.
 _ADVICE = {
-    "trust_remote_code": "only code of its own could load it, and no command here runs the code of a checkpoint",
+    "trust_remote_code=True": "only code of its own could load it, and no command here runs the code of a checkpoint",
     "deserializing header": "safetensors are damaged, or only a pointer of Git LFS: fetch it again (git lfs pull)",
     "gguf>=": 'GGUF files need the package gguf: pip install "modeling-iha[scripts]"',
-    "weights_only": "it is damaged, or a pickle of more than tensors, which is not read because it could run any code",
+    "Weights only load failed": "it is damaged, or a pickle of more than tensors, which is not read because it could "
+    "run any code",
 }
 
 
@@ -316,7 +318,7 @@ def lacks_tokenizer(source: str | os.PathLike) -> bool:
 
     Transformers builds some tokenizers without any file, and these know no word.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     return path.is_dir() and not any(file.name.startswith(TOKENIZER_FILES) for file in path.iterdir())
 
 
@@ -366,7 +368,7 @@ def fingerprint(source: str | os.PathLike) -> str:
 
     It is the commit of a Hub id, or the SHA-256 of a GGUF file or of what a directory is loaded from.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if not path.exists():
         return f"{source}@{load_config(source)._commit_hash}"
     if path.is_file():

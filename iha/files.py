@@ -21,14 +21,12 @@ from typing import Any, get_type_hints
 
 import yaml
 from filelock import FileLock, Timeout
-from pydantic import TypeAdapter, ValidationError
 
 from iha.errors import ROOT, UserError, one_line, refusing
 
 
 MAX_TEXT = 2**26  # bytes of a JSON file or of one row: far more than any record here
 MAX_YAML = 2**17  # bytes: PyYAML reads a megabyte in half a minute
-_validator = cache(TypeAdapter)
 
 
 @contextmanager
@@ -40,9 +38,9 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
     made or replaced, or is being written by another run.
     """
     check_new_directory(dst)
-    dst = _absolute(dst)
+    dst = Path(os.path.abspath(expanded(dst)))
     try:
-        with _signals_as_interrupts(), _temporary_sibling(dst) as temporary:
+        with signals_as_interrupts(), _temporary_sibling(dst) as temporary:
             yield temporary
             os.replace(temporary, dst)
     except KeyboardInterrupt as interrupt:
@@ -57,7 +55,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     `path` holds its old content or all of the new, never a part, and keeps its permissions. Missing directories are
     made. A symbolic link stays one.
     """
-    path = Path(os.path.realpath(path))
+    path = Path(os.path.realpath(expanded(path)))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _new_sibling(path)
     try:
@@ -81,7 +79,7 @@ def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
 
     A file of that name is refused too, unless it may be replaced. Raise `UserError`.
     """
-    path = Path(os.path.realpath(path))
+    path = Path(os.path.realpath(expanded(path)))
     try:
         if path.exists() and not path.is_file():
             what = "a directory" if path.is_dir() else "no regular file"
@@ -101,7 +99,7 @@ def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
     The system drops the lock when the process ends, however it ends. Raise `UserError` when another run holds the
     lock, and when the file system has no locks.
     """
-    directory = Path(os.path.abspath(directory))
+    directory = Path(os.path.abspath(expanded(directory)))
     try:
         with _locked(directory / ".lock", directory):
             yield
@@ -112,7 +110,7 @@ def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
 
 def check_new_directory(dst: str | os.PathLike) -> None:
     """Raise `UserError` unless `dst` is free or an empty directory, and its parents can be made."""
-    dst = _absolute(dst)
+    dst = Path(os.path.abspath(expanded(dst)))
     if dst.is_symlink():
         raise UserError(f"{dst} is a symbolic link: give the path it leads to, or remove it.")
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
@@ -127,13 +125,16 @@ def check_new_directory(dst: str | os.PathLike) -> None:
         raise UserError(f"{dst} cannot be made: no permission to write in {parent}.")
 
 
-def _absolute(path: str | os.PathLike) -> Path:
-    """Return an absolute path, with the home directory for `~`, which no shell replaces in a call from Python."""
-    return Path(os.path.abspath(os.path.expanduser(path)))
+def expanded(path: str | os.PathLike) -> Path:
+    """Return a path with the home directory for `~`, which no shell replaces in a call from Python or behind a "=".
+
+    The `~` of an unknown user stays.
+    """
+    return Path(os.path.expanduser(path))
 
 
 @contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
+def signals_as_interrupts() -> Iterator[None]:
     """Make SIGTERM and SIGHUP raise `KeyboardInterrupt(signal)`, unless the process ignores or handles them."""
 
     def interrupt(number, frame):
@@ -174,8 +175,10 @@ def _temporary_sibling(dst: Path) -> Iterator[Path]:
 def _locked(path: Path, dst: Path) -> Iterator[None]:
     """Lock the file `path`, which is made if it is missing and removed in the end.
 
-    Raise `UserError`, which names `dst`, when another run holds the lock and when the file cannot be locked.
+    Its missing parents are made, and removed in the end if they are empty. Raise `UserError`, which names `dst`, when
+    another run holds the lock and when the file cannot be locked.
     """
+    made = [parent for parent in path.parents if not parent.exists()]  # the innermost first
     # Try for a moment, because a run that ends may remove the file that this one has just opened.
     lock = FileLock(path, timeout=0.2, poll_interval=0.02, fallback_to_soft=False)
     try:
@@ -194,6 +197,9 @@ def _locked(path: Path, dst: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         lock.release()
+        with suppress(OSError):  # one that is not empty
+            for parent in made:
+                parent.rmdir()
 
 
 def write_json(path: str | os.PathLike, content: dict) -> None:
@@ -248,6 +254,8 @@ def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
     `shape` is any type that pydantic knows, mostly a `typing_extensions.TypedDict`. Values are not converted, and keys
     that `shape` does not name stay. Raise a `UserError` that names the first key with a wrong value.
     """
+    from pydantic import ValidationError  # here: benchmarks of a GPU run without it
+
     try:
         _validator(shape).validate_python(content, strict=True)
     except ValidationError as error:
@@ -257,6 +265,13 @@ def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
         expected = first["msg"].replace("Input should be", "expected")
         raise UserError(f"{source}: {key} is {wrong}: {expected}.") from None
     return content
+
+
+@cache
+def _validator(shape: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(shape)
 
 
 def checked(function: Callable) -> Callable:

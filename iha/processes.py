@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,9 +12,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from transformers.utils import CONFIG_NAME
 
-from iha.errors import UserError
+from iha.errors import UserError, refusing
 
 
 def run_command(result: str | os.PathLike, module: str, *arguments: object) -> None:
@@ -134,19 +137,30 @@ def run_in_clean_process(
             empty,
             {name: os.environ[name] for name in names if name in os.environ} | isolated,
         )
+    if process.returncode < 0:
+        name = signal.Signals(-process.returncode).name
+        raise UserError(f"the process was ended by {name}: is there enough memory?")
     if process.returncode != 0:
         # After an exception nanobind (of Triton 3.9, for example) lists objects that are still in use as leaks.
         lines = process.stderr.partition("nanobind: leaked")[0].strip().splitlines()
         raise UserError((lines or [f"exit code {process.returncode}"])[-1].strip())
-    return json.loads(process.stdout.strip().splitlines()[-1])
+    last = process.stdout.strip().splitlines()[-1]
+    with refusing("the process did not answer in JSON, but printed something last", ValueError):
+        return json.loads(last)
 
 
 def library_paths() -> list[str]:
     """Return where this process finds libraries.
 
-    An isolated process looks for them neither at PYTHONPATH nor in the user's own site-packages.
+    An isolated process looks for them neither at PYTHONPATH nor in the user's own site-packages. A folder that `pip
+    install --target` made may have any name, so those of PyTorch and Transformers count too.
     """
-    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    found = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    for module in (torch, transformers):
+        folder = str(Path(module.__file__).parents[1])
+        if folder not in found:
+            found.append(folder)
+    return found
 
 
 def _start(program: str, given: str, directory: str, environment: dict[str, str]) -> subprocess.CompletedProcess:

@@ -9,6 +9,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationE
 from huggingface_hub.utils import validate_repo_id
 
 from iha.errors import UserError, one_line
+from iha.files import expanded
 
 
 # The files of a checkpoint's directory that decide what is loaded.
@@ -61,7 +62,7 @@ def locate(source: str | os.PathLike) -> Source:
     which a load would silently pass over or wait for.
     """
     name = str(source)
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise UserError(f"{source} does not exist: expected a GGUF file.")
@@ -79,6 +80,16 @@ def locate(source: str | os.PathLike) -> Source:
     except HFValidationError:
         raise UserError(f"{source} is neither a directory, nor a GGUF file, nor a Hub id such as org/name.") from None
     return Source(name, name)
+
+
+def check_hub_answers(repo_id: str) -> None:
+    """Raise `UserError` if the Hub does not answer within seconds. Other calls of its client would wait for ever."""
+    try:
+        get_hf_file_metadata(hf_hub_url(repo_id, "config.json"))
+    except HfHubHTTPError:
+        pass  # an answer, and the next call says what is wrong
+    except Exception as error:  # its type depends on the library that holds the connection
+        raise UserError(f"The Hub does not answer: {one_line(error).rstrip('.')}. Try again.") from error
 
 
 def check_on_hub(source: str) -> None:

@@ -5,9 +5,11 @@ import re
 
 # Thoughts begin with these, in the forms of DeepSeek-R1 and of OpenThoughts-114k, which the recipes of `sft` train.
 THOUGHTS = ("<think>", "<|begin_of_thought|>")
+ENDS = ("</think>", "<|end_of_thought|>")
+MARKERS = (*THOUGHTS, *ENDS)
 
 
 def after_thoughts(reply: str) -> str:
     """Return what a reply says after its thoughts: nothing when they do not end."""
-    said = re.split(r"</think>|<\|end_of_thought\|>", reply)[-1]
+    said = re.split("|".join(map(re.escape, ENDS)), reply)[-1]
     return "" if any(marker in said for marker in THOUGHTS) else said

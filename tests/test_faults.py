@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+from contextlib import suppress
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, s
 
 from conversion_scripts import convert_dcformer_to_iha, convert_llama_to_iha
 from iha import errors
-from iha.errors import run_cli
-from iha.files import new_directory
+from iha.errors import UserError, run_cli
+from iha.files import check_output_file, new_directory, write_json
+from iha.sources import locate
 
 
 # Kind of the source checkpoint -> the command that converts it.
@@ -269,6 +271,34 @@ def test_a_defect_of_an_installed_package_is_one_line(tmp_path, capsys):
     error.__traceback__ = error.__traceback__.tb_next
     explained = errors._explained(error, ["iha cost"])
     assert "failed in command.py, line 2: KeyError" in explained
+
+
+def test_parents_that_a_run_made_go_with_it(tmp_path):
+    (tmp_path / "there").mkdir()
+    for destination in (tmp_path / "new" / "newer" / "out", tmp_path / "there" / "new" / "out"):
+        with suppress(KeyError), new_directory(destination):
+            raise KeyError
+        assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+    with new_directory(tmp_path / "new" / "newer" / "out"):
+        pass
+    assert (tmp_path / "new" / "newer" / "out").is_dir()
+
+
+def test_no_path_is_taken_for_a_reason(sources, tmp_path, run):
+    """Give the reason of an error and not one whose words are in the path."""
+    place = shutil.copytree(sources / "llama", tmp_path / "weights_only" / "trust_remote_code")
+    (place / "model.safetensors").unlink()
+    _, _, err = run("llama", place, tmp_path / "out")
+    assert "no file named model.safetensors" in err
+
+
+def test_a_home_directory_is_found_for_every_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    check_output_file("~/figures.json")
+    write_json("~/figures.json", {})
+    assert (tmp_path / "figures.json").read_text() == "{}\n"
+    with pytest.raises(UserError, match="~nobody-of-this-name/model is not a directory|is neither a directory"):
+        locate("~nobody-of-this-name/model")
 
 
 def test_a_private_directory_stays_private(tmp_path):

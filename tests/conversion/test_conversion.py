@@ -231,6 +231,7 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
         ({}, "'iha' needs a number of pseudo-heads"),
         ({"num_pseudo_heads": 2, **TALKING_HEADS}, "'talking_heads' has no pseudo-heads"),
         ({"schedule": "hybrid", **TALKING_HEADS}, "only 'iha' has that schedule"),
+        ({"kind": "gated", "mixing_scale": 3.0}, "'gated' with these options has no weights that mix heads"),
         ({"kind": "diff"}, "kind='diff' has no exact start"),
         ({"kind": "paired_heads"}, "kind='paired_heads' has no exact start"),
         ({"kind": "gated", "options": {"every": 4}}, "has the option 'every'"),
@@ -247,7 +248,7 @@ def test_arguments_that_cannot_work_are_refused(arguments, message):
     ("arguments", "message"),
     [
         ({"schedule": "paper"}, "schedule: it is 'paper': expected 'global' or 'hybrid'"),
-        ({"value_offsets": None}, "value_offsets: it is None: expected 'balanced' or 'none'"),
+        ({"value_offsets": "some"}, "value_offsets: it is 'some': expected 'balanced' or 'none'"),
         ({"num_pseudo_heads": "2"}, "num_pseudo_heads: it is '2': expected a valid integer"),
         ({"seed": None}, "seed: it is None"),
     ],
@@ -255,6 +256,11 @@ def test_arguments_that_cannot_work_are_refused(arguments, message):
 def test_a_program_may_give_no_other_types_than_the_command(arguments, message, tmp_path):
     with pytest.raises(UserError, match=message):
         convert_llama_to_iha.convert("source", tmp_path / "iha", **{"num_pseudo_heads": 2, **arguments})
+
+
+def test_offsets_of_pseudo_heads_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(UserError, match="kind 'gated' has no pseudo-heads, whose values could differ"):
+        convert_llama_to_iha.convert("source", tmp_path / "iha", kind="gated", value_offsets="none")
 
 
 def test_a_whole_number_scales_the_mixing(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from helpers import random_model, small_config
 from huggingface_hub import ModelCard
 from tiny_training import byte_config, saved
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from iha import cards
 from iha.cards import render_card, with_name, with_results
@@ -21,10 +22,11 @@ from iha.checkpoints import fingerprint
 from iha.errors import ROOT, UserError
 from iha.files import read_json
 from iha.model_cost import model as cost_of_model
-from modeling_iha import IHAConfig
+from modeling_iha import IHAConfig, interleave_heads
 from research.checkpoints import make_checkpoints
 
 
+BASE = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 # Characters that end a line, a cell, a heading, a code span or a string, that open markup, or that are no UTF-8.
 NASTY = 'x\n# y\r\n---\n|`$`"\\*_<b>[a](b)\u2028\x1b\udcff'
 TASK = {"samples_each": 16, "truncated_prompts": 0, "unfinished_replies": 0}
@@ -130,6 +132,31 @@ def test_the_command_adds_results_and_renames(checkpoint, tmp_path, cli):
     assert code == 0 and (checkpoint / "README.md").read_text(encoding="utf-8") == card.replace("me/iha", "me/other")
     titled = card.replace("\n# me/iha\n", "\n# A title of my own\n")
     assert "\n# A title of my own\n" in (renamed := with_name(titled, "me/other")) and "me/iha" not in renamed
+
+
+def test_a_card_of_a_stranger_keeps_its_text():
+    for text in ('name = "my/data"\nname=run1\n', "name=it's\n", 'name = "a"\n'):
+        card = f"---\nversion: 1.10\n---\n{text}"
+        assert with_name(card, "me/iha") == card
+
+
+def test_a_card_with_line_endings_of_windows_is_edited():
+    card = render_card(small_config(), "a-name-before", license="mit").replace("\n", "\r\n")
+    edited = with_results(with_name(card, "me/iha"), "me/iha", RESULTS)
+    assert "a-name-before" not in edited and "\n# me/iha\n" in edited
+    assert edited.count("## Evaluation") == 1 and "Not evaluated." not in edited
+
+
+def test_a_card_says_what_serves_the_model():
+    config = LlamaConfig(**BASE)
+    decoder = interleave_heads(LlamaForCausalLM(config), num_pseudo_heads=2)
+    assert "vLLM serves most models of text with interleaved or paired heads" in render_card(decoder.config, "name")
+    assert 'vLLM serves "iha" and "mha" layers' in render_card(small_config(), "name")
+    gated = small_config(attention_kinds=["iha", "gated"], num_hidden_layers=2)
+    assert "vLLM, SGLang and llama.cpp do not run it" in render_card(gated, "name")
+    # The recipe's rate of the mixing is refused for a model without one.
+    assert "--mixing_scale 1" not in render_card(gated, "name")
+    assert "--mixing_scale 1" in render_card(small_config(attention_kinds="paired_heads"), "name")
 
 
 def test_no_link_in_a_checkpoint_leads_to_a_file_that_changes(checkpoint, tmp_path):

@@ -12,7 +12,7 @@ from tiny_sources import edit_config
 
 from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
-from iha import foreign_code
+from iha import foreign_code, sources
 from iha.checkpoints import load_config
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
@@ -54,6 +54,29 @@ def test_pull_fetches_every_file(hub, pull, saved, tmp_path):
     put("training_args.bin", b"x", True)(hub)  # every upload of a Trainer has it, and no load reads it
     pull()
     assert (pulled / "README.md").read_text().endswith("newer\n")
+
+
+def test_pull_fetches_what_a_load_may_read(hub, pull, tmp_path):
+    """Leave out other folders, such as a Trainer's last checkpoint with its pickles. Keep the directory's mode."""
+    put("last-checkpoint/optimizer.pt", b"x", True)(hub)
+    put("original/consolidated.00.pth", b"x", True)(hub)
+    put(".eval_results/a.yaml", b"- value: 1\n")(hub)
+    (tmp_path / "pulled").mkdir(mode=0o700)
+    assert "not fetched: last-checkpoint/, original/" in pull()
+    folders = {path.name for path in (tmp_path / "pulled").iterdir() if path.is_dir()}
+    assert folders == {".eval_results"}
+    assert (tmp_path / "pulled").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_hub_that_is_silent_is_not_waited_for(hub, pull, monkeypatch):
+    """Ask with a time-out first: the client's other calls have none."""
+
+    def ask(url, timeout=10, **options):
+        assert timeout is not None
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(sources, "get_hf_file_metadata", ask)
+    assert "The Hub does not answer: " in pull() and hub.calls == []
 
 
 def test_pull_does_not_believe_a_damaged_cache(pull, tmp_path):
@@ -99,7 +122,7 @@ def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull):
         hub.faults.clear()
         assert "Revision: " in pull()
     if name in ("a pickle", "no model"):
-        assert not any("resolve" in path for _, path in hub.calls)
+        assert not any("resolve" in path for method, path in hub.calls if method != "HEAD")
 
 
 def test_a_name_that_the_hub_does_not_have_is_asked_for_once(hub):

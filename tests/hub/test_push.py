@@ -5,9 +5,13 @@ The real client speaks, in this process, to a stand-in for the Hub.
 
 import json
 import multiprocessing
+import os
 import shutil
 import signal
+import sys
+import tempfile
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +24,7 @@ from conversion_scripts import push_to_hub
 from conversion_scripts.checkpoint_checks import checkpoint_files
 from iha.cards import render_card
 from iha.errors import UserError
-from iha.processes import run_in_clean_process
+from iha.processes import library_paths, run_in_clean_process
 
 
 CHECKPOINT = IHA_CODE | {
@@ -168,6 +172,7 @@ def append(name, text):
 
 
 FAULTS = {
+    "an adapter": (lambda directory: (directory / "adapter_config.json").write_text("{}"), "holds a LoRA adapter"),
     "a pickle": (lambda directory: torch.save({}, directory / "state.PKL"), "pickles are refused"),
     "no tokenizer": (remove("tokenizer.json"), "no usable tokenizer"),
     "no weights": (remove("model.safetensors"), "no file named model.safetensors"),
@@ -205,6 +210,19 @@ def test_a_clean_process_finds_the_users_own_libraries(monkeypatch, tmp_path):
     (tmp_path / "site-packages" / "only_here.py").write_text("VALUE = 5")
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     assert run_in_clean_process("import only_here\nresult = only_here.VALUE", {}) == 5
+
+
+def test_a_clean_process_finds_libraries_in_any_folder(monkeypatch):
+    """Find PyTorch where `pip install --target` put it."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "-packages" not in path])
+    assert str(Path(torch.__file__).parents[1]) in library_paths()
+
+
+def test_how_a_clean_process_ended_is_said():
+    with pytest.raises(UserError, match="ended by SIGKILL: is there enough memory"):
+        run_in_clean_process("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", {})
+    with pytest.raises(UserError, match="did not answer in JSON"):
+        run_in_clean_process("result = 1\njson.dumps = lambda content: 'a last word'", {})
 
 
 def test_code_that_runs_sees_no_secrets(monkeypatch, tmp_path):
@@ -276,11 +294,22 @@ def test_what_is_superseded_goes_in_the_same_commit(directory, hub, push, passed
         "adapter_model.safetensors",
         "adapter_model.bin",
     )
+    # No load of the root reads these.
+    strangers = (
+        "model-4bit/model.safetensors",
+        "tokenizer_training/corpus.md",
+        "vocab-study/README.md",
+        "sub/attention_diff.py",
+        "tokenizer.png",
+    )
+    added += strangers
     files = {name: File(b"x", name.endswith(LFS_SUFFIXES)) for name in added}
     repository.commit("main", {**hub.head("me/iha"), **files})
     (directory / "chat_template.jinja").unlink()
-    push()
-    kept = {"LICENSE", ".eval_results/a.yaml", "other.safetensors", ".gitattributes"}
+    out = push()
+    removed = next(line for line in out.splitlines() if line.startswith("Removing what a load of me/iha would find"))
+    assert "attention_diff.py" in removed and "custom_generate/generate.py" in removed
+    kept = {"LICENSE", ".eval_results/a.yaml", "other.safetensors", ".gitattributes", *strangers}
     assert set(hub.head("me/iha")) == CHECKPOINT - {"chat_template.jinja"} | kept
     before = len(repository.commits)
     shards = shard(directory)
@@ -288,6 +317,32 @@ def test_what_is_superseded_goes_in_the_same_commit(directory, hub, push, passed
     assert len(repository.commits) == before + 1
     expected = CHECKPOINT - {"chat_template.jinja", "model.safetensors"} | shards | {"model.safetensors.index.json"}
     assert set(hub.head("me/iha")) == expected | kept - {".eval_results/a.yaml"}  # results of the weights before
+
+
+def test_modules_of_a_stranger_stay():
+    """Remove files with the names of our code only where there is a checkpoint of this package."""
+    there = ["masks.py", "options.py", "model.safetensors"]
+    assert push_to_hub.superseded(there, ["config.json"], has_new_weights=True) == ["model.safetensors"]
+    there.append("modeling_iha.py")
+    gone = push_to_hub.superseded(there, ["config.json", "modeling_iha.py"], has_new_weights=True)
+    assert gone == ["masks.py", "model.safetensors", "options.py"]
+
+
+def test_a_terminated_push_leaves_no_copy(directory, hub, push, passed, tmp_path, monkeypatch):
+    """Remove the copies of the weights, which may be many gigabytes."""
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    copies = multiprocessing.get_context("fork").Value("i")
+
+    def terminate(*source, **arguments):
+        copies.value = len(list(temporary.iterdir()))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(push_to_hub, "load_in_clean_process", terminate)
+    process = multiprocessing.get_context("fork").Process(target=push)
+    process.start()
+    process.join(300)
+    assert copies.value == 1 and not list(temporary.iterdir())
 
 
 def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, hub, push, passed):
