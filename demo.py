@@ -26,7 +26,8 @@ DATA = ["--generator", "chain_sum", "--options", "min_terms=2", "max_terms=2", "
 NEXT = f"""Next:
   python -m conversion_scripts.serve {OUTPUT}/sft/final                      talk to it
   python -m sft.train --config sft/recipes/demo/sft.yaml --num_pseudo_heads 2 \\
-      --model_name_or_path YOUR_MODEL --output_dir tuned                       tune any decoder on the same rows"""
+      --chat_template_path sft/chat_templates/chatml.jinja \\
+      --model_name_or_path YOUR_MODEL --output_dir tuned                       tune a decoder with ChatML's tokens"""
 
 
 def unpack(source: Path) -> None:

@@ -21,8 +21,9 @@ parser.add_argument("out", help="the directory to make")
 parser.add_argument("--max_steps", type=int, default=-1)
 args = parser.parse_args()
 
+base = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")  # as the adapters are; autocast on a GPU
 trainer = SFTTrainer(
-    interleave_heads(AutoModelForCausalLM.from_pretrained(args.model), num_pseudo_heads=2),
+    interleave_heads(base, num_pseudo_heads=2),
     SFTConfig(args.out, max_steps=args.max_steps, bf16=torch.cuda.is_available()),
     train_dataset=load_dataset(args.dataset, split="train"),
     processing_class=AutoTokenizer.from_pretrained(args.model),

@@ -20,7 +20,8 @@ parser.add_argument("out", help="the directory to make")
 parser.add_argument("--max_steps", type=int, default=-1)
 args = parser.parse_args()
 
-model = AutoModelForCausalLM.from_pretrained(args.model)
+# Many checkpoints are in bfloat16, whose weights round small steps away: train in float32, under autocast on a GPU.
+model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
 interleave_heads(model, num_pseudo_heads=2)
 trainer = SFTTrainer(
     model,

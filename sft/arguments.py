@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +155,7 @@ class RunArguments(ScriptArguments, ModelConfig):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, float(value))
-        for name in ("interleaved_layers", "preset_fields"):
+        for name in ("interleaved_layers", "preset_fields", "lora_modules_to_save", "lora_target_parameters"):
             value = getattr(self, name)
             if isinstance(value, str):
                 setattr(self, name, [value])
@@ -166,6 +166,9 @@ class RecipeParser(TrlParser):
 
     def __init__(self, config_class: "type[TrainingArguments]", usage: str) -> None:
         super().__init__((RunArguments, config_class), usage=usage.replace("%", "%%"), allow_abbrev=False)
+        for action in self._actions:
+            if action.dest in UNUSED_KEYS + UNUSED_WITH[config_class.__name__]:
+                action.help = SUPPRESS  # `parse` refuses these
 
     def parse(self, argv: Sequence[str] | None) -> "tuple[RunArguments, TrainingArguments]":
         """Return the keys of `argv`, or of the command line if it is None.
@@ -176,6 +179,8 @@ class RecipeParser(TrlParser):
         _check_file(words)
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
+        if getattr(args, "chat_template_path", None) is not None:  # TRL reads it too
+            args.chat_template_path = os.path.expanduser(args.chat_template_path)
         if self.bf16_is_off:
             args.distributed_state.print(
                 "Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32."
@@ -184,7 +189,8 @@ class RecipeParser(TrlParser):
         unused = UNUSED_KEYS + UNUSED_WITH[type(args).__name__]
         for name, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
             if name in unused and _value(name, run, args) != declared.default:
-                raise UserError(f"{name} is not used here: remove the key.")
+                instead = " To publish the result, use conversion_scripts.push_to_hub." if "hub" in name else ""
+                raise UserError(f"{name} is not used here: remove the key.{instead}")
         for name, least in LEAST.items():
             value = _value(name, run, args)
             if value is not None and not least <= value < math.inf:

@@ -4,6 +4,7 @@ The configuration is checked before weights are read.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from peft import LoraConfig
@@ -58,6 +59,9 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
         if value is not None:
             if not hasattr(text_config, name):
                 raise UserError(f"{name}: a {config.model_type!r} model has no such field; remove the key.")
+            layer_types = getattr(text_config, "layer_types", None)
+            if name == "sliding_window" and layer_types and "sliding_attention" not in layer_types:
+                raise UserError(f"sliding_window: {start} has no sliding layers, so it has no effect; remove the key.")
             setattr(text_config, name, value)
     try:
         config.validate()
@@ -167,11 +171,7 @@ def prepare_model(
     if args.device.type == "cpu":
         half = torch.bfloat16 if args.bf16 else torch.float16
         note_slow_dtype(half if args.bf16 or args.fp16 else model.dtype)
-    if model.dtype.itemsize < 4 and getattr(model.config, "mixing_scale", 1) == 1 and mixing_parameters(model):
-        say(
-            f"Warning: in {run.dtype} weights a step below {torch.finfo(model.dtype).eps / 4:.1g} on a weight near 1, "
-            "as those of the mixing are, is rounded away, with adapters too: dtype float32 with bf16 true learns it."
-        )
+    _warn_of_rounded_steps(model, run, say)
     if run.preset:
         tokenizer = start_tokenizer(run.tokenizer)
         vocabulary = f"{len(tokenizer):,} tokens of {run.tokenizer}" if run.tokenizer else "single bytes"
@@ -183,6 +183,18 @@ def prepare_model(
     if template is not None:
         tokenizer.chat_template = template
     return model, tokenizer
+
+
+def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments, say: Callable) -> None:
+    """Print a warning where weights in half precision are trained, which round small steps away."""
+    if model.dtype.itemsize == 4:
+        return
+    least = torch.finfo(model.dtype).eps / 4  # half of the distance of two numbers below 1
+    advice = "is rounded away: set dtype to float32, and bf16 to true for a GPU."
+    if not run.use_peft:
+        say(f"Warning: in {run.dtype} weights a step below {least:.1g} times a weight {advice}")
+    elif getattr(model.config, "mixing_scale", 1) == 1 and mixing_parameters(model):
+        say(f"Warning: in {run.dtype} a step below {least:.1g} on a weight of the mixing, which is near 1, {advice}")
 
 
 def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

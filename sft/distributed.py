@@ -58,6 +58,11 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
     version = (args.fsdp_plugin_args or {}).get("fsdp_version") or int(os.environ.get("FSDP_VERSION", 1))
     if asks_for_fsdp(args) and version != 2:
         raise UserError(f"FSDP version {version}: expected 'fsdp_version: 2', as in {CONFIGS}/fsdp2.yaml.")
+    if asks_for_fsdp(args) and _flag("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        raise UserError(
+            "fsdp_cpu_ram_efficient_loading: accelerate then shares no buffers, and the mixing has some: set it to "
+            f"false, as in {CONFIGS}/fsdp2.yaml."
+        )
     if args.mixed_precision != "no" and not (args.bf16 or args.fp16):
         raise UserError(
             f"the accelerate config asks for mixed_precision: {args.mixed_precision}, and the recipe has neither bf16 "

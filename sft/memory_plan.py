@@ -75,7 +75,8 @@ def check_memory(model: PreTrainedModel, run: RunArguments, args: SFTConfig) -> 
         return
     needed, kept = planned.peak, planned.weights + planned.gradients + planned.optimizer
     if args.world_size > 1 and asks_for_fsdp(args):  # it shards what is kept between steps
-        needed += kept // args.world_size - kept
+        replicas = args.parallelism_config.dp_replicate_size if args.parallelism_config else 1
+        needed += kept // (args.world_size // replicas) - kept
     elif args.world_size > 1:  # DDP has buckets of gradients
         needed += planned.gradients
     if args.device.type == "cuda":

@@ -95,6 +95,8 @@ FIXED_KEYS = (
     "packing_strategy",
     "shuffle_dataset",
     "train_sampling_strategy",
+    "accelerator_config",
+    "dataloader_drop_last",
     "chat_template",
     "eos_token",
     "pad_token",
@@ -148,9 +150,7 @@ def compare_records(record: Record, checkpoint: Path) -> None:
                 f"{checkpoint} belongs to a run with another {section}, {kept[section]['name']}: choose another "
                 "output_dir, or give this run what it began with."
             )
-    packs = record["recipe"].get("packing") or Path(record["data"]["name"]).suffix in MIXTURES
-    # Packed rows and the shares of a mixture depend on `max_length`.
-    for name in (*FIXED_KEYS, "max_length") if packs else FIXED_KEYS:
+    for name in fixed_keys(record):
         if name not in kept["recipe"] or name not in record["recipe"]:  # of another trainer or an earlier version
             continue
         then, now = (each["recipe"][name] for each in (kept, record))
@@ -164,6 +164,12 @@ def compare_records(record: Record, checkpoint: Path) -> None:
             f"a step has {rows_of_a_step(record)} rows, and one of {checkpoint} had {rows_of_a_step(kept)}, so rows "
             "would be skipped or repeated: set gradient_accumulation_steps so that a step has as many rows as before."
         )
+    is_stream = record["recipe"].get("dataset_streaming")
+    if is_stream and kept["processes"] != record["processes"]:
+        raise UserError(
+            f"the run began with {kept['processes']} processes and cannot go on with {record['processes']}, because "
+            "each of them reads files of the stream of its own: start as many."
+        )
     if kept.get("held_out", record["held_out"]) != record["held_out"]:
         print("Note: the rows to evaluate on differ from those of before.", flush=True)
     if kept["processes"] != record["processes"]:
@@ -173,6 +179,18 @@ def compare_records(record: Record, checkpoint: Path) -> None:
             then = kept[section].get(name)
             if _as_words(then) != _as_words(now):
                 print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
+
+
+def fixed_keys(record: Record) -> list[str]:
+    """Return the keys of a recipe that a resumed run may not change."""
+    recipe, names = record["recipe"], list(FIXED_KEYS)
+    if recipe.get("packing") or Path(record["data"]["name"]).suffix in MIXTURES:
+        names.append("max_length")  # packed rows and the shares of a mixture depend on it
+    if recipe.get("packing"):
+        names.append("dataset_num_proc")  # each process packs its share of the rows by itself
+    if recipe.get("dataset_streaming"):
+        names.append("dataloader_num_workers")  # each reads files of the stream of its own
+    return names
 
 
 def _without_name(section: Section) -> Section:

@@ -61,7 +61,9 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
         # Repeat the stream without end, so that a resume can skip the batches that were seen, however many passes they
         # took. TRL has packed the stream before: of a short stream that repeats, it would pack 1,000 rows at a time.
         trainer.train_dataset = trainer.train_dataset.repeat(None)
-    trainer.eval_bytes = whole_text_bytes(eval_rows, args)
+    # Bits per byte need the plain loss of the tokens.
+    is_plain = args.loss_type == "nll" and args.label_smoothing_factor == 0 and not trainer.aux_loss_enabled
+    trainer.eval_bytes = whole_text_bytes(eval_rows, args) if is_plain else None
     trainer.count_tokens.peak_tokens_per_second = peak
     return trainer
 

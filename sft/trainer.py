@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from datasets import IterableDataset
 from jinja2 import TemplateError
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
@@ -25,7 +27,7 @@ from iha.files import whole_file
 from modeling_iha.mixing_weights import mixing_parameters
 from sft.distributed import whole_model
 from sft.sequence_parallel import share_sequence
-from sft.training_rows import check_cut, splits
+from sft.training_rows import check_cut, check_learned, splits
 
 
 # The file that records what a run is made of. A copy is written last into a checkpoint, and marks it as complete.
@@ -147,11 +149,27 @@ class RecipeTrainer(Trainer):
         begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
         # A checkpoint holds the steps of logs, saves and evaluations. Those of this run count.
         self.state.compute_steps(self.args, max_steps)
+        self._find_best_checkpoint()
         # If the last step lies inside an epoch, Transformers would go on with the epoch.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else begun
 
+    def _find_best_checkpoint(self) -> None:
+        """Find the best checkpoint of a resumed run, whose path is not there any more if its directory was moved.
+
+        Raise `UserError` if it is lost: the run would silently end with the last weights in its place.
+        """
+        step = self.state.best_global_step
+        if not (self.args.load_best_model_at_end and step) or self.state.best_model_checkpoint is not None:
+            return
+        best = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        if not best.is_dir():
+            raise UserError(f"load_best_model_at_end: {best}, the best checkpoint so far, is lost: put it back.")
+        self.state.best_model_checkpoint = str(best)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            return  # It counts evaluations, and there may have been none.
         # Transformers silently ignores the files of a launch that shards in another way.
         if checkpoint is not None and self.lr_scheduler.last_epoch == 0:
             raise UserError(
@@ -226,8 +244,11 @@ class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
         whole.max_length, whole.shuffle_dataset = None, False
         with refusing("a row: the chat template does not take it", TemplateError):
             dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        cut_to = None if splits(args, packing) else args.max_length
+        if isinstance(dataset, IterableDataset):
+            dataset = check_learned(dataset, cut_to)
         with args.main_process_first():  # the other processes find its count in the cache
-            check_cut(dataset_name, dataset, None if splits(args, packing) else args.max_length, args.dataset_num_proc)
+            check_cut(dataset_name, dataset, cut_to, args.dataset_num_proc)
         return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
 
     @cached_property
@@ -238,17 +259,18 @@ class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
         return sum(map(len, rows["labels"])) - documents
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """Evaluate, and also log the loss of plain text in bits per byte, which can be compared between tokenizers."""
         self.eval_sums = 0
-        metrics = super().evaluate(*args, **kwargs)
-        if self.eval_bytes and "eval_loss" in metrics:
+        return super().evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        """Log, with the loss of an evaluation, that of plain text in bits per byte, which tokenizers do not change."""
+        if self.eval_bytes and "eval_loss" in logs:
             # `eval_loss` is a mean over rows of the means over the tokens of their batches.
             loss, tokens = self.accelerator.reduce(self.eval_sums).tolist()
             bits = loss / tokens * self.eval_tokens / self.eval_bytes / math.log(2)
-            metrics["eval_bits_per_byte"] = bits
-            self.state.log_history[-1]["eval_bits_per_byte"] = bits
+            logs["eval_bits_per_byte"] = bits
             self.accelerator.print(f"Held-out text: {bits:.4f} bits per byte.")
-        return metrics
+        super().log(logs, *args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)

@@ -233,8 +233,8 @@ def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, D
 def check_cut(name: str, rows: Rows, max_length: int | None, num_proc: int | None = None) -> None:
     """Print how much TRL cuts from tokenized rows. `name` is TRL's name of the dataset: "train" or "eval".
 
-    The rows of a stream cannot be counted. Raise `UserError` for rows with nothing to learn within `max_length`: TRL
-    drops them silently, and packed they learn nothing.
+    The rows of a stream cannot be counted: see `check_learned`. Raise `UserError` for rows with nothing to learn
+    within `max_length`: TRL drops them silently, and packed they learn nothing.
     """
     if max_length is None or isinstance(rows, IterableDataset):
         return
@@ -259,6 +259,20 @@ def check_cut(name: str, rows: Rows, max_length: int | None, num_proc: int | Non
             f"Note: {is_cut.sum():,} of {len(rows):,} {what} are cut to max_length={max_length}, which leaves out "
             f"{lost:.1%} of their tokens."
         )
+
+
+def check_learned(rows: IterableDataset, max_length: int | None) -> IterableDataset:
+    """Return a stream that raises `UserError` at a row without a token to learn within `max_length`."""
+
+    def check(row: dict) -> dict:
+        if all(label == -100 for label in row["labels"][:max_length]):
+            raise UserError(
+                f"a row of the stream has no token to learn within max_length={max_length}: raise max_length, or "
+                "remove such rows."
+            )
+        return row
+
+    return rows.map(check)
 
 
 def check_length(trainer: SFTTrainer) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from modeling_iha import interleave_heads, load_adapter, remove_interleaving, save_mixing, set_mixing_scale
-from modeling_iha.mixing_weights import values
+from modeling_iha.mixing_weights import state_with_values
 
 
 TOKENS = random_ids(2, 9)
@@ -24,11 +24,11 @@ def sharded(model):
 def work(rank: int, place: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=2)
     whole = train_mixing(interleave_heads(decoder("llama"), 2))
-    expected, learned = uncached_logits(whole, TOKENS), values(whole)
+    expected, learned = uncached_logits(whole, TOKENS), state_with_values(whole)
     model = sharded(train_mixing(interleave_heads(decoder("llama"), 2)))
     assert isinstance(model.model.layers[0].self_attn.q_mix.weight, DTensor)
     assert_close(uncached_logits(model, TOKENS), expected)
-    mixing = {name: value for name, value in values(model).items() if "mix" in name or "collapse" in name}
+    mixing = {name: value for name, value in state_with_values(model).items() if "mix" in name or "collapse" in name}
     assert len(mixing) == 12 and all(value.equal(learned[name]) for name, value in mixing.items())
 
     save_mixing(model, f"{place}/mixing.{rank}")

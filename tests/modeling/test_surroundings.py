@@ -27,7 +27,7 @@ from transformers.utils import logging
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving, virtual_masks
-from modeling_iha.mixing_weights import mixing_parameters, values
+from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from modeling_iha.overlay import Overlay
 from research.experiments.model_types import MULTIMODAL, tiny_model
 
@@ -150,9 +150,9 @@ def test_inference_mode_leaves_a_mixing_that_learns():
 def test_initialising_again_keeps_the_mixing():
     """Call `init_weights`, as from_pretrained and users do: it leaves all weights of a plain model as they are."""
     model = train_mixing(interleave_heads(decoder("llama"), 2))
-    expected = {name: value.clone() for name, value in values(model).items()}
+    expected = {name: value.clone() for name, value in state_with_values(model).items()}
     model.init_weights()
-    for name, value in values(model).items():
+    for name, value in state_with_values(model).items():
         assert value.equal(expected[name]), name
 
 

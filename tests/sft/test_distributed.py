@@ -264,6 +264,7 @@ CONTEXT, TENSOR = (["--parallelism_config_sp_size=1", f"--parallelism_config_{na
         ("fsdp2.yaml", [], ONE, 1, ALONE),
         ("fsdp2.yaml", ["--num_processes", "1"], ONE, 1, "would silently.*single.yaml"),
         ("fsdp2.yaml", ["--fsdp_version", "1"], GPU, 2, "FSDP version 1.*'fsdp_version: 2'"),
+        ("fsdp2.yaml", ["--fsdp_cpu_ram_efficient_loading", "true"], GPU, 2, "cpu_ram_efficient.* shares no buffers"),
         ("ddp.yaml", [], ONE, 1, ALONE),
         ("ddp.yaml", ["--cpu"], ONE, 1, "several processes.*started one.*MULTI_CPU"),
         ("fsdp2_ulysses.yaml", CONTEXT, GPU, 2, "context parallelism.* drops windows"),

@@ -24,7 +24,7 @@ from iha.checkpoints import load_model
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
 from modeling_iha import interleave_heads, pair_heads
-from modeling_iha.mixing_weights import mixing_parameters, values
+from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from sft import train
 from sft.trainer import SFTRecipeTrainer
 
@@ -76,13 +76,13 @@ def test_a_recipe_says_how_heads_are_interleaved(tmp_path, capsys):
     assert (config.interleaved_window, config.mixing_scale) == (32, 10)
 
     # A checkpoint keeps its values where the recipe gives its mixing another rate.
-    expected = values(first)
+    expected = state_with_values(first)
     for scale in (4, 1):
         name = f"again{scale}"
         train.main(arguments(tmp_path, "run/final", name, mixing_scale=scale, learning_rate=0, **short))
         again = load_model(tmp_path / name / "final")
         assert again.config.mixing_scale == scale
-        assert all(torch.equal(value, expected[name]) for name, value in values(again).items())
+        assert all(torch.equal(value, expected[name]) for name, value in state_with_values(again).items())
 
 
 def test_a_run_does_not_go_on_with_another_scale(tmp_path):
@@ -103,12 +103,13 @@ def test_a_run_does_not_go_on_with_another_scale(tmp_path):
         ("plain", {"interleaved_layers": "0", "collapse": "per_head"}, "interleaved_layers, collapse: for runs that"),
         ("plain", {"lora_dropout": 0.5}, "lora_dropout: without effect"),
         ("interleaved", {"interleaved_window": 8, "num_pseudo_heads": 2}, "interleaved keeps what it was made with"),
+        ("qwen2", {"sliding_window": 8}, "sliding_window: .*qwen2 has no sliding layers"),
     ],
 )
 def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
-    made = decoder("llama")
-    saved(made if model == "plain" else interleave_heads(made, 2), tmp_path / model)
+    made = decoder("qwen2" if model == "qwen2" else "llama")
+    saved(interleave_heads(made, 2) if model == "interleaved" else made, tmp_path / model)
     with pytest.raises(UserError, match=named):
         train.main(arguments(tmp_path, model, "run", **keys))
 

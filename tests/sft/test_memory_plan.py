@@ -1,5 +1,6 @@
 """Test that a step is counted as it is, and that a run that cannot fit is refused before its rows are read."""
 
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -96,6 +97,21 @@ def test_a_run_that_cannot_fit_is_refused(tiny, rows_file, tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"The run needs 0\.\d GB on each device and there are 0\.0 GB: set"):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run")])
     assert "A step takes 0." in capsys.readouterr().out
+
+
+def test_hybrid_sharding_keeps_a_share_of_its_shards(tmp_path, monkeypatch, capsys):
+    """Two replicas of eight shards keep an eighth on each device, and not a sixteenth."""
+    run, args = parsed()
+    planned = StepMemory(peak=24 * 10**9, weights=8 * 10**9, gradients=8 * 10**9, optimizer=0)
+    monkeypatch.setattr(memory_plan, "plan", lambda *_: planned)
+    monkeypatch.setattr(memory_plan, "lora_config", lambda *_: None)
+    monkeypatch.setattr(memory_plan, "asks_for_fsdp", lambda args: True)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Namespace(available=10**12))
+    monkeypatch.setattr(SFTConfig, "world_size", 16)
+    for replicas, expected in ((1, 8 + 16 / 16), (2, 8 + 16 / 8)):
+        args.parallelism_config = Namespace(dp_replicate_size=replicas)
+        memory_plan.check_memory(None, run, args)
+        assert f"A step takes {expected * memory_plan.ALLOCATOR:.2f} GB on each device" in capsys.readouterr().out
 
 
 def test_a_step_that_cannot_be_counted_is_said_and_not_refused(tiny, tmp_path, capsys):

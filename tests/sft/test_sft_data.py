@@ -11,12 +11,13 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from helpers import small_config
-from tiny_training import TEMPLATES, byte_tokenizer, training_rows, with_template, write_jsonl
+from tiny_training import TEMPLATES, byte_tokenizer, recipe, sizes, training_rows, with_template, write_jsonl
+from transformers import TrainerCallback
 from trl import SFTConfig
 
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
-from sft.arguments import RunArguments, chat_template
+from sft.arguments import RecipeParser, RunArguments, chat_template
 from sft.data import check_chat_template, load_rows, sources, to_messages
 from sft.run import checkpoint_to_resume
 from sft.trainer import SFTRecipeTrainer
@@ -79,6 +80,18 @@ def test_a_home_directory_is_found_in_every_key(tmp_path, monkeypatch):
     args = SFTConfig(output_dir="~/run", use_cpu=True, chat_template_path="~/template.jinja")
     assert (args.output_dir, chat_template(args)) == (f"{tmp_path}/run", "text")
     assert checkpoint_to_resume("~/run/checkpoint-2", tmp_path) == tmp_path / "run" / "checkpoint-2"
+    words = sizes("model", str(tmp_path / "rows.jsonl"), tmp_path / "run", chat_template_path="~/template.jinja")
+    _, args = RecipeParser(SFTConfig, "").parse(["--config", recipe("demo"), *words])
+    assert args.chat_template_path == f"{tmp_path}/template.jinja"  # TRL reads it too
+
+
+def test_one_name_is_a_list_and_unused_keys_are_not_offered(capsys):
+    run = RunArguments(dataset_name="a", lora_modules_to_save="embed_tokens", lora_target_parameters="weight")
+    assert (run.lora_modules_to_save, run.lora_target_parameters) == (["embed_tokens"], ["weight"])
+    with pytest.raises(SystemExit):
+        RecipeParser(SFTConfig, "usage").parse(["--help"])
+    help = capsys.readouterr().out
+    assert "--load_in_4bit" not in help and "--push_to_hub" not in help and "--learning_rate" in help
 
 
 # Rows
@@ -186,6 +199,20 @@ def test_what_is_cut_is_said_and_rows_without_an_answer_are_refused(packing, tmp
         else:
             with pytest.raises(UserError, match=r"1 of 3 rows have no token to learn within max_length=55"):
                 trainer_of(args, rows, tokenizer)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_row_of_a_stream_without_an_answer_is_refused(packing, tmp_path):
+    """A packed stream would train on such rows with a loss of 0."""
+    answer = {"role": "assistant", "content": "0123456789" * 3}
+    rows = [{"messages": [{"role": "user", "content": question}, answer]} for question in ("a", "a" * 40)]
+    path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", rows), with_template("chatml.jinja")
+    keys = {"dataset_streaming": True, "packing": packing, "max_steps": 1}
+    run, args = run_of(path, tmp_path, max_length=70, **keys)
+    assert list(trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset)
+    run, args = run_of(path, tmp_path, max_length=55, **keys)
+    with pytest.raises(UserError, match="a row of the stream has no token to learn within max_length=55"):
+        list(trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset)
 
 
 def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> SFTRecipeTrainer:
@@ -400,7 +427,10 @@ def test_bits_per_byte_are_those_of_all_tokens(tmp_path):
         with torch.no_grad():
             logits = trainer.model(tokens).logits[0, :-1].float()
         expected += torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
+    seen = []
+    trainer.add_callback(type("Seen", (TrainerCallback,), {"on_log": lambda *_, logs, **__: seen.append(dict(logs))}))
     bits = trainer.evaluate()["eval_bits_per_byte"]
+    assert seen[-1]["eval_bits_per_byte"] == bits  # as a tracker sees it
     assert bits == pytest.approx(expected / math.log(2) / trainer.eval_bytes, rel=1e-4)
 
 

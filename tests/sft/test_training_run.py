@@ -212,6 +212,24 @@ def test_a_run_does_not_continue_with_what_the_checkpoint_would_not_take(
         train.main(command(tiny, rows_file, tmp_path / "run", **keys))
 
 
+def test_what_decides_on_the_rows_of_a_run_is_fixed(whole, tmp_path):
+    """Each process packs its share of the rows, and reads files of a stream of its own."""
+    kept = json.loads((whole / "checkpoint-6" / RECORD).read_text())
+
+    def refusal(recipe: dict, then: dict, **others) -> str:
+        (tmp_path / RECORD).write_text(json.dumps(kept | {"recipe": kept["recipe"] | recipe | then}))
+        with pytest.raises(UserError) as refused:
+            compare_records(kept | {"recipe": kept["recipe"] | recipe} | others, tmp_path)
+        return str(refused.value)
+
+    streaming = {"dataset_streaming": True}
+    assert refusal({"packing": True}, {"dataset_num_proc": 2}).startswith("dataset_num_proc: the run began with 2")
+    assert refusal(streaming, {"dataloader_num_workers": 3}).startswith("dataloader_num_workers: the run began with 3")
+    assert refusal({}, {"dataloader_drop_last": True}).startswith("dataloader_drop_last: the run began with True")
+    accumulated = {"gradient_accumulation_steps": 2}  # as many rows of a step as of two processes
+    assert "began with 1 processes and cannot go on with 2" in refusal(streaming, accumulated, processes=2)
+
+
 def test_what_a_record_of_another_time_or_place_holds(whole, tmp_path, capsys):
     """Compare a record with one whose values are written otherwise, and with one of an earlier version."""
     kept = json.loads((whole / "checkpoint-6" / RECORD).read_text())
@@ -446,6 +464,60 @@ def test_the_newest_whole_checkpoint_is_found_by_its_step(tmp_path):
     assert newest_whole_checkpoint(tmp_path).name == "checkpoint-10"
     (tmp_path / "checkpoint-10" / RECORD).unlink()
     assert newest_whole_checkpoint(tmp_path).name == "checkpoint-8"
+
+
+def test_the_best_checkpoint_is_found_in_a_moved_directory(tiny, rows_file, tmp_path, monkeypatch):
+    """End with the best weights, and not silently with the last ones, or say that they are lost."""
+    evaluate = SFTRecipeTrainer.evaluate
+
+    def first_is_best(self, *args, **kwargs):
+        metrics = evaluate(self, *args, **kwargs)
+        metrics["eval_loss"] = 1.0 + self.state.global_step
+        return metrics
+
+    monkeypatch.setattr(SFTRecipeTrainer, "evaluate", first_is_best)
+    keys = {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "eval_on_start": "false", "save_total_limit": 2}
+    keys |= {"load_best_model_at_end": "true", "eval_strategy": "steps"}
+    train.main(command(tiny, rows_file, tmp_path / "run", **keys))
+    expected = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    shutil.rmtree(tmp_path / "run" / "final")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    train.main(command(tiny, rows_file, tmp_path / "moved", **keys))
+    final = load_file(tmp_path / "moved" / "final" / "model.safetensors")
+    assert all(torch.equal(final[name], weight) for name, weight in expected.items())
+    shutil.rmtree(tmp_path / "moved" / "final")
+    shutil.rmtree(tmp_path / "moved" / "checkpoint-2")
+    with pytest.raises(UserError, match="checkpoint-2, the best checkpoint so far, is lost"):
+        train.main(command(tiny, rows_file, tmp_path / "moved", **keys))
+
+
+def test_a_schedule_that_counts_evaluations_is_resumed(tiny, rows_file, tmp_path):
+    """Its state counts no step before the first evaluation, but the optimizer is there."""
+    keys = {"lr_scheduler_type": "reduce_lr_on_plateau", "max_steps": 4, "save_steps": 2}
+    keys |= {"eval_on_start": "false", "eval_strategy": "steps", "eval_steps": 4}
+    with interrupted_at(SFTRecipeTrainer, 3):
+        train.main(command(tiny, rows_file, tmp_path / "run", **keys))
+    train.main(command(tiny, rows_file, tmp_path / "run", **keys))
+    assert (tmp_path / "run" / "final").is_dir()
+
+
+def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):
+    write_jsonl(tmp_path / "rows.jsonl", [{"text": f"text {number} " * 20} for number in range(8)])
+    keys = {"max_length": 64, "packing": "true", "packing_strategy": "bfd_split", "assistant_only_loss": "false"}
+    for loss, has_bits in (({}, True), ({"loss_type": "dft"}, False), ({"label_smoothing_factor": 0.3}, False)):
+        arguments = command("unused", tmp_path / "rows.jsonl", tmp_path / "run", eval_size=2, **keys, **loss)
+        model = arguments.index("--model_name_or_path")
+        arguments[model : model + 2] = ["--preset", "tiny"]
+        trainer = train.build_trainer(*RecipeParser(SFTConfig, "").parse(arguments))
+        assert (trainer.eval_bytes is not None) == has_bits
+
+
+def test_weights_in_half_precision_that_would_not_learn_are_said(tiny, rows_file, tmp_path, capsys):
+    short = {"max_steps": 1, **NO_EVALUATION}
+    train.main(command(tiny, rows_file, tmp_path / "run", dtype="bfloat16", **short))
+    assert "in bfloat16 weights a step below 0.002 times a weight is rounded away" in capsys.readouterr().out
+    train.main(command(tiny, rows_file, tmp_path / "other", **short))
+    assert "rounded away" not in capsys.readouterr().out
 
 
 def test_a_checkpoint_without_an_optimizer_of_this_launch_is_refused(whole, tiny, rows_file, tmp_path):
