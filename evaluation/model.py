@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from iha.checkpoints import end_tokens_alone, load_model
 from iha.errors import UserError
 from iha.sources import find_source
+from iha.thoughts import MARKERS
 
 
 # Llama's chat template writes the date. A fixed date keeps prompts the same when a run resumes another day.
@@ -46,6 +47,9 @@ class Model(HFLM):
         super().__init__(self.source.location, tokenizer=tokenizer, batch_size=batch_size, **settings)
         self.model.generation_config = end_tokens_alone(self.model, tokenizer)
         self._before_reply = self.tok_encode("a", add_special_tokens=False)
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {token: str(text) for token, text in added if text.special}
+        self._skipped = {token for token, text in special.items() if text not in MARKERS}
 
     def _create_model(self, pretrained: str, dtype: str = "auto", **_) -> None:
         self._model = load_model(self.source, dtype).to(self.device)
@@ -60,11 +64,14 @@ class Model(HFLM):
     def tok_decode(self, tokens, skip_special_tokens: bool = True) -> str:
         """Return the text of a reply with the blanks at its beginning.
 
-        SentencePiece's decoders drop the first blank of a text, which may belong to the indent of a program.
+        SentencePiece's decoders drop the first blank of a text, which may belong to the indent of a program. Tokens
+        that begin or end thoughts stay, because without them thoughts would be taken for the answer.
         """
         tokens = [tokens] if isinstance(tokens, int) else list(tokens)
-        before = self.tokenizer.decode(self._before_reply, skip_special_tokens=skip_special_tokens)
-        whole = self.tokenizer.decode(self._before_reply + tokens, skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens:
+            tokens = [token for token in tokens if token not in self._skipped]
+        before = self.tokenizer.decode(self._before_reply)
+        whole = self.tokenizer.decode(self._before_reply + tokens)
         return whole[len(before) :]
 
     def check_prompts(self, task: str, requests: list[Instance]) -> None:

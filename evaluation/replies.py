@@ -147,7 +147,7 @@ def _read(answer: str) -> tuple | None:
         and all(map(_is_range, found[0].args))
     ):
         return Union(*(bounds.as_set() for bounds in found[0].args)), found[1]
-    return found
+    return found or None
 
 
 def _last_row(display: re.Match) -> str:
@@ -256,14 +256,18 @@ def program(reply: str, names: set[str]) -> str:
     """Return the program in a chat model's reply, which should define `names`.
 
     It is the last block of Python that defines them, with the blocks that it needs. If no block defines them, it is
-    the last block. If no block is labelled as Python, blocks without a label count. If there is no block, it is the
-    whole reply.
+    the last block. If no block that is labelled as Python defines one of them, blocks without a label count too. If
+    there is no block, it is the whole reply.
     """
     # A fence may stand behind prose: "Here is the code: ```python".
     reply = re.sub(r"(?m)(?<=\S)[ \t]+(?=```\w+\s*$)", "\n", final_part(reply))
     fences = [token for token in _MARKDOWN.parse(reply) if token.type == "fence"]
-    labelled = [fence.content for fence in fences if re.match(r"\W*py(?:thon)?3?(?![\w-])", fence.info, re.IGNORECASE)]
-    blocks = labelled or [fence.content for fence in fences if not fence.info.strip()]
+    is_python = re.compile(r"\W*py(?:thon)?3?(?![\w-])", re.IGNORECASE)
+    labelled = [fence.content for fence in fences if is_python.match(fence.info)]
+    if any(names & _names(block)[0] for block in labelled):
+        blocks = labelled
+    else:
+        blocks = [fence.content for fence in fences if is_python.match(fence.info) or not fence.info.strip()]
     if not blocks:
         return reply
     provided, used = [], []

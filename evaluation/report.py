@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from evaluation import ruler
+from evaluation import ruler, suites
 from iha.cards import figure_text, markdown_table
 from iha.files import read_json, whole_file
 
@@ -51,14 +51,23 @@ def _tasks_table(tasks: dict[str, dict]) -> str:
     return markdown_table(header, rows)
 
 
+def _changes(results: dict) -> list[str]:
+    """Return the device and the versions with which a run began, if it ended with others."""
+    first = results["first_versions"] | {"device": results["first_device"]}
+    last = results["versions"] | {"device": results["device"]}
+    return [f"{name} {value}" for name, value in first.items() if value != last.get(name)]
+
+
 def _ours(results: dict, column: dict) -> dict | None:
     """Return our figure for a column of the paper's tables, or `None` if it was not measured as in the paper."""
     task, metric = column["task"], column["metric"]
     if results["suite"] == "smoke":  # hand-made examples
         return None
     if task == "ruler":
-        # The paper's average is over all tasks.
-        is_whole = results["ruler"].get("tasks") == sorted(ruler.TASKS)
+        # The paper's average is over all tasks and these lengths.
+        lengths = [str(length) for length in suites.DEFAULTS["lengths"]]
+        has_lengths = list(results["ruler"].get("by_length", ())) == lengths
+        is_whole = has_lengths and results["ruler"].get("tasks") == sorted(ruler.TASKS)
         has_notes = any(
             "note" in entry for name, entry in results["tasks"].items() if name.partition("@")[0] in ruler.TASKS
         )
@@ -89,6 +98,8 @@ def markdown(results: dict) -> str:
     first = results["first_commit"]
     if first != results["commit"]:
         lines.append(f"- The run began at commit {first}, and was scored at {results['commit']}.")
+    if changes := _changes(results):
+        lines.append(f"- The run began with {', '.join(changes)}.")
     for name, task in tasks.items():
         of = task["examples"] * task["samples_each"]
         unfinished = task["unfinished_replies"]

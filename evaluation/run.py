@@ -37,6 +37,7 @@ from transformers import PreTrainedTokenizerBase
 
 from evaluation import data, report, run_code, suites
 from evaluation.model import Model
+from iha import thoughts
 from iha.cards import source_name
 from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype, vocabulary_of
 from iha.errors import UserError, refusing, run_cli
@@ -65,15 +66,25 @@ def claim_output(directory: Path, identity: dict) -> dict:
         return found
     if directory.exists() and not (directory.is_dir() and {entry.name for entry in directory.iterdir()} <= {".lock"}):
         raise UserError(f"{directory} exists and is no output of this command: choose another --output.")
-    record = identity | {"commit": current_commit()}
+    record = identity | {"commit": current_commit(), "device": device_type(), "versions": versions()}
     write_json(path, record)
     return record
+
+
+def device_type() -> str:
+    """Return the type of the device on which this machine evaluates."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that decide on figures."""
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def task_hash() -> str:
     """Return a hash of all files of this repository that determine the tasks' prompts, replies and scores."""
     settings = sorted(suites.TASKS.glob("*.yaml"))  # all of them, because tasks include others
-    modules = [Path(__file__).with_name(f"{module}.py") for module in _DECIDING]
+    modules = [*(Path(__file__).with_name(f"{module}.py") for module in _DECIDING), Path(thoughts.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in settings + modules)).hexdigest()[:16]
 
 
@@ -263,8 +274,11 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "device": model.device.type,
         "chat_template": not args.no_chat,
         "commit": current_commit(),
-        "first_commit": record["commit"],  # the commit of the oldest replies in the cache
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": versions(),
+        # Those of the oldest replies in the cache
+        "first_commit": record["commit"],
+        "first_device": record.get("device", model.device.type),
+        "first_versions": record.get("versions", {}),
         "isolated_code": run_code.isolates(),
         "data_sha256": {
             name: data.file_sha256(args.data / name)

@@ -10,6 +10,7 @@ example: python -m research.benchmarks.gpu --parts layer schedule --seconds 540 
 import argparse
 import faulthandler
 import gc
+import json
 import re
 import statistics
 import sys
@@ -28,7 +29,7 @@ from transformers.utils import is_flash_attn_4_available
 
 from iha import model_cost as cost
 from iha.errors import UserError, one_line, run_cli
-from iha.files import current_commit, read_json, sole_writer, write_json
+from iha.files import current_commit, sole_writer, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.cache_names import CACHE
 from modeling_iha.masks import make_masks
@@ -59,8 +60,9 @@ CORES = ["sdpa", *["flash_attention_4"] * (DEVICE == "cuda" and is_flash_attn_4_
 # Global attention over more virtual tokens takes seconds per run.
 LONGEST = 131072
 ENDED = "ended the process, or was stopped"
-# The longest that a form may take. A kernel or a compiler that hangs hears no signal: the process ends.
-FORM_SECONDS = 90
+# The longest that a form may take. A kernel or a compiler that hangs hears no signal: the process ends. (Dynamo alone
+# traces a decoder of 28 interleaved layers with gradients for a minute.)
+FORM_SECONDS, COMPILED_FORM_SECONDS = 90, 240
 # Seconds that the timed runs of a form take, and their fewest and most.
 TIMED_SECONDS, FEWEST_RUNS, MOST_RUNS = (0.5, 3, 20) if DEVICE == "cuda" else (0, 1, 1)
 # About 10 ms on a GPU.
@@ -381,11 +383,11 @@ def measure(work: Work) -> dict[str, float]:
 
 
 @contextmanager
-def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iterator[None]:
-    """Record in `failed` what a form raises here, or that it ended the process, as it does when it hangs."""
+def attempt(name: str, failed: dict[str, str], save: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Record in `failed` what a form raises here, or that it ended the process after so many seconds."""
     failed[name] = ENDED
     save()
-    faulthandler.dump_traceback_later(FORM_SECONDS, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     try:
         yield
         synchronize()
@@ -401,15 +403,18 @@ def attempt(name: str, failed: dict[str, str], save: Callable[[], None]) -> Iter
     synchronize()  # an error that leaves the GPU unusable ends the command
 
 
-def run_case(row: dict, forms: Forms, until: float, save: Callable[[], None]) -> None:
-    """Measure the forms of a case that have no figures and have not failed."""
+def run_case(row: dict, forms: Forms, until: float, save: Callable[[], None], retries: bool = False) -> None:
+    """Measure the forms of a case that have no figures and have not failed, or if `retries` have."""
+    row["base"] = next(iter(forms))
+    seconds = COMPILED_FORM_SECONDS if row.get("compiled") else FORM_SECONDS
     for name, prepare in forms.items():
-        if name in row["seconds"] or name in row["failed"] or time.monotonic() > until:
+        has_failed = name in row["failed"] and not retries
+        if name in row["seconds"] or has_failed or time.monotonic() > until:
             continue
-        with attempt(name, row["failed"], save):
+        with attempt(name, row["failed"], save, seconds):
             for figure, value in measure(prepare()).items():
                 row.setdefault(figure, {})[name] = value
-            base = row["seconds"].get(next(iter(forms)))
+            base = row["seconds"].get(row["base"])
             row["ratios"] = {form: value / base for form, value in row["seconds"].items()} if base else {}
         print(f"  {name}: {row['seconds'].get(name, row['failed'].get(name))}", flush=True)
         torch.compiler.reset()  # or the forms would share a limit of recompilations
@@ -428,7 +433,7 @@ def main() -> None:
     directory = args.out / re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
     path = directory / "gpu.json"
     with sole_writer(directory):
-        table = read_json(path) if path.exists() else {**shared, "rows": []}
+        table = json.loads(path.read_text()) if path.exists() else {**shared, "rows": []}
         for key, value in shared.items():
             if table.get(key) != value:
                 raise UserError(
@@ -438,14 +443,14 @@ def main() -> None:
         for part in args.parts:
             for case in cases(part, args.dry)[: args.cases]:
                 case = {"part": part, **case}
-                row = next((row for row in table["rows"] if case.items() <= row.items()), None)
+                # Forms of two commits do not stand in one row.
+                found = [row for row in table["rows"] if {**case, "commit": commit}.items() <= row.items()]
+                row = found[0] if found else None
                 if row is None:
                     row = {**case, "commit": commit, "failed": {}, "seconds": {}, "ratios": {}}
                     table["rows"].append(row)
-                if args.retry:
-                    row["failed"] = {}
                 print(", ".join(f"{key} {value}" for key, value in case.items()), flush=True)
-                run_case(row, FORMS[part](case), until, save)
+                run_case(row, FORMS[part](case), until, save, args.retry)
         save()
     print(f"Wrote {path}", flush=True)
 

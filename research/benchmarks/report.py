@@ -154,11 +154,19 @@ def render(results: dict[str, dict], defaults: list[dict]) -> str:
 
 def gpu_setting(row: dict) -> str:
     """Return the part, the sizes and the pass of a row that a GPU measured."""
-    words = [row.get("family"), f"{row['tokens']:,} tokens", f"{row['layers']} layers" if "layers" in row else None]
-    words.append(f"batch of {row['batch']}" if "batch" in row else None)
-    words.append("checkpointed" if row.get("checkpointing") else None)
-    words.append({True: "forward and backward", False: "forward", None: None}[row.get("backward")])
-    return ", ".join([row["part"], *filter(None, words)])
+    words = [row["part"]]
+    if "family" in row:
+        words.append(row["family"])
+    words.append(f"{row['tokens']:,} tokens")
+    if "layers" in row:
+        words.append(f"{row['layers']} layers")
+    if "batch" in row:
+        words.append(f"batch of {row['batch']}")
+    if row.get("checkpointing"):
+        words.append("checkpointed")
+    if "backward" in row:
+        words.append("forward and backward" if row["backward"] else "forward")
+    return ", ".join(words)
 
 
 def gpu_lines(result: dict) -> list[str]:
@@ -168,7 +176,12 @@ def gpu_lines(result: dict) -> list[str]:
     lines += ["![Ratios to the first form of each row](gpu.png)"]
     for row in result["rows"]:
         cells = {
-            form: [f"{1000 * seconds:.1f}", f"{row['ratios'][form]:.2f}", f"{row['peak_bytes'][form] / 1e9:.1f}"]
+            # Without a time of the base there is no ratio.
+            form: [
+                f"{1000 * seconds:.1f}",
+                f"{row['ratios'][form]:.2f}" if form in row["ratios"] else "–",
+                f"{row['peak_bytes'][form] / 1e9:.1f}",
+            ]
             for form, seconds in row["seconds"].items()
         }
         cells |= {form: ["failed", "", error.split(".")[0]] for form, error in row["failed"].items()}
@@ -177,19 +190,21 @@ def gpu_lines(result: dict) -> list[str]:
     return lines
 
 
+def short_form(form: str) -> str:
+    """Return the name of a form in plots."""
+    name = form.replace(": sdpa", "")
+    return GPU_FORMS.get(name, name)
+
+
 def gpu_plot(result: dict) -> Figure:
     """Plot the ratios of each row to its first form, a dot for each form."""
     rows = [row for row in result["rows"] if row["ratios"]]
-    short = [
-        {
-            GPU_FORMS.get(name, name): ratio
-            for form, ratio in row["ratios"].items()
-            if (name := form.replace(": sdpa", ""))
-        }
-        for row in rows
-    ]
-    forms = dict.fromkeys(form for ratios in short for form in list(ratios)[1:] if "checkpointed" not in form)
-    points = {form: [ratios.get(form) for ratios in short] for form in forms}
+    ratios_of_rows = []
+    for row in rows:
+        base = row.get("base", next(iter(row["ratios"])))  # older tables begin with it
+        ratios_of_rows.append({short_form(form): ratio for form, ratio in row["ratios"].items() if form != base})
+    forms = dict.fromkeys(form for ratios in ratios_of_rows for form in ratios if "checkpointed" not in form)
+    points = {form: [ratios.get(form) for ratios in ratios_of_rows] for form in forms}
     message = f"{result['device']}: time over that of the first form of each row"
     figure, (axes,) = plots.panels(message, height=1.5 + 0.4 * len(rows))
     plots.dots(axes, [gpu_setting(row) for row in rows], points, mark=1)

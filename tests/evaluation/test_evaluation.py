@@ -56,6 +56,8 @@ def test_majority_counts_equal_answers_together_and_none_never():
     assert voted("none", "none", "none", "1000") == 1
     assert voted("1000", "7") == 1 and voted("7", "1000") == 0  # of equally many the first
     assert voted("none", "") == 0
+    empty = [r"I put it in \boxed{}.", r"\boxed{ }", r"\boxed{\text{}}", r"\boxed{\ldots}"]
+    assert voted("1000", "1000", *empty) == 1  # a box that holds nothing has no vote
     shares = [r"\boxed{0.18}", r"\boxed{18\%}", r"\boxed{18\%}", r"\boxed{18}"]  # the middle ones equal all
     gold = {"answer": "#### 18"}
     assert [scores.gsm8k(gold, order)["maj@4"] for order in (shares, shares[::-1])] == [1, 1]
@@ -101,6 +103,7 @@ def fenced(*blocks):
         ("```\nf() == 1\n```\n~~~py\ndef f(): a\n~~~\n```\n1\n```", "def f(): a\n"),
         ("Here is the code: ```python\ndef f(): a\n```\nIt adds.", "def f(): a\n"),
         ("- f:\n\n      ```{.Python3}\n      def f():\n        a\n      ```", "def f():\n  a\n"),
+        ("```\ndef f(): a\n```\nUse:\n```python\nprint(f())\n```", "def f(): a\n"),
         ("```pycon\n>>> f()\n```", "```pycon\n>>> f()\n```"),
         ("<think>\n```python\ndef f(): a\n```\n", ""),
     ],
@@ -288,6 +291,17 @@ def test_a_reply_keeps_the_blanks_that_it_begins_with(tiny):
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
     model = Model(tiny, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>"))
     assert model.tok_decode([2, 3]) == "    return"
+
+
+def test_the_end_of_thoughts_is_read_where_it_is_a_special_token(tiny):
+    """Keep it in the reply: without it the thoughts would be taken for the answer."""
+    words = {"a": 0, "b": 1, "</think>": 2, "<pad>": 3, "</s>": 4}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")), eos_token="</s>", pad_token="<pad>"
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+    decoded = Model(tiny, tokenizer).tok_decode([0, 2, 1, 4, 3])
+    assert "</think>" in decoded and "</s>" not in decoded and "<pad>" not in decoded
 
 
 def test_what_does_not_fit_is_refused_before_lm_eval_cuts_it(tmp_path):
@@ -516,20 +530,24 @@ def test_means_of_ruler_are_over_the_lengths_that_were_run():
 
 
 @pytest.mark.parametrize(
-    ("left_out", "suite", "note", "beside"),
+    ("left_out", "suite", "lengths", "note", "beside"),
     [
-        (0, "ruler", {}, True),
-        (1, "ruler", {}, False),
-        (0, "smoke", {}, False),
-        (0, "ruler", {"note": "measured with --limit 50"}, False),
+        (0, "ruler", suites.DEFAULTS["lengths"], {}, True),
+        (1, "ruler", suites.DEFAULTS["lengths"], {}, False),
+        (0, "smoke", suites.DEFAULTS["lengths"], {}, False),
+        (0, "ruler", [512], {}, False),
+        (0, "ruler", suites.DEFAULTS["lengths"], {"note": "measured with --limit 50"}, False),
     ],
 )
-def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, suite, note, beside):
+def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, suite, lengths, note, beside):
     counts = {"examples": 50, "samples_each": 1, "unfinished_replies": 0, "prompt_tokens": {"min": 1, "max": 2}}
-    tasks = {f"{name}@512": ruler_entry(0.5) | counts | note for name in ruler.TASKS[left_out:]}
+    names = [f"{name}@{length}" for length in lengths for name in ruler.TASKS[left_out:]]
+    tasks = {name: ruler_entry(0.5) | counts | note for name in names}
     about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
     about |= {"commit": "0", "first_commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu"}
-    text = report.markdown({**about, "versions": {}, "tasks": tasks, "ruler": report.ruler_means(tasks)})
+    about |= {"versions": {"torch": "2"}, "first_device": "cuda", "first_versions": {"torch": "1"}}
+    text = report.markdown({**about, "tasks": tasks, "ruler": report.ruler_means(tasks)})
+    assert "- The run began with torch 1, device cuda." in text
     assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside
     assert ("was measured with --limit 50, so it cannot be compared with published figures." in text) == bool(note)
 

@@ -1,12 +1,13 @@
 """Test that a visit to a GPU measures every form once, in the dry size, and is not lost to one that fails."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from helpers import last_line
 
-from research.benchmarks import gpu
+from research.benchmarks import gpu, report
 
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the dry sizes are for a CPU")
@@ -36,6 +37,31 @@ def test_every_form_of_every_case_is_measured_once(visit, cli):
         assert row["ratios"][next(iter(forms))] == 1 and len(forms) >= 2 and not row["failed"]
     assert cli(gpu, "--dry", "--out", visit)[0] == 0
     assert table(visit)["rows"] == rows
+
+
+def test_another_commit_and_another_try_are_measured(visit, cli, tmp_path):
+    """Keep the forms of two commits apart, and what failed until it is tried again."""
+    out = shutil.copytree(visit, tmp_path / "visit")
+    arguments = ("--dry", "--parts", "layer", "--out", out)
+    before = table(out)["rows"]
+    assert cli(gpu, *arguments, "--commit", "another")[0] == 0
+    *kept, added = table(out)["rows"]
+    assert kept == before and added["commit"] == "another" and added["part"] == "layer"
+    (path,) = out.glob("*/gpu.json")
+    content = table(out)
+    base, *others = content["rows"][-1]["seconds"]
+    content["rows"][-1] |= {"failed": {base: "out of memory"}, "ratios": {}}
+    del content["rows"][-1]["seconds"][base]
+    path.write_text(json.dumps(content))
+    assert any("| – |" in line for line in report.gpu_lines(content))  # without a base there are no ratios
+    assert cli(gpu, *arguments, "--commit", "another", "--retry", "--seconds", "0")[0] == 0
+    assert table(out)["rows"][-1]["failed"] == {base: "out of memory"}  # nothing was tried
+    assert cli(gpu, *arguments, "--commit", "another", "--retry")[0] == 0
+    row = table(out)["rows"][-1]
+    assert not row["failed"] and row["ratios"][base] == 1
+    (axes,) = report.gpu_plot({**table(out), "rows": [row]}).axes
+    shown = [line.get_label() for line in axes.get_lines()] + [text.get_text() for text in axes.texts]
+    assert report.short_form(base) not in shown
 
 
 def test_a_cpu_is_refused_before_any_work(cli, tmp_path):
