@@ -76,18 +76,24 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
             if config.hidden_size % config.num_attention_heads == 0:
                 raise
             continue  # Llama's config refuses such heads, and others allow them
-        lacking = [tensor for name, tensor in model.state_dict().items() if name.endswith(architecture.lacks)]
-        if (
-            all(getattr(config, name) == value for name, value in architecture.settings(config).items())
-            and layer_windows(target) == layer_windows(config)
-            and rope_layers(target) == rope_layers(config)
-            and not any(tensor.any() for tensor in lacking)
-        ):
+        if _computes_the_same(architecture, target, model):
             return architecture, target
     names = ["gated_mlp", "mlp_gate_groups", "use_qk_norm", "attention_bias", "mlp_bias"]
     names += ["hidden_size", "num_attention_heads", "layer_types", "no_rope_layers"]
     has = ", ".join(f"{name}={getattr(config, name)}" for name in names)
     raise UserError(f"None of {', '.join(ARCHITECTURES)} has this combination: {has}.")
+
+
+def _computes_the_same(architecture: Architecture, target: PreTrainedConfig, model: IHAForCausalLM) -> bool:
+    """Return whether a model of an architecture with the config `target` can compute what `model` does."""
+    config = model.config
+    settings = architecture.settings(config)
+    if any(getattr(config, name) != value for name, value in settings.items()):
+        return False
+    if layer_windows(target) != layer_windows(config) or rope_layers(target) != rope_layers(config):
+        return False
+    lacking = [tensor for name, tensor in model.state_dict().items() if name.endswith(architecture.lacks)]
+    return not any(tensor.any() for tensor in lacking)
 
 
 def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:

@@ -62,7 +62,11 @@ def check_served(source: str, revision: str | None = None) -> None:
 
 
 def find_models() -> None:
-    """Give `transformers` the names by which its server looks for the classes of this package."""
+    """Give `transformers` the names by which its server looks for the classes of this package.
+
+    The server takes a class from the module `transformers` by its name and has no registry. Only `serve` calls this,
+    in a process of its own.
+    """
     for name in ("IHAForCausalLM", "InterleavedForCausalLM"):
         setattr(transformers, name, WholeCausalLM)
     transformers.AutoModelForMultimodalLM = WholeMultimodalLM  # for a base that takes images

@@ -177,6 +177,15 @@ def read_both(
     return config, converted_config, tokens
 
 
+def _print_table(results: dict[str, Comparison]) -> None:
+    """Print how far each model is from the source."""
+    print(f"\n{'':12}{'max |dlogit|':>14}{'KL per token':>14}{'greedy':>10}")
+    for name, result in results.items():
+        greedy = f"{result.greedy_agreement}/{result.greedy_tokens}"
+        verdict = "agrees" if result.passed else "differs"
+        print(f"{name:12}{result.max_logit_difference:14.2e}{result.mean_kl:14.2e}{greedy:>10}  {verdict}")
+
+
 @checked
 def verify(
     source: str | os.PathLike,
@@ -221,11 +230,7 @@ def verify(
     broken = Run(forward(model, ids[:length]), decode(model, prompt, new_tokens).continuation)
     results["control"] = compare(within, broken)
 
-    print(f"\n{'':12}{'max |dlogit|':>14}{'KL per token':>14}{'greedy':>10}")
-    for name, result in results.items():
-        greedy = f"{result.greedy_agreement}/{result.greedy_tokens}"
-        verdict = "agrees" if result.passed else "differs"
-        print(f"{name:12}{result.max_logit_difference:14.2e}{result.mean_kl:14.2e}{greedy:>10}  {verdict}")
+    _print_table(results)
     if length < tokens:
         largest, divergence = compare_logits(reference.logits[length:], logits[length:])
         print(f"{f'after {length}':12}{largest:14.2e}{divergence:14.2e}{'':10}  differs, as expected from its windows")

@@ -8,7 +8,6 @@ task's `metadata` and `dataset_kwargs`.
 import os
 import re
 from functools import cache
-from itertools import count
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
@@ -106,13 +105,15 @@ def text_windows(data_directory, length, windows=20, tokenizer=None, **_) -> dic
             "tokenizer in Python, does not: leave the task out with --tasks, or give a --tokenizer with a "
             "tokenizer.json."
         )
-    whole, found, start = text("text/state_union.txt", data_directory), [], 0
-    for index in count():
+    whole = text("text/state_union.txt", data_directory)
+    found, start = [], 0
+    while len(found) < windows:
         # 16 characters for each token are enough: most texts have one token for four bytes.
         piece = whole[start : start + 16 * length]
         offsets = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        if index == windows or len(offsets) < length:
-            return {"test": Dataset.from_list(found or [{"text": whole}])}
+        if len(offsets) < length:
+            break  # the text ends
         end = offsets[length - 1][1]
         found.append({"text": piece[:end]})
         start += end
+    return {"test": Dataset.from_list(found or [{"text": whole}])}

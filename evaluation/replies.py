@@ -83,16 +83,23 @@ def boxes(text: str) -> tuple[list[Box], bool]:
     """Return the boxes of `text`, and whether a box that does not end follows the last of them."""
     found, position, is_open = [], 0, False
     while opening := _OPENING.search(text, position):
-        depth, position = 1, opening.end()
-        while depth and position < len(text):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            position += 1
-        is_open = depth > 0
-        if is_open:
-            position = opening.end()  # it may hold boxes that end
-        else:
-            found.append(Box(opening.start(), position, text[opening.end() : position - 1]))
+        position = opening.end()  # a box that does not end may hold boxes that do
+        closing = _closing_brace(text, position)
+        is_open = closing is None
+        if closing is not None:
+            found.append(Box(opening.start(), closing + 1, text[position:closing]))
+            position = closing + 1
     return found, is_open
+
+
+def _closing_brace(text: str, start: int) -> int | None:
+    """Return the place of the brace that closes the one before `start`, or `None`."""
+    depth = 1
+    for place in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return place
+    return None
 
 
 def _without_separators(number: re.Match) -> str:
@@ -270,14 +277,23 @@ def program(reply: str, names: set[str]) -> str:
         blocks = [fence.content for fence in fences if is_python.match(fence.info) or not fence.info.strip()]
     if not blocks:
         return reply
+    chosen = _blocks_that_define(blocks, names)
+    if not chosen:  # an indented block continues the function of HumanEval's prompt
+        return next((block for block in reversed(blocks) if re.match(r"[ \t]+\S", block)), blocks[-1])
+    return "\n".join(chosen)
+
+
+def _blocks_that_define(blocks: list[str], names: set[str]) -> list[str]:
+    """Return the last block that defines `names`, with the blocks that it needs, in their order."""
     provided, used = [], []
     for defined, imported, needed in map(_names, blocks):
         provided.append(defined | imported - names)  # a block that shows how to use the function may import it
         used.append(needed)
-    chosen, missing = set(), names
-    while found := [i for i, provides in enumerate(provided) if i not in chosen and missing & provides]:
+    chosen: set[int] = set()
+    missing = names
+    while True:
+        found = [i for i, provides in enumerate(provided) if i not in chosen and missing & provides]
+        if not found:
+            return [blocks[i] for i in sorted(chosen)]
         chosen.add(found[-1])
         missing = names.union(*(used[i] for i in chosen)).difference(*(provided[i] for i in chosen))
-    if not chosen:  # an indented block continues the function of HumanEval's prompt
-        return next((block for block in reversed(blocks) if re.match(r"[ \t]+\S", block)), blocks[-1])
-    return "\n".join(blocks[i] for i in sorted(chosen))

@@ -75,13 +75,15 @@ def minerva_shots() -> list[dict]:
 
 # Code
 
+# These lines must come before a prompt.
+_FUTURES = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
+
 
 def _code_metrics(solutions: list[str], tests: str) -> dict[str, float]:
     """Return P@1, the mean over the samples, and P@10 if there are at least 10 samples."""
     programs = []
     for code in solutions:
-        futures = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)  # these lines must come before a prompt
-        programs.append("".join([*futures.findall(code), futures.sub("", code), "\n", tests]))
+        programs.append("".join([*_FUTURES.findall(code), _FUTURES.sub("", code), "\n", tests]))
     passed = passes_each(programs)
     count = len(passed)
     return {f"pass@{k}": pass_at_k(count, sum(passed), k) for k in (1, 10) if k <= count}

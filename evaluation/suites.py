@@ -60,16 +60,12 @@ class Task(ConfigurableTask):
         self.thought = next((marker for marker in THOUGHTS if ctx.rstrip().endswith(marker)), "")
         prompt, settings = request.arguments
         name, index, samples = options["metadata"]
-        return [
-            Instance(
-                request.request_type,
-                doc,
-                (prompt, settings | ({"sample": number} if settings.get("temperature") else {})),
-                number,
-                (name, index, 1),
-            )
-            for number in range(samples)
-        ]
+        is_sampled = bool(settings.get("temperature"))
+        requests = []
+        for number in range(samples):
+            of_sample = settings | {"sample": number} if is_sampled else settings
+            requests.append(Instance(request.request_type, doc, (prompt, of_sample), number, (name, index, 1)))
+        return requests
 
     def process_results(self, doc: dict, results: list) -> dict:
         """Score the replies, each of which begins with the thought that its prompt opens."""

@@ -358,9 +358,16 @@ def end_tokens_alone(model: Any, tokenizer: PreTrainedTokenizerBase) -> Generati
 
     Chat fine-tunes often name the end of a turn in the tokenizer alone.
     """
-    ends = model.generation_config.eos_token_id if model.generation_config else None
-    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
+    ends = {*end_tokens(model.generation_config), tokenizer.eos_token_id} - {None}
     return GenerationConfig(eos_token_id=sorted(ends) or None)
+
+
+def end_tokens(generation_config: GenerationConfig | None) -> list[int]:
+    """Return the end tokens of generation settings, which hold a token, a list of tokens or `None`."""
+    ends = None if generation_config is None else generation_config.eos_token_id
+    if ends is None:
+        return []
+    return ends if isinstance(ends, list) else [ends]
 
 
 def fingerprint(source: str | os.PathLike) -> str:

@@ -19,32 +19,26 @@ from iha.arguments import (
 from iha.errors import run_cli
 
 
-# A module is imported when its arguments are checked, because PyTorch takes seconds. Its function has the command's
-# name.
-COMMANDS = {
-    "convert": "iha.conversion_scripts.convert_llama_to_iha",
-    "verify": "iha.conversion_scripts.verify_conversion",
-    "push": "iha.conversion_scripts.push_to_hub",
-    "pull": "iha.conversion_scripts.pull_from_hub",
-    "cost": "iha.cost",
-    "serve": "iha.conversion_scripts.serve",
-}
-ARGUMENTS: dict[str, Callable[[], dict]] = {
-    "convert": convert_arguments,
-    "verify": verify_arguments,
-    "push": push_arguments,
-    "pull": pull_arguments,
-    "cost": cost_arguments,
+# From a command to its module and the function that parses its arguments. The module is imported when they are
+# checked, because PyTorch takes seconds. Its function has the command's name. `serve` parses by Transformers' server.
+COMMANDS: dict[str, tuple[str, Callable[[], dict] | None]] = {
+    "convert": ("iha.conversion_scripts.convert_llama_to_iha", convert_arguments),
+    "verify": ("iha.conversion_scripts.verify_conversion", verify_arguments),
+    "push": ("iha.conversion_scripts.push_to_hub", push_arguments),
+    "pull": ("iha.conversion_scripts.pull_from_hub", pull_arguments),
+    "cost": ("iha.cost", cost_arguments),
+    "serve": ("iha.conversion_scripts.serve", None),
 }
 
 
 def run(name: str) -> None:
     """Run the command `name` with the arguments of the command line."""
-    if name not in ARGUMENTS:  # `serve` parses those of Transformers' server
-        importlib.import_module(COMMANDS[name]).main()
+    module, parse = COMMANDS[name]
+    if parse is None:
+        importlib.import_module(module).main()
         return
-    arguments = ARGUMENTS[name]()
-    getattr(importlib.import_module(COMMANDS[name]), name)(**arguments)
+    arguments = parse()
+    getattr(importlib.import_module(module), name)(**arguments)
 
 
 def main() -> None:

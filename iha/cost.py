@@ -4,7 +4,6 @@ The table gives each kind of layer, the whole model, and ratios to the same mode
 figures are those of iha/model_cost.py, and the memory is that of iha/step_memory.py.
 """
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -18,7 +17,7 @@ from iha.conversion_scripts.conversion import new_config, preset_config
 from iha.conversion_scripts.convert_llama_to_iha import iha_config
 from iha.errors import UserError, run_cli
 from iha.flops import Cost
-from iha.kinds import interleaved_kind, is_interleaved
+from iha.kinds import interleaved_kind, is_interleaved, layer_number
 from iha.model_cost import attention, ffn, head, model, with_mha
 from iha.step_memory import of_training
 from modeling_iha import IHAConfig
@@ -48,7 +47,7 @@ def of_interleaved(source: PreTrainedConfig, fields: dict) -> IHAConfig:
     kinds, types = list(base.attention_kinds), list(base.layer_types)
     window = fields.get("sliding_window", source.interleaved_window)
     for name in source.interleaved_layers:
-        layer = int(re.findall(r"\d+", name)[-1])  # such as "layers.3.self_attn"
+        layer = layer_number(name)
         kinds[layer] = interleaved_kind(source)
         if window is not None:
             types[layer] = "sliding_attention"

@@ -70,7 +70,10 @@ def foreign_code(directory: Path) -> list[str]:
                 modules.add(f"{reference.rpartition('.')[0]}.py")
     # Our files import only files of ours, so a load reaches no others.
     there = {name: (directory / name).read_bytes() for name in known if (directory / name).is_file()}
-    files = sorted(name for name in modules | there.keys() if name not in known or there.get(name) != known[name])
+    strangers = modules - known.keys()
+    absent = modules & known.keys() - there.keys()
+    changed = {name for name, content in there.items() if content != known[name]}
+    files = sorted(strangers | absent | changed)
     if (directory / CUSTOM_GENERATE).exists():
         files.append(CUSTOM_GENERATE)
     return files + elsewhere

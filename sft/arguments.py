@@ -77,14 +77,11 @@ UNUSED_WITH = {
         *PRESET_KEYS,
     ),
 }
-# Lower bounds of numbers, which the trainers do not check before they train.
-ABOVE_0 = sys.float_info.min
+# Bounds of numbers, which the trainers do not check before they train.
+ABOVE_0 = ("mixing_scale", "rope_theta", "peak_tflops")
 LEAST = {
     "learning_rate": 0,
     "beta": 0,
-    "mixing_scale": ABOVE_0,
-    "rope_theta": ABOVE_0,
-    "peak_tflops": ABOVE_0,
     "num_pseudo_heads": 1,
     "max_position_embeddings": 1,
     "sliding_window": 2,
@@ -191,11 +188,14 @@ class RecipeParser(TrlParser):
             if name in unused and _value(name, run, args) != declared.default:
                 instead = " To publish the result, use conversion_scripts.push_to_hub." if "hub" in name else ""
                 raise UserError(f"{name} is not used here: remove the key.{instead}")
+        for name in ABOVE_0:
+            value = _value(name, run, args)
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"{name}={value:g}: expected a number above 0.")
         for name, least in LEAST.items():
             value = _value(name, run, args)
             if value is not None and not least <= value < math.inf:
-                expected = "a number above 0" if 0 < least < 1 else f"at least {least}"
-                raise UserError(f"{name}={value:g}: expected {expected}.")
+                raise UserError(f"{name}={value:g}: expected at least {least}.")
         self._check_choices(run, args)
         _check_adapters(run)
         _check_schedule(args)

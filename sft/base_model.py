@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl import get_peft_config
 
 from iha.checkpoints import (
+    end_tokens,
     load_config,
     load_model,
     load_tokenizer,
@@ -205,9 +206,7 @@ def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     added = set(tokenizer.get_added_vocab().values())
     learned = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
     end = [token for token, kept in learned if kept and token in added][-1]
-    known = model.generation_config.eos_token_id  # a token, a list of tokens or None
-    known = [] if known is None else known
-    known = known if isinstance(known, list) else [known]
+    known = end_tokens(model.generation_config)
     if end not in known:
         model.generation_config.eos_token_id = [*known, end]
 

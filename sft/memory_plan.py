@@ -36,19 +36,28 @@ ALLOCATOR = 1.25
 LOSS_OUTPUTS = ("log_probs", "entropy", "is_top1")  # outputs of TRL's loss
 
 
+def copied(model: PreTrainedModel, adapters: LoraConfig | None, mode: FakeTensorMode) -> torch.nn.Module:
+    """Return a copy of the model without data, with adapters if there are any, in training mode."""
+    if adapters is None:
+        with FakeCopyMode(mode):
+            return copy.deepcopy(model).train()
+    adapted = get_peft_model(model, adapters)  # PEFT cannot adapt a model without data
+    try:
+        with FakeCopyMode(mode):
+            return copy.deepcopy(adapted).train()
+    finally:
+        adapted.unload()
+
+
 def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -> StepMemory:
     """Count a step of `sft/train.py` on `model` and a row that is one document, with the kernels of a CPU.
 
     A model or an optimizer that reads data raises an exception of its own here.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    adapted = get_peft_model(model, adapters) if adapters else None  # PEFT cannot adapt a model without data
-    with FakeCopyMode(mode):
-        model = copy.deepcopy(model if adapted is None else adapted).train()
-    if adapted is not None:
-        adapted.unload()
+    model = copied(model, adapters, mode)
     with mode:
-        add_fused_lm_head(model if adapted is None else model.get_base_model(), outputs=LOSS_OUTPUTS)
+        add_fused_lm_head(model.get_base_model() if adapters else model, outputs=LOSS_OUTPUTS)
         if args.gradient_checkpointing:
             model.activation_checkpointing_enable()
             model.enable_input_require_grads()

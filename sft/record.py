@@ -133,7 +133,7 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
 def compare_records(record: Record, checkpoint: Path) -> None:
     """Print which keys and library versions differ from those that `checkpoint` records.
 
-    Raise `UserError` if the model, the data or one of the `FIXED_KEYS` differs, and for an incomplete checkpoint.
+    Raise `UserError` if the model, the data or one of the `fixed_keys` differs, and for an incomplete checkpoint.
     """
     if not (checkpoint / RECORD).exists():
         raise UserError(
@@ -144,6 +144,12 @@ def compare_records(record: Record, checkpoint: Path) -> None:
     for name in ("eos_token", "pad_token"):
         if kept["recipe"].get(name) == f"<{name.upper()}>":  # masked by an earlier version
             kept["recipe"][name] = record["recipe"].get(name)
+    _refuse_changes(kept, record, checkpoint)
+    _print_changes(kept, record)
+
+
+def _refuse_changes(kept: Record, record: Record, checkpoint: Path) -> None:
+    """Raise `UserError` if a run that went on from `checkpoint`, with the record `kept`, would be another one."""
     for section in ("base_model", "data"):
         if _without_name(kept[section]) != _without_name(record[section]):
             raise UserError(
@@ -170,6 +176,10 @@ def compare_records(record: Record, checkpoint: Path) -> None:
             f"the run began with {kept['processes']} processes and cannot go on with {record['processes']}, because "
             "each of them reads files of the stream of its own: start as many."
         )
+
+
+def _print_changes(kept: Record, record: Record) -> None:
+    """Print what differs between a record that is kept and that of the run that goes on."""
     if kept.get("held_out", record["held_out"]) != record["held_out"]:
         print("Note: the rows to evaluate on differ from those of before.", flush=True)
     if kept["processes"] != record["processes"]:

@@ -102,8 +102,7 @@ def _facts_of_the_run(trainer: RecipeTrainer, run: RunArguments, record: Record)
     if args.load_best_model_at_end and best is not None:
         step = step_of(Path(best))
         metric = args.metric_for_best_model.removeprefix("eval_")
-        logged = [entry for entry in trainer.state.log_history if entry["step"] == step]
-        value = next(entry[f"eval_{metric}"] for entry in logged if f"eval_{metric}" in entry)
+        value = trainer.state.best_metric
         facts["Weights"] = f"those of step {step}, with a held-out {metric} of {value:.4f}, the best that was saved"
     for title, name in (("Training loss", "loss"), ("Held-out loss", "eval_loss")):
         values = [entry[name] for entry in trainer.state.log_history if name in entry]

@@ -84,7 +84,7 @@ def described(config: PreTrainedConfig) -> Any:
     if isinstance(config, IHAConfig):
         return config
     text = config.get_text_config(decoder=True)
-    interleaved = [_layer_number(name) for name in getattr(config, "interleaved_layers", ())]
+    interleaved = [layer_number(name) for name in getattr(config, "interleaved_layers", ())]
     layers = range(text.num_hidden_layers)
     window = getattr(text, "sliding_window", None)
     kinds = dict.fromkeys(layers, config.model_type) | dict.fromkeys(interleaved, interleaved_kind(config))
@@ -102,7 +102,7 @@ def described(config: PreTrainedConfig) -> Any:
     )
 
 
-def _layer_number(name: str) -> int:
+def layer_number(name: str) -> int:
     """Return the number in the name of a module of a layer, such as "layers.3.self_attn"."""
     return next(int(part) for part in name.split(".") if part.isdigit())
 

@@ -54,12 +54,15 @@ class Attention(torch.nn.Module):
         masks = make_masks(self.model.config, states, None, cache, positions)
         tables = self.model.rotary_emb.tables(states, positions)
 
+        modules = [layer.self_attn for layer in self.model.layers]
+        calls: list[Callable] = list(modules)
+        if self.checkpointing:
+            calls = [partial(checkpoint, module, use_reentrant=False) for module in modules]
+
         def run(hidden_states: torch.Tensor) -> torch.Tensor:
-            for layer in self.model.layers:
+            for module, call in zip(modules, calls):
                 arguments = {"cache": cache, "position_ids": positions}
-                attend = partial(checkpoint, layer.self_attn, use_reentrant=False)
-                attend = attend if self.checkpointing else layer.self_attn
-                hidden_states, _ = attend(hidden_states, tables, masks[layer.self_attn.layer_type], **arguments)
+                hidden_states, _ = call(hidden_states, tables, masks[module.layer_type], **arguments)
             return hidden_states
 
         return run
