@@ -37,7 +37,8 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
         kwargs: those of `PeftModel.from_pretrained`, such as `is_trainable=True` or `adapter_name`.
 
     Return PEFT's model, or for mixing alone the model itself. Raise a ValueError for a base with other layers or
-    heads. As in PEFT, weights are not compared, so another base of the same shape raises no error."""
+    heads, for an adapter that needs no interleaved heads, and on a plain base for one that was trained on a mixing and
+    does not hold it. As in PEFT, weights are not compared, so another base of the same shape raises no error."""
     source = str(source)
     hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
     file = find_adapter_config_file(source, **hub)

@@ -129,9 +129,8 @@ class IHAConfig(LlamaConfig):
 
     Args:
         attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
-            Attention mechanism of each layer, a key of `OPTIONS_CLASSES` such as `"iha"` or `"mha"` (Llama's
-            attention). It is one name for all layers, a short repeating pattern, or one name per layer, and is stored
-            as a list.
+            Attention mechanism of each layer, such as `"iha"` or `"mha"` (Llama's attention); README.md lists all. It
+            is one name for all layers, a short repeating pattern, or one name per layer, and is stored as a list.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
             Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`, given and stored as
             `attention_kinds` is.
@@ -149,8 +148,8 @@ class IHAConfig(LlamaConfig):
             (Definition 3).
         mixing_scale (`float`, *optional*, defaults to 1.0):
             The weights that mix heads are stored as start + s * change, and this is s: they learn at s times the
-            optimizer's rate (see `Mixing`). With 1 they are stored as they are; converters take 40. A saved
-            checkpoint keeps its own, which only `set_mixing_scale` may change.
+            optimizer's rate (see `Mixing` of head_mixing.py). With 1 they are stored as they are; converters take 40.
+            A saved checkpoint keeps its own, which only `set_mixing_scale` may change.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
@@ -165,7 +164,8 @@ class IHAConfig(LlamaConfig):
             One entry per layer, or a short repeating pattern such as `[1, 1, 1, 0]`: 1 for a layer with RoPE
             (default), 0 for one in which neither a token nor a pseudo-head has a position.
         attention_options (`dict[str, dict]`, *optional*):
-            Options of single mechanisms, `{kind: {option: value}}`. `OPTIONS_CLASSES` says which options a kind has.
+            Options of single mechanisms, `{kind: {option: value}}`. `OPTIONS_CLASSES` of kind_options.py names the
+            class that describes the options of each kind.
 
     ```python
     >>> from modeling_iha import IHAConfig, IHAForCausalLM
