@@ -45,10 +45,10 @@ for line in sys.stdin:
 class Forking:
     """Run programs in forks of one parent. Where an environment differs from the first one, start a new process."""
 
-    def __init__(self, start: Callable[..., subprocess.CompletedProcess]):
+    def __init__(self, start: Callable[..., subprocess.CompletedProcess], home: Path):
         self.start_anew = start
         self.is_off = False
-        self.home = tempfile.mkdtemp(prefix="clean-parent-")
+        self.home = str(home)
         self.environment: dict[str, str] = {}
         self.parent: subprocess.Popen | None = None
 
@@ -84,8 +84,7 @@ class Forking:
         print(json.dumps(message), file=self.parent.stdin, flush=True)
 
     def stop(self) -> None:
-        """End the parent, and remove its home."""
+        """End the parent."""
         if self.parent is not None:
             self.parent.stdin.close()
             self.parent.wait(30)
-        shutil.rmtree(self.home)

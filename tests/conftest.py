@@ -118,11 +118,11 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True, scope="session")
-def forked_processes():
+def forked_processes(tmp_path_factory):
     """Fork the clean processes of this session from one that has imported Transformers."""
     from iha import processes
 
-    forking = Forking(processes._start)
+    forking = Forking(processes._start, tmp_path_factory.mktemp("clean-parent"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "_start", forking.start)
         yield forking

@@ -134,3 +134,6 @@ def test_checkpointing_draws_the_dropout_of_the_forward(chunked, reentrant):
     input_ids = random_ids(1, 13)
     model(input_ids, labels=input_ids).loss.backward()
     assert len(outputs) == 2 and outputs[0].detach().equal(outputs[1].detach())
+    with torch.no_grad():
+        model.eval()(input_ids)
+    assert not outputs[0].equal(outputs[2])  # something was dropped

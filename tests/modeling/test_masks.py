@@ -156,6 +156,12 @@ def test_a_core_of_somebody_else_attends_under_its_own_masks(monkeypatch):
     assert_close(model(random_ids(2, 9), attention_mask=mask).logits[mask.bool()], expected)
 
 
+def test_flex_on_a_cpu_warns():
+    model = geometry_model("global", "flex_attention")
+    with pytest.warns(UserWarning, match="FlexAttention compiled for a CPU may fail"), torch.no_grad():
+        model(random_ids(1, 5))
+
+
 def test_a_core_without_masks_is_refused_by_virtual_heads(monkeypatch):
     """Without a mask padding would be seen, and the tokens of a cache left out."""
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "maskless", sdpa_attention_forward)

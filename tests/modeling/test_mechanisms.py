@@ -236,12 +236,13 @@ def test_learning(mechanism):
     assert loss < 0.05
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @mechanisms
-def test_attention_is_dropped_in_training_alone(mechanism):
+def test_attention_is_dropped_in_training_alone(mechanism, window, monkeypatch):
     """Mechanisms without weights of one softmax to drop refuse `attention_dropout`."""
-    plain = random_model(mechanism.config())
+    plain = random_model(mechanism.config(window))
     try:
-        dropping = random_model(mechanism.config(attention_dropout=0.5))
+        dropping = random_model(mechanism.config(window, attention_dropout=0.5))
     except Exception as error:
         assert mechanism.kind == "diff" or "linear=True" in str(error)
         assert "attention_dropout=0.5" in str(error) and "set it to 0" in str(error)
@@ -249,8 +250,17 @@ def test_attention_is_dropped_in_training_alone(mechanism):
     dropping.load_state_dict(plain.state_dict())
     input_ids = random_ids(2, LENGTH)
     assert torch.equal(uncached_logits(dropping, input_ids), uncached_logits(plain, input_ids))
+    shares = []
+    for name, argument in (("dropout", "p"), ("scaled_dot_product_attention", "dropout_p")):
+        function = getattr(torch.nn.functional, name)
+
+        def watched(*args, function=function, argument=argument, **kwargs):
+            shares.append(kwargs[argument])
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(torch.nn.functional, name, watched)
     learned = [dropping.train()(input_ids, use_cache=False).logits.detach() for _ in range(2)]
-    assert (learned[0] - learned[1]).abs().max() > 0.01
+    assert (learned[0] - learned[1]).abs().max() > 0.01 and set(shares) == {0.5}
 
 
 @mechanisms

@@ -7,6 +7,8 @@ import base64
 import copy
 import io
 import json
+import math
+import re
 import shutil
 
 import numpy
@@ -18,12 +20,14 @@ from PIL import Image
 from servers import answering
 from tiny_sources import edit_weights, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conversion_scripts import serve
 from iha.errors import ROOT, UserError
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving
 from modeling_iha.mixing_weights import mixing_parameters
+from modeling_iha.modeling_interleaved import register_core
 from research.experiments import model_types
 from research.experiments.model_types import (
     CAUSAL,
@@ -100,6 +104,24 @@ def test_exact(model_type, tried):
 def test_exact_with_images(model_type, tried):
     row = tried[model_type]
     assert row["verdict"] == "exact" and "image" in row, row
+
+
+def test_flash_cores_get_raised_sinks(monkeypatch):
+    """Raise the sinks by log P: each key has P copies. Record what a flash core is called with; none runs here."""
+    given = []
+
+    def record(module, query, *args, s_aux, **kwargs):
+        given.append(s_aux)
+        return query.transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", record)
+    model = interleave_heads(tiny_model("gpt_oss", CAUSAL), 2)
+    model.config._attn_implementation = register_core("flash_attention_2")
+    model(torch.arange(5)[None], use_cache=False)
+    sinks = [layer.self_attn.sinks for layer in model.model.layers]
+    assert len(given) == len(sinks)
+    for ours, base in zip(given, sinks):
+        assert torch.allclose(ours, base + math.log(2))
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
@@ -231,7 +253,7 @@ def test_refusal_leaves_the_model(model_type):
     """Refuse before and after the mixing is attached, on a window that the check shortens."""
     model = tiny_model(model_type)
     before, config, kind = outputs(model), model.config.to_dict(), type(model)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=re.escape(REFUSED[model_type])):
         interleave_heads(model, 2)
     assert (type(model), model.config.to_dict()) == (kind, config)
     assert not any("mix" in name for name, _ in model.named_parameters())

@@ -38,7 +38,11 @@ def import_with(monkeypatch):
 
 @pytest.mark.parametrize("module", ["configuration_iha", "configuration_interleaved"])
 @pytest.mark.parametrize("version", ["5.16.4", "6.0.0"])
-def test_an_unsupported_version_is_refused(version, module, import_with):
+def test_an_unsupported_version_is_refused(version, module, import_with, monkeypatch):
+    """Refuse it before an import that it might lack."""
+    later = ("transformers.modeling_rope_utils", "transformers.models.llama.configuration_llama")
+    for name in (*later, "huggingface_hub.dataclasses"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=f"transformers>=5.17,<6 is required .* found transformers=={version}"):
         import_with(version, module)
 

@@ -1,5 +1,6 @@
 """Write the page of the benchmarks from their tables."""
 
+import os
 import subprocess
 
 from research.benchmarks import report
@@ -19,6 +20,8 @@ def test_a_table_of_earlier_code_is_marked(tmp_path, monkeypatch):
             ["git", "-C", tmp_path, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
         ).stdout.strip()
 
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # the user's may sign commits or run hooks
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     monkeypatch.setattr(report, "ROOT", tmp_path)
     first, second, third = [commit(name) for name in ("modeling_iha/a.py", "README.md", "modeling_iha/a.py")]
