@@ -250,6 +250,7 @@ FIRST_COLUMNS = {
     "width 64, equal steps": ("paired_heads", "steps"),
     "width 64, equal time": ("paired_heads", "time"),
     "width 128, equal time": ("paired_heads_512_128", "time"),
+    "width 256, equal time": ("paired_heads_512_256_600", "time"),
     "width 512, equal steps": ("paired_heads_1024_512_cuda", "steps"),
 }
 FIRST_LINES = {
