@@ -10,7 +10,7 @@ VLLM := .venv-vllm/bin/python
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (2 to 3 minutes on 2 quiet cores)"
-	@echo "make test   lint and the tests (6 to 8 minutes on 2 quiet cores, and 2 for the installation)"
+	@echo "make test   lint and the tests (10 to 12 minutes on 2 quiet cores, and 3 for the installation)"
 	@echo "make test-full  the same with the slow tests"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers, and some on 5.23 (5 minutes)"
 	@echo "make test-newest   the core tests on the newest versions of everything, installed by README's lines (8 minutes, 6 GB)"

@@ -60,8 +60,10 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
         if value is not None:
             if not hasattr(text_config, name):
                 raise UserError(f"{name}: a {config.model_type!r} model has no such field; remove the key.")
-            layer_types = getattr(text_config, "layer_types", None)
-            if name == "sliding_window" and layer_types and "sliding_attention" not in layer_types:
+            # Without sliding layers `validate` refuses a window of an IHA model, and no other.
+            layer_types = getattr(text_config, "layer_types", None) or ["sliding_attention"]
+            has_sliding_layers = isinstance(config, IHAConfig) or "sliding_attention" in layer_types
+            if name == "sliding_window" and not has_sliding_layers:
                 raise UserError(f"sliding_window: {start} has no sliding layers, so it has no effect; remove the key.")
             setattr(text_config, name, value)
     try:
