@@ -433,8 +433,9 @@ def test_what_stops_a_push_is_one_line_and_the_next_finishes(name, directory, hu
     assert sum(call[0] == "PUT" for call in hub.calls) == len(set(hub.lfs) - stored) <= 1
 
 
-def test_a_killed_push_leaves_nothing_and_the_next_finishes(directory, hub, push, passed):
+def test_a_killed_push_leaves_nothing_and_the_next_finishes(directory, hub, push, passed, tmp_path, monkeypatch):
     """Kill the process in the middle of its upload; then have the network and somebody else interfere."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where a process that is killed leaves its copy
     process = multiprocessing.get_context("fork").Process(target=push)
     hub.faults.append(Fault("PUT", "/lfs/", process.kill))
     process.start()
