@@ -111,7 +111,7 @@ test-vllm: .venv-vllm/installed
 	OMP_NUM_THREADS=1 $(VLLM) -m pytest -n 2 --dist worksteal vllm_iha/tests
 
 # From the cheapest to the dearest, so that what is broken shows early. default_form ends with an error where the
-# default loses, so it is the last one measured.
+# default loses, so it is measured last, after a report of the others.
 bench: .venv/installed
 	@set -e; for name in decode_model layer obvious prefill schedule any_decoder training_plan "serving batching" report default_form report; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m research.benchmarks.$$name --out research/benchmarks/results; \

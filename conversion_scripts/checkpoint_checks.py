@@ -29,7 +29,7 @@ from iha.checkpoints import (
     weight_files,
 )
 from iha.errors import UserError, refusing
-from iha.foreign_code import references, refuse_foreign_code
+from iha.foreign_code import CUSTOM_GENERATE, references, refuse_foreign_code
 
 
 # Files that Transformers reads beside weights and code.
@@ -47,6 +47,8 @@ LOADED_NAMES = {
 READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png"}
 EVAL_RESULTS = ".eval_results"  # the Hub's folder of results, one YAML file for each source
 FOLDERS = {EVAL_RESULTS: "*.yaml", CHAT_TEMPLATE_DIR: "*.jinja"}
+# The folders of a repository that Transformers or the Hub reads. That of `custom_generate` is fetched to be refused.
+READ_FOLDERS = {*FOLDERS, str(Path(CUSTOM_GENERATE).parent)}
 # Pickles that a Trainer writes beside a model. No load reads them.
 TRAINER_STATE = {"optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin"}
 PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}

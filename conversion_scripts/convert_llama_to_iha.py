@@ -132,10 +132,10 @@ def convert_model(
         started |= companion_of(layer_kind).from_mha(config, of_mha)
         state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
-    if not mixing_parameters(model):
-        if mixing_scale is not None:
-            raise UserError(f"kind {kind!r} with these options has no weights that mix heads: leave out mixing_scale.")
-    else:
+    has_mixing = bool(mixing_parameters(model))
+    if mixing_scale is not None and not has_mixing:
+        raise UserError(f"kind {kind!r} with these options has no weights that mix heads: leave out mixing_scale.")
+    if has_mixing:
         mixing_scale = 40.0 if mixing_scale is None else mixing_scale
         stored = torch.tensor(mixing_scale, dtype=source.dtype).item()
         if not 0 < stored < math.inf:

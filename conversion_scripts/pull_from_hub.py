@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 from collections.abc import Sequence
-from pathlib import Path
 
 from huggingface_hub import HfApi
 from transformers.utils import CONFIG_NAME
@@ -16,11 +15,10 @@ from transformers.utils import CONFIG_NAME
 from iha.arguments import check_pull, pull_arguments
 from iha.errors import UserError, run_cli
 from iha.files import checked, new_directory
-from iha.foreign_code import CUSTOM_GENERATE
 from iha.processes import load_in_clean_process
 from iha.sources import check_hub_answers
 
-from .checkpoint_checks import FOLDERS, check_checkpoint, checkpoint_files, loading_code, refuse_pickles
+from .checkpoint_checks import READ_FOLDERS, check_checkpoint, checkpoint_files, loading_code, refuse_pickles
 
 
 @checked
@@ -74,10 +72,9 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
 
 def in_checkpoint(names: list[str]) -> tuple[list[str], list[str]]:
     """Return the file names that a load of a repository's root may read, and the other folders, which end in "/"."""
-    read = {*FOLDERS, str(Path(CUSTOM_GENERATE).parent)}
     folders = {name: name.partition("/")[0] for name in names if "/" in name}
-    wanted = [name for name in names if name not in folders or folders[name] in read]
-    return wanted, sorted({f"{folder}/" for folder in folders.values() if folder not in read})
+    wanted = [name for name in names if name not in folders or folders[name] in READ_FOLDERS]
+    return wanted, sorted({f"{folder}/" for folder in folders.values() if folder not in READ_FOLDERS})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,14 +13,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
-from transformers.utils import CHAT_TEMPLATE_DIR
 
 from iha.arguments import check_push, push_arguments
 from iha.cards import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_name
 from iha.checkpoints import TOKENIZER_FILES, load_config
 from iha.errors import UserError, run_cli
 from iha.files import checked, expanded, read_text, signals_as_interrupts
-from iha.foreign_code import CUSTOM_GENERATE
 from iha.kinds import is_ours
 from iha.processes import load_in_clean_process
 from iha.sources import check_hub_answers
@@ -29,6 +27,7 @@ from modeling_iha.package import PACKAGE
 from .checkpoint_checks import (
     EVAL_RESULTS,
     LOADED_NAMES,
+    READ_FOLDERS,
     check_checkpoint,
     checkpoint_files,
     loading_code,
@@ -37,7 +36,7 @@ from .checkpoint_checks import (
 
 # Names of weights, in one file or several, of any variant, as Transformers looks for them.
 WEIGHTS = ["model.safetensors*", "model[.-]*.safetensors*", "pytorch_model*.bin*"]
-# What a load would find at the root of a repository beside the published files, or in their place.
+# A load would find these at the root of a repository beside the published files, or in their place.
 SUPERSEDED = [
     *WEIGHTS,
     *sorted(LOADED_NAMES),
@@ -45,7 +44,6 @@ SUPERSEDED = [
     "adapter_config.json",
     "adapter_model*",
 ]
-SUPERSEDED_FOLDERS = {CHAT_TEMPLATE_DIR, str(Path(CUSTOM_GENERATE).parent)}
 
 
 @checked
@@ -126,7 +124,7 @@ def superseded(there: list[str], published: list[str], has_new_weights: bool) ->
 
     A load would find them beside the published files or in their place, or they are results of former weights.
     """
-    folders = SUPERSEDED_FOLDERS | ({EVAL_RESULTS} if has_new_weights else set())
+    folders = READ_FOLDERS if has_new_weights else READ_FOLDERS - {EVAL_RESULTS}
     # Somebody's own masks.py stays: only a checkpoint of this package has one of these.
     ours = {path.name for path in PACKAGE.glob("*.py")}
     has_our_code = not {"modeling_iha.py", "modeling_interleaved.py"}.isdisjoint(there)

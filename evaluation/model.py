@@ -20,6 +20,11 @@ from iha.thoughts import MARKERS
 DAY = {"date_string": "26 Jul 2024"}
 
 
+def device_type() -> str:
+    """Return the type of the device on which this machine evaluates."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 class Model(HFLM):
     """Run a checkpoint of any class that Transformers or this package has.
 
@@ -41,8 +46,7 @@ class Model(HFLM):
     ):
         self.source = find_source(source)
         self.seed = seed
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        settings = {"dtype": dtype, "device": device, "softmax_dtype": "float32", "chat_template_args": DAY}
+        settings = {"dtype": dtype, "device": device_type(), "softmax_dtype": "float32", "chat_template_args": DAY}
         settings |= self.source.arguments
         super().__init__(self.source.location, tokenizer=tokenizer, batch_size=batch_size, **settings)
         self.model.generation_config = end_tokens_alone(self.model, tokenizer)

@@ -36,7 +36,7 @@ from lm_eval.api.model import CachingLM
 from transformers import PreTrainedTokenizerBase
 
 from evaluation import data, report, run_code, suites
-from evaluation.model import Model
+from evaluation.model import Model, device_type
 from iha import thoughts
 from iha.cards import source_name
 from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype, vocabulary_of
@@ -69,11 +69,6 @@ def claim_output(directory: Path, identity: dict) -> dict:
     record = identity | {"commit": current_commit(), "device": device_type(), "versions": versions()}
     write_json(path, record)
     return record
-
-
-def device_type() -> str:
-    """Return the type of the device on which this machine evaluates."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def versions() -> dict[str, str]:

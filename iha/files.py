@@ -38,7 +38,7 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
     made or replaced, or is being written by another run.
     """
     check_new_directory(dst)
-    dst = Path(os.path.abspath(expanded(dst)))
+    dst = _absolute(dst)
     try:
         with signals_as_interrupts(), _temporary_sibling(dst) as temporary:
             yield temporary
@@ -99,7 +99,7 @@ def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
     The system drops the lock when the process ends, however it ends. Raise `UserError` when another run holds the
     lock, and when the file system has no locks.
     """
-    directory = Path(os.path.abspath(expanded(directory)))
+    directory = _absolute(directory)
     try:
         with _locked(directory / ".lock", directory):
             yield
@@ -110,7 +110,7 @@ def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
 
 def check_new_directory(dst: str | os.PathLike) -> None:
     """Raise `UserError` unless `dst` is free or an empty directory, and its parents can be made."""
-    dst = Path(os.path.abspath(expanded(dst)))
+    dst = _absolute(dst)
     if dst.is_symlink():
         raise UserError(f"{dst} is a symbolic link: give the path it leads to, or remove it.")
     if dst.exists() and not (dst.is_dir() and not any(dst.iterdir())):
@@ -131,6 +131,10 @@ def expanded(path: str | os.PathLike) -> Path:
     The `~` of an unknown user stays.
     """
     return Path(os.path.expanduser(path))
+
+
+def _absolute(path: str | os.PathLike) -> Path:
+    return Path(os.path.abspath(expanded(path)))
 
 
 @contextmanager

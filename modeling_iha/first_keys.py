@@ -156,9 +156,8 @@ class Documents(NamedTuple):
     bounds: torch.Tensor
     longest: int
     longest_span: int  # the most keys that a query sees
-    has_hidden_padding: bool = (
-        False  # whether padding has the first key L; `bounds` are then wrong and must not be used
-    )
+    # Whether padding has the first key L; `bounds` are then wrong and must not be used.
+    has_hidden_padding: bool = False
 
     def is_one_document_per_row(self, batch: int, length: int) -> bool:
         """Return whether each row of `length` tokens is one document."""

@@ -40,8 +40,8 @@ def make_masks(
 ) -> dict[str, Any]:
     """Return the mask of each layer type, over virtual tokens where the model has virtual heads (see `virtual_mask`).
 
-    Three functions make masks. On SDPA `mask_of_window` serves calls without documents, padding and cached tokens, and
-    `_compiled_masks` serves compiled calls without a cache. Transformers' mask functions serve all others.
+    Masks come from one of three places. On SDPA `mask_of_window` serves calls without documents, padding and cached
+    tokens, and `_compiled_masks` serves compiled calls without a cache. Transformers' mask functions serve all others.
 
     Args:
         inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.

@@ -22,6 +22,13 @@ from .virtual_masks import check_mask_type, in_window, token_mask, virtual_token
 from .windows import StockCore, first_key_attention, window_attention
 
 
+# Advice for a mask that is not over virtual tokens
+PASS_TO_THE_MODEL = (
+    "pass attention_mask [batch, tokens], or [batch, 1, queries, keys] with as many keys as the cache returns, to the "
+    "model as a keyword argument."
+)
+
+
 def virtual_heads_of(module: Any) -> Any:
     """Return the class by which an attention module makes virtual tokens (see `MixedHeads`), or `None`.
 
@@ -166,7 +173,10 @@ def layer_mask(
     if is_first_key_mask(mask):
         # Dimension 2 is the number of queries, except in a plain window, which only this code makes.
         if plain_window(mask) is None and mask.shape[2] != length:
-            raise ValueError(f"attention_mask has first keys of {mask.shape[2]} virtual tokens, not of {length}.")
+            raise ValueError(
+                f"attention_mask is of first keys of {mask.shape[2]} virtual tokens, and the layer has {length} on "
+                f"{core!r}: {PASS_TO_THE_MODEL}"
+            )
         return mask  # `first_key_attention` takes the window as an argument
     if isinstance(mask, torch.Tensor) and mask.ndim == 4:
         # The mask may be wider than this layer's cache. A slice loses the result that `in_window` stored on the mask,
@@ -184,9 +194,8 @@ def _check_size(mask: torch.Tensor, core: str, length: int, width: int) -> None:
     """Raise a ValueError for a mask that is not over `length` x `width` virtual tokens."""
     if mask.shape[-2:] != (length, width):
         raise ValueError(
-            f"attention_mask is {list(mask.shape)} for {length} x {width} virtual tokens on {core!r}: pass "
-            "attention_mask [batch, tokens], or [batch, 1, queries, keys] with as many keys as the cache returns, to "
-            "the model as a keyword argument."
+            f"attention_mask is {list(mask.shape)} for {length} x {width} virtual tokens on {core!r}: "
+            f"{PASS_TO_THE_MODEL}"
         )
 
 

@@ -4,7 +4,7 @@
 
 Transformers' models make masks through one registry and call attention through another. Here each core, such as
 "sdpa", has a second name for masks, such as "iha_sdpa", under which a mask is over P virtual tokens for each token.
-Interleaved decoders register attention under such names too (modeling_interleaved.py). There are four:
+Interleaved decoders register attention under such names too (modeling_interleaved.py). There are four such names:
 
     "iha_sdpa"           attend over virtual tokens. At the exact start this computes what "sdpa" does.
     "iha_1a2b3c4d_sdpa"  the same, of a copy of this code that a checkpoint brought

@@ -266,10 +266,10 @@ def check_learned(rows: IterableDataset, max_length: int | None) -> IterableData
 
     def check(row: dict) -> dict:
         if all(label == -100 for label in row["labels"][:max_length]):
-            raise UserError(
-                f"a row of the stream has no token to learn within max_length={max_length}: raise max_length, or "
-                "remove such rows."
-            )
+            wrong = "a row of the stream has no token to learn"
+            if max_length is None:
+                raise UserError(f"{wrong}: remove such rows.")
+            raise UserError(f"{wrong} within max_length={max_length}: raise max_length, or remove such rows.")
         return row
 
     return rows.map(check)

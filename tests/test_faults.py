@@ -294,6 +294,7 @@ def test_no_path_is_taken_for_a_reason(sources, tmp_path, run):
 
 def test_a_home_directory_is_found_for_every_file(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # where broken code would make a directory "~"
     check_output_file("~/figures.json")
     write_json("~/figures.json", {})
     assert (tmp_path / "figures.json").read_text() == "{}\n"

@@ -433,6 +433,7 @@ def main() -> None:
     directory = args.out / re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
     path = directory / "gpu.json"
     with sole_writer(directory):
+        # `read_json` needs pydantic, which a machine with a GPU may lack.
         table = json.loads(path.read_text()) if path.exists() else {**shared, "rows": []}
         for key, value in shared.items():
             if table.get(key) != value:
