@@ -14,8 +14,8 @@ and the smallest difference worth having is 0.01 nats per byte.
 After all variants have been trained, their training steps are timed in turn. The machine should be quiet then. The
 times are kept beside the runs: remove `seconds-*.json` to take them again. The text is the source of Python's standard
 library, the topics of its manual (`--text prose`), or a file of your own (`--text train.txt`); the last tenth is held
-out. On a GPU (`--device cuda`) models learn in bfloat16 autocast. Runs of several commands, a variant each and at
-once, can be copied into one directory: the command that names it and all of them writes the table.
+out. On a GPU (`--device cuda`) models are compiled and learn in bfloat16 autocast. Runs of several commands, a variant
+each and at once, can be copied into one directory: the command that names it and all of them writes the table.
 
 example: python -m research.experiments.paired_heads --tokens 512 --kinds global_local wide_4_64 paired_4
 """
@@ -133,9 +133,17 @@ def model_of(size: dict, name: str, seed: int) -> IHAForCausalLM:
     return new_model(config_of(size, **VARIANTS[name]), build(size), seed)
 
 
+def model_on(device: torch.device, size: dict, name: str, seed: int) -> IHAForCausalLM:
+    """Build the model of a variant on a device. Compile it on a GPU; models of one variant share what is compiled."""
+    model = model_of(size, name, seed).to(device)
+    if device.type == "cuda":
+        model.compile()
+    return model
+
+
 def one_run(size: dict, text: torch.Tensor, name: str, seed: int, rate: float, mixing: float) -> dict:
     """Train a new model of a variant."""
-    return language_models.train(name, model_of(size, name, seed).to(text.device), seed, size, text, rate, mixing)
+    return language_models.train(name, model_on(text.device, size, name, seed), seed, size, text, rate, mixing)
 
 
 def now(device: torch.device) -> float:
@@ -156,7 +164,7 @@ def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[s
     rows, seconds = rows_of(text, starts, size["tokens"]), {name: [] for name in names}
     for _ in range(TIMED_ROUNDS):
         for name in names:
-            model = model_of(size, name, 0).to(text.device)
+            model = model_on(text.device, size, name, 0)
             optimizer = torch.optim.AdamW(model.parameters())
             for step in range(WARM_STEPS + TIMED_STEPS):
                 if step == WARM_STEPS:
@@ -216,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
         raise UserError("--device cuda: PyTorch sees no CUDA device here.")
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     setting = {**size, "gpu": gpu, "text": Path(args.text).name, "text_sha256": text_sha256(text)}
+    setting |= {"compiled": True} if args.device == "cuda" else {}
     text = text.to(args.device)
     run, first = partial(one_run, size, text), BEGIN_AT.get(args.width)
     rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]), first)
