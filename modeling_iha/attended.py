@@ -25,14 +25,28 @@ class Attended(local):
 
     - `unchecked` and `by_decoder` here do not work in compiled code, which loses what it writes to them.
     - `attended` of a module does not work where threads share the model, because they overwrite it.
-    - `was_traced` of a module is for compiled layers under activation checkpointing: their recomputation sets neither
-      of the other two. It is set while Dynamo traces, so it tells nothing of a single call."""
+    - `traced` of a module (see `Traced`) is for compiled layers under activation checkpointing: their recomputation
+      sets neither of the other two. It is set while Dynamo traces, so it tells nothing of a single call."""
 
     unchecked: nn.Module | None = None  # the module that attended last, until it is checked
 
     def __init__(self):
         # For each decoder, the modules checked in its current forward
         self.by_decoder = WeakKeyDictionary[nn.Module, WeakSet[nn.Module]]()
+
+
+class Traced:
+    """Record that a module attended while Dynamo traced it."""
+
+    noted = False
+
+    # A method, because PyTorch 2.11 takes no module as an argument of such a function, and later versions would
+    # compile once more for each module.
+    @torch.compiler.assume_constant_result
+    def note(self) -> bool:
+        """Note it while Dynamo traces: compiled code that recomputes a layer writes nothing."""
+        self.noted = True
+        return True
 
 
 ATTENDED = Attended()
@@ -62,7 +76,7 @@ def check_attended(module: nn.Module) -> None:
     attended = module.attended
     module.attended = False
     if torch.compiler.is_dynamo_compiling():
-        _note_traced(module)
+        module.traced.note()
     else:
         attended = attended or ATTENDED.unchecked is module
         ATTENDED.unchecked = None
@@ -70,15 +84,6 @@ def check_attended(module: nn.Module) -> None:
             modules.add(module)
     if not attended:
         raise RuntimeError(REPLACED.format(type(module).__name__))
-
-
-@torch.compiler.assume_constant_result
-def _note_traced(module: nn.Module) -> bool:
-    """Note, while Dynamo traces, that a compiled module attends.
-
-    Compiled code that recomputes a layer (activation checkpointing) does not note this itself."""
-    module.was_traced = True
-    return True
 
 
 def check_all_attended(decoder: PreTrainedModel, interleaved: dict[str, nn.Module]) -> None:
@@ -111,7 +116,7 @@ def _has_attended(module: nn.Module, attended: WeakSet[nn.Module] | None) -> boo
     """Return whether a module attended in this forward, as far as is known.
 
     For a compiled module we only know that it attended when it was traced."""
-    return attended is None or module.was_traced or module in attended
+    return attended is None or module.traced.noted or module in attended
 
 
 def _may_skip(decoder: PreTrainedModel, module: nn.Module) -> bool:

@@ -528,7 +528,7 @@ def restore_configs(attributes: list[tuple[nn.Module, str, PreTrainedConfig]]) -
 
 def remove_mixing(module: torch.nn.Module) -> None:
     """Remove from an attention module what `attach_virtual_heads` gave it, except for the hooks."""
-    for name in (*MIXING_MODULES, "virtual_heads", "attended", "was_traced"):
+    for name in (*MIXING_MODULES, "virtual_heads", "attended", "traced"):
         if hasattr(module, name):  # paired heads have no mixing
             delattr(module, name)
 

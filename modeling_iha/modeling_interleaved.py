@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .adapter_records import meet_adapter, watch_peft
-from .attended import begin_forward, check_all_attended, check_attended, note_attended
+from .attended import Traced, begin_forward, check_all_attended, check_attended, note_attended
 from .cache_edge import WINDOW_EDGE, keep_window_edge, lacks_window_edge
 from .cache_names import CACHE, IS_FROM_5_24, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
@@ -285,7 +285,7 @@ def _add_virtual_heads(module: nn.Module, head_counts: list[int], config: PreTra
 
     `head_counts` are the numbers of query, key and value heads."""
     module.attended = False  # see `note_attended`
-    module.was_traced = False  # see `check_attended`
+    module.traced = Traced()
     module._forward_hooks[HOOK] = _check_attention
     module._forward_hooks_with_kwargs[HOOK] = True
     # CODEPATH: decoders of `pair_heads` are paired, those of `interleave_heads` mixed.
