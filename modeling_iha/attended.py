@@ -6,7 +6,9 @@ A tool may replace a module, its forward or its attention core. The model would 
 error. Therefore `noted_attention` records which modules attend, and hooks of the modules and of their decoder check
 these records (see `attach_virtual_heads`)."""
 
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import count
 from threading import local
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .virtual_core import virtual_heads_of
+from .virtual_core import virtual_heads_class
 
 
 class Attended(local):
@@ -25,8 +27,8 @@ class Attended(local):
 
     - `unchecked` and `by_decoder` here do not work in compiled code, which loses what it writes to them.
     - `attended` of a module does not work where threads share the model, because they overwrite it.
-    - `traced` of a module (see `Traced`) is for compiled layers under activation checkpointing: their recomputation
-      sets neither of the other two. It is set while Dynamo traces, so it tells nothing of a single call."""
+    - `traced` of a module (see `Traced`) is for compiled layers in a decoder that is not compiled. It stays set, so
+      it tells nothing of a single call."""
 
     unchecked: nn.Module | None = None  # the module that attended last, until it is checked
 
@@ -36,20 +38,36 @@ class Attended(local):
 
 
 class Traced:
-    """Record that a module attended while Dynamo traced it."""
+    """Record that a module attends in compiled code. Every module and every copy of it has one of its own."""
 
-    noted = False
+    numbers = count()
 
-    # A method, because PyTorch 2.11 takes no module as an argument of such a function, and later versions would
-    # compile once more for each module.
+    def __init__(self):
+        self.number = next(self.numbers)
+        self.noted = False
+        self.may_change = False  # whether compiled code may set `noted` at each call
+
+    def __reduce__(self):
+        return Traced, ()
+
+    def note(self) -> None:
+        """Note, in code that Dynamo traces, that the module attends."""
+        if self.may_change:
+            self.noted = True  # layers that share compiled code note it at each call
+        else:
+            self._note_once(self.number)  # compiled code that reads the number is of one module
+
     @torch.compiler.assume_constant_result
-    def note(self) -> bool:
-        """Note it while Dynamo traces: compiled code that recomputes a layer writes nothing."""
+    def _note_once(self, number: int) -> bool:
+        """Note it while Dynamo traces, and not in compiled code.
+
+        A method, because PyTorch 2.11 takes no module as an argument of such a function."""
         self.noted = True
         return True
 
 
 ATTENDED = Attended()
+RECORDS = ("attended", "traced")  # attributes that an attention module with virtual heads has
 REPLACED = (
     "{} has interleaved heads and attended without them: the module, its forward or its attention core was replaced. "
     "Use the model without the tool that did so, or apply remove_interleaving first. To choose a core, call "
@@ -57,10 +75,21 @@ REPLACED = (
 )
 
 
-def begin_forward(decoder: PreTrainedModel) -> None:
-    """Begin to record which attention modules of a decoder are checked in its forward."""
-    if not torch.compiler.is_dynamo_compiling():
+def add_records(module: Any) -> None:
+    """Give an attention module the records RECORDS."""
+    module.attended = False
+    module.traced = Traced()
+
+
+def begin_forward(decoder: PreTrainedModel, modules: Iterable[nn.Module]) -> None:
+    """Begin to record which of the interleaved attention modules of a decoder are checked in its forward."""
+    is_compiled = torch.compiler.is_dynamo_compiling()
+    if not is_compiled:
         ATTENDED.by_decoder[decoder] = WeakSet()
+    # In a checkpointed layer Dynamo refuses code that leaves anything changed. A compiled decoder needs no record.
+    must_not_change = is_compiled or (decoder.training and decoder.is_gradient_checkpointing)
+    for module in modules:
+        module.traced.may_change = not must_not_change
 
 
 def note_attended(module: Any) -> None:
@@ -93,7 +122,7 @@ def check_all_attended(decoder: PreTrainedModel, interleaved: dict[str, nn.Modul
         attended = ATTENDED.by_decoder.pop(decoder, None)
     for name, recorded in interleaved.items():
         module = _present_module(decoder, name, recorded)
-        was_replaced = virtual_heads_of(module) is None
+        was_replaced = virtual_heads_class(module) is None
         if was_replaced or not (_has_attended(module, attended) or _may_skip(decoder, module)):
             raise RuntimeError(REPLACED.format(f"{name} of {type(decoder).__name__}"))
 
@@ -106,16 +135,16 @@ def _present_module(decoder: PreTrainedModel, name: str, recorded: nn.Module) ->
     module = recorded
     with suppress(AttributeError):  # A wrapper of the layer changes the name.
         module = decoder.get_submodule(name)
-    if virtual_heads_of(module) is not None:
+    if virtual_heads_class(module) is not None:
         return module
     # A wrapper of the module, such as that of PEFT's adaption prompts, holds it.
-    return next((inner for inner in module.modules() if virtual_heads_of(inner) is not None), module)
+    return next((inner for inner in module.modules() if virtual_heads_class(inner) is not None), module)
 
 
 def _has_attended(module: nn.Module, attended: WeakSet[nn.Module] | None) -> bool:
     """Return whether a module attended in this forward, as far as is known.
 
-    For a compiled module we only know that it attended when it was traced."""
+    Of a compiled module we only know whether it attended at any time."""
     return attended is None or module.traced.noted or module in attended
 
 

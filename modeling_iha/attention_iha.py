@@ -21,16 +21,19 @@ class InterleavedHeadAttention(MultiHeadAttention):
         output = scaled_dot_product_attention(query, key, value, is_causal=True).unflatten(2, (N, P))
         output = einsum("bhnpd,hp->bnhd", output, collapse)
 
-    `virtual_attention` does so with these weights. With grouped-query attention the G key/value heads mix among
-    themselves.
+    With grouped-query attention the G key/value heads mix among themselves.
+
+    This class only adds the weights. `MultiHeadAttention.forward` projects, rotates and caches. `virtual_attention`
+    (virtual_core.py) then builds the `MixedHeads` of the module (mixed_heads.py), which mix, interleave and collapse
+    (interleaving.py) around a core.
 
     The mixing writes the layout [batch, N, P, heads, head_dim], and [batch, N * P, heads, head_dim] is a view of it.
     Interleaving therefore copies nothing and runs on any attention core of Transformers.
 
     The cache holds base keys and values at token length, as Llama's does. Virtual keys and values are rebuilt from it,
-    except for one new token, which is computed from the base keys and values (new_token.py). Mixing acts across heads
-    and RoPE within a head, so they commute, and R_{nP+p} = R_p R_{nP}. The cached keys are rotated to nP, and the
-    remaining rotation R_p is the same for every token."""
+    except for one new token, which is computed from the base keys and values (new_token.py). Let T_x be RoPE's
+    rotation by x positions. Mixing acts across heads and RoPE within a head, so they commute, and
+    T_{nP+p} = T_p T_{nP}. The cached keys are rotated by nP, and the remaining T_p is the same for every token."""
 
     mixing_modules = ("q_mix", "k_mix", "v_mix", "collapse")
     virtual_heads = MixedHeads

@@ -27,7 +27,8 @@ SERVER_CORES = ("vllm", "vllm_mla", "sglang")
 class MultiHeadAttention(LlamaAttention):
     """Attend as Llama does, in steps that the other kinds share.
 
-    The steps are `project`, `attend` and the output projection."""
+    The steps of `forward` are `project`, `attend`, `combine_heads` and the output projection. A core is an attention
+    function of Transformers, by its name in `attn_implementation`, such as "sdpa"."""
 
     # Submodules that mix heads. Adapters train them in full (PEFT's `modules_to_save`).
     mixing_modules: tuple[str, ...] = ()
@@ -46,7 +47,7 @@ class MultiHeadAttention(LlamaAttention):
 
     @property
     def sliding_window(self) -> int | None:
-        """Return the window in tokens, or `None`. It is the configuration's at each call, as that of the masks is."""
+        """Return the window in tokens, or `None`. It is read at each call, because the masks read it then too."""
         return self.config.sliding_window if self.layer_type == "sliding_attention" else None
 
     def check_core(self):
@@ -70,7 +71,9 @@ class MultiHeadAttention(LlamaAttention):
         return self.v_proj(hidden_states)
 
     def map_heads(self, query_states: torch.Tensor, key_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys [batch, N, heads, head_dim] as they enter QK-norm and RoPE."""
+        """Return queries and keys [batch, N, heads, head_dim] unchanged.
+
+        Kinds that map heads before QK-norm and RoPE override this."""
         return query_states, key_states
 
     def rotate(
@@ -115,8 +118,9 @@ class MultiHeadAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute causal attention on the core of `config._attn_implementation` (see `virtual_attention`).
 
-        Return the output [batch, queries, H, head_dim] and, where the core gives them, the weights [batch, H, queries,
-        keys]. `kwargs` are passed to the core: `sliding_window`, and arguments that only some kinds or cores use."""
+        Return the output [batch, N, H, head_dim] and, where the core gives them, the weights: [batch, H, N, K], or
+        over virtual tokens [batch, H, N * P, K * P] (H / P heads if they are paired). `kwargs` are passed to the core:
+        `sliding_window`, and arguments that only some kinds or cores use."""
         return virtual_attention(
             self.config._attn_implementation or "eager",
             self,
@@ -126,6 +130,7 @@ class MultiHeadAttention(LlamaAttention):
             attention_mask,
             dropout=0.0 if not self.training else self.attention_dropout,
             scaling=self.scaling,
+            # For a new token alone: other states are in that dtype by now (`attend_in_product_dtype`).
             product_dtype=product_dtype(value_states),
             **kwargs,
         )
@@ -138,7 +143,9 @@ class MultiHeadAttention(LlamaAttention):
         return in_product_dtype(self.attend)(query_states, *args, **kwargs)
 
     def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the heads [batch, N, H, head_dim] of the layer, made from those of `attend` and the layer's input."""
+        """Return the output of `attend` [batch, N, H, head_dim] unchanged.
+
+        Kinds that gate or combine heads override this."""
         return attn_output
 
     @takes_cache
@@ -153,13 +160,15 @@ class MultiHeadAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `create_masks`.
 
-        In continuous batching `paged_requests` holds the requests and their pages. If all layers of the model are
-        Llama's (`IHAModel.is_llama`), it is `None`, `cache` holds the pages, and Transformers' paged cores run."""
+        In continuous batching `paged_requests` holds the requests and their pages. If all layers are full-attention
+        "mha" layers (`IHAModel.runs_on_paged_cores`), it is `None`, `cache` holds the pages, and Transformers' paged
+        cores run."""
         self.check_core()  # again, because `set_attn_implementation` may have changed the core
         pages = cache if isinstance(cache, PagedAttentionCache) else None
         cached = cache if pages is None else None
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings, cached)
         if pages is not None:
+            # This also changes `kwargs`, which the core below gets.
             key_states, value_states = fill_pages(pages, key_states, value_states, self.layer_idx, kwargs)
         attend: Callable = self.attend_in_product_dtype
         if paged_requests is not None:

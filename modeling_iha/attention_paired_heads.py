@@ -12,7 +12,7 @@ same pseudo-heads:
     alpha[m, h, p] = 1[m = p * S + h mod S],  R[h, p] = 1[p = h // S]
 
 An "iha" layer with these weights computes each virtual sequence P times, once for each head that reads it. Here it is
-computed once, so attention costs P times that of the heads alone, and not P^2.
+computed once, so attention costs P times as much as in an "mha" layer, and not P^2 times.
 """
 
 import torch

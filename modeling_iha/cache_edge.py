@@ -7,10 +7,10 @@ from typing import Any
 from transformers.cache_utils import Cache
 
 
-# How many tokens more than the window a sliding layer of a cache is built for. (Transformers counts the new token in
-# that length: a dynamic layer of length W stores W - 1, and a static one drops its oldest when a new one comes.) With
-# P > 1 a window of W * P virtual tokens reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last
-# still see token n - W, which a cache for a window of W tokens has dropped.
+# A sliding layer of a cache is built for the window and this many tokens more. (Its length counts the new token: a
+# dynamic layer of length W stores W - 1 tokens, and a static one drops its oldest when a new one comes.) With P > 1 a
+# window of W * P virtual tokens reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last still see
+# token n - W, which a cache for a window of W tokens has dropped.
 WINDOW_EDGE = 1
 
 

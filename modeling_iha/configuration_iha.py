@@ -93,19 +93,20 @@ def _check_number(name: str, value: Any, where: str = "") -> None:
 
 
 def _fields_of_first_layers(config_dict: dict, given: dict) -> dict:
-    """Return what changes in the fields of a config.json if only its first layers are kept, without `given` fields.
+    """Return the fields of a config.json that change if only its first layers are kept, without those in `given`.
 
-    If the layers that are left are all of one type, what concerns the other type alone goes."""
+    If all kept layers have one type, its RoPE parameters become those of the model. If none has a window,
+    `sliding_window` becomes `None`."""
     changed = {}
     for name in ("attention_kinds", "layer_types", "no_rope_layers"):
         if isinstance(config_dict.get(name), list):
             changed[name] = config_dict[name][: given["num_hidden_layers"]]
-    left = set(changed.get("layer_types", LAYER_TYPES))
+    kept_types = set(changed.get("layer_types", LAYER_TYPES))
     rope_parameters = config_dict.get("rope_parameters") or {}
-    if len(left) == 1 and left <= rope_parameters.keys():
-        (layer_type,) = left
+    if len(kept_types) == 1 and kept_types <= rope_parameters.keys():
+        (layer_type,) = kept_types
         changed["rope_parameters"] = rope_parameters[layer_type]
-    if "sliding_attention" not in left:
+    if "sliding_attention" not in kept_types:
         changed["sliding_window"] = None
     return {name: value for name, value in changed.items() if name not in given}
 
@@ -129,8 +130,9 @@ class IHAConfig(LlamaConfig):
 
     Args:
         attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
-            Attention mechanism of each layer, such as `"iha"` or `"mha"` (Llama's attention); README.md lists all. It
-            is one name for all layers, a short repeating pattern, or one name per layer, and is stored as a list.
+            Attention mechanism of each layer, such as `"iha"` or `"mha"` (Llama's attention); `OPTIONS_CLASSES` of
+            kind_options.py lists all. It is one name for all layers, a short repeating pattern, or one name per layer,
+            and is stored as a list.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
             Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`, given and stored as
             `attention_kinds` is.
@@ -234,9 +236,10 @@ class IHAConfig(LlamaConfig):
             self.rope_parameters.pop("rope_theta", None)
 
     def validate_architecture(self):
-        """Raise a ValueError for a field that cannot be built or would silently be ignored.
+        """Raise a ValueError for fields from which no model can be built, or a window or an option without effect.
 
-        It names the field, its value and what is allowed."""
+        The error names the field, its value and what is allowed. Fields of kinds that the model does not have are not
+        checked."""
         for field in (*SIZES, "num_key_value_heads", "head_dim", "num_pseudo_heads", "max_position_embeddings"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; it must be at least 1.")

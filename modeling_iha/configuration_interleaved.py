@@ -144,9 +144,9 @@ def has_eager_core(config: PreTrainedConfig) -> bool:
     return (config._attn_implementation or "").endswith("_eager")
 
 
-def base_config_class(interleaved_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def base_config_class(config_type: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Return the base model's own class, of which `config_class` made a subclass."""
-    return interleaved_class.__bases__[0]
+    return config_type.__bases__[0]
 
 
 @cache

@@ -92,8 +92,8 @@ def first_keys_of_mask_function(
 ) -> torch.Tensor | None:
     """Return the first keys [batch, 1, N * P, 1] if each query sees all keys from its first to its own, else `None`.
 
-    The arguments are those of `virtual_mask`, in tokens. The mask function tells the documents: one begins where a
-    token does not see the one before it. It does not know the padding, which `attention_mask` [batch, N] holds. Each
+    The arguments are those of `virtual_mask`, in tokens. Documents are read from the mask function: one begins where a
+    token does not see the token before it. Padding is read from `attention_mask` [batch, N]. Each
     chunk of chunked attention counts as a document, and so does each run of padding. The result is `None` for
     bidirectional blocks, such as image tokens.
 

@@ -53,7 +53,8 @@ class Mixing(nn.Module):
         value = torch.addcmul(getattr(self, f"{name}_start"), weight.detach(), getattr(self, f"{name}_scale"))
         if not torch.is_grad_enabled():
             return value
-        # The gradient of start + s * w would be s times too large, so w gets the value's own: the term added is zero.
+        # The gradient of start + s * w with respect to w would be s times that of the value. The term that is added is
+        # zero, and its gradient is that of the value.
         return value + (weight - weight.detach())
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interleave the heads of a decoder of Transformers in place, without changing what it computes, and undo it.
 
-The mixing that changes nothing is that of exact_start.py, which says why. A probe compares the model before and after.
+exact_start.py makes a mixing that changes nothing, and explains why. A probe compares the model before and after.
 """
 
 import copy
@@ -23,6 +23,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .attended import RECORDS
 from .cache_names import CACHE
 from .configuration_interleaved import (
     AUTO_MAP,
@@ -97,11 +98,12 @@ def interleave_heads(
     seed: int | None = 0,
     mixing_scale: float = 40.0,
 ) -> PreTrainedModel:
-    """Interleave the heads of a decoder in place, without changing what it computes (IHA, Algorithm 1).
+    """Interleave the heads of a decoder in place (IHA, Algorithm 1).
 
-    Trainer, TRL, PEFT and `generate` still take the model. `save_pretrained` writes a checkpoint that loads with
-    `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` where this package is not installed.
-    As in the base model, packed rows (`position_ids` that restart) are kept apart only without a cache: pass
+    The model computes the same as before up to rounding, with a `sliding_window` for inputs up to its length. Trainer,
+    TRL, PEFT and `generate` still take the model. `save_pretrained` writes a checkpoint that loads with
+    `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` where this package is not installed. As
+    in the base model, packed rows (`position_ids` that restart) are kept apart only without a cache: pass
     `use_cache=False`, as TRL does.
 
     Args:
@@ -112,8 +114,7 @@ def interleave_heads(
         layers: the indices of the layers to interleave, "paper" for four of every five (IHA, Appendix C), or `None`
             for all causal self-attention layers.
         sliding_window: a window for the interleaved layers in tokens, "paper" for N / (2 P^2) with the N of
-            `max_position_embeddings` (IHA, Appendix C), or `None` for the base model's own. For inputs
-            longer than the window the outputs change.
+            `max_position_embeddings` (IHA, Appendix C), or `None` for the base model's own.
         collapse: "per_head" (Algorithm 1) or "all_heads" (Definition 3).
         seed: the seed of the value offsets, which make the pseudo-heads of a head differ; `None` for no offsets.
         mixing_scale: the mixing learns at this many times the optimizer's rate, because its entries are of order 1
@@ -304,7 +305,8 @@ def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, Attention
     Raise a ValueError for a model whose calls show that it cannot be interleaved, or that does not run the probe."""
     with _recording(model) as calls:
         states, error = _try_probe(model)
-    # The calls are checked first, because they tell more than the error of a model that they do not suit.
+    # Check the calls before the error: if a model cannot be interleaved, they show the reason, and its own error does
+    # not.
     _check_calls(model.config, calls)
     if error is None:
         # Some models branch on the name of their core, and took another branch for the name that records. Run the
@@ -528,7 +530,7 @@ def restore_configs(attributes: list[tuple[nn.Module, str, PreTrainedConfig]]) -
 
 def remove_mixing(module: torch.nn.Module) -> None:
     """Remove from an attention module what `attach_virtual_heads` gave it, except for the hooks."""
-    for name in (*MIXING_MODULES, "virtual_heads", "attended", "traced"):
+    for name in (*MIXING_MODULES, "virtual_heads", *RECORDS):
         if hasattr(module, name):  # paired heads have no mixing
             delattr(module, name)
 

@@ -4,7 +4,7 @@
 
 The algorithm has five steps. Step 1 projects to heads, step 2 mixes them into pseudo-heads (by alpha), step 3
 interleaves these as virtual tokens, step 4 attends over virtual tokens, and step 5 collapses the P outputs of a token
-(by R). R_p, with one index, is RoPE's rotation of pseudo-head p within its token. The shapes of all files are in these
+(by R). T_p is RoPE's rotation of pseudo-head p within its token: by p positions. The shapes of all files are in these
 symbols:
 
     N  tokens of a call       H  query heads                P  pseudo-heads of a head
@@ -57,7 +57,7 @@ def interleave(states: torch.Tensor) -> torch.Tensor:
 def make_virtual_sequence(
     states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3, R_p)."""
+    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3, T_p)."""
     states = mix(states, alpha)
     if rotation is not None:
         cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
@@ -79,16 +79,16 @@ def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) 
 def token_attentions(
     attentions: tuple[torch.Tensor, ...], num_tokens: int, paired: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
-    """Return attention maps over tokens, [batch, H, N, keys], of a call with `num_tokens` tokens N.
+    """Return attention maps over tokens, [batch, H, N, K], of a call with `num_tokens` tokens N.
 
-    Maps over virtual tokens, [batch, H, N * P, keys * P], are summed over the P of a key and averaged over the P of a
-    query. In a layer of `paired` heads, [batch, H / P, N * P, keys * P], each virtual query belongs to one head, so
+    Maps over virtual tokens, [batch, H, N * P, K * P], are summed over the P of a key and averaged over the P of a
+    query. In a layer of `paired` heads, [batch, H / P, N * P, K * P], each virtual query belongs to one head, so
     the rows are returned to their heads and not averaged. Other maps stay as they are."""
     maps = []
     for weights, is_paired in zip(attentions, paired, strict=True):
         size = weights.shape[-2] // num_tokens  # P, or 1 in a layer without virtual tokens
         by_key = weights.unflatten(-1, (-1, size)).sum(-1)
-        by_query = by_key.unflatten(-2, (-1, size))  # [batch, heads, N, P, keys]
+        by_query = by_key.unflatten(-2, (-1, size))  # [batch, heads, N, P, K]
         if is_paired:
             maps.append(by_query.movedim(3, 1).flatten(1, 2))
         else:

@@ -17,6 +17,7 @@ from .cache_names import CACHE
 from .configuration_iha import IHAConfig
 from .first_keys import compiled_first_keys, plain_window_mask
 from .overlay import Overlay
+from .tracing import is_exported
 from .virtual_masks import (
     CREATE_MASK,
     LOWEST,
@@ -27,7 +28,6 @@ from .virtual_masks import (
     register_masks,
     virtual_tokens_per_token,
 )
-from .windows import is_exported
 
 
 def make_masks(
@@ -46,7 +46,8 @@ def make_masks(
     Args:
         inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.
         attention_mask: [batch, cached + N], nonzero for real tokens, or a custom boolean or additive one
-            [batch, heads or 1, N, cached + N]. Do not put the window into a custom mask: sliding layers apply it
+            [batch, heads or 1, N, K], where K is how many keys the cache returns: cached + N, or all places of a
+            static cache. Do not put the window into a custom mask: sliding layers apply it
             themselves. A custom mask hides all pseudo-heads of a token, but the window shows some pseudo-heads of
             token n - W (see `virtual_mask`).
         cache: the cache before it takes the N tokens. Its sliding layers are made to keep the window's edge.
@@ -60,21 +61,22 @@ def make_masks(
     if attention_mask is not None and attention_mask.ndim != 2:
         past = 0 if cache is None else cache.get_seq_length()
         attention_mask = mask_over_virtual_tokens(attention_mask, num_pseudo_heads, past, inputs_embeds.dtype)
-    if core == "sdpa" and knows_first_keys(config, cache):
+    if core == "sdpa" and can_skip_mask_functions(config, cache):
         if attention_mask is None and default_positions:
-            return {name: mask_of_window(config, name, inputs_embeds) for name in dict.fromkeys(config.layer_types)}
+            types = dict.fromkeys(config.layer_types)
+            return {layer_type: mask_of_window(config, layer_type, inputs_embeds) for layer_type in types}
         covers_these_tokens = attention_mask is None or attention_mask.shape == inputs_embeds.shape[:2]
         if torch.compiler.is_compiling() and cache is None and covers_these_tokens:
             return _compiled_masks(config, inputs_embeds, attention_mask, position_ids)
     if default_positions and not is_tracing(inputs_embeds):
         # Transformers would search them for packed documents, and a GPU would wait for the answer.
         position_ids = None
-    name = core
+    core_name = core
     # `register_masks` raises an error for a core that makes no masks, which virtual heads need. The layers refuse the
     # cores of servers by themselves, with a better message (`check_core`).
     if core in ALL_MASK_ATTENTION_FUNCTIONS or (num_pseudo_heads > 1 and core not in SERVER_CORES):
-        name = register_masks(core)
-    view: Any = Overlay(config, _attn_implementation=name)
+        core_name = register_masks(core)
+    view: Any = Overlay(config, _attn_implementation=core_name)
 
     masks = {}
     for layer_type in dict.fromkeys(config.layer_types):
@@ -100,8 +102,8 @@ def make_masks(
     return masks
 
 
-def knows_first_keys(config: IHAConfig, cache: Cache | None) -> bool:
-    """Return whether the masks of a call are first keys that need not be searched for in values.
+def can_skip_mask_functions(config: IHAConfig, cache: Cache | None) -> bool:
+    """Return whether the masks of a call follow from shapes, documents and padding, without any mask function.
 
     It is False if tokens are cached; under export and tracing, because later calls may have other lengths; and for the
     kinds other than "mha", "iha" and "paired_heads", because they read first keys in the layout [batch, 1, L, 1]
@@ -160,7 +162,7 @@ def check_inputs(
     """Raise a ValueError for inputs that the model would misread.
 
     These are a `BlockMask`, packed documents that the core would silently join, and a mask or positions that do not
-    fit the cache.
+    fit the cache. Also warn of FlexAttention on a CPU.
 
     Documents are declared by `position_ids` [batch, N] that restart, or by `cu_seq_lens_q` among `kwargs`. In calls
     with a mask or a cache Transformers does not look for them, and would join them. A jump forward begins a document

@@ -21,7 +21,7 @@ class MixedHeads(NamedTuple):
     k_mix: torch.Tensor  # alpha^K, [G, G, P]
     v_mix: torch.Tensor  # alpha^V, [G, G, P]
     collapse: torch.Tensor  # R, [H, P] or [H, H * P]
-    # (cos, sin) of R_p, each [P, head_dim]. R_p rotates pseudo-head p within its token; `None` for shared positions.
+    # (cos, sin) of T_p, each [P, head_dim]. T_p rotates pseudo-head p within its token; `None` for shared positions.
     rotation: tuple[torch.Tensor, torch.Tensor] | None
 
     @property
@@ -35,8 +35,13 @@ class MixedHeads(NamedTuple):
 
     @property
     def allocates_virtual_tokens(self) -> bool:
-        """Return whether virtual tokens take memory of their own."""
+        """Return True: virtual tokens take memory of their own, so a long row is computed in chunks."""
         return True
+
+    @property
+    def takes_new_token(self) -> bool:
+        """Return whether `attend_new_token` computes these weights: it knows a collapse within each head."""
+        return self.collapse.shape[1] == self.num_pseudo_heads
 
     @classmethod
     def from_module(

@@ -26,7 +26,7 @@ def weight_names(module: nn.Module) -> list[str]:
 
 
 def note_scale(model: nn.Module, configs: Iterable[PreTrainedConfig]) -> None:
-    """If all mixing weights of a model have the same scale, write it to the configurations."""
+    """Write the scale of a model's mixing weights to the configurations, if all weights have the same one."""
     scales = [module.get_buffer(f"{name}_scale") for module in model.modules() for name in weight_names(module)]
     found = {scale.item() for scale in scales if not scale.is_meta}
     if len(found) != 1:

@@ -59,6 +59,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         super().__init__(config)
         self.num_pseudo_heads = config.num_pseudo_heads
         interleaved = config.pseudo_positions == "interleaved"
+        # The plugin for vLLM sets these two, also of checkpoints that bring an older copy of this code.
         self.mixed = interleaved and "iha" in config.attention_kinds
         self.paired = interleaved and "paired_heads" in config.attention_kinds
 
@@ -78,10 +79,12 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
 
         - `"token"` is at n, [batch, N, head_dim].
         - `"interleaved"` is at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. "iha" layers with
-          interleaved positions rotate by both, so only `"interleaved"` includes `attention_scaling`.
+          interleaved positions rotate by both, one after the other.
         - `"paired"` is at n * P + p, [batch, P, N, head_dim], for layers of paired heads with interleaved positions.
 
-        RoPE types that depend on the length count it in tokens."""
+        All but `"pseudo_head"` include `attention_scaling`. RoPE types that depend on the length count it in
+        tokens."""
+        # First, because such types update inv_freq in this call, and `_table` reads it.
         tables = {"token": self(x, position_ids)}
         first = position_ids * self.num_pseudo_heads  # n * P
         pseudo_heads = torch.arange(self.num_pseudo_heads, device=x.device)  # p
@@ -96,6 +99,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     def _table(
         self, positions: torch.Tensor, x: torch.Tensor, scaling: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (cos, sin) for positions of any shape, each [*positions.shape, head_dim], times `scaling`."""
         # At n * P near a million a float32 angle is off by 0.03 rad. (MPS has no float64.)
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
         angles = positions[..., None].to(dtype) * self.inv_freq.to(x.device, dtype)
@@ -150,16 +154,18 @@ class IHADecoderLayer(LlamaDecoderLayer):
 
 
 class IHAPreTrainedModel(LlamaPreTrainedModel):
+    """Hold what all IHA models share: initialization, saving, and attention maps over tokens."""
+
     config_class = IHAConfig
     config: IHAConfig
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
     # Checkpoints of earlier versions lack what `Mixing.init_weight` then sets.
-    _keys_to_ignore_on_load_missing = [r"_(start|scale)$"]
+    _keys_to_ignore_on_load_missing = [r"\.(weight|up|gate|down)_(start|scale)$"]
 
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return attention maps over tokens, [batch, H, N, keys], of a call with `num_tokens` tokens N.
+        """Return attention maps over tokens, [batch, H, N, K], of a call with `num_tokens` tokens N.
 
         Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. In a layer of
         paired heads each virtual query belongs to one head, so the rows are returned to their heads and not averaged.
@@ -211,8 +217,8 @@ class IHAModel(IHAPreTrainedModel):
         self.post_init()
 
     @property
-    def is_llama(self) -> bool:
-        """Return whether all layers are full-attention "mha" layers, which Transformers' paged cores compute."""
+    def runs_on_paged_cores(self) -> bool:
+        """Return whether Transformers' paged cores compute this model: all layers are "mha" with full attention."""
         return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
 
     def create_masks(
@@ -241,8 +247,9 @@ class IHAModel(IHAPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         r"""Run as [`LlamaModel.forward`] does, with every argument in tokens.
 
-        `attention_mask` is [batch, cached + N], [batch, heads or 1, N, cached + N], or a mask of `create_masks` for
-        each layer type. Layers with virtual heads give `attentions` over virtual tokens: see `token_attentions`."""
+        `attention_mask` is [batch, cached + N], [batch, heads or 1, N, K] (see `make_masks`), or a mask of
+        `create_masks` for each layer type. Layers with virtual heads give `attentions` over virtual tokens: see
+        `token_attentions`."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
@@ -261,7 +268,7 @@ class IHAModel(IHAPreTrainedModel):
         has_pages = isinstance(cache, PagedAttentionCache)  # those of continuous batching
         if not has_pages:
             check_causal(self.config, **kwargs)
-        if has_pages and not self.is_llama:
+        if has_pages and not self.runs_on_paged_cores:
             requests = PagedRequests(self, cache, position_ids=position_ids, **kwargs)
             masks = dict.fromkeys(self.config.layer_types, requests.attention_mask)
             kwargs["paged_requests"] = requests
@@ -311,9 +318,9 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def init_continuous_batching(self, *args, **kwargs):
         """Start continuous batching as [`GenerationMixin`] does (see `init_requests`).
 
-        Raise a NotImplementedError for a kind that caches more than Llama. A model with only
-        full-attention "mha" layers is a Llama, and takes CUDA graphs and compilation."""
-        if self.model.is_llama:
+        Raise a NotImplementedError for a kind that caches more than Llama. A model that runs on Transformers' paged
+        cores takes CUDA graphs and compilation too."""
+        if self.model.runs_on_paged_cores:
             return super().init_continuous_batching(*args, **kwargs)
         others = [layer.self_attn for layer in self.model.layers if not layer.self_attn.caches_like_llama]
         if others:

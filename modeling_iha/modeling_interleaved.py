@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .adapter_records import meet_adapter, watch_peft
-from .attended import Traced, begin_forward, check_all_attended, check_attended, note_attended
+from .attended import add_records, begin_forward, check_all_attended, check_attended, note_attended
 from .cache_edge import WINDOW_EDGE, keep_window_edge, lacks_window_edge
 from .cache_names import CACHE, IS_FROM_5_24, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
@@ -40,7 +40,7 @@ from .mixed_heads import MixedHeads
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
-from .virtual_core import virtual_attention, virtual_heads_of
+from .virtual_core import virtual_attention, virtual_heads_class
 from .virtual_masks import CHANGED, CORES, check_causal, core_of, mask_over_virtual_tokens, register_masks
 
 
@@ -103,7 +103,7 @@ def noted_attention(
         _check_pages(requests, module, key, value, attention_mask)
         requests.attended.add(module.layer_idx)
         attend = partial(requests.attend, attend, module.layer_idx)
-    if virtual_heads_of(module) is not None:
+    if virtual_heads_class(module) is not None:
         note_attended(module)
     return attend(query, key, value, attention_mask, **kwargs)
 
@@ -191,7 +191,8 @@ class InterleavedMixin:
             )
         return init_requests(super().init_continuous_batching.__func__, self, decoder, *args, **kwargs)
 
-    # Transformers decides the next three by the name of the class, or by the source of its module: that of the base.
+    # Transformers decides the next three by a class's name or by its module's source code, so the base model's class
+    # is asked.
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return base_model_class(cls)._supports_default_dynamic_cache()
@@ -239,7 +240,7 @@ def holders(model: PreTrainedModel) -> list[nn.Module]:
     For `layers.0.self_attn` and `layers.3.self_attn` these are the model, its backbone and the `layers` of that."""
     backbone = backbone_of(model)
     names = [name.split(".") for name in model.config.interleaved_layers]
-    common = os.path.commonprefix(names)  # of any sequences, here of the parts of the names
+    common = os.path.commonprefix(names)  # it takes any sequences, here lists of the parts of names
     prefixes = [".".join(common[:depth]) for depth in range(len(common) + 1)]
     return [model] + [backbone.get_submodule(prefix) for prefix in prefixes]
 
@@ -264,7 +265,7 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
     for name, head_counts in config.interleaved_layers.items():
         module = backbone.get_submodule(name)
         # The decoder of a generic task head is a model of this package, and has its virtual heads already.
-        if virtual_heads_of(module) is None:
+        if virtual_heads_class(module) is None:
             _add_virtual_heads(module, head_counts, config)
     _tie_mixing(model)
     use_virtual_cores(model)
@@ -284,8 +285,7 @@ def _add_virtual_heads(module: nn.Module, head_counts: list[int], config: PreTra
     """Add to an attention module what makes its virtual tokens, and a hook that checks that it attends over them.
 
     `head_counts` are the numbers of query, key and value heads."""
-    module.attended = False  # see `note_attended`
-    module.traced = Traced()
+    add_records(module)
     module._forward_hooks[HOOK] = _check_attention
     module._forward_hooks_with_kwargs[HOOK] = True
     # CODEPATH: decoders of `pair_heads` are paired, those of `interleave_heads` mixed.
@@ -317,12 +317,12 @@ def _install_decoder_hooks(decoder: PreTrainedModel) -> None:
     # Gemma 4 crops the mask's rows to `logits_to_keep` tokens, but here the rows are virtual tokens. `None` prevents
     # this.
     replaced = {"logits_to_keep": None} if "logits_to_keep" in names else {}
-    decoder._forward_pre_hooks[HOOK] = partial(_prepare_decoder, names, replaced)
-    decoder._forward_pre_hooks_with_kwargs[HOOK] = True
     interleaved = {}
     for name, module in decoder.named_modules():
-        if virtual_heads_of(module) is not None:
+        if virtual_heads_class(module) is not None:
             interleaved[name] = module
+    decoder._forward_pre_hooks[HOOK] = partial(_prepare_decoder, interleaved, names, replaced)
+    decoder._forward_pre_hooks_with_kwargs[HOOK] = True
     decoder._forward_hooks[HOOK] = partial(_check_decoder, interleaved)
 
 
@@ -414,12 +414,18 @@ def is_mixing(name: str) -> bool:
 
 
 def _prepare_decoder(
-    names: list[str], replaced: dict, decoder: PreTrainedModel, args: tuple, kwargs: dict
+    interleaved: dict[str, nn.Module],
+    names: list[str],
+    replaced: dict,
+    decoder: PreTrainedModel,
+    args: tuple,
+    kwargs: dict,
 ) -> tuple[tuple, dict]:
     """Prepare the arguments of a decoder's forward: its cache, a user's mask, and the pages of continuous batching.
 
-    `names` are those of the positional arguments, and `replaced` replaces keyword arguments."""
-    begin_forward(decoder)
+    `interleaved` are the attention modules by their names, `names` those of the positional arguments, and `replaced`
+    replaces keyword arguments."""
+    begin_forward(decoder, interleaved.values())
     named = dict(zip(names, args))
     args = args[len(names) :]
     kwargs = dict(**named, **kwargs) | replaced
@@ -490,7 +496,7 @@ def _window(decoder: PreTrainedModel) -> int | None:
 def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
     """Make the sliding layers of a cache keep the token just before their window, which virtual tokens still see.
 
-    If only the changed layers have a window, turn their fresh layers of the cache into sliding ones first."""
+    If the base model has no window, make the empty cache layers of the interleaved attention modules sliding ones."""
     layers = getattr(cache, "layers", ())  # caches of encoders have none
     if not layers:
         return
@@ -499,39 +505,39 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
         # One mask serves all sliding layers, also those that are not interleaved.
         keep_window_edge(cache, window)
         return
-    # CODEPATH: bases without windows, whose changed layers have one of their own (`sliding_window=...`).
+    # CODEPATH: bases without windows, whose interleaved layers have one of their own (`sliding_window=...`).
     if not decoder.config.interleaved_window:
         return
-    fresh = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
-    if not fresh:
+    empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
+    if not empty:
         return
     for module in decoder.modules():
-        if virtual_heads_of(module) is not None and getattr(module, "layer_idx", None) in fresh:
+        if virtual_heads_class(module) is not None and getattr(module, "layer_idx", None) in empty:
             layers[module.layer_idx] = DynamicSlidingWindowLayer(decoder.config.interleaved_window + WINDOW_EDGE)
 
 
 def base_model_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return the class of Transformers from which `interleaved_class` made a class."""
-    # The bases are (`InterleavedMixin`, the base model's class). For the subclass that FSDP2 makes, this
-    # returns the interleaved class, and what the caller asks of that class comes here again.
+    # The bases are (`InterleavedMixin`, the base model's class). FSDP2 makes a subclass of the interleaved class. For
+    # it this returns the interleaved class, whose methods call this function again and so reach the base.
     return model_class.__bases__[1]
 
 
 @cache
-def interleaved_class(name: str, interleaved_config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+def interleaved_class(name: str, config_type: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     """Return the class "InterleavedForCausalLM", or of another task, for a class of configurations.
 
-    `interleaved_config` is a subclass of the base model's own (see configuration_interleaved.py)."""
+    `config_type` is a subclass of the base model's own (see configuration_interleaved.py)."""
     watch_peft()
     auto_class = f"AutoModel{name.removeprefix('Interleaved').removeprefix('Model')}"
-    base = getattr(transformers, auto_class)._model_mapping.get(interleaved_config.__base__, None)
+    base = getattr(transformers, auto_class)._model_mapping.get(config_type.__base__, None)
     if base is None:
-        raise ValueError(f"Transformers has no {auto_class} of {interleaved_config.__base__.model_type!r}.")
-    headless = transformers.AutoModel._model_mapping.get(interleaved_config.__base__, None)
+        raise ValueError(f"Transformers has no {auto_class} of {config_type.__base__.model_type!r}.")
+    headless = transformers.AutoModel._model_mapping.get(config_type.__base__, None)
     if headless is not None and name != "InterleavedModel":  # Generic task heads build their decoder by this mapping.
-        decoder = interleaved_class("InterleavedModel", interleaved_config)
-        transformers.AutoModel.register(interleaved_config, decoder, exist_ok=True)
-    attributes = {"config_class": interleaved_config, "_auto_class": auto_class, "__module__": __name__}
+        decoder = interleaved_class("InterleavedModel", config_type)
+        transformers.AutoModel.register(config_type, decoder, exist_ok=True)
+    attributes = {"config_class": config_type, "_auto_class": auto_class, "__module__": __name__}
     # Checkpoints of earlier versions lack what `Mixing.init_weight` then sets.
     may_be_missing = [*(base._keys_to_ignore_on_load_missing or ()), ABSENT_FROM_OLD_CHECKPOINTS]
     attributes["_keys_to_ignore_on_load_missing"] = may_be_missing
@@ -544,14 +550,14 @@ def interleaved_class(name: str, interleaved_config: type[PreTrainedConfig]) -> 
     return new_class
 
 
-def register_models(interleaved_config: type[PreTrainedConfig]) -> None:
+def register_models(config_type: type[PreTrainedConfig]) -> None:
     """Make the Auto classes take the models of a class of configurations from this code."""
     for task in TASKS:
         try:
-            model_class = interleaved_class(f"Interleaved{task}", interleaved_config)
+            model_class = interleaved_class(f"Interleaved{task}", config_type)
         except ValueError:
             continue  # Transformers has no such head of this base.
-        getattr(transformers, f"AutoModel{task}").register(interleaved_config, model_class, exist_ok=True)
+        getattr(transformers, f"AutoModel{task}").register(config_type, model_class, exist_ok=True)
 
 
 def unpickled_model(name: str, base_model_type: str) -> PreTrainedModel:

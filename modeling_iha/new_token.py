@@ -10,7 +10,7 @@ import torch
 from transformers.utils.generic import maybe_autocast
 
 from .interleaving import rotate
-from .windows import is_exported
+from .tracing import is_exported
 
 
 # How many cached tokens are converted to `product_dtype` at a time.
@@ -23,9 +23,8 @@ SPLIT_TOKENS = 512
 def uses_new_token_path(core: str, config: Any, dropout: float | None, states: torch.Tensor, num_keys: int) -> bool:
     """Return whether to compute one new token from base keys.
 
-    This must be supported, and faster than building virtual tokens."""
-    is_supported = config.num_pseudo_heads > 1 and config.pseudo_collapse == "per_head" and not dropout
-    if core != "sdpa" or not is_supported:
+    The core must allow it, and it must be faster than building virtual tokens."""
+    if core != "sdpa" or config.num_pseudo_heads == 1 or dropout:
         return False
     if states.device.type != "cpu":
         return True
@@ -50,20 +49,20 @@ def new_token_attention(
     It rebuilds no pseudo-key or pseudo-value, because mixing and rotation are linear. For query pseudo-head i and key
     pseudo-head j of a head in group g,
 
-        q_i . R_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] R_j^T q_i) . k_m
+        q_i . T_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] T_j^T q_i) . k_m
 
-    R_j is the rotation of pseudo-head j, and C[h, i] the collapse, which the paper calls R. The term in parentheses
-    does not depend on the cached tokens and has the size of a query. It is computed first, and the scores are then one
-    product with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the
-    collapse moves before it: sum_i C[h, i] (softmax_i V) = (sum_i C[h, i] softmax_i) V.
+    T_j is the rotation of pseudo-head j (interleaving.py), and R[h, i] the collapse. The term in parentheses does not
+    depend on the cached tokens and has the size of a query. It is computed first, and the scores are then one product
+    with the cache as it is. In the same way alpha_V moves behind the sum over the cached values, and the collapse
+    moves before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
 
     Args:
         weights: the `MixedHeads` of the layer, with a collapse [H, P].
         query: [batch, H, 1, head_dim], rotated as the cached keys are.
-        key, value: [batch, G, N, head_dim]. Without a mask the last one is the new token's.
+        key, value: [batch, G, K, head_dim]. Without a mask the last of the K keys is the new token's.
         scaling: factor of the scores.
         window: W in tokens, or `None`; ignored with a mask. There are no more than W + 1 keys.
-        attention_mask: boolean or additive [batch or 1, H or 1, P, N * P] over virtual tokens, or `None`.
+        attention_mask: boolean or additive [batch or 1, H or 1, P, K * P] over virtual tokens, or `None`.
         product_dtype: dtype in which to multiply if products in the cache's dtype are slow, or `None`."""
     # Autocast would round what is in float32 on purpose.
     with maybe_autocast(query.device.type, enabled=False):
@@ -83,8 +82,8 @@ def new_token_attention(
         pseudo_query = pseudo_query.view(batch, num_heads, num_pseudo_heads, 1, head_dim)
         if weights.rotation is not None:
             cos, sin = (table.to(fast_dtype) for table in weights.rotation)
-            rotated = rotate(pseudo_query, cos.unsqueeze(1), sin.unsqueeze(1))  # by R_i
-            # By R_j^T for every j: the tables of all j broadcast, [batch, H, P (i), P (j), head_dim].
+            rotated = rotate(pseudo_query, cos.unsqueeze(1), sin.unsqueeze(1))  # by T_i
+            # By T_j^T for every j: the tables of all j broadcast, [batch, H, P (i), P (j), head_dim].
             pseudo_query = rotate(rotated, cos, -sin)
         # [batch, M, H * P * P, head_dim], one for each query pseudo-head i and key pseudo-head j
         absorbed = (pseudo_query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
@@ -109,12 +108,12 @@ def new_token_attention(
 
 
 def apply_mask(scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return scores [batch, H, i, j, N] with the keys that a mask hides at the lowest value.
+    """Return scores [batch, H, i, j, K] with the keys that a mask hides at the lowest value.
 
     A boolean mask changes the scores in place, which keeps the layout of the view that paired heads pass. An additive
     mask gives a new tensor."""
     num_pseudo_heads, num_keys = scores.shape[-2:]
-    # [batch, heads, i, N * j] as [batch, heads, i, j, N]
+    # [batch, heads, i, K * j] as [batch, heads, i, j, K]
     mask = attention_mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
     if mask.dtype != torch.bool:
         return scores + mask
@@ -123,7 +122,7 @@ def apply_mask(scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tens
 
 
 def hide_in_place(scores: torch.Tensor, window: int | None) -> None:
-    """Set the hidden keys among scores [batch, H, i, j, N] to -inf, for a call without a mask."""
+    """Set the hidden keys among scores [batch, H, i, j, K] to -inf, for a call without a mask."""
     num_pseudo_heads, num_keys = scores.shape[-2:]
     hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
     # Pseudo-head i sees the pseudo-heads up to i of its own token.
@@ -134,9 +133,9 @@ def hide_in_place(scores: torch.Tensor, window: int | None) -> None:
 
 
 def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return sum_m absorbed[m] . key[m], [batch, rows, N].
+    """Return sum_m absorbed[m] . key[m], [batch, rows, K].
 
-    `absorbed` is [batch, G, rows, head_dim], and `key` is [batch, G, N, head_dim]."""
+    `absorbed` is [batch, G, rows, head_dim], and `key` is [batch, G, K, head_dim]."""
     if key.device.type != "cpu":
         return torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
     if key.dtype == torch.float32:
@@ -153,8 +152,8 @@ def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 def _weighted_sum(shares: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return shares @ value, [batch, G, rows, head_dim].
 
-    Shares are [batch, 1, rows, N], and values [batch, G, N, head_dim]. A GPU would compute the few rows of
-    a head on one of its many streaming multiprocessors, so there N is split."""
+    Shares are [batch, 1, rows, K], and values [batch, G, K, head_dim]. A GPU would compute the few rows of
+    a head on one of its many streaming multiprocessors, so there K is split."""
     # How many of the first tokens are split, in parts of SPLIT_TOKENS
     split_length = 0 if value.device.type == "cpu" else value.shape[2] // SPLIT_TOKENS * SPLIT_TOKENS
     output = torch.matmul(shares[..., split_length:], value[:, :, split_length:])

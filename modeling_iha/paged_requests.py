@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from .cache_edge import WINDOW_EDGE
 from .cache_names import IS_FROM_5_24
 from .overlay import Overlay
-from .virtual_core import virtual_heads_of
+from .virtual_core import virtual_heads_class
 from .virtual_masks import CREATE_MASK, core_of, register_masks
 
 
@@ -205,7 +205,7 @@ def paged_config(decoder: PreTrainedModel) -> Any:
     if given and "sliding_attention" not in layer_types:
         window = given
         for module in decoder.modules():
-            if virtual_heads_of(module) is not None:
+            if virtual_heads_class(module) is not None:
                 layer_types[module.layer_idx] = "sliding_attention"
     return Overlay(config, layer_types=layer_types, sliding_window=window)
 

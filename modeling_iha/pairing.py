@@ -28,8 +28,13 @@ class PairedHeads(NamedTuple):
 
     @property
     def allocates_virtual_tokens(self) -> bool:
-        """Return whether virtual tokens take memory of their own: without a cache they are views."""
+        """Return False: without a cache virtual tokens are views, so a row needs no chunks."""
         return False
+
+    @property
+    def takes_new_token(self) -> bool:
+        """Return True: `attend_new_token` computes all paired heads."""
+        return True
 
     @classmethod
     def from_module(cls, module: Any, *ignored) -> "PairedHeads":
@@ -48,7 +53,7 @@ class PairedHeads(NamedTuple):
         """Return the output [batch, N, H, head_dim] of heads [batch, H or G, N, head_dim], and the core's weights.
 
         `attend_virtual` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. Its
-        weights are [batch, H / P, N * P, keys * P]."""
+        weights are [batch, H / P, N * P, K * P]."""
         mask = self.mask_of_virtual_heads(attention_mask)
         output, weights = attend_virtual(self.pair(query), self.pair(key), self.pair(value), mask, **kwargs)
         return output.unflatten(1, (-1, self.num_pseudo_heads)).flatten(2, 3), weights
@@ -60,16 +65,16 @@ class PairedHeads(NamedTuple):
         return states.unflatten(1, (self.num_pseudo_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     def mask_of_virtual_heads(self, mask: Any) -> Any:
-        """Convert a mask per head [batch, H, N * P, keys] to a mask per virtual head [batch, H / P, N * P, keys].
+        """Convert a mask per head [batch, H, N * P, K * P] to one per virtual head [batch, H / P, N * P, K * P].
 
         Row (n, p) of virtual head i is that of its head, p * (H / P) + i. Return any other mask unchanged."""
         if not isinstance(mask, torch.Tensor) or is_first_key_mask(mask):
             return mask
         if mask.ndim != 4 or mask.shape[1] == 1:
             return mask
-        rows = mask.unflatten(2, (-1, self.num_pseudo_heads))  # [batch, H, N, P (row), keys]
-        rows = rows.unflatten(1, (self.num_pseudo_heads, -1))  # [batch, P (head), H / P, N, P (row), keys]
-        rows = rows.diagonal(dim1=1, dim2=4)  # row p of head p, [batch, H / P, N, keys, P]
+        rows = mask.unflatten(2, (-1, self.num_pseudo_heads))  # [batch, H, N, P (row), K * P]
+        rows = rows.unflatten(1, (self.num_pseudo_heads, -1))  # [batch, P (head), H / P, N, P (row), K * P]
+        rows = rows.diagonal(dim1=1, dim2=4)  # row p of head p, [batch, H / P, N, K * P, P]
         return rows.movedim(-1, 3).flatten(2, 3)
 
     def attend_new_token(
@@ -91,12 +96,12 @@ class PairedHeads(NamedTuple):
         # Autocast would round what is in float32 on purpose.
         with maybe_autocast(query.device.type, enabled=False):
             query, key, value = (states.to(product_dtype or dtype) for states in (query, key, value))
-            key = key.unflatten(1, (num_pseudo_heads, -1))  # [batch, P, G / P, N, head_dim]
+            key = key.unflatten(1, (num_pseudo_heads, -1))  # [batch, P, G / P, K, head_dim]
             value = value.unflatten(1, (num_pseudo_heads, -1))
             key_heads = key.shape[2]
             query = self._group_queries(query.squeeze(2) * scaling, key_heads)
-            scores = torch.matmul(query, key.transpose(-1, -2))  # [batch, P of the keys, G / P, H / G * P, N]
-            # A view of them as [batch, H / P, P of the queries, P of the keys, N], the order in `new_token_attention`.
+            scores = torch.matmul(query, key.transpose(-1, -2))  # [batch, P of the keys, G / P, H / G * P, K]
+            # A view of them as [batch, H / P, P of the queries, P of the keys, K], the order in `new_token_attention`.
             scores = scores.unflatten(3, (-1, num_pseudo_heads)).flatten(2, 3).permute(0, 2, 3, 1, 4)
             # The softmax is in float32 at least, as in the eager core.
             scores = scores.to(torch.promote_types(scores.dtype, torch.float32))

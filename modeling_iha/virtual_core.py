@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attend over virtual tokens on the attention cores of Transformers, for every layer of a model."""
+"""Attend on the cores of Transformers: over virtual tokens in layers with virtual heads, over tokens in others."""
 
 import math
 import sys
@@ -29,7 +29,7 @@ PASS_TO_THE_MODEL = (
 )
 
 
-def virtual_heads_of(module: Any) -> Any:
+def virtual_heads_class(module: Any) -> Any:
     """Return the class by which an attention module makes virtual tokens (see `MixedHeads`), or `None`.
 
     The plugin for vLLM reads the attribute from modules of older checkpoints too, so its name stays. The field of this
@@ -65,11 +65,11 @@ def virtual_attention(
     num_queries = query.shape[2]
     has_first_keys = is_first_key_mask(attention_mask)
     if has_first_keys:
-        # First keys already include the base model's window.
+        # The first key of each query (first_keys.py) already follows from the base model's window.
         kwargs["sliding_window"] = None
         # Masks of first keys are made only when the cache was empty, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
-    if virtual_heads_of(module) is None:
+    if virtual_heads_class(module) is None:
         return _attend_over_tokens(core, module, query, key, value, attention_mask, **kwargs)
 
     num_keys = key.shape[2]
@@ -78,12 +78,13 @@ def virtual_attention(
     own_window = getattr(module.config, "interleaved_window", None)
     num_pseudo_heads = virtual_tokens_per_token(module.config)
     attention_mask = layer_mask(attention_mask, core, own_window, num_pseudo_heads, num_queries, num_keys)
-    virtual_heads = virtual_heads_of(module).from_module(module, query, key, value, rotation)
+    virtual_heads = virtual_heads_class(module).from_module(module, query, key, value, rotation)
     # Autocast leaves rotated queries and keys in float32.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
 
     is_new_token = num_queries == 1 and not has_first_keys
+    is_new_token = is_new_token and virtual_heads.takes_new_token
     if is_new_token and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         if attention_mask is None and own_window is not None:
@@ -143,8 +144,9 @@ def _attend_over_virtual_tokens(
     # From here on windows and lengths in `kwargs` count virtual tokens.
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
 
-    has_dense_mask = attention_mask is not None and not is_first_key_mask(attention_mask)
-    if "flash" in core or has_dense_mask:  # flash cores hide later keys by themselves
+    # A dense mask or a `BlockMask` holds the whole pattern.
+    has_own_pattern = attention_mask is not None and not is_first_key_mask(attention_mask)
+    if "flash" in core or has_own_pattern:  # flash cores hide later keys by themselves
         return virtual_heads.attend(stock, query, key, value, attention_mask, **kwargs)
     num_queries = query.shape[2]
     if attention_mask is None and num_queries == 1:
@@ -171,7 +173,7 @@ def layer_mask(
     length = num_queries * num_pseudo_heads
     width = num_keys * num_pseudo_heads
     if is_first_key_mask(mask):
-        # Dimension 2 is the number of queries, except in a plain window, which only this code makes.
+        # Dimension 2 is the number of queries. In a plain window it is the window instead (first_keys.py).
         if plain_window(mask) is None and mask.shape[2] != length:
             raise ValueError(
                 f"attention_mask is of first keys of {mask.shape[2]} virtual tokens, and the layer has {length} on "
@@ -201,14 +203,14 @@ def _check_size(mask: torch.Tensor, core: str, length: int, width: int) -> None:
 
 def new_token_mask(num_keys: int, window: int | None, num_pseudo_heads: int, device: torch.device) -> torch.Tensor:
     """Return the boolean mask [1, 1, P, keys * P] of one new token, for calls where the base model needs no mask."""
-    places = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=device)
-    mask = places.tril((num_keys - 1) * num_pseudo_heads)[None, None]
+    visible = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=device)
+    mask = visible.tril((num_keys - 1) * num_pseudo_heads)[None, None]
     return in_window(mask, None if window is None else window * num_pseudo_heads)
 
 
 def stock_core(core: str, module: Any, num_pseudo_heads: int) -> StockCore:
     """Return the attention function of a core, with the module as it must see it."""
-    return StockCore(core_function(core, module), stock_view(module, core, num_pseudo_heads))
+    return StockCore(core_function(core, module), module_for_core(module, core, num_pseudo_heads))
 
 
 def core_function(core: str, module: nn.Module) -> Callable:
@@ -220,15 +222,15 @@ def core_function(core: str, module: nn.Module) -> Callable:
     return next(found.eager_attention_forward for found in python_modules if hasattr(found, "eager_attention_forward"))
 
 
-def stock_view(module: Any, core: str, num_pseudo_heads: int) -> Any:
+def module_for_core(module: Any, core: str, num_pseudo_heads: int) -> Any:
     """Return the module with the attributes that its core must see.
 
-    For flash this is a config that names the core. For virtual tokens the sinks are raised by log P, because each key
-    has P copies."""
+    A flash core reads its name from the config, so it gets a config with that name. Each token has P virtual keys, so
+    the sinks are raised by log P: the weights then stay the same where the P keys are equal (exact_start.py)."""
     overrides: dict = {}
     if "flash" in core:
         overrides["config"] = Overlay(module.config, _attn_implementation=core)
-    if virtual_heads_of(module) is not None and getattr(module, "sinks", None) is not None:
+    if virtual_heads_class(module) is not None and getattr(module, "sinks", None) is not None:
         overrides["sinks"] = module.sinks + math.log(num_pseudo_heads)
     return Overlay(module, **overrides) if overrides else module
 

@@ -4,12 +4,14 @@
 
 Transformers' models make masks through one registry and call attention through another. Here each core, such as
 "sdpa", has a second name for masks, such as "iha_sdpa", under which a mask is over P virtual tokens for each token.
-Interleaved decoders register attention under such names too (modeling_interleaved.py). There are four such names:
+Interleaved decoders register attention under such names too (modeling_interleaved.py):
 
-    "iha_sdpa"           attend over virtual tokens. At the exact start this computes what "sdpa" does.
+    "iha_sdpa"           attend over virtual tokens. With the mixing of exact_start.py this computes what "sdpa" does.
     "iha_1a2b3c4d_sdpa"  the same, of a copy of this code that a checkpoint brought
     "changed_iha_sdpa"   the same, for a model with paired heads or a window, which never computes what its base does
-    "recorded_iha_sdpa"  "sdpa" itself, while `interleave_heads` records the calls of a probe
+
+A fourth name, "recorded_iha_sdpa", is "sdpa" itself with masks over tokens: `interleave_heads` records the calls of a
+probe under it.
 """
 
 import zlib
@@ -87,11 +89,14 @@ def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
 def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
     """Return the mask that Transformers makes for the core, over P virtual tokens for each token.
 
-    With a window of W tokens, pseudo-head p of token n sees the last W * P virtual tokens up to itself. In terms of
-    tokens, it sees pseudo-heads 0 to p of every token that n sees. It also sees pseudo-heads p + 1 to P - 1 of the
-    earlier tokens that n - 1 sees, if n - 1 is in the same document. With a window these reach one token further back,
-    to n - W. For P = 2 and W = 2 pseudo-head 0 of token n sees virtual tokens (n - 2, 1), (n - 1, 0), (n - 1, 1) and
-    (n, 0), and pseudo-head 1 sees (n - 1, 0), (n - 1, 1), (n, 0) and (n, 1).
+    Without a window this is plain causal attention over virtual tokens. With a window of W tokens, pseudo-head p of
+    token n sees the last W * P virtual tokens up to itself. These begin within token n - W, of which it sees the
+    pseudo-heads after p. For P = 2 and W = 2 pseudo-head 0 of token n sees virtual tokens (n - 2, 1), (n - 1, 0),
+    (n - 1, 1) and (n, 0), and pseudo-head 1 sees (n - 1, 0), (n - 1, 1), (n, 0) and (n, 1).
+
+    Transformers' mask functions tell which tokens a token sees. Token n does not see token n - W, but token n - 1
+    does. So pseudo-head p of token n sees the pseudo-heads up to p of the tokens that n sees, and the pseudo-heads
+    after p of the earlier tokens that n - 1 sees, if n - 1 is in the same document.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (first_keys.py)."""
     num_pseudo_heads = virtual_tokens_per_token(config)
@@ -175,7 +180,8 @@ def in_window(mask: Any, window: int | None) -> Any:
     """Hide the keys that lie `window` or more places before a query's own key.
 
     The result is kept on the mask, because all layers ask for it. The own key of query i of L queries is the i-th of
-    the last L columns. In a static cache unused columns follow, so there the own key is the last visible column."""
+    the last L columns, if no unused columns follow. In a static cache they do, so the last column that the query sees
+    is taken if it comes earlier."""
     if mask is None or window is None:
         return mask
     if not isinstance(mask, torch.Tensor):
@@ -193,7 +199,7 @@ def in_window(mask: Any, window: int | None) -> Any:
         visible = mask if mask.dtype == torch.bool else mask > MASKED
         own = torch.minimum(own, torch.where(visible, places, 0).amax(dim=-1, keepdim=True))
     recent = places > own - window
-    made = mask & recent if mask.dtype == torch.bool else mask.masked_fill(~recent, torch.finfo(mask.dtype).min)
+    made = mask & recent if mask.dtype == torch.bool else mask.masked_fill(~recent, LOWEST[mask.dtype])
     if not is_tracing(mask):
         mask.in_window = (window, made)
     return made
@@ -204,10 +210,10 @@ def mask_over_virtual_tokens(
 ) -> torch.Tensor:
     """Return a user's mask over tokens [batch, heads or 1, N, K] as an additive one over virtual tokens.
 
-    A token that the mask hides is hidden with all its pseudo-heads. So a window in the mask is not that of
-    `virtual_mask`, which shows some pseudo-heads of token n - W. The mask does not order the virtual tokens of one
-    token, so they stay causal. `past` tokens are cached. A boolean mask becomes one of `dtype`. Raise a ValueError for
-    a mask of another shape or dtype."""
+    A token that the mask hides is hidden with all its pseudo-heads. A window in such a mask therefore hides token
+    n - W completely, while the window of `virtual_mask` shows some of its pseudo-heads. The mask does not order the
+    virtual tokens of one token, so they stay causal. `past` tokens are cached. A boolean mask becomes one of `dtype`.
+    Raise a ValueError for a mask of another shape or dtype."""
     if mask.ndim != 4 or mask.dtype not in (torch.bool, *LOWEST):
         raise ValueError(
             f"attention_mask is {mask.dtype} {list(mask.shape)}: pass one [batch, tokens], or a boolean or additive "

@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attend within windows and documents on a stock core, without a dense mask.
+"""Attend within windows and documents on a stock core, with a dense mask only where it is faster or needed.
 
 Masks are those of first_keys.py. Attention is computed in blocks of queries, document by document, or by PyTorch's
 FlashAttention. Lengths and windows are counted in the keys that the core sees, which are virtual tokens in a layer
@@ -27,13 +27,6 @@ MIN_BLOCK = 128
 # Rows are joined into one while heads * tokens is at most this. In longer rows copies and masks cost as much as the
 # saved calls.
 JOINED_ROW = 2048
-
-
-def is_exported() -> bool:
-    """Return whether `torch.export` traces this call without Dynamo.
-
-    In PyTorch 2.11 `is_exporting` is true for everything that Dynamo traces, `torch.compile` included."""
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 class StockCore(NamedTuple):
@@ -75,8 +68,8 @@ def first_key_attention(
     - rows of one document: `window_attention`
     - other documents: `window_attention` for one after the other
 
-    In an "iha" layer the cost is O(N W P^2). Queries, keys and values are [batch, H or G, L, head_dim], and the core
-    takes a boolean mask."""
+    In blocks the cost is O(L * window), which is O(N W P^2) in an "iha" layer; with a dense mask it is O(L^2).
+    Queries, keys and values are [batch, H or G, L, head_dim], and the core takes a boolean mask."""
     batch, _, length, head_dim = query.shape
     has_kernel = head_dim == value.shape[-1] and has_varlen(query, kwargs.get("dropout", 0))
     plain = plain_window(first_keys)
@@ -100,7 +93,8 @@ def first_key_attention(
     if documents is None or documents.has_hidden_padding:
         mask = _dense_mask(first_keys, length, sliding_window)
         return stock(query, key, value, mask, **kwargs)
-    window = narrower(documents.longest_span, sliding_window)  # a window as long as the longest document hides nothing
+    # No query sees more keys than `longest_span`, so within documents a window of that length is the mask's own.
+    window = narrower(documents.longest_span, sliding_window)
     if has_kernel:
         return varlen_attention(documents, query, key, value, window, **kwargs)
     if documents.is_one_document_per_row(batch, length):
@@ -141,7 +135,7 @@ def window_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: None = None,  # `MixedHeads.attend` calls every function with a mask
+    attention_mask: None = None,  # always `None`; `MixedHeads.attend` passes a mask to every function
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -196,7 +190,9 @@ def _attend_in_blocks(
     With a `row_length`, the L tokens are several rows of `row_length` tokens each, and no row sees another."""
     _, _, length, _ = query.shape
     num_keys = key.shape[2]
-    num_first = window - (num_keys - length)  # the queries that see key 0
+    # As many queries as see key 0: `window`, or 0 if the keys of a whole window come before the queries. A core
+    # without a mask takes key 0 for the own key of query 0, so nothing between is possible.
+    num_first = window - (num_keys - length)
     block = min(block_size(window), length - num_first)
     num_last = (length - num_first) % block
     num_in_blocks = length - num_first - num_last

@@ -263,7 +263,7 @@ def chosen_form(core, config, dropout, states, num_keys):
     """Take the place of `uses_new_token_path`, which goes by the number of cached tokens."""
     if id(config) not in ABSORBS:
         return uses_new_token_path(core, config, dropout, states, num_keys)
-    return ABSORBS[id(config)] and core == "sdpa" and config.pseudo_collapse == "per_head" and not dropout
+    return ABSORBS[id(config)] and core == "sdpa" and not dropout
 
 
 virtual_core.uses_new_token_path = chosen_form

@@ -20,12 +20,14 @@ REFUSED = (
 def register() -> None:
     """Register the models with vLLM, which calls this in each of its processes.
 
-    An exception here would end every server of the environment, whatever it serves: another vLLM gets a warning."""
+    An exception here would end every server of the environment, whatever it serves. Another vLLM, and a modeling_iha
+    that cannot be imported, get a warning."""
     import vllm
 
+    warn = logging.getLogger("vllm.plugins").warning
     if not vllm.__version__.startswith(tuple(f"{version}." for version in VLLM)):
         known = " and ".join(VLLM)
-        logging.getLogger("vllm.plugins").warning(
+        warn(
             "vllm_iha is made for vLLM %s, and this is %s, so it registers no model. Install vLLM %s to serve "
             "interleaved heads.",
             known,
@@ -39,8 +41,14 @@ def register() -> None:
     from .checks import InterleavedModelConfig
 
     if find_spec("modeling_iha"):  # It registers its classes. --trust-remote-code brings the checkpoint's own.
-        import modeling_iha  # noqa: F401
+        try:
+            import modeling_iha  # noqa: F401
+        except Exception as error:
+            warn("vllm_iha registers no model, because modeling_iha cannot be imported: %s", error)
+            return
     served = {architecture: architecture for architecture in ARCHITECTURES}
     for architecture, name in (served | dict.fromkeys(REFUSED, "InterleavedForCausalLM")).items():
         ModelRegistry.register_model(architecture, f"vllm_iha.model:{name}")
+        # vLLM has no public way to register the checks of a model. It reads this dictionary by architecture, and a
+        # second registration writes the same.
         MODELS_CONFIG_MAP[architecture] = InterleavedModelConfig

@@ -27,9 +27,9 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
-        """Raise a NotImplementedError of one line.
+        """Set the block size. Raise a NotImplementedError of one line for what the plugin cannot serve.
 
-        Pydantic would wrap a ValueError in several lines."""
+        It is no ValueError, because Pydantic would print that in several lines."""
         config = vllm_config.model_config.hf_config
         cache_config = vllm_config.cache_config
         try:
@@ -46,7 +46,7 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
             cache_config.block_size = step * math.ceil(DEFAULT_BLOCK / step)
             cache_config.user_specified_block_size = True  # so that the platform keeps it
         if message := refused_model(vllm_config):
-            raise NotImplementedError(f"{message}: use generate of Transformers for this model.")
+            raise NotImplementedError(f"{message}: run this model by Transformers.")
         if message := refused_option(vllm_config, step):
             raise NotImplementedError(message)
 
@@ -61,6 +61,8 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
         return f"{architecture} was not tested in vLLM, which serves decoders of text, and of images and text"
     if model_config.is_multimodal_model and whole.model_type not in WITH_IMAGES:
         return f"Images were tested in vLLM with {', '.join(WITH_IMAGES)} alone, and this is {whole.model_type}"
+    if model_config.is_multimodal_model and model_config.is_moe:
+        return "A model of images with experts does not load in vLLM"
     if other_kinds := sorted(set(getattr(config, "attention_kinds", ())) - set(KINDS)):
         served = ", ".join(map(repr, KINDS))
         return f"attention_kinds holds {', '.join(map(repr, other_kinds))}, and vLLM serves {served}"
@@ -105,9 +107,14 @@ def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
     if isinstance(model_config.hf_overrides, dict) and "mixing_scale" in model_config.hf_overrides:
         return "mixing_scale belongs to the saved weights, which no option changes: leave it out of --hf-overrides."
     if model_config.enable_sleep_mode:
-        return "Sleep mode would lose the values of the mixing: leave out --enable-sleep-mode."
+        return "Sleep at level 2 would lose the values of the mixing: leave out --enable-sleep-mode."
     if parallel_config.world_size > 1 or parallel_config.decode_context_parallel_size > 1:
-        return "Interleaving mixes all heads, so a model runs on one device: leave the parallel sizes at 1."
+        return (
+            "Interleaving mixes all heads of a layer, and pipeline stages were not tested: leave out "
+            "--tensor-parallel-size, --pipeline-parallel-size and the context-parallel sizes."
+        )
+    if vllm_config.weight_transfer_config is not None:
+        return "New weights would leave the old mixing in place: leave out --weight-transfer-config."
     if model_config.runner_type != "generate":
         return "vLLM serves interleaved heads for generation alone: leave out --runner and --convert."
     if model_config.quantization is not None:

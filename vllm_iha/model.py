@@ -60,7 +60,7 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
 
     Args:
         module: the attention module with `virtual_heads`.
-        rotation: (cos, sin) of R_p, each [P, head_dim], or `None` for shared positions (`MixedHeads` of modeling_iha).
+        rotation: (cos, sin) of T_p, each [P, head_dim], or `None` for shared positions (`MixedHeads` of modeling_iha).
     """
 
     cache_factor = 1  # bytes of a token in the cache, relative to the plain layer
@@ -99,10 +99,18 @@ class MixedAttention(VirtualAttention):
         super().__init__(module, *args, **kwargs)
         heads = [mixing.weight.shape[0] for mixing in (module.q_mix, module.k_mix, module.v_mix)]
         if heads != [self.num_heads, self.num_kv_heads, self.num_kv_heads]:  # the kernel would write out of bounds
-            raise ValueError(f"The layer has {heads} heads, and vLLM reads another number from the configuration.")
+            raise NotImplementedError(
+                f"vLLM gives a layer {self.num_heads} query and {self.num_kv_heads} key/value heads, and this one "
+                f"mixes {heads}: use generate of Transformers for this model."
+            )
         self.cache_factor = self.block_pool_size
-        # They are in a tuple, because as submodules the layer would have them twice.
+        # They are in a tuple, because as submodules the model would have them twice.
         self.mixing = (module.q_mix, module.k_mix, module.v_mix, module.collapse)
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Return whether the values of the mixing have been laid out for `forward`."""
+        return hasattr(self, "alpha")
 
     @torch.no_grad()
     def process_weights_after_loading(self, act_dtype: torch.dtype):
@@ -110,8 +118,13 @@ class MixedAttention(VirtualAttention):
         super().process_weights_after_loading(act_dtype)
         q_mix, k_mix, v_mix, collapse = (module.value().to(act_dtype) for module in self.mixing)
         # alpha [M, M, P] as [P * M, M], from heads to virtual tokens
-        self.alpha = [mix.permute(2, 1, 0).flatten(0, 1).contiguous() for mix in (q_mix, k_mix, v_mix)]
-        self.shares = collapse.unflatten(1, (-1, self.block_pool_size)).contiguous()  # [H, 1 or H, P]
+        alpha = [mix.permute(2, 1, 0).flatten(0, 1).contiguous() for mix in (q_mix, k_mix, v_mix)]
+        shares = collapse.unflatten(1, (-1, self.block_pool_size)).contiguous()  # [H, 1 or H, P]
+        if self.is_laid_out:  # `reload_weights` calls this again, and CUDA graphs keep the addresses
+            for old, new in zip((*self.alpha, self.shares), (*alpha, shares)):
+                old.copy_(new)
+        else:
+            self.alpha, self.shares = alpha, shares
         if self.has_sink:  # each key occurs P times in the softmax, so the sink is raised by log P
             if not hasattr(self, "sinks"):
                 self.sinks = self.impl.sinks
@@ -146,7 +159,7 @@ class PairedAttention(VirtualAttention):
         super().__init__(module, *args, num_heads=num_heads // size, num_kv_heads=num_kv_heads // size, **kwargs)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Attend over the virtual tokens of queries, keys and values [N, heads * head_dim]: they are views of them."""
+        """Attend over virtual tokens, which are views of the queries, keys and values [N, heads * head_dim]."""
         num_tokens = len(query)
         size = self.block_pool_size
         query = self.rotate(query.view(num_tokens, size, self.num_heads, self.head_size))
@@ -156,24 +169,31 @@ class PairedAttention(VirtualAttention):
         return super().forward(query, key, value, *args, **kwargs).view(num_tokens, -1)
 
 
+OLD_CODE = (
+    "The code of this model is older than the plugin, which would serve it without interleaved heads: load it with "
+    "today's modeling_iha in Transformers and save it again."
+)
+
+
 class VirtualTransformers(Base):
     """Run a model by its own modules, and attend over virtual tokens where a layer makes them."""
 
     rotation = None  # of `VirtualAttention`
-    has_weights = False
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load the weights once. Raise an error for later ones, and for mixing weights without their starts.
+        """Load weights. Raise an error for mixing weights without starts, and where the layers would not see them.
 
-        The layers lay out the values of the mixing after the first load, and trainers that send new weights (TRL's
-        GRPO) do not ask them to do so again."""
-        if self.has_weights:
+        The layers lay out the values of the mixing after a load, which vLLM asks for when a model is built, whatever
+        its weights are then, and in `reload_weights`, whose parameters are on the meta device here. TRL's GRPO calls
+        `load_weights` alone, after which the layers would keep the old values."""
+        laid_out = [layer for layer in self.modules() if getattr(layer, "is_laid_out", False)]
+        is_reload = any(parameter.is_meta for parameter in self.parameters())
+        if laid_out and (not is_reload or any(layer.has_sink for layer in laid_out)):
             raise NotImplementedError(
-                "New weights would leave the old mixing of interleaved heads in place: start vLLM again, or generate "
-                "by Transformers while a model trains (use_transformers_continuous_batching in TRL)."
+                "New weights would leave the old mixing of interleaved heads in place: start vLLM again, or let "
+                "Transformers generate during training (use_transformers_continuous_batching in TRL)."
             )
         loaded = super().load_weights(weights)
-        self.has_weights = True
         starts = [name for name, _ in self.named_buffers() if name.endswith("_start")]
         if getattr(self.config, "mixing_scale", 1) != 1 and (missing := sorted(set(starts) - loaded)):
             raise NotImplementedError(
@@ -211,6 +231,8 @@ class VirtualTransformers(Base):
         def attention(**kwargs) -> nn.Module:
             module = self.get_submodule(self.attention_fusers[extract_layer_index(kwargs["prefix"])][0])
             if getattr(module, "virtual_heads", None) is None:
+                if hasattr(module, "q_mix"):
+                    raise NotImplementedError(OLD_CODE)
                 return stock(**kwargs)
             virtual = MixedAttention if hasattr(module, "q_mix") else PairedAttention
             return virtual(module, self.rotation, **kwargs)
@@ -219,7 +241,7 @@ class VirtualTransformers(Base):
 
 
 class Interleaved(VirtualTransformers):
-    """Serve a model of `interleave_heads` by the modules of its base."""
+    """Serve a model of `interleave_heads` or `pair_heads` by the modules of its base."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         own = vllm_config.model_config.hf_config.architectures
@@ -271,6 +293,8 @@ class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
         for layer in model.layers:
             module = layer.self_attn
             virtual = getattr(module, "virtual_heads", None)
+            if virtual is None and config.attention_kinds[module.layer_idx] != "mha":
+                raise NotImplementedError(OLD_CODE)
             window = module.sliding_window
             # Their equations are those of these classes, except that they choose among RoPE tables.
             table = "interleaved" if virtual and config.pseudo_positions == "interleaved" else "token"
@@ -282,7 +306,7 @@ class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
             if config.gated_mlp:
                 layer.mlp.__class__ = LlamaMLP
         model.create_masks = lambda *args, **kwargs: dict.fromkeys(config.layer_types)  # vLLM's attention needs none
-        # Here paired heads too are rotated to n * P by the module, and by R_p in `VirtualAttention`.
+        # Here paired heads too are rotated to n * P by the module, and by T_p in `VirtualAttention`.
         model.rotary_emb.mixed = model.rotary_emb.mixed or model.rotary_emb.paired
         tables = model.rotary_emb.tables(torch.empty(0), torch.zeros(1, 1, dtype=torch.long))
         self.rotation = tables.get("pseudo_head")

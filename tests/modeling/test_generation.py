@@ -23,7 +23,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_iha import IHAForQuestionAnswering, IHAForSequenceClassification, IHAForTokenClassification
 from modeling_iha.cache_names import CACHE
+from modeling_iha.mixed_heads import MixedHeads
 from modeling_iha.new_token import uses_new_token_path
+from modeling_iha.pairing import PairedHeads
 
 
 LENGTH = 11
@@ -109,7 +111,23 @@ def test_one_token():
     """Decode from base states from 64 keys in a row and 128 in the batch on."""
     assert takes(128) and takes(64, batch=2) and not takes(127) and not takes(63, batch=64)
     assert not takes(4096, core="eager") and not takes(4096, dropout=0.1)
-    assert not takes(4096, pseudo_collapse="all_heads") and not takes(4096, num_pseudo_heads=1)
+    assert not takes(4096, num_pseudo_heads=1)
+
+
+def test_a_collapse_over_all_heads_concerns_iha_layers_only(monkeypatch):
+    """Decode paired heads from base states, and "iha" layers with such a collapse from virtual tokens."""
+    calls = []
+    new_token = PairedHeads.attend_new_token
+    monkeypatch.setattr(PairedHeads, "attend_new_token", lambda *args: calls.append("paired") or new_token(*args))
+    monkeypatch.setattr(MixedHeads, "attend_new_token", lambda *args: calls.append("mixed"))
+    fields = {"attention_kinds": ["paired_heads", "iha"], "num_hidden_layers": 2, "pseudo_collapse": "all_heads"}
+    model = random_model(small_config(**fields))
+    input_ids = random_ids(1, 140)
+    with torch.no_grad():
+        past = model(input_ids[:, :-1], use_cache=True)[CACHE]
+        assert not calls
+        assert_close(model(input_ids[:, -1:], **{CACHE: past}).logits, model(input_ids).logits[:, -1:])
+    assert calls == ["paired"]
 
 
 # Task heads

@@ -1,6 +1,7 @@
 """Compare vLLM with `generate`: greedy tokens are equal, and log-probabilities are as close to float64's."""
 
 import logging
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +45,8 @@ import vllm_iha
 from iha.checkpoints import smollm2_gguf
 from iha.errors import ROOT
 from iha.processes import run_command
-from modeling_iha import IHAConfig, pair_heads
+from modeling_iha import IHAConfig, modeling_interleaved, pair_heads
+from modeling_iha.attention_iha import InterleavedHeadAttention
 from modeling_iha.configuration_interleaved import config_class
 from vllm_iha.model import VirtualAttention
 
@@ -377,7 +379,7 @@ REFUSED_OPTIONS = {
     "offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
     "pooling": ({"runner": "pooling"}, "--runner"),
     "block_size": ({"block_size": 48}, "multiple of 32"),
-    "sleep": ({"enable_sleep_mode": True}, "Sleep mode would lose"),
+    "sleep": ({"enable_sleep_mode": True}, "Sleep at level 2 would lose"),
 }
 
 
@@ -420,3 +422,64 @@ def test_new_weights_of_a_trainer_are_refused(tmp_path):
     name = "model.layers.0.self_attn.q_mix.weight"
     with engine(tmp_path) as llm, pytest.raises(NotImplementedError, match="would leave the old mixing"):
         llm.apply_model(lambda model: model.load_weights([(name, torch.zeros(1))]))
+
+
+def test_new_weights_after_random_ones_are_refused(tmp_path):
+    """Begin with vLLM's random weights, which it lays out without loading any."""
+    save_interleaved(tmp_path, "llama", {})
+    with (
+        engine(tmp_path, load_format="dummy") as llm,
+        pytest.raises(NotImplementedError, match="would leave the old mixing"),
+    ):
+        llm.apply_model(lambda model: model.load_weights([]))
+
+
+def test_reloaded_weights_reach_the_mixing(tmp_path):
+    """Change the values of the mixing in a running server, and reload the checkpoint."""
+    save_interleaved(tmp_path, "llama", {})
+
+    def spoil(model):
+        for layer in model.modules():
+            for alpha in getattr(layer, "alpha", ()):
+                alpha.add_(1)
+
+    def logprobs():
+        llm.reset_prefix_cache()
+        (output,) = serve(llm, random_tokens(40))
+        return [entry.logprob for of_token in output.prompt_logprobs[1:] for entry in of_token.values()]
+
+    with engine(tmp_path) as llm:
+        expected = logprobs()
+        llm.apply_model(spoil)
+        assert logprobs() != pytest.approx(expected, abs=0.1)
+        llm.collective_rpc("reload_weights")
+        assert logprobs() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "iha"])
+def test_code_that_is_older_than_the_plugin_is_refused(kind, tmp_path, monkeypatch):
+    """Take away the attribute by which the plugin knows virtual heads: it would serve the plain base."""
+    if kind == "iha":
+        save_iha(tmp_path)
+        monkeypatch.delattr(InterleavedHeadAttention, "virtual_heads")
+    else:
+        save_interleaved(tmp_path, "llama", {})
+        today = modeling_interleaved._add_virtual_heads
+
+        def older(module, *args):
+            today(module, *args)
+            del module.virtual_heads
+
+        monkeypatch.setattr(modeling_interleaved, "_add_virtual_heads", older)
+    with pytest.raises(NotImplementedError, match="older than the plugin"), engine(tmp_path):
+        pass
+
+
+def test_a_package_that_cannot_be_imported_registers_no_model(monkeypatch, caplog):
+    monkeypatch.setattr(ModelRegistry, "register_model", None)
+    monkeypatch.setattr("vllm_iha.find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "modeling_iha", None)
+    with caplog.at_level("WARNING", "vllm.plugins"):
+        monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+        vllm_iha.register()
+    assert "registers no model, because modeling_iha cannot be imported" in caplog.text
