@@ -21,9 +21,9 @@ help:
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (hours on one core); an interrupted run goes on"
 	@echo "make lint   ruff and mypy"
-	@echo "make clean  remove the environments and outputs"
+	@echo "make clean  remove the environments and outputs/, with the runs of studies, comparisons and trainings in it"
 
-.venv/installed: setup.py constraints.txt
+.venv/installed: setup.py pyproject.toml modeling_iha/tested_versions.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python {sys.version.split()[0]} is too old: 3.11 or later is needed (make PYTHON=python3.12 ...)")'
 	@echo "Setting up .venv (about a minute; PyTorch is the largest part)"
 	$(PYTHON) -m venv .venv
@@ -88,8 +88,9 @@ test-oldest: .venv-oldest/installed .venv-5.23/installed
 	$(OLDEST) $(ON_OTHER_VERSIONS) $(CORE)
 	$(RENAMED) $(ON_OTHER_VERSIONS) $(MODELING) $(addprefix tests/modeling/test_,generate_api.py adapters.py)
 
-# What a stranger gets today, so it is set up anew each time: README's lines as they stand, then the newest of everything,
-# also what setup.py does not admit yet. The index of PyTorch's builds for CPUs may be out of reach, and saves space only.
+# Tests what a new user gets today, so the environment is made anew each time: README's commands, then the newest version
+# of everything, also beyond the bounds of setup.py. PyTorch's index of CPU builds only saves space, so it may be
+# unreachable.
 test-newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	@set -e; . .venv-newest/bin/activate; \

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -23,9 +24,11 @@ from iha.processes import load_in_clean_process, run_command
 OUTPUT = Path("outputs/demo")
 # Sums of two digits in OpenThoughts' format: SmolLM2 answers a third of them before the fine-tuning.
 DATA = ["--generator", "chain_sum", "--options", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
+PYTHON = os.path.relpath(sys.executable, ROOT) if Path(sys.executable).is_relative_to(ROOT) else sys.executable
 NEXT = f"""Next:
-  python -m conversion_scripts.serve {OUTPUT}/sft/final                      talk to it
-  python -m sft.train --config sft/recipes/demo/sft.yaml --num_pseudo_heads 2 \\
+  {PYTHON} -m pip install -e ".[serve]"
+  {PYTHON} -m conversion_scripts.serve {OUTPUT}/sft/final            talk to it
+  {PYTHON} -m sft.train --config sft/recipes/demo/sft.yaml --num_pseudo_heads 2 \\
       --chat_template_path sft/chat_templates/chatml.jinja \\
       --model_name_or_path YOUR_MODEL --output_dir tuned                       tune a decoder with ChatML's tokens"""
 
@@ -66,8 +69,8 @@ def main() -> None:
     parser.add_argument("--restart", action="store_true", help=f"remove {OUTPUT} first")
     args = parser.parse_args()
     os.chdir(ROOT)
-    if args.restart:
-        shutil.rmtree(OUTPUT, ignore_errors=True)
+    if args.restart and OUTPUT.exists():
+        shutil.rmtree(OUTPUT.resolve())
     start = time.monotonic()
     source, converted, final = OUTPUT / "source", OUTPUT / "converted", OUTPUT / "sft/final"
     train, test, checks = OUTPUT / "train.jsonl", OUTPUT / "test.jsonl", OUTPUT / "verify.json"

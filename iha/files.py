@@ -57,14 +57,15 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(expanded(path)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _new_sibling(path)
-    try:
-        with suppress(FileNotFoundError):
-            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with signals_as_interrupts():
+        temporary = _new_sibling(path)
+        try:
+            with suppress(FileNotFoundError):
+                temporary.chmod(stat.S_IMODE(path.stat().st_mode))
+            yield temporary
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def _new_sibling(path: Path) -> Path:

@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from math import inf
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ def dots(
 ) -> None:
     """Plot a row for each name, from the top down, with a dot of each of the series; `None` leaves a dot out.
 
-    A value beyond the `limits` of the axis is a number at its edge and not a dot. A vertical line stands at `mark`.
+    A value beyond the `limits` of the axis is a number at its edge and not a dot, and NaN is "diverged" at `mark`. A
+    vertical line stands there.
     """
     low, high = limits
     if mark is not None:
@@ -55,7 +56,9 @@ def dots(
             if value is not None
         ]
         for place, value, *_ in placed:
-            if not low <= value <= high:
+            if isnan(value):
+                axes.text(mark or max(low, 0), place, "diverged", color=f"C{index}", va="center", fontsize="small")
+            elif not low <= value <= high:
                 text, edge, side = (
                     (f"{value:.2f} →", high, "right") if value > high else (f"← {value:.2f}", low, "left")
                 )

@@ -55,15 +55,16 @@ def table(record: dict) -> str:
             compared = row.get("minus_base", {}).get(budget)
             difference = compared and compared["difference"]
             cells.append(f"{difference['mean']:+.4f} ± {difference['half_width']:.4f}" if difference else "-")
-        cells.append(f"{record['tokens_per_step'] / record['step_seconds'][row['variant']]:,.0f}")
+        # A row that is longer than half of `tokens_per_step` is alone in its step.
+        cells.append(f"{record['batch'] * record['tokens'] / record['step_seconds'][row['variant']]:,.0f}")
         config = config_of(record, **paired_heads.VARIANTS[row["variant"]])
         cells.append(f"{of_training(config, record['batch'], record['tokens'], False).peak / 1e6:,.0f}")
         lines.append(f"{names[row['variant']]:<14}{row['parameters']:>11,}{''.join(f'{cell:>18}' for cell in cells)}")
-    clock = "of the GPU's" if record["gpu"] else "of one thread's CPU"
+    clock = "wall-clock time" if record["gpu"] else "the CPU time of one thread"
     lines += [
         f"Differences: loss in nats per byte minus that of {first!r}, with 95% intervals over "
         f"{len(record['rows'][0]['loss']['values'])} seeds; below 0 is better.",
-        f"Equal time and tokens/s are by {clock} time, measured once; the intervals leave its error out.",
+        f"Equal time and tokens/s use {clock}, measured once; the intervals do not include its error.",
         "The memory of a training step is counted, not measured, and in bfloat16 autocast.",
     ]
     return "\n".join(lines)
@@ -78,10 +79,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="length of rows, N, in bytes (256)")
     parser.add_argument("--steps", type=int, help="of training (400 to 800, by size)")
     parser.add_argument(
-        "--seeds", type=int, default=3, help="most seeds (3); from 6 on fewer if the intervals are narrow"
+        "--seeds",
+        type=int,
+        default=3,
+        help="at most this many seeds (3); from 6 on training stops as soon as the intervals are narrow",
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
-    where = "(outputs/compare/TEXT-SIZE-TOKENS); its table is replaced"
+    where = "(outputs/compare/TEXT-SIZE-TOKENS, with --steps TEXT-SIZE-TOKENS-STEPS); its table is replaced"
     parser.add_argument("--output", type=path_from_root, help=where)
     args = parser.parse_args(argv)
     if args.seeds < LEAST_SEEDS:

@@ -41,7 +41,6 @@ COMMANDS = sorted(
     for name in FOLDERS
     for path in (ROOT / name).glob("*.py")
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
-    and path.name != "run_program.py"  # run_code.py starts it; it runs without this repository on the path
 )
 
 
@@ -100,6 +99,8 @@ def test_a_wheel_brings_its_commands(tmp_path):
     modules = [module for module, _ in COMMANDS_OF_IHA.values()]
     missing = [name for name in modules if not (tmp_path / f"{name.replace('.', '/')}.py").exists()]
     assert not missing
+    data = ("iha/card_template.md", "iha/conversion_scripts/verify_text.txt", "configuration_iha/tiny.json")
+    assert all((tmp_path / name).exists() for name in data)
     assert {path.name for path in tmp_path.iterdir()} == {"configuration_iha", "iha", "modeling_iha"}
     program = """
 import sys

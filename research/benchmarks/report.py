@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from iha import plots
-from iha.errors import ROOT, run_cli
+from iha.errors import ROOT, UserError, run_cli
 from iha.files import read_json, whole_file
 from research.benchmarks.options import RESULTS
 
@@ -25,8 +25,8 @@ PARSER.add_argument("--out", type=Path, default=RESULTS, help="directory of the 
 ABOUT = """# Benchmarks
 
 A time is the ratio of the medians of interleaved runs in one process. A memory is the ratio of two
-peaks, each measured in a process of its own. Below 1 the first takes less. The longest are one run
-each, without one that warms up: prefill beyond 16,384 tokens, and schedule's backward pass beyond
+peaks, each measured in a process of its own. Below 1 the first takes less. The longest ones are
+timed once, without a warm-up: prefill beyond 16,384 tokens and the backward pass of schedule beyond
 4,096. The JSON files hold seconds, bytes, threads and what the cost model predicts. `python -m
 research.benchmarks.report` writes this page from them, and `make bench` measures all of them again
 except serving_vllm. [GPUs have pages of their own](gpu/README.md)."""
@@ -79,13 +79,17 @@ def ratios_of(name: str, result: dict) -> tuple[str, list[str], dict[str, list[l
 
 def commit_of(result: dict) -> str:
     """Return which commit a table measured, as far as it says, and whether the model's code has changed since."""
-    if "commit" not in result:
+    if result.get("commit", "unknown") == "unknown":
         return "commit not recorded"
     commit = result["commit"].removesuffix("-dirty")
     command = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", "modeling_iha"]
-    has_changed = subprocess.run(command, capture_output=True).returncode == 1  # more than 1 without git or the commit
+    try:
+        code = subprocess.run(command, capture_output=True).returncode
+    except OSError:  # there is no git
+        code = None
+    since = {0: "", 1: " (`modeling_iha` has changed since)"}.get(code, " (which this copy lacks: not compared)")
     dirty = " with local changes" if result["commit"].endswith("-dirty") else ""
-    return f"commit {commit[:7]}{dirty}" + " (`modeling_iha` has changed since)" * has_changed
+    return f"commit {commit[:7]}{dirty}{since}"
 
 
 def benchmark_lines(name: str, result: dict) -> list[str]:
@@ -213,13 +217,20 @@ def gpu_plot(result: dict) -> Figure:
 
 
 def main() -> None:
+    """Write the pages and plots of a directory of tables. Raise `UserError` for a directory without any."""
     args = PARSER.parse_args()
+    if not any(args.out.glob("*.json")) and not any(args.out.glob("gpu/*/gpu.json")):
+        raise UserError(f"{args.out} holds no table of a benchmark: name the --out of the benchmarks.")
     for path in sorted(args.out.glob("gpu/*/gpu.json")):
         result = read_json(path)
         plots.save_plot(gpu_plot(result), path.with_suffix(".png"))
         with whole_file(path.with_name("README.md")) as page:
             page.write_text("\n".join(gpu_lines(result)) + "\n", encoding="utf-8")
     results = {path.stem: read_json(path) for path in sorted(args.out.glob("*.json"))}
+    if strangers := [name for name, result in results.items() if "rows" not in result]:
+        raise UserError(
+            f"{args.out / strangers[0]}.json is no table of a benchmark: name the --out of the benchmarks."
+        )
     defaults = [read_json(path) for path in sorted(args.out.glob("default_form/*.json"))]
     for name, result in results.items():
         plots.save_plot(plot(name, result), args.out / f"{name}.png")

@@ -79,12 +79,12 @@ def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -
     `origins` has the commit and the machine of each run, which may be older than the table. `plot` draws what was
     written, so that the table alone gives the plot again.
     """
-    path = args.results / args.study
-    write_json(path.with_suffix(".json"), {**environment(args.command), "origins": _origins, **content})
-    figure = plot(read_json(path.with_suffix(".json")))
-    plots.save_plot(figure, path.with_suffix(".png"))
-    print(f"{figure.get_suptitle()}\nWrote {path}.json and .png", flush=True)
-    return path.with_suffix(".json")
+    path = args.results / f"{args.study}.json"  # the name of a text in it may have dots
+    write_json(path, {**environment(args.command), "origins": _origins, **content})
+    figure = plot(read_json(path))
+    plots.save_plot(figure, args.results / f"{args.study}.png")
+    print(f"{figure.get_suptitle()}\nWrote {path} and .png", flush=True)
+    return path
 
 
 # Spreads over seeds

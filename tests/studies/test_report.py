@@ -3,6 +3,7 @@
 import os
 import subprocess
 
+from iha import plots
 from research.benchmarks import report
 
 
@@ -29,5 +30,24 @@ def test_a_table_of_earlier_code_is_marked(tmp_path, monkeypatch):
     assert report.commit_of({"commit": first}) == f"commit {first[:7]}{marked}"
     assert report.commit_of({"commit": f"{second}-dirty"}) == f"commit {second[:7]} with local changes{marked}"
     assert report.commit_of({"commit": third}) == f"commit {third[:7]}"
-    assert report.commit_of({"commit": "unknown"}) == "commit unknown"
-    assert report.commit_of({}) == "commit not recorded"
+    assert report.commit_of({"commit": "unknown"}) == report.commit_of({}) == "commit not recorded"
+    lacking = f"commit {'f' * 7} (which this copy lacks: not compared)"
+    assert report.commit_of({"commit": "f" * 40}) == lacking
+    monkeypatch.setenv("PATH", "")
+    assert report.commit_of({"commit": third}) == f"commit {third[:7]} (which this copy lacks: not compared)"
+
+
+def test_a_directory_without_tables_keeps_its_page(tmp_path, cli):
+    (tmp_path / "README.md").write_text("# my project\n")
+    status, _, err = cli(report, "--out", tmp_path)
+    assert status == 1 and "holds no table of a benchmark" in err
+    (tmp_path / "package.json").write_text('{"name": "app"}')
+    status, _, err = cli(report, "--out", tmp_path)
+    assert status == 1 and "package.json is no table of a benchmark" in err
+    assert (tmp_path / "README.md").read_text() == "# my project\n"
+
+
+def test_a_diverged_arm_is_not_drawn_as_better():
+    figure, (axes,) = plots.panels("message")
+    plots.dots(axes, ["a", "b"], {"loss": [(float("nan"), 0.0, 0.0), (-1.0, 0.0, 0.0)]}, (-0.3, 0.3), mark=0)
+    assert [text.get_text() for text in axes.texts] == ["diverged", "← -1.00"]
