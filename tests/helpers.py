@@ -168,6 +168,7 @@ IHA_CODE = {
     "head_mixing.py",
     "mixed_heads.py",
     "new_token.py",
+    "tracing.py",
     "windows.py",
     "chunks.py",
     "virtual_masks.py",

@@ -469,6 +469,7 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path, new_proce
                 "new_token.py",
                 "overlay.py",
                 "cache_edge.py",
+                "tracing.py",
                 "windows.py",
                 "virtual_masks.py",
                 "mixing_scale.py",
