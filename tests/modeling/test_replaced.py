@@ -9,6 +9,7 @@ import torch
 from helpers import assert_close, decoder, random_ids, train_mixing
 from helpers import uncached_logits as logits
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache
 
 from modeling_iha import interleave_heads
@@ -159,6 +160,18 @@ def test_compiled_models_are_whole_graphs(compiled, checkpointing):
     model = COMPILE[compiled](model, fullgraph=True)
     for _ in range(2):
         assert_close(model(input_ids=tokens, use_cache=False).logits, expected)
+
+
+def test_compiled_layers_share_their_code():
+    """Compile more layers than Dynamo compiles the same code for (eight)."""
+    model, tokens = train_mixing(interleave_heads(decoder("llama", num_hidden_layers=10), 2)), random_ids(1, 9)
+    expected = logits(model, input_ids=tokens)
+    torch._dynamo.reset()
+    compiled = CompileCounter()
+    for layer in model.model.layers:
+        layer.compile(backend=compiled, fullgraph=True)
+    assert_close(model(input_ids=tokens, use_cache=False).logits, expected)
+    assert compiled.frame_count == 1
 
 
 @pytest.mark.parametrize("fullgraph", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "fullgraph"])
