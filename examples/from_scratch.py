@@ -1,7 +1,6 @@
 """Train a small model with the paper's schedule from scratch on the bytes of a text, save it, and generate text.
 
-The same command resumes an interrupted run; remove a checkpoint that was only half written. OUT/curve.png shows the
-loss.
+The same command resumes an interrupted run. OUT/curve.png shows the loss.
 
 example: python examples/from_scratch.py text.txt small-iha --max_steps 1000
 """
@@ -25,10 +24,7 @@ args = parser.parse_args()
 
 # Four "iha" layers with a window of N / (2 P^2) tokens, then a global "mha" layer.
 config = IHAConfig.from_preset("small-10m-iha", num_hidden_layers=5, num_pseudo_heads=2, max_position_embeddings=512)
-content = bytearray(Path(args.text).read_bytes())
-if len(content) < 512:
-    parser.error(f"{args.text} has fewer than 512 bytes")
-tokens = torch.frombuffer(content, dtype=torch.uint8).long()
+tokens = torch.frombuffer(bytearray(Path(args.text).read_bytes()), dtype=torch.uint8).long()
 rows = [{"input_ids": row, "labels": row} for row in tokens.split(512) if len(row) == 512]
 options = TrainingArguments(args.out, max_steps=args.max_steps, learning_rate=1e-3, save_steps=100, logging_steps=10)
 trainer = Trainer(IHAForCausalLM(config), options, train_dataset=rows)
