@@ -30,6 +30,8 @@ LINES = {
     "width 512, code, P = 4": ("paired_heads_1024_512_cuda", "paired_4"),
     "width 512, code, P = 8": ("paired_heads_1024_512_cuda", "paired_8"),
     "width 512, code, short windows": ("paired_heads_1024_512_cuda", "wide_4_64"),
+    "width 512, more code, P = 4": ("paired_heads_1024_512_800_packages_cuda", "paired_4"),
+    "width 512, more code, short windows": ("paired_heads_1024_512_800_packages_cuda", "wide_4_64"),
 }
 
 

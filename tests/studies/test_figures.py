@@ -125,6 +125,7 @@ PAIRED = (
     "paired_heads_1600",
     "paired_heads_512_128",
     "paired_heads_512_256_600",
+    "paired_heads_1024_512_800_packages_cuda",
     "paired_heads_1024_512_cuda",
     "paired_heads_prose",
     "paired_heads_variants",
@@ -251,7 +252,8 @@ FIRST_COLUMNS = {
     "width 64, equal time": ("paired_heads", "time"),
     "width 128, equal time": ("paired_heads_512_128", "time"),
     "width 256, equal time": ("paired_heads_512_256_600", "time"),
-    "width 512, equal steps": ("paired_heads_1024_512_cuda", "steps"),
+    "width 512, equal time": ("paired_heads_1024_512_800_packages_cuda", "time"),
+    "width 512, text read three times, equal steps": ("paired_heads_1024_512_cuda", "steps"),
 }
 FIRST_LINES = {
     "paired heads, P = 4": "paired_4",
