@@ -370,7 +370,7 @@ REFUSED_MODELS = {
     "mixing_scale": ({}, {"hf_overrides": {"mixing_scale": 10.0}}, "mixing_scale belongs to the saved weights"),
 }
 REFUSED_OPTIONS = {
-    "tensor_parallel": ({"tensor_parallel_size": 2}, "runs on one device"),
+    "tensor_parallel": ({"tensor_parallel_size": 2}, "mixes all heads of a layer"),
     "quantization": ({"quantization": "fp8"}, "quantization='fp8'"),
     "lora": ({"enable_lora": True}, "serve the merged model"),
     "speculation": ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
@@ -379,6 +379,7 @@ REFUSED_OPTIONS = {
     "offloading": ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
     "pooling": ({"runner": "pooling"}, "--runner"),
     "block_size": ({"block_size": 48}, "multiple of 32"),
+    "weight_transfer": ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
     "sleep": ({"enable_sleep_mode": True}, "Sleep at level 2 would lose"),
 }
 
@@ -457,7 +458,7 @@ def test_reloaded_weights_reach_the_mixing(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["interleaved", "iha"])
-def test_code_that_is_older_than_the_plugin_is_refused(kind, tmp_path, monkeypatch):
+def test_code_that_is_older_than_the_plugin_is_refused(kind, tmp_path, monkeypatch, undecorated):
     """Take away the attribute by which the plugin knows virtual heads: it would serve the plain base."""
     if kind == "iha":
         save_iha(tmp_path)
