@@ -26,7 +26,7 @@ OUTPUT = Path("outputs/demo")
 DATA = ["--generator", "chain_sum", "--options", "min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
 PYTHON = os.path.relpath(sys.executable, ROOT) if Path(sys.executable).is_relative_to(ROOT) else sys.executable
 NEXT = f"""Next:
-  {PYTHON} -m pip install -e ".[serve]"
+  {PYTHON} -m pip install -c constraints.txt -e ".[serve]"
   {PYTHON} -m conversion_scripts.serve {OUTPUT}/sft/final            talk to it
   {PYTHON} -m sft.train --config sft/recipes/demo/sft.yaml --num_pseudo_heads 2 \\
       --chat_template_path sft/chat_templates/chatml.jinja \\

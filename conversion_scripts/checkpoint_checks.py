@@ -47,7 +47,7 @@ LOADED_NAMES = {
 READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png"}
 EVAL_RESULTS = ".eval_results"  # the Hub's folder of results, one YAML file for each source
 FOLDERS = {EVAL_RESULTS: "*.yaml", CHAT_TEMPLATE_DIR: "*.jinja"}
-# The folders of a repository that Transformers or the Hub reads. That of `custom_generate` is fetched to be refused.
+# The folders of a repository that Transformers or the Hub reads. `pull` fetches `custom_generate` to refuse it.
 READ_FOLDERS = {*FOLDERS, str(Path(CUSTOM_GENERATE).parent)}
 # Pickles that a Trainer writes beside a model. No load reads them.
 TRAINER_STATE = {"optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin"}

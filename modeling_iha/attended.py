@@ -61,7 +61,7 @@ class Traced:
     def _note_once(self, number: int) -> bool:
         """Note it while Dynamo traces, and not in compiled code.
 
-        A method, because PyTorch 2.11 takes no module as an argument of such a function."""
+        This is a method because PyTorch 2.11 takes no module as an argument of such a function."""
         self.noted = True
         return True
 
@@ -76,7 +76,7 @@ REPLACED = (
 
 
 def add_records(module: Any) -> None:
-    """Give an attention module the records RECORDS."""
+    """Give an attention module its records, the attributes RECORDS."""
     module.attended = False
     module.traced = Traced()
 
@@ -144,7 +144,7 @@ def _present_module(decoder: PreTrainedModel, name: str, recorded: nn.Module) ->
 def _has_attended(module: nn.Module, attended: WeakSet[nn.Module] | None) -> bool:
     """Return whether a module attended in this forward, as far as is known.
 
-    Of a compiled module we only know whether it attended at any time."""
+    A compiled module tells only whether it attended at any time."""
     return attended is None or module.traced.noted or module in attended
 
 

@@ -156,7 +156,7 @@ class Documents(NamedTuple):
     bounds: torch.Tensor
     longest: int
     longest_span: int  # the most keys that a query sees
-    # Whether padding has the first key L; `bounds` are then wrong and must not be used.
+    # True where padding has the first key L. Readers must not use `bounds` then, which are wrong.
     has_hidden_padding: bool = False
 
     def is_one_document_per_row(self, batch: int, length: int) -> bool:

@@ -59,7 +59,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         super().__init__(config)
         self.num_pseudo_heads = config.num_pseudo_heads
         interleaved = config.pseudo_positions == "interleaved"
-        # The plugin for vLLM sets these two, also of checkpoints that bring an older copy of this code.
+        # The plugin for vLLM reads and sets these two, also in an older copy of this code.
         self.mixed = interleaved and "iha" in config.attention_kinds
         self.paired = interleaved and "paired_heads" in config.attention_kinds
 

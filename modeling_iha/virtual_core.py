@@ -84,8 +84,8 @@ def virtual_attention(
     key = key.to(value.dtype)
 
     is_new_token = num_queries == 1 and not has_first_keys
-    is_new_token = is_new_token and virtual_heads.takes_new_token
-    if is_new_token and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
+    can_use_base_keys = is_new_token and virtual_heads.takes_new_token
+    if can_use_base_keys and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
         scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
         if attention_mask is None and own_window is not None:
             # Every pseudo-head but the last sees one token more than the window.

@@ -18,7 +18,7 @@ from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, s
 from conversion_scripts import convert_dcformer_to_iha, convert_llama_to_iha
 from iha import errors
 from iha.errors import UserError, run_cli
-from iha.files import check_output_file, new_directory, write_json
+from iha.files import check_output_file, new_directory, whole_file, write_json
 from iha.sources import locate
 
 
@@ -259,6 +259,13 @@ def test_a_signal_leaves_nothing(number, start, tmp_path):
     os.kill(process.pid, number)
     process.join(30)
     assert process.exitcode == 128 + number and not list(tmp_path.iterdir())
+
+
+def test_a_signal_leaves_no_half_of_a_file(tmp_path):
+    with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "table.json") as temporary:
+        temporary.write_text("half")
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_defect_of_an_installed_package_is_one_line(tmp_path, capsys):

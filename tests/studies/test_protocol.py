@@ -237,8 +237,8 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp
     )
     assert row["parameters"] == base["parameters"] and runs.keys() == set(names)
 
-    # The same table as the command for one's own text prints it.
-    (tmp_path / "table.json").write_text(json.dumps(table))
+    # The same table as the command for one's own text prints it. A step reads whole rows, of 128 tokens here.
+    (tmp_path / "table.json").write_text(json.dumps(table | {"tokens_per_step": 200}))
     asked = []
     monkeypatch.setattr(paired_heads, "main", lambda words: asked.extend(words) or tmp_path / "table.json")
     words = ["--arms", "paired", "windows", "--text", "my.txt", "--seeds", "4", "--tokens", "128"]

@@ -319,11 +319,13 @@ def test_a_converted_model(tmp_path, undecorated):
 
 
 LATENT = {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 64}
+MIXTRAL = {**SIZES, **LOCAL_EXPERTS, "model_type": "mixtral"}
 # Model type of the base, fields of its config, the task, and the message.
 REFUSED_BASES = {
     "latent": ("deepseek_v3", LATENT, "ForCausalLM", "Multi-head latent attention"),
     "chunks": ("llama4_text", {"layer_types": ["chunked_attention"] * 5}, "ForCausalLM", "'chunked_attention', which"),
     "vision": ("gemma3", {}, "ForImageTextToText", "with llava alone, and this is gemma3"),
+    "vision_and_experts": ("llava", {"text_config": MIXTRAL}, "ForImageTextToText", "A model of images with experts"),
     "any_input": ("gemma3n", {}, "ForMultimodalLM", "InterleavedForMultimodalLM was not tested"),
     "classifier": ("llama", {}, "ForSequenceClassification", "InterleavedForSequenceClassification was not tested"),
     "logits": ("llama", {"lm_head_multiplier": 0.5}, "ForCausalLM", "lm_head_multiplier=0.5 of the logits"),
