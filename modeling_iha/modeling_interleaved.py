@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .adapter_records import meet_adapter, watch_peft
@@ -34,6 +35,7 @@ from .attended import add_records, begin_forward, check_all_attended, check_atte
 from .cache_edge import WINDOW_EDGE, keep_window_edge, lacks_window_edge
 from .cache_names import CACHE, IS_FROM_5_24, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
+from .first_keys import is_first_key_mask
 from .head_mixing import HeadCollapse, HeadMixing, set_initial_scale
 from .interleaving import token_attentions
 from .mixed_heads import MixedHeads
@@ -41,7 +43,15 @@ from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
 from .virtual_core import virtual_attention, virtual_heads_class
-from .virtual_masks import CHANGED, CORES, check_causal, core_of, mask_over_virtual_tokens, register_masks
+from .virtual_masks import (
+    CHANGED,
+    CORES,
+    check_causal,
+    core_of,
+    is_visible,
+    mask_over_virtual_tokens,
+    register_masks,
+)
 
 
 # Trainer's label smoothing, pipelines and Transformers' server look up models in these mappings, and no public
@@ -442,6 +452,7 @@ def _prepare_decoder(
         mask = kwargs["attention_mask"]
         _check_no_window(decoder, mask)
         kwargs["attention_mask"] = mask_over_virtual_tokens(mask, decoder.config.num_pseudo_heads, past, decoder.dtype)
+    _check_static_window(decoder, cache, kwargs.get("attention_mask"))
     return args, kwargs
 
 
@@ -487,6 +498,29 @@ def _check_no_window(decoder: PreTrainedModel, mask: torch.Tensor) -> None:
             "mask over tokens cannot hold the window of interleaved heads. Pass attention_mask [batch, tokens], or "
             "position_ids that restart at each document."
         )
+
+
+def _check_static_window(decoder: PreTrainedModel, cache: Cache | None, attention_mask: Any) -> None:
+    """Raise a ValueError for a static cache and a mask that shows later keys, as the mask of an image may.
+
+    It concerns decoders whose interleaved layers have a window of their own. A layer does not know how many tokens are
+    cached, and cannot read it from the rows of such a mask (see `in_window`)."""
+    if not decoder.config.interleaved_window or not getattr(cache, "is_compileable", False):
+        return
+    masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
+    for mask in masks:
+        is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4 and not is_first_key_mask(mask)
+        # One new token sees no later one. Reading the mask would make a GPU wait.
+        if not is_dense or mask.shape[2] == decoder.config.num_pseudo_heads or is_tracing(mask):
+            continue
+        past = int(cache.get_seq_length()) * decoder.config.num_pseudo_heads
+        own = torch.arange(past, past + mask.shape[2], device=mask.device)[:, None]
+        is_later = torch.arange(mask.shape[3], device=mask.device) > own
+        if (is_visible(mask) & is_later).any():
+            raise ValueError(
+                "attention_mask shows later tokens, as it may for images, and the interleaved layers have a window of "
+                "their own, which a static cache would misplace. Use the default cache."
+            )
 
 
 def _window(decoder: PreTrainedModel) -> int | None:

@@ -181,7 +181,8 @@ def in_window(mask: Any, window: int | None) -> Any:
 
     The result is kept on the mask, because all layers ask for it. The own key of query i of L queries is the i-th of
     the last L columns, if no unused columns follow. In a static cache they do, so the last column that the query sees
-    is taken if it comes earlier."""
+    is taken if it comes earlier. That is wrong for a query that sees later keys: `_check_static_window` of
+    modeling_interleaved.py refuses such a mask."""
     if mask is None or window is None:
         return mask
     if not isinstance(mask, torch.Tensor):
@@ -196,13 +197,17 @@ def in_window(mask: Any, window: int | None) -> Any:
     places = torch.arange(width, dtype=torch.int32, device=device)
     own = torch.arange(width - length, width, dtype=torch.int32, device=device)[:, None]
     if width > length:
-        visible = mask if mask.dtype == torch.bool else mask > MASKED
-        own = torch.minimum(own, torch.where(visible, places, 0).amax(dim=-1, keepdim=True))
+        own = torch.minimum(own, torch.where(is_visible(mask), places, 0).amax(dim=-1, keepdim=True))
     recent = places > own - window
     made = mask & recent if mask.dtype == torch.bool else mask.masked_fill(~recent, LOWEST[mask.dtype])
     if not is_tracing(mask):
         mask.in_window = (window, made)
     return made
+
+
+def is_visible(mask: torch.Tensor) -> torch.Tensor:
+    """Return where a boolean or additive mask shows a key."""
+    return mask if mask.dtype == torch.bool else mask > MASKED
 
 
 def mask_over_virtual_tokens(

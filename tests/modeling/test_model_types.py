@@ -149,6 +149,19 @@ def test_images_in_interleaved_models(model_type):
     assert difference(logits[seen], model(**whole, use_cache=False).logits[seen]) < model_types.EXACT
 
 
+@torch.no_grad()
+def test_a_window_of_layers_whose_images_see_ahead_refuses_a_static_cache():
+    """The mask of an image does not tell the place of its tokens in such a cache; that of a text does."""
+    model = interleave_heads(tiny_model("gemma3", MULTIMODAL), 2, sliding_window=3)
+    options = {**model_types.GREEDY, "disable_compile": True, "cache_implementation": "static"}
+    with pytest.raises(ValueError, match="shows later tokens.*window.*Use the default cache"):
+        model.generate(**image_inputs(model), **options)
+    padded = {"input_ids": torch.arange(5, 15).view(2, 5), "attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5])}
+    static = model.generate(**padded, **options)
+    dynamic = model.generate(**padded, **model_types.GREEDY)
+    assert difference(torch.stack(static.logits), torch.stack(dynamic.logits)) < model_types.EXACT
+
+
 WITH_PROCESSOR = """
 import numpy
 from transformers import AutoModelForImageTextToText, AutoProcessor
