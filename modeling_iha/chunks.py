@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .first_keys import row_window
+from .first_keys import window_of_whole_rows
 from .windows import StockCore, window_attention
 
 
@@ -59,7 +59,7 @@ def chunk_window(
     `mask` is one of first keys or `None`, and `window` is that of the layer in virtual keys, or `None`."""
     if not may_chunk(virtual_heads, query, key, value, dropout):
         return None
-    window = row_window(mask, window)
+    window = window_of_whole_rows(mask, window)
     if window is None or query.shape[2] <= chunk_tokens(virtual_heads, query, window):
         return None
     return window

@@ -2,19 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Describe windows, documents and padding by the first key that each query sees, without a dense mask.
 
-Query v sees the keys u with first_keys[v] <= u <= v. Queries, keys and windows are counted in virtual tokens, of which
-there are L = N * P. Such a mask takes O(N) memory. It has one of three layouts:
+Query v sees the keys u with first_keys[v] <= u <= v. Queries, keys and the window of a mask are counted in virtual
+tokens, of which there are L = N * P. Such a mask takes O(N) memory. It has one of three layouts:
 
     shape                    made by                 describes
     [1, L, window, 0]        plain_window_mask       only a window: the shape holds it, and the tensor is empty
-    [batch, 1, L, 1]         first_keys_of           documents, padding and a window
-    [batch, 1, L, window]    compiled_first_keys     the same, made in compiled code for layers with a window. The
-                                                     last dimension repeats one column; its size is the window.
+    [batch, 1, L, 1]         first_keys_of, and compiled_first_keys without a window
+                                                     documents, padding and a window
+    [batch, 1, L, window]    compiled_first_keys with a window
+                                                     the same. The last dimension repeats one column; its size is the
+                                                     window.
 
-There is one exception to first_keys[v] <= u <= v. Compiled code cannot branch on values, so it does not make documents
-of the runs of padding. Instead each padding token gets the first key L, past the end of the row: the token sees no
-key, and SDPA returns zeros. A key u with first_keys[u] > u is padding, and readers of such a mask hide it from all
-queries.
+There is one exception to first_keys[v] <= u <= v. Compiled code cannot branch on values, so `compiled_first_keys` does
+not make documents of the runs of padding. Instead each padding token gets the first key L, past the end of the row:
+the token sees no key, and SDPA returns zeros. A key u with first_keys[u] > u is padding, and readers of such a mask
+hide it from all queries.
 
 A mask has to be a tensor: Transformers' models, the hooks of accelerate and FSDP, checkpointing and compiled layers
 take, slice, move and trace tensors. A separate object would be refused or lost. An attribute of a tensor is lost when
@@ -156,7 +158,7 @@ class Documents(NamedTuple):
     bounds: torch.Tensor
     longest: int
     longest_span: int  # the most keys that a query sees
-    # True where padding has the first key L. Readers must not use `bounds` then, which are wrong.
+    # Whether padding has the first key L. `bounds` and `longest` are wrong then: readers take a dense mask.
     has_hidden_padding: bool = False
 
     def is_one_document_per_row(self, batch: int, length: int) -> bool:
@@ -171,7 +173,9 @@ def documents_of(first_keys: torch.Tensor) -> Documents:
     if not hasattr(first_keys, "documents"):
         first = first_keys[:, 0, :, 0]
         seen = torch.arange(1, first.shape[1] + 1, device=first.device) - first
-        bounds = torch.nn.functional.pad((seen == 1).flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
+        is_start = seen == 1
+        is_start[:, 0] = True  # also where a row begins with padding that has the first key L
+        bounds = torch.nn.functional.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=seen.numel()).int()
         # One reading for all three, because each makes a GPU wait.
         spans = torch.stack((bounds.diff().max(), seen.max(), seen.min()))
         longest, longest_span, shortest_span = spans.tolist()
@@ -184,10 +188,11 @@ def narrower(window: int, other: int | None) -> int:
     return min(window, other) if other else window
 
 
-def row_window(mask: torch.Tensor | None, window: int | None) -> int | None:
-    """Return the window in keys if each row is one document without padding, and `None` otherwise.
+def window_of_whole_rows(mask: torch.Tensor | None, window: int | None) -> int | None:
+    """Return the window in virtual tokens by which every row can be attended.
 
-    `window` is the layer's own window, or `None`. The smaller of it and the mask's window counts."""
+    Return `None` if there is no window, or if a row has several documents or padding. `window` is the layer's own
+    window in virtual tokens, or `None`. The smaller of it and the mask's window counts."""
     if mask is None:
         return window
     plain = plain_window(mask)

@@ -69,7 +69,8 @@ def make_masks(
         if torch.compiler.is_compiling() and cache is None and covers_these_tokens:
             return _compiled_masks(config, inputs_embeds, attention_mask, position_ids)
     if default_positions and not is_tracing(inputs_embeds):
-        # Transformers would search them for packed documents, and a GPU would wait for the answer.
+        # Transformers would search them for packed documents, and a GPU would wait for the answer. They stay
+        # while tracing: without them a graph would have no mask, and each length would compile a graph of its own.
         position_ids = None
     core_name = core
     # `register_masks` raises an error for a core that makes no masks, which virtual heads need. The layers refuse the
@@ -90,11 +91,13 @@ def make_masks(
             **{CACHE: cache},
         )
         if attention_mask is not None and attention_mask.ndim == 4:
+            past = 0  # the keys of this layer before the queries' own
             if cache is not None:
                 length, first = cache.get_mask_sizes(inputs_embeds.shape[1], index)
                 mask = mask[..., first * num_pseudo_heads : (first + length) * num_pseudo_heads]
+                past = cache.get_seq_length() - first
             if layer_type == "sliding_attention":
-                mask = in_window(mask, config.sliding_window * num_pseudo_heads)
+                mask = in_window(mask, config.sliding_window * num_pseudo_heads, past * num_pseudo_heads)
         elif isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
             # The eager core takes its softmax in float32, where the lowest float64 is -inf.
             mask = mask.clamp_min(LOWEST[torch.float64])

@@ -447,12 +447,13 @@ def _prepare_decoder(
     cache = _prepared_cache(decoder, cache, kwargs.get("use_cache"))
     if cache is not None:
         kwargs[CACHE] = cache
-    if _is_users_mask(**kwargs):
+    is_users_mask = _is_users_mask(**kwargs)
+    if is_users_mask:
         past = 0 if cache is None else cache.get_seq_length()
         mask = kwargs["attention_mask"]
         _check_no_window(decoder, mask)
         kwargs["attention_mask"] = mask_over_virtual_tokens(mask, decoder.config.num_pseudo_heads, past, decoder.dtype)
-    _check_static_window(decoder, cache, kwargs.get("attention_mask"))
+    _check_own_window(decoder, cache, kwargs.get("attention_mask"), is_users_mask)
     return args, kwargs
 
 
@@ -500,26 +501,38 @@ def _check_no_window(decoder: PreTrainedModel, mask: torch.Tensor) -> None:
         )
 
 
-def _check_static_window(decoder: PreTrainedModel, cache: Cache | None, attention_mask: Any) -> None:
-    """Raise a ValueError for a static cache and a mask that shows later keys, as the mask of an image may.
+def _check_own_window(decoder: PreTrainedModel, cache: Cache | None, attention_mask: Any, is_users: bool) -> None:
+    """Raise a ValueError for a mask from which a layer cannot tell which key is a query's own (see `in_window`).
 
     It concerns decoders whose interleaved layers have a window of their own. A layer does not know how many tokens are
-    cached, and cannot read it from the rows of such a mask (see `in_window`)."""
-    if not decoder.config.interleaved_window or not getattr(cache, "is_compileable", False):
+    cached before, and takes the last key that a query sees for its own if columns may follow it. A static cache has
+    such columns, and the mask of an image may show later keys. A user's mask may hide a query's own key."""
+    if not decoder.config.interleaved_window or cache is None:
         return
+    num_pseudo_heads = decoder.config.num_pseudo_heads
+    is_static = cache.is_compileable
     masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
     for mask in masks:
         is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4 and not is_first_key_mask(mask)
-        # One new token sees no later one. Reading the mask would make a GPU wait.
-        if not is_dense or mask.shape[2] == decoder.config.num_pseudo_heads or is_tracing(mask):
+        if not is_dense or not (is_static or is_users) or is_tracing(mask):
             continue
-        past = int(cache.get_seq_length()) * decoder.config.num_pseudo_heads
-        own = torch.arange(past, past + mask.shape[2], device=mask.device)[:, None]
-        is_later = torch.arange(mask.shape[3], device=mask.device) > own
-        if (is_visible(mask) & is_later).any():
+        length, width = mask.shape[-2:]
+        if width == length or (length == num_pseudo_heads and not is_users):
+            continue  # no columns follow, or one new token, which sees no later one
+        visible = is_visible(mask)
+        past = int(cache.get_seq_length()) * num_pseudo_heads if is_static else width - length
+        own = torch.arange(past, past + length, device=mask.device)[:, None]
+        columns = torch.arange(width, device=mask.device)
+        if is_static and (visible & (columns > own)).any():
             raise ValueError(
                 "attention_mask shows later tokens, as it may for images, and the interleaved layers have a window of "
                 "their own, which a static cache would misplace. Use the default cache."
+            )
+        hides_own = visible.any(dim=-1) & ~(visible & (columns == own)).any(dim=-1)
+        if is_users and hides_own.any():
+            raise ValueError(
+                "attention_mask hides a token from itself and shows it others: the window of the interleaved layers "
+                "would be misplaced. Show each token to itself, or hide all tokens from it."
             )
 
 

@@ -94,9 +94,9 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     pseudo-heads after p. For P = 2 and W = 2 pseudo-head 0 of token n sees virtual tokens (n - 2, 1), (n - 1, 0),
     (n - 1, 1) and (n, 0), and pseudo-head 1 sees (n - 1, 0), (n - 1, 1), (n, 0) and (n, 1).
 
-    Transformers' mask functions tell which tokens a token sees. Token n does not see token n - W, but token n - 1
-    does. So pseudo-head p of token n sees the pseudo-heads up to p of the tokens that n sees, and the pseudo-heads
-    after p of the earlier tokens that n - 1 sees, if n - 1 is in the same document.
+    Transformers' mask functions tell which tokens a token sees. Pseudo-head p of token n sees the pseudo-heads up to p
+    of each token that n sees. It also sees the pseudo-heads after p of each earlier token that n - 1 sees, if n - 1 is
+    in the same document: of token n - W these are the ones that still lie in its window.
 
     For SDPA a mask of windows, documents and padding comes as the first key of each query (first_keys.py)."""
     num_pseudo_heads = virtual_tokens_per_token(config)
@@ -176,32 +176,34 @@ def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
     return mask[..., last, last]
 
 
-def in_window(mask: Any, window: int | None) -> Any:
-    """Hide the keys that lie `window` or more places before a query's own key.
+def in_window(mask: Any, virtual_window: int | None, past: int | torch.Tensor | None = None) -> Any:
+    """Hide the keys that lie `virtual_window` or more virtual tokens before a query's own key.
 
-    The result is kept on the mask, because all layers ask for it. The own key of query i of L queries is the i-th of
-    the last L columns, if no unused columns follow. In a static cache they do, so the last column that the query sees
-    is taken if it comes earlier. That is wrong for a query that sees later keys: `_check_static_window` of
-    modeling_interleaved.py refuses such a mask."""
-    if mask is None or window is None:
+    The own key of query i is column `past` + i. Layers do not know `past` and leave it out. They take the i-th of the
+    last L columns for L queries. In a static cache unused columns follow, so they take the last column that the query
+    sees if it comes earlier. `_check_own_window` of modeling_interleaved.py refuses the masks for which this is wrong.
+
+    The result is kept on the mask, because all layers ask for it."""
+    if mask is None or virtual_window is None:
         return mask
     if not isinstance(mask, torch.Tensor):
         raise ValueError("flex_attention takes no sliding_window of interleaved layers: use sdpa, eager or flash.")
     if is_first_key_mask(mask) or mask.ndim == 2:
         return mask  # their cores take the window as an argument
     made_for, made = getattr(mask, "in_window", (None, None))
-    if made_for == window:
+    if made_for == virtual_window:
         return made
     length, width = mask.shape[-2:]
     device = mask.device
-    places = torch.arange(width, dtype=torch.int32, device=device)
-    own = torch.arange(width - length, width, dtype=torch.int32, device=device)[:, None]
-    if width > length:
-        own = torch.minimum(own, torch.where(is_visible(mask), places, 0).amax(dim=-1, keepdim=True))
-    recent = places > own - window
+    columns = torch.arange(width, dtype=torch.int32, device=device)
+    before = width - length if past is None else past
+    own = torch.arange(length, dtype=torch.int32, device=device)[:, None] + before
+    if past is None and width > length:
+        own = torch.minimum(own, torch.where(is_visible(mask), columns, 0).amax(dim=-1, keepdim=True))
+    recent = columns > own - virtual_window
     made = mask & recent if mask.dtype == torch.bool else mask.masked_fill(~recent, LOWEST[mask.dtype])
     if not is_tracing(mask):
-        mask.in_window = (window, made)
+        mask.in_window = (virtual_window, made)
     return made
 
 

@@ -776,6 +776,21 @@ def test_a_mask_of_the_users_own(core, window):
     assert_custom_masks_mean_padding(model)
 
 
+@torch.no_grad()
+def test_a_mask_that_hides_a_token_from_itself_is_refused_where_a_window_would_move():
+    """Before the window of `interleave_heads` a layer takes the last key that a query sees for its own."""
+    model = interleave_heads(decoder("llama"), 2, sliding_window=4)
+    tokens, visible = random_ids(1, 12), torch.ones(12, 12, dtype=torch.bool).tril()[None, None]
+    cache = model(tokens[:, :11], use_cache=True)[CACHE]
+    hidden = visible.clone()
+    hidden[..., 11, 10:] = False
+    model(tokens, attention_mask=hidden, use_cache=False)
+    with pytest.raises(ValueError, match="hides a token from itself and shows it others.*window"):
+        model(tokens[:, 11:], attention_mask=hidden[..., 11:, :], **{CACHE: cache})
+    shown = model(tokens[:, 11:], attention_mask=visible[..., 11:, :], **{CACHE: cache}).logits
+    assert_close(shown[:, -1], model(tokens, use_cache=False).logits[:, -1])
+
+
 def test_a_mask_of_both_ways_means_what_it_means_to_the_base():
     """Let the first four tokens see each other, as a prefix does."""
     model, tokens = decoder("llama"), random_ids(2, 9)

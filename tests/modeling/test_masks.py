@@ -371,6 +371,30 @@ def test_a_bias_on_visible_pairs_keeps_the_window_on_a_cache(core):
     assert_close(rest, expected[:, 5:])
 
 
+@pytest.mark.parametrize("kind", ["mha", "iha", "paired_heads"])
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+@torch.no_grad()
+def test_a_mask_that_hides_a_token_from_itself_keeps_the_window_on_every_cache(core, kind):
+    """The last key that a query sees is not its own then."""
+    fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "layer_types": "sliding_attention"}
+    model = random_model(small_config(**fields, sliding_window=4))
+    set_core(model, core)
+    input_ids = random_ids(1, 12)
+    visible = torch.ones(12, 12, dtype=torch.bool).tril()
+    visible[8, 7:9] = False
+    visible[11, 10:12] = False
+    expected = model(input_ids, attention_mask=visible[None, None], use_cache=False).logits
+    for cache, width in (
+        (DynamicCache(config=model.config), 12),
+        (StaticCache(config=model.config, max_cache_len=14), 14),
+    ):
+        for tokens in (slice(0, 6), slice(6, 11), slice(11, 12)):
+            keys = tokens.stop if width == 12 else width
+            mask = torch.nn.functional.pad(visible, (0, width - 12))[None, None, tokens, :keys]
+            logits = model(input_ids[:, tokens], attention_mask=mask, **{CACHE: cache}).logits
+            assert_close(logits, expected[:, tokens])
+
+
 @pytest.mark.parametrize("window", [7, 64])
 @pytest.mark.parametrize("kind", ["mha", "iha", "paired_heads", "simplicial", "hyper", "talking_heads"])
 def test_a_window_of_the_configuration_that_is_edited_later_is_followed(kind, window):

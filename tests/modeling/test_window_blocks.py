@@ -104,12 +104,14 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
         torch.testing.assert_close(actual, target)
 
 
+@pytest.mark.parametrize("left", [(13, 0), (13, 5)])
 @pytest.mark.parametrize("window", [None, 9])
-def test_a_mask_of_compiled_code_hides_padding_after_a_graph_break(small_blocks, window):
+def test_a_mask_of_compiled_code_hides_padding_after_a_graph_break(small_blocks, window, left):
     """Attend in eager code under such a mask, with padding on both sides and between real tokens."""
     query, key, value = (torch.randn(2, 2, 38, 6, dtype=torch.float64) for _ in range(3))
     real = torch.ones(2, 38, dtype=torch.bool)
-    real[0, :13] = False
+    real[0, : left[0]] = False
+    real[1, : left[1]] = False
     real[1, 20:22] = False
     real[1, -3:] = False
     row_starts = (torch.arange(38) == 0).expand(2, -1)
