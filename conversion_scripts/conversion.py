@@ -106,7 +106,7 @@ def preset_config(name: str, **fields) -> IHAConfig:
     known = IHAConfig()
     for field in fields:
         if not hasattr(known, field):
-            raise UserError(f"There is no field {field!r} in a preset.")
+            raise UserError(f"{field!r} is not a field that a preset sets: remove it.")
     try:
         return IHAConfig.from_preset(name, **fields)
     except (StrictDataclassError, TypeError, ValueError) as error:

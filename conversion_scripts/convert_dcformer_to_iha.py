@@ -186,7 +186,10 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
     def pop(name: str, *shape: int) -> torch.Tensor:
         tensor = weights.pop(name)
         if tensor.shape != shape:
-            raise UserError(f"{name} has the shape {list(tensor.shape)}; its config makes it {list(shape)}.")
+            raise UserError(
+                f"{name} has the shape {list(tensor.shape)}, and its config.json makes it {list(shape)}: expected a "
+                "checkpoint of Caiyun-AI's DCFormer."
+            )
         return tensor
 
     state = {}
@@ -212,7 +215,9 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
                 state[f"{name}.w2"] = w2[c].permute(1, 2, 0).unsqueeze(0).contiguous()
                 state[f"{name}.gate.weight"] = gate[c].T.contiguous()
     except KeyError as error:
-        raise UserError(f"The source weights lack {error.args[0]}.") from None
+        raise UserError(
+            f"The source weights lack {error.args[0]}: expected a checkpoint of Caiyun-AI's DCFormer."
+        ) from None
     if weights:
         raise UserError(f"The source weights hold {sorted(weights)[0]}, which no DCFormer of this config has.")
     return state

@@ -28,7 +28,7 @@ from .conversion import (
 def iha_config(source: PreTrainedConfig) -> IHAConfig:
     """Return the configuration of the converted model, or raise `UserError` when the source does not allow one."""
     if source.model_type != "diffllama":
-        raise UserError(f"The source is a {source.model_type!r}; expected 'diffllama'. See convert_llama_to_iha.py.")
+        raise UserError(f"The source is a {source.model_type!r}; expected 'diffllama'. `iha convert` takes others.")
     check_fields(source, ("attention_bias", "lambda_std_dev"))
     return new_config(
         IHAConfig,

@@ -63,7 +63,10 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
     config = model.config
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "head_dim")}
     if config.has_sliding_rope:
-        raise UserError(f"None of {', '.join(ARCHITECTURES)} has a RoPE of its own in the layers with a window.")
+        raise UserError(
+            "The layers with a window have a RoPE of their own, which no stock architecture has "
+            f"({', '.join(ARCHITECTURES)}): use the checkpoint as it is."
+        )
     has_llama_ffn = config.gated_mlp and not config.mlp_gate_groups
     candidates = ARCHITECTURES if has_llama_ffn else {}
     for model_type, architecture in candidates.items():
@@ -81,7 +84,9 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
     names = ["gated_mlp", "mlp_gate_groups", "use_qk_norm", "attention_bias", "mlp_bias"]
     names += ["hidden_size", "num_attention_heads", "layer_types", "no_rope_layers"]
     has = ", ".join(f"{name}={getattr(config, name)}" for name in names)
-    raise UserError(f"None of {', '.join(ARCHITECTURES)} has this combination: {has}.")
+    raise UserError(
+        f"No stock architecture ({', '.join(ARCHITECTURES)}) has this combination: {has}. Use the checkpoint as it is."
+    )
 
 
 def _computes_the_same(architecture: Architecture, target: PreTrainedConfig, model: IHAForCausalLM) -> bool:

@@ -139,7 +139,7 @@ def check_attention(num_pseudo_heads: int | None, schedule: str, window: int | N
     if num_pseudo_heads is not None and num_pseudo_heads < 1:
         raise UserError(f"num_pseudo_heads={num_pseudo_heads}: expected at least 1.")
     if kind != "iha" and schedule != "global":
-        raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has that schedule.")
+        raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has it; leave out --schedule.")
     if window is not None and schedule == "global":
         raise UserError(f"window={window}: the global schedule has no window; add --schedule hybrid or drop --window.")
     if window is not None and window < 2:

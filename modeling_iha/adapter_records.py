@@ -124,7 +124,7 @@ def _prepare_adapter(tuner: Any, model: nn.Module, config: Any) -> None:
 
 
 def _drop_record(config: Any) -> None:
-    """Drop the record of a model that the configuration of an adapter has met before."""
+    """Drop the record of an earlier model from the configuration of an adapter."""
     if RECORD_KEY in (config.auto_mapping or {}):
         config.auto_mapping = None
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .virtual_core import virtual_heads_class
+from .virtual_heads import virtual_heads_class
 
 
 class Attended(local):
@@ -45,15 +45,17 @@ class Traced:
     def __init__(self):
         self.number = next(self.numbers)
         self.noted = False
-        self.may_change = False  # whether compiled code may set `noted` at each call
+        # Whether compiled code sets `noted` at each call, which layers that share the code need. Otherwise `noted` is
+        # set once, while Dynamo traces.
+        self.is_set_at_each_call = False
 
     def __reduce__(self):
         return Traced, ()
 
     def note(self) -> None:
         """Note, in code that Dynamo traces, that the module attends."""
-        if self.may_change:
-            self.noted = True  # layers that share compiled code note it at each call
+        if self.is_set_at_each_call:
+            self.noted = True
         else:
             self._note_once(self.number)  # compiled code that reads the number is of one module
 
@@ -87,9 +89,9 @@ def begin_forward(decoder: PreTrainedModel, modules: Iterable[nn.Module]) -> Non
     if not is_compiled:
         ATTENDED.by_decoder[decoder] = WeakSet()
     # In a checkpointed layer Dynamo refuses code that leaves anything changed. A compiled decoder needs no record.
-    must_not_change = is_compiled or (decoder.training and decoder.is_gradient_checkpointing)
+    is_set_once = is_compiled or (decoder.training and decoder.is_gradient_checkpointing)
     for module in modules:
-        module.traced.may_change = not must_not_change
+        module.traced.is_set_at_each_call = not is_set_once
 
 
 def note_attended(module: Any) -> None:

@@ -139,12 +139,14 @@ class MultiTokenAttention(ScoreMatrixAttention):
         cache: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run as [`MultiHeadAttention.forward`] does, with the place of the first new token among the keys."""
-        place = 0
+        """Run as [`MultiHeadAttention.forward`] does, and pass on the column of the first new token among the keys."""
+        first_column = 0
         if cache is not None and self.past_queries > 0:  # before the cache takes the new tokens
             _, first = cache.get_mask_sizes(hidden_states.shape[1], self.layer_idx)
-            place = cache.get_query_offset(self.layer_idx) - first
-        return super().forward(hidden_states, position_embeddings, attention_mask, cache, place=place, **kwargs)
+            first_column = cache.get_query_offset(self.layer_idx) - first
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask, cache, first_column=first_column, **kwargs
+        )
 
     def attend(
         self,
@@ -152,20 +154,20 @@ class MultiTokenAttention(ScoreMatrixAttention):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         attention_mask: torch.Tensor | None,
-        place: int | torch.Tensor = 0,
+        first_column: int | torch.Tensor = 0,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend with the past queries in front; `place` is that of the first new token among the keys."""
+        """Attend with the past queries in front; `first_column` is that of the first query among the keys."""
         key_states, cached = key_states.tensor_split((self.head_dim,), dim=-1)
         # Without a mask no token is hidden, so the convolution counts every row of scores.
-        kwargs["all_count"] = attention_mask is None
+        kwargs["all_rows_count"] = attention_mask is None
         length = query_states.shape[2]
         causal = is_first_key_mask(attention_mask) or (attention_mask is None and length > 1)
-        # The place in a static cache is a tensor. Rows before the first token see nothing.
-        past_rows = min(self.past_queries, place) if isinstance(place, int) else self.past_queries
+        # With a static cache `first_column` is a tensor. Rows before the first token see nothing.
+        past_rows = min(self.past_queries, first_column) if isinstance(first_column, int) else self.past_queries
         if causal or past_rows == 0:  # no token is cached
             return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
-        places = torch.arange(past_rows, device=cached.device) + place - past_rows
+        places = torch.arange(past_rows, device=cached.device) + first_column - past_rows
         past = cached.index_select(2, places.clamp_min(0)).unflatten(3, (-1, self.head_dim))
         query_states = torch.cat((past.transpose(2, 3).flatten(1, 2), query_states), dim=2)
         if attention_mask is None:
@@ -175,7 +177,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
         hidden = False if attention_mask.dtype == torch.bool else LOWEST[attention_mask.dtype]
         past_mask = attention_mask[..., :1, :].expand(*attention_mask.shape[:-2], past_rows, -1)
         attention_mask = torch.cat((past_mask.masked_fill(later, hidden), attention_mask), dim=-2)
-        kwargs |= {"first_row": past_rows, "place": place - past_rows}
+        kwargs |= {"first_row": past_rows, "first_column": first_column - past_rows}
         return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
 
     def attend_block(
@@ -186,17 +188,18 @@ class MultiTokenAttention(ScoreMatrixAttention):
         bias: Callable[[], torch.Tensor],
         rows: slice,
         columns: slice,
-        place: int | torch.Tensor = 0,
-        all_count: bool = False,
+        first_column: int | torch.Tensor = 0,
+        all_rows_count: bool = False,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         mask = bias()
         visible = mask > MASKED
         counts = None
-        if not all_count:
+        if not all_rows_count:
             # Each row of scores is that of a token. Its kernel also reads the rows of the tokens before it.
+            # With two past queries the first block of new ones has rows.start 2, and first_query is 0.
             first_query = rows.stop - query.shape[2]  # among all queries here, past ones included
-            first_token = place + first_query - columns.start  # as a column of this block
+            first_token = first_column + first_query - columns.start  # as a column of this block
             kernel_rows = torch.arange(1 - self.query_kernel, 1, device=query.device)
             tokens = torch.arange(query.shape[2], device=query.device)[:, None] + first_token + kernel_rows
             counts = visible.gather(-1, tokens.clamp_min(0).expand(*visible.shape[:2], -1, -1)) & (tokens >= 0)

@@ -7,10 +7,10 @@ from typing import Any
 from transformers.cache_utils import Cache
 
 
-# A sliding layer of a cache is built for the window and this many tokens more. (Its length counts the new token: a
-# dynamic layer of length W stores W - 1 tokens, and a static one drops its oldest when a new one comes.) With P > 1 a
-# window of W * P virtual tokens reaches from (n, p) back to (n - W, p + 1). All pseudo-heads but the last still see
-# token n - W, which a cache for a window of W tokens has dropped.
+# A sliding layer of a cache is built for the window and this many tokens more. With P > 1 a window of W * P virtual
+# tokens reaches from (n, p) back to (n - W, p + 1), so all pseudo-heads but the last still see token n - W. A cache
+# for a window of W tokens has dropped it, because its length counts the new token: a dynamic layer stores W - 1
+# tokens, and a static one drops its oldest when a new one comes.
 WINDOW_EDGE = 1
 
 

@@ -3,11 +3,11 @@
 """Attend a chunk of tokens at a time: the virtual tokens of a long row never exist at once."""
 
 from functools import partial
-from typing import Any
 
 import torch
 
 from .first_keys import window_of_whole_rows
+from .virtual_heads import VirtualHeads
 from .windows import StockCore, window_attention
 
 
@@ -19,34 +19,34 @@ LEAST_TOKENS = 32
 
 
 def may_chunk(
-    virtual_heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float | None
+    heads: VirtualHeads, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float | None
 ) -> bool:
     """Return whether chunks would save memory and time for base states [batch, H or G, N, head_dim].
 
     Chunks serve a CPU, without gradients. The backward pass would keep the virtual tokens of the whole row anyway, and
-    a GPU would wait for many small calls. `virtual_heads` are `MixedHeads` or `PairedHeads`; paired heads make virtual
-    tokens as views, which take no memory. With dropout there are no chunks: reentrant activation checkpointing
-    computes a layer without gradients first and with gradients later, and both must draw the same random numbers."""
-    if not virtual_heads.allocates_virtual_tokens or query.device.type != "cpu" or torch.compiler.is_compiling():
+    a GPU would wait for many small calls. Paired heads make virtual tokens as views, which take no memory. With
+    dropout there are no chunks: reentrant activation checkpointing computes a layer without gradients first and with
+    gradients later, and both must draw the same random numbers."""
+    if not heads.allocates_virtual_tokens or query.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     if dropout:
         return False
     if not torch.is_grad_enabled():
         return True
-    return not any(tensor.requires_grad for tensor in (query, key, value, *virtual_heads.weights))
+    return not any(tensor.requires_grad for tensor in (query, key, value, *heads.weights))
 
 
-def chunk_tokens(virtual_heads: Any, query: torch.Tensor, window: int) -> int:
+def chunk_tokens(heads: VirtualHeads, query: torch.Tensor, window: int) -> int:
     """Return the number of tokens in a chunk, for a `window` in virtual keys.
 
     It is at least the window, because each chunk recomputes the keys of the window before it."""
-    pseudo_heads = virtual_heads.num_pseudo_heads
+    pseudo_heads = heads.num_pseudo_heads
     bytes_of_token = query[:, :, :1].numel() * pseudo_heads * query.element_size()
     return max(window // pseudo_heads, CHUNK_BYTES // bytes_of_token, LEAST_TOKENS)
 
 
 def chunk_window(
-    virtual_heads: Any,
+    heads: VirtualHeads,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -57,16 +57,16 @@ def chunk_window(
     """Return the window in virtual keys by which to attend chunk by chunk, or `None` to take whole rows.
 
     `mask` is one of first keys or `None`, and `window` is that of the layer in virtual keys, or `None`."""
-    if not may_chunk(virtual_heads, query, key, value, dropout):
+    if not may_chunk(heads, query, key, value, dropout):
         return None
     window = window_of_whole_rows(mask, window)
-    if window is None or query.shape[2] <= chunk_tokens(virtual_heads, query, window):
+    if window is None or query.shape[2] <= chunk_tokens(heads, query, window):
         return None
     return window
 
 
 def attend_in_chunks(
-    virtual_heads: Any,
+    heads: VirtualHeads,
     stock: StockCore,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -74,18 +74,18 @@ def attend_in_chunks(
     sliding_window: int,
     **kwargs,
 ) -> torch.Tensor:
-    """Return the output [batch, N, H, head_dim] of `virtual_heads.attend` on `window_attention`, chunk by chunk.
+    """Return the output [batch, N, H, head_dim] of `heads.attend` on `window_attention`, chunk by chunk.
 
     `sliding_window` is in virtual keys; the states are over tokens. Each chunk also gets the keys of the window before
     it."""
-    size = chunk_tokens(virtual_heads, query, sliding_window)
-    before = sliding_window // virtual_heads.num_pseudo_heads
+    size = chunk_tokens(heads, query, sliding_window)
+    before = sliding_window // heads.num_pseudo_heads
     attend = partial(window_attention, stock)
     outputs = []
     for start in range(0, query.shape[2], size):
         chunk = slice(start, start + size)
         reached = slice(max(0, start - before), start + size)
         states = (query[:, :, chunk], key[:, :, reached], value[:, :, reached])
-        output, _ = virtual_heads.attend(attend, *states, None, sliding_window=sliding_window, **kwargs)
+        output, _ = heads.attend(attend, *states, None, sliding_window=sliding_window, **kwargs)
         outputs.append(output)
     return torch.cat(outputs, dim=1)

@@ -16,8 +16,8 @@ class Mixing(nn.Module):
     then changes the value at s times its rate, and weight decay pulls the value to its start. In half precision w is
     near zero, where it keeps the small steps that a weight near 1 loses.
 
-    Start and scale s are buffers that are saved: whatever moves w, such as a state dict, moves them with it. From
-    scratch the start is zero and s is 1, so that w is the value."""
+    Start and scale s are buffers and are saved with w, so a state dict always holds all three. From scratch the start
+    is zero and s is 1, so that w is the value."""
 
     initial_scale = 1.0  # the scale at which `init_weight` starts
 
@@ -42,9 +42,13 @@ class Mixing(nn.Module):
                 f"The weights of a {type(self).__name__} hold changes and no starts: save a model by save_pretrained "
                 "or its state_dict, not its parameters alone."
             )
-        target, other = (weight, start) if self.initial_scale == 1 else (start, weight)
-        init.copy_(target, value.to(weight).expand_as(weight))
-        init.zeros_(other)
+        value = value.to(weight).expand_as(weight)
+        if self.initial_scale == 1:
+            init.copy_(weight, value)
+            init.zeros_(start)
+        else:
+            init.copy_(start, value)
+            init.zeros_(weight)
         init.constant_(scale, self.initial_scale)
 
     def value(self, name: str = "weight") -> torch.Tensor:

@@ -121,7 +121,7 @@ def interleave_heads(
             and would hardly move at a backbone's rate. The weights hold changes from the exact start (see `Mixing`).
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
-    _check(model, num_pseudo_heads, collapse, seed, mixing_scale)
+    _check_arguments(model, num_pseudo_heads, collapse, seed, mixing_scale)
     window = _window_in_tokens(model, sliding_window, num_pseudo_heads)
     # The configuration is changed below. A model with a head gets a copy of it, because other models may share the
     # object. A model without a head may be part of a larger model, which must read the same object, so there it is
@@ -133,7 +133,7 @@ def interleave_heads(
     try:
         modules, expected = _record_attention(model)
         chosen = _choose(modules, layers, model)
-        _attach_exactly(model, chosen, expected, num_pseudo_heads, collapse, seed, mixing_scale)
+        _attach_and_compare(model, chosen, expected, num_pseudo_heads, collapse, seed, mixing_scale)
     except Exception:
         restore_configs(own_configs)
         raise
@@ -160,7 +160,7 @@ def check_window(sliding_window: Any, expected: str) -> int | None:
     return sliding_window
 
 
-def _attach_exactly(
+def _attach_and_compare(
     model: PreTrainedModel,
     chosen: dict,
     expected: list[torch.Tensor],
@@ -175,7 +175,7 @@ def _attach_exactly(
     config = model.config
     model_class = interleaved_class(_interleaved_class_name(model), config_class(config.model_type))
     try:
-        _attach(model, model_class, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
+        _make_interleaved(model, model_class, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
         difference = relative_difference(expected, probe(model))
         problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
     except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
@@ -183,7 +183,8 @@ def _attach_exactly(
     if problem is not None:
         detach(model)
         raise ValueError(
-            f"{config.model_type} does not compute the same with interleaved heads ({problem}), and is left as it was."
+            f"{config.model_type} does not compute the same with interleaved heads ({problem}), and is left as it "
+            "was: docs/MODEL_TYPES.md lists the types that do."
         )
 
 
@@ -194,11 +195,13 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     are paired: the plain model would compute something else."""
     _check_unwrapped(model)
     if not hasattr(model.config, "interleaved_layers"):
-        raise ValueError("This model has no interleaved heads.")
+        raise ValueError("This model has no interleaved heads: there is nothing to remove.")
     if model.config.virtual_heads == "paired":
-        raise ValueError("The heads are paired: with these weights the plain model computes something else.")
+        raise ValueError("The heads are paired, and the plain model would compute something else: load it again.")
     if model.config.interleaved_window is not None:
-        raise ValueError("The interleaved layers have a window of their own, which the plain model lacks.")
+        raise ValueError(
+            "The interleaved layers have a window of their own, which the plain model lacks: load that model again."
+        )
     config = model.config
     change = 0.0
     for name, module in interleaved_attention(model).items():
@@ -209,13 +212,13 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     if change > 0:
         raise ValueError(
             f"The mixing was trained: its entries are up to {change:.2g} from the start that changes nothing. The "
-            "plain model would compute something else."
+            "plain model would compute something else: load it again."
         )
     detach(model)
     return model
 
 
-def _check(
+def _check_arguments(
     model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: int | None, mixing_scale: float
 ) -> None:
     if isinstance(model, transformers.Pipeline):
@@ -224,7 +227,9 @@ def _check(
     config = model.config
     check_no_tensor_parallelism(config)
     if hasattr(config, "interleaved_window"):  # also of the decoder within an interleaved model
-        raise ValueError("The heads of this model are interleaved already.")
+        raise ValueError(
+            "The heads of this model are interleaved already: use it as it is, or call remove_interleaving first."
+        )
     has_processes = torch.distributed.is_available() and torch.distributed.is_initialized()
     if has_processes and torch.distributed.get_world_size() > 1 and _is_in_ddp(model):
         raise ValueError(
@@ -428,8 +433,9 @@ def probe(model: PreTrainedModel) -> list[torch.Tensor]:
     tokens = torch.arange(3, 17, device=device).view(2, 7) % config.vocab_size
     window = getattr(config, "sliding_window", None)
     decoders = [module for module in backbone.modules() if isinstance(module, PreTrainedModel)]
-    takes_kept = any("logits_to_keep" in signature(decoder.forward).parameters for decoder in decoders)
-    options: dict = {"logits_to_keep": None} if takes_kept else {}  # see `_install_decoder_hooks`
+    takes_logits_to_keep = any("logits_to_keep" in signature(decoder.forward).parameters for decoder in decoders)
+    # `None` keeps Gemma 4 from cropping the rows of the mask, which are virtual tokens (see `_install_decoder_hooks`).
+    options: dict = {"logits_to_keep": None} if takes_logits_to_keep else {}
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     model.eval()
@@ -462,7 +468,7 @@ def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]
 
 
 @torch.inference_mode(False)  # a weight that is made in inference mode gets no gradient
-def _attach(
+def _make_interleaved(
     model: PreTrainedModel,
     model_class: type[PreTrainedModel],
     chosen: dict,
@@ -536,7 +542,7 @@ def remove_mixing(module: torch.nn.Module) -> None:
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Undo `_attach`."""
+    """Undo `_make_interleaved`."""
     config = model.config
     decoder = decoder_of(model)
     modules = list(interleaved_attention(model).values())

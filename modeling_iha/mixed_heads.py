@@ -14,8 +14,7 @@ from .new_token import new_token_attention
 class MixedHeads(NamedTuple):
     """Hold the weights by which a layer mixes, rotates and collapses its heads (IHA, Algorithm 1).
 
-    An "iha" layer, or one of `interleave_heads`, names this class in its attribute `virtual_heads`, and
-    `virtual_attention` builds an instance for each call."""
+    "iha" layers and those of `interleave_heads` have such heads (see `VirtualHeads`)."""
 
     q_mix: torch.Tensor  # alpha^Q, [H, H, P]
     k_mix: torch.Tensor  # alpha^K, [G, G, P]
@@ -30,17 +29,15 @@ class MixedHeads(NamedTuple):
 
     @property
     def weights(self) -> tuple[torch.Tensor, ...]:
-        """Return the weights that may need gradients."""
         return (self.q_mix, self.k_mix, self.v_mix, self.collapse)
 
     @property
     def allocates_virtual_tokens(self) -> bool:
-        """Return True: virtual tokens take memory of their own, so a long row is computed in chunks."""
         return True
 
     @property
     def takes_new_token(self) -> bool:
-        """Return whether `attend_new_token` computes these weights: it knows a collapse within each head."""
+        # `new_token_attention` knows a collapse within each head only.
         return self.collapse.shape[1] == self.num_pseudo_heads
 
     @classmethod
@@ -62,11 +59,7 @@ class MixedHeads(NamedTuple):
         attention_mask: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run steps 2 to 5 on base states, which `attend_virtual` sees as the virtual sequence.
-
-        `attend_virtual` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. It returns
-        the output [batch, N * P, H, head_dim] and weights. Return the output [batch, N, H, head_dim] and those
-        weights."""
+        """Run steps 2 to 5 of the algorithm. `attend_virtual` is step 4 (see `VirtualHeads.attend`)."""
         query = make_virtual_sequence(query, self.q_mix, self.rotation)
         key = make_virtual_sequence(key, self.k_mix, self.rotation)
         value = make_virtual_sequence(value, self.v_mix)

@@ -42,7 +42,8 @@ from .mixed_heads import MixedHeads
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
-from .virtual_core import virtual_attention, virtual_heads_class
+from .virtual_core import virtual_attention
+from .virtual_heads import virtual_heads_class
 from .virtual_masks import (
     CHANGED,
     CORES,
@@ -65,13 +66,12 @@ HOOK = "interleaving"
 ABSENT_FROM_OLD_CHECKPOINTS = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|scale)$"
 
 
-def register_core(core: str, is_changed: bool = False) -> str:
+def register_core(core: str, differs_from_base: bool = False) -> str:
     """Register attention and masks over virtual tokens on a core of Transformers, and return their name.
 
-    If the model `is_changed` from its base, by paired heads or a window, the name is another one (see
-    `changed_attention`)."""
+    A model that `differs_from_base`, by paired heads or a window, gets another name (see `changed_attention`)."""
     name = register_masks(core)
-    if not is_changed:
+    if not differs_from_base:
         ALL_ATTENTION_FUNCTIONS.register(name, partial(noted_attention, core))
         return name
     changed_name = CHANGED + name
@@ -180,7 +180,7 @@ class InterleavedMixin:
         """Return the name under which the requested core attends over virtual tokens."""
         core = None if attn_implementation is None else core_of(attn_implementation)
         core = super()._check_and_adjust_attn_implementation(core, *args, **kwargs)
-        return register_core(core, is_changed(self.config))
+        return register_core(core, differs_from_base(self.config))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
@@ -270,7 +270,7 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
         name: counts for name, counts in config.interleaved_layers.items() if not is_cut_off(backbone, name)
     }
     if not config.interleaved_layers:
-        raise ValueError("None of the interleaved layers is among the first num_hidden_layers: keep more layers.")
+        raise ValueError("The first num_hidden_layers layers include no interleaved one: keep more layers.")
     _share_fields(model)
     for name, head_counts in config.interleaved_layers.items():
         module = backbone.get_submodule(name)
@@ -371,10 +371,10 @@ def is_cut_off(model: nn.Module, name: str) -> bool:
 def use_virtual_cores(model: PreTrainedModel) -> None:
     """Make the decoder attend over virtual tokens, on the cores that its configurations name."""
     for config in virtual_configs(model):
-        set_core(config, register_core(core_of(config._attn_implementation), is_changed(model.config)))
+        set_core(config, register_core(core_of(config._attn_implementation), differs_from_base(model.config)))
 
 
-def is_changed(config: PreTrainedConfig) -> bool:
+def differs_from_base(config: PreTrainedConfig) -> bool:
     """Return whether a model computes something other than its base even with an exact start of the mixing."""
     has_paired_heads = getattr(config, "virtual_heads", None) == "paired"  # older checkpoints lack the field
     return config.interleaved_window is not None or has_paired_heads

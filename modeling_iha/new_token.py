@@ -98,8 +98,8 @@ def new_token_attention(
         # The softmax is in float32 at least, as in the eager core.
         probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(fast_dtype, torch.float32))
 
-        collapse = weights.collapse.to(probabilities.dtype).unsqueeze(1)
-        collapsed = torch.matmul(collapse, probabilities).to(fast_dtype)
+        share_of_pseudo_head = weights.collapse.to(probabilities.dtype).unsqueeze(1)  # R, [H, 1, P]
+        collapsed = torch.matmul(share_of_pseudo_head, probabilities).to(fast_dtype)
         collapsed = collapsed.view(batch, 1, num_heads * num_pseudo_heads, num_keys)
         pairs = zip(collapsed.split(slice_tokens, dim=-1), value.split(slice_tokens, dim=2))
         output = sum(_weighted_sum(shares, values.to(fast_dtype)) for shares, values in pairs)
@@ -122,7 +122,9 @@ def apply_mask(scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tens
 
 
 def hide_in_place(scores: torch.Tensor, window: int | None) -> None:
-    """Set the hidden keys among scores [batch, H, i, j, K] to -inf, for a call without a mask."""
+    """Set the hidden keys among scores [batch, H, i, j, K] to -inf, for a call without a mask.
+
+    `window` is in tokens, or `None`. There are at most window + 1 keys, and only then the oldest is partly hidden."""
     num_pseudo_heads, num_keys = scores.shape[-2:]
     hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
     # Pseudo-head i sees the pseudo-heads up to i of its own token.

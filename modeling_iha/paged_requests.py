@@ -20,7 +20,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from .cache_edge import WINDOW_EDGE
 from .cache_names import IS_FROM_5_24
 from .overlay import Overlay
-from .virtual_core import virtual_heads_class
+from .virtual_heads import virtual_heads_class
 from .virtual_masks import CREATE_MASK, core_of, register_masks
 
 
@@ -193,13 +193,13 @@ def paged_config(decoder: PreTrainedModel) -> Any:
     NotImplementedError for types of layers that have no pages."""
     config = decoder.config
     window = getattr(config, "sliding_window", None)
-    one = "sliding_attention" if window else "full_attention"
-    layer_types = list(getattr(config, "layer_types", None) or [one] * config.num_hidden_layers)
-    others = sorted(set(layer_types) - set(CREATE_MASK))
-    if others:
+    only_type = "sliding_attention" if window else "full_attention"
+    layer_types = list(getattr(config, "layer_types", None) or [only_type] * config.num_hidden_layers)
+    without_pages = sorted(set(layer_types) - set(CREATE_MASK))
+    if without_pages:
         raise NotImplementedError(
             f"Continuous batching has pages for full and sliding attention, and {config.model_type} has layers of "
-            f"type {', '.join(others)}. Use generate, which takes batches too."
+            f"type {', '.join(without_pages)}. Use generate, which takes batches too."
         )
     given = getattr(config, "interleaved_window", None)
     if given and "sliding_attention" not in layer_types:

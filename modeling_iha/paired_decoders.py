@@ -64,7 +64,10 @@ def pair_heads(
         _pair(model, modules)
         difference = relative_difference(expected, probe(model))
         if difference > TOLERANCE[expected[0].dtype]:
-            raise ValueError(f"Its hidden states with paired heads differ by {difference:.1e} from those expected.")
+            raise ValueError(
+                f"The heads of {model.config.model_type} cannot be paired: hidden states differ by {difference:.1e} "
+                "from those expected. docs/MODEL_TYPES.md lists types to use instead."
+            )
     except Exception as error:
         detach(model)
         restore_configs(own_configs)
@@ -74,7 +77,7 @@ def pair_heads(
     for config in virtual_configs(model):
         config.interleaved_window = sliding_window
     use_virtual_cores(model)
-    warnings.warn(f"The heads of this {model.config.model_type} are paired: it computes something else now. Train it.")
+    warnings.warn(f"The heads of this {model.config.model_type} are paired, which changes its outputs: train it.")
     return model
 
 

@@ -21,19 +21,20 @@ from .new_token import apply_mask, hide_in_place
 class PairedHeads(NamedTuple):
     """Make virtual tokens of paired heads.
 
-    A layer of paired heads names this class in its attribute `virtual_heads`, and `virtual_attention` builds an
-    instance for each call."""
+    "paired_heads" layers and those of `pair_heads` have such heads (see `VirtualHeads`)."""
 
     num_pseudo_heads: int  # P
 
     @property
+    def weights(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    @property
     def allocates_virtual_tokens(self) -> bool:
-        """Return False: without a cache virtual tokens are views, so a row needs no chunks."""
-        return False
+        return False  # without a cache virtual tokens are views
 
     @property
     def takes_new_token(self) -> bool:
-        """Return True: `attend_new_token` computes all paired heads."""
         return True
 
     @classmethod
@@ -50,10 +51,9 @@ class PairedHeads(NamedTuple):
         attention_mask: Any,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output [batch, N, H, head_dim] of heads [batch, H or G, N, head_dim], and the core's weights.
+        """Return the output and the weights as `VirtualHeads.attend` does.
 
-        `attend_virtual` is a function of queries, keys, values, a mask and `kwargs`, all in virtual tokens. Its
-        weights are [batch, H / P, N * P, K * P]."""
+        The weights are [batch, H / P, N * P, K * P]."""
         mask = self.mask_of_virtual_heads(attention_mask)
         output, weights = attend_virtual(self.pair(query), self.pair(key), self.pair(value), mask, **kwargs)
         return output.unflatten(1, (-1, self.num_pseudo_heads)).flatten(2, 3), weights

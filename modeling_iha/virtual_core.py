@@ -18,6 +18,7 @@ from .first_keys import is_first_key_mask, narrower, plain_window
 from .interleaving import virtual_kwargs
 from .new_token import uses_new_token_path
 from .overlay import Overlay
+from .virtual_heads import VirtualHeads, virtual_heads_class
 from .virtual_masks import check_mask_type, in_window, token_mask, virtual_tokens_per_token
 from .windows import StockCore, first_key_attention, window_attention
 
@@ -27,14 +28,6 @@ PASS_TO_THE_MODEL = (
     "pass attention_mask [batch, tokens], or [batch, 1, queries, keys] with as many keys as the cache returns, to the "
     "model as a keyword argument."
 )
-
-
-def virtual_heads_class(module: Any) -> Any:
-    """Return the class by which an attention module makes virtual tokens (see `MixedHeads`), or `None`.
-
-    The plugin for vLLM reads the attribute from modules of older checkpoints too, so its name stays. The field of this
-    name in a configuration is something else: it holds "paired" or `None`."""
-    return getattr(module, "virtual_heads", None)
 
 
 def virtual_attention(
@@ -55,7 +48,8 @@ def virtual_attention(
 
     Args:
         core: the name of an attention function of Transformers, such as "sdpa".
-        attention_mask: mask of `virtual_mask` for the core.
+        attention_mask: over virtual tokens: `None`, first keys (first_keys.py), a dense mask, [batch, K * P] for a
+            flash core, or a `BlockMask`.
         rotation: (cos, sin) that rotate pseudo-heads within their token (see `MixedHeads`); `None` where they share
             its position.
         product_dtype: dtype for products with the cache, or `None` for the cache's own.
@@ -69,7 +63,8 @@ def virtual_attention(
         kwargs["sliding_window"] = None
         # Masks of first keys are made only when the cache was empty, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
-    if virtual_heads_class(module) is None:
+    heads_class = virtual_heads_class(module)
+    if heads_class is None:
         return _attend_over_tokens(core, module, query, key, value, attention_mask, **kwargs)
 
     num_keys = key.shape[2]
@@ -78,25 +73,38 @@ def virtual_attention(
     own_window = getattr(module.config, "interleaved_window", None)
     num_pseudo_heads = virtual_tokens_per_token(module.config)
     attention_mask = layer_mask(attention_mask, core, own_window, num_pseudo_heads, num_queries, num_keys)
-    virtual_heads = virtual_heads_class(module).from_module(module, query, key, value, rotation)
+    heads = heads_class.from_module(module, query, key, value, rotation)
     # Autocast leaves rotated queries and keys in float32.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
 
     is_new_token = num_queries == 1 and not has_first_keys
-    can_use_base_keys = is_new_token and virtual_heads.takes_new_token
+    can_use_base_keys = is_new_token and heads.takes_new_token
     if can_use_base_keys and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
-        scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        if attention_mask is None and own_window is not None:
-            # Every pseudo-head but the last sees one token more than the window.
-            key = key[:, :, -own_window - 1 :]
-            value = value[:, :, -own_window - 1 :]
-        return virtual_heads.attend_new_token(
-            query, key, value, scaling, own_window, attention_mask, product_dtype
-        ), None
-    return _attend_over_virtual_tokens(
-        core, module, virtual_heads, query, key, value, attention_mask, own_window, **kwargs
-    )
+        output = _attend_new_token(
+            heads, query, key, value, attention_mask, own_window, kwargs.get("scaling"), product_dtype
+        )
+        return output, None
+    return _attend_over_virtual_tokens(core, module, heads, query, key, value, attention_mask, own_window, **kwargs)
+
+
+def _attend_new_token(
+    heads: VirtualHeads,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    own_window: int | None,
+    scaling: float | None,
+    product_dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """Return the output of one new token, computed from base keys, of which those outside the window are left out."""
+    if attention_mask is None and own_window is not None:
+        # Every pseudo-head but the last sees one token more than the window.
+        key = key[:, :, -own_window - 1 :]
+        value = value[:, :, -own_window - 1 :]
+    scaling = scaling or query.shape[-1] ** -0.5
+    return heads.attend_new_token(query, key, value, scaling, own_window, attention_mask, product_dtype)
 
 
 def _without_unused_places(
@@ -112,9 +120,9 @@ def _attend_over_tokens(
     """Return the output and weights of a layer without virtual heads.
 
     The model's mask is over virtual tokens, and is converted to tokens first."""
-    num_pseudo_heads = virtual_tokens_per_token(module.config)
-    stock = stock_core(core, module, num_pseudo_heads)
-    mask = token_mask(attention_mask, num_pseudo_heads)
+    per_token = virtual_tokens_per_token(module.config)
+    stock = stock_core(core, module, per_token)
+    mask = token_mask(attention_mask, per_token)
     if is_first_key_mask(mask):
         return first_key_attention(stock, query, key, value, mask, **kwargs)
     return stock(query, key, value, mask, **kwargs)
@@ -123,7 +131,7 @@ def _attend_over_tokens(
 def _attend_over_virtual_tokens(
     core: str,
     module: Any,
-    virtual_heads: Any,
+    heads: VirtualHeads,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -133,8 +141,7 @@ def _attend_over_virtual_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output and weights of a core that runs on virtual tokens.
 
-    `virtual_heads` is the layer's `MixedHeads` or `PairedHeads`. The mask is that of `layer_mask`, and `own_window` is
-    in tokens (see `virtual_attention`)."""
+    The mask is that of `layer_mask`, and `own_window` is in tokens (see `virtual_attention`)."""
     num_pseudo_heads = virtual_tokens_per_token(module.config)
     stock = stock_core(core, module, num_pseudo_heads)
     if own_window is not None:
@@ -147,21 +154,21 @@ def _attend_over_virtual_tokens(
     # A dense mask or a `BlockMask` holds the whole pattern.
     has_own_pattern = attention_mask is not None and not is_first_key_mask(attention_mask)
     if "flash" in core or has_own_pattern:  # flash cores hide later keys by themselves
-        return virtual_heads.attend(stock, query, key, value, attention_mask, **kwargs)
+        return heads.attend(stock, query, key, value, attention_mask, **kwargs)
     num_queries = query.shape[2]
     if attention_mask is None and num_queries == 1:
         mask = new_token_mask(key.shape[2], own_window, num_pseudo_heads, query.device)
-        return virtual_heads.attend(stock, query, key, value, mask, **kwargs)
+        return heads.attend(stock, query, key, value, mask, **kwargs)
     if attention_mask is None:
         # Several queries without a mask: nothing was cached before, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
     virtual_window, dropout = kwargs.get("sliding_window"), kwargs.get("dropout")
-    window = chunk_window(virtual_heads, query, key, value, attention_mask, virtual_window, dropout)
+    window = chunk_window(heads, query, key, value, attention_mask, virtual_window, dropout)
     if window is not None:
         kwargs["sliding_window"] = window
-        return attend_in_chunks(virtual_heads, stock, query, key, value, **kwargs), None
+        return attend_in_chunks(heads, stock, query, key, value, **kwargs), None
     attend = window_attention if attention_mask is None else first_key_attention
-    return virtual_heads.attend(partial(attend, stock), query, key, value, attention_mask, **kwargs)
+    return heads.attend(partial(attend, stock), query, key, value, attention_mask, **kwargs)
 
 
 def layer_mask(

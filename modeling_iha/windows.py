@@ -24,6 +24,8 @@ except ImportError:  # a build of PyTorch without it
 
 # The smallest block of queries. Larger blocks copy fewer keys and compute more pairs outside the window.
 MIN_BLOCK = 128
+# A dense mask is faster than blocks for rows of at most so many keys, and for windows that leave out at most so many.
+DENSE_KEYS = 128
 # Rows are joined into one while heads * tokens is at most this. In longer rows copies and masks cost as much as the
 # saved calls.
 JOINED_ROW = 2048
@@ -61,9 +63,9 @@ def first_key_attention(
     used:
 
     - a plain window: PyTorch's FlashAttention on a GPU in half precision, and elsewhere `window_attention`
-    - a mask that `compiled_first_keys` made for a window, with more than MIN_BLOCK keys outside it: blocks of all rows
-      in one call, in eager code too
-    - other compiled code, at most MIN_BLOCK keys, or a mask in which padding sees nothing: a dense mask
+    - a mask that `compiled_first_keys` made for a window, with more than DENSE_KEYS keys outside it: blocks of all
+      rows in one call, in eager code too
+    - other compiled code, at most DENSE_KEYS keys, or a mask in which padding sees nothing: a dense mask
     - documents on a GPU in half precision: PyTorch's FlashAttention
     - rows of one document: `window_attention`
     - other documents: `window_attention` for one after the other
@@ -85,11 +87,12 @@ def first_key_attention(
         # Slice only in this case: a slice loses the documents stored on the mask.
         first_keys = first_keys[..., :1]
         window = narrower(width, sliding_window)
-        if length - window > MIN_BLOCK:
-            return _attend_in_compiled_blocks(stock, query, key, value, window, first_keys, **kwargs)
+        if length - window > DENSE_KEYS:
+            return _attend_in_padded_blocks(stock, query, key, value, window, first_keys, **kwargs)
     # From here on the first keys hold the window of the mask, and only that of the layer is still to be applied.
-    may_read_values = not torch.compiler.is_compiling() and length > MIN_BLOCK
-    documents = documents_of(first_keys) if may_read_values else None
+    is_short = length <= DENSE_KEYS
+    # Compiled code cannot read values, and short rows need no documents.
+    documents = None if is_short or torch.compiler.is_compiling() else documents_of(first_keys)
     if documents is None or documents.has_hidden_padding:
         mask = _dense_mask(first_keys, length, sliding_window)
         return stock(query, key, value, mask, **kwargs)
@@ -152,11 +155,11 @@ def window_attention(
     before = key.shape[2] - length
     if window is None or before + length <= window:
         return stock(query, key, value, None, **kwargs)
-    if length - window <= MIN_BLOCK and before == 0:
+    if length - window <= DENSE_KEYS and before == 0:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         return stock(query, key, value, mask[None, None], **kwargs)
     if torch.compiler.is_compiling():
-        return _attend_in_compiled_blocks(stock, query, key, value, window, **kwargs)
+        return _attend_in_padded_blocks(stock, query, key, value, window, **kwargs)
     if batch > 1 and num_heads * length <= JOINED_ROW and before == 0:
         return _attend_in_joined_rows(stock, query, key, value, window, **kwargs), None
     rows = zip(query.split(1), key.split(1), value.split(1))
@@ -190,8 +193,8 @@ def _attend_in_blocks(
     With a `row_length`, the L tokens are several rows of `row_length` tokens each, and no row sees another."""
     _, _, length, _ = query.shape
     num_keys = key.shape[2]
-    # As many queries as see key 0: `window`, or 0 if the keys of a whole window come before the queries. A core
-    # without a mask takes key 0 for the own key of query 0, so nothing between is possible.
+    # The first `window` queries see key 0. They are computed causally and without a mask, for which key 0 has to be
+    # the own key of query 0. If the keys of a whole window come before the queries, there are no such queries.
     num_first = window - (num_keys - length)
     block = min(block_size(window), length - num_first)
     num_last = (length - num_first) % block
@@ -327,13 +330,13 @@ def _block_mask(size: int, window: int, device: torch.device) -> torch.Tensor:
     return (query < key) & (key <= query + window)
 
 
-def _attend_in_compiled_blocks(
+def _attend_in_padded_blocks(
     stock: StockCore, query, key, value, window: int, first_keys: torch.Tensor | None = None, **kwargs
 ) -> tuple[torch.Tensor, None]:
-    """Return the output of `window_attention`, by one call of the core.
+    """Return the output of `window_attention` by one call of the core, on rows joined and padded to whole blocks.
 
-    Its graph serves every length, because rows are joined and padded to whole blocks. `first_keys` [batch, 1, L, 1]
-    separate documents and hide padding (see `compiled_first_keys`)."""
+    Compiled code takes this form, because one graph serves every length. `first_keys` [batch, 1, L, 1] separate
+    documents and hide padding (see `compiled_first_keys`)."""
     batch, _, length, _ = query.shape
     device = query.device
     block = block_size(window)

@@ -49,7 +49,7 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
             "CPU (if one process is what you want, unset MASTER_ADDR)."
         )
     if args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED"):
-        raise UserError(f"DeepSpeed: expected FSDP2, which shards the same: use {CONFIGS}/fsdp2.yaml.")
+        raise UserError(f"DeepSpeed is not supported: use FSDP2, which shards the same things ({CONFIGS}/fsdp2.yaml).")
     if asks_for_fsdp(args) and resolved in (DistributedType.NO, DistributedType.MULTI_CPU):
         raise UserError(
             f"FSDP would silently train unsharded without accelerators ({resolved}): use {CONFIGS}/ddp.yaml on the "

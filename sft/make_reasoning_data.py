@@ -53,7 +53,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     names = [name for name, _ in args.options]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise UserError(f"--options: {', '.join(sorted(twice))} is given twice.")
+        raise UserError(f"--options: {', '.join(sorted(twice))} given twice: give each option once.")
     return args
 
 

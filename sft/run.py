@@ -62,8 +62,8 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
             last = newest_whole_checkpoint(output)
             where = "There is no checkpoint yet." if last is None else f"The last good checkpoint is {last}."
             raise UserError(
-                f"Training stopped at {error} {where} Lower the rates, or look for what is odd in the data, and start "
-                "in another output_dir."
+                f"Training stopped at {error} {where} Lower learning_rate, or check the data, and start in another "
+                "output_dir."
             ) from error
 
 

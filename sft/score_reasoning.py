@@ -157,7 +157,8 @@ def check_rows(rows: list[dict], trust_rows: bool = False) -> list[list[dict]]:
         generator, entry = row.get("generator"), row.get("entry")
         if generator not in list(DATASETS) or not isinstance(entry, dict):
             raise UserError(
-                f"row {number}: columns 'generator' and 'entry' as make_reasoning_data.py writes are needed."
+                f"row {number}: expected the columns 'generator' and 'entry', as `python -m sft.make_reasoning_data` "
+                "writes them."
             )
         if runs_rows(generator) and not trust_rows:
             raise UserError(

@@ -71,7 +71,10 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
 def peak_tokens_per_second(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> float:
     """Return the tokens per second of all devices at their peak. Raise `UserError` if they cannot be counted."""
     if not isinstance(config, IHAConfig) or args.max_length is None:
-        raise UserError("peak_tflops: the cost model counts rows of max_length of an IHA model. Remove the key.")
+        raise UserError(
+            "peak_tflops needs an IHAForCausalLM and max_length, from which the cost model counts FLOPs: set "
+            "max_length, or remove peak_tflops."
+        )
     return run.peak_tflops * 1e12 * args.world_size / flops_of_a_token(config, args.max_length)
 
 

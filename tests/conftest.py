@@ -79,6 +79,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
     monkeypatch.setattr(tuple_attention, "PAIR_BLOCK", 4)
     monkeypatch.setattr(windows, "MIN_BLOCK", 4)
+    monkeypatch.setattr(windows, "DENSE_KEYS", 4)
     monkeypatch.setattr(attention_hyper, "CHUNK", 4)
 
 

@@ -159,6 +159,7 @@ IHA_CODE = {
     "modeling_iha.py",
     "masks.py",
     "virtual_core.py",
+    "virtual_heads.py",
     "attention_kinds.py",
     "attention_mha.py",
     "attention_iha.py",

@@ -477,6 +477,7 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path, new_proce
                 "tested_versions.py",
                 "pairing.py",
                 "virtual_core.py",
+                "virtual_heads.py",
             )
         }
     alone = tmp_path / "alone"

@@ -211,7 +211,7 @@ PAIRED = {
 
 def paired(name, **options):
     model = decoder(name)
-    with pytest.warns(UserWarning, match=f"The heads of this {name} are paired: it computes something else now"):
+    with pytest.warns(UserWarning, match=f"The heads of this {name} are paired, which changes its outputs"):
         assert pair_heads(model, 2, **{**PAIRED[name], **options}) is model
     return model
 

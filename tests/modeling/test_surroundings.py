@@ -175,7 +175,7 @@ def test_layers_are_cut_off(tmp_path):
         assert_close(logits(loaded, input_ids=tokens), expected)
     late = interleave_heads(decoder("llama"), 2, layers=[2])
     late.save_pretrained(tmp_path / "late")
-    with pytest.raises(ValueError, match="None of the interleaved layers is among the first num_hidden_layers"):
+    with pytest.raises(ValueError, match="The first num_hidden_layers layers include no interleaved one"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "late", trust_remote_code=True, num_hidden_layers=2)
     plain = remove_interleaving(interleave_heads(decoder("llama"), 2))
     assert logits(plain, input_ids=tokens).equal(logits(decoder("llama"), input_ids=tokens))

@@ -73,7 +73,7 @@ def test_bytes_are_the_tokens_without_a_tokenizer(tmp_path, cli):
         (("absent", "start"), "There is no preset 'absent'"),
         (("tiny", "start", "--set", "num_hidden_layers"), "expected FIELD=VALUE"),
         (("tiny", "start", "--set", "num_attention_heads=7"), "not a multiple of num_attention_heads=7"),
-        (("tiny", "start", "--set", "foo=3"), "There is no field 'foo' in a preset"),
+        (("tiny", "start", "--set", "foo=3"), "'foo' is not a field that a preset sets"),
         (("tiny", "start", "--tokenizer", "."), "holds no tokenizer"),
     ],
 )
