@@ -15,7 +15,8 @@ from iha import api
 
 
 START = """# API
-What `from modeling_iha import ...` gives, from the docstrings (`python docs/write_api.py`)."""
+This page lists the public names of `modeling_iha`. `python docs/write_api.py` writes it from the
+docstrings."""
 COMMANDS = """`from iha.api import convert, verify, push, pull` gives the commands as functions. Their
 arguments are the options of the commands, which `iha COMMAND --help` explains."""
 

@@ -187,7 +187,9 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="checkpoint directory, GGUF file or id on the Hub")
-    parser.add_argument("--suite", required=True, choices=("smoke", "ruler", "reasoning", "paper"))
+    parser.add_argument(
+        "--suite", required=True, choices=("smoke", "ruler", "reasoning", "paper"), help="tasks to run"
+    )
     parser.add_argument("--tasks", nargs="+", help="only these tasks of the suite")
     parser.add_argument(
         "--data", type=Path, help="directory of data files as in data_manifest.json (default: the Hub)"
@@ -198,11 +200,16 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
     parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (default 16)")
     parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
-    parser.add_argument("--output", type=Path, help="default: outputs/evaluation/MODEL")
-    parser.add_argument("--batch-size", type=int, default=8, help="default: 8")
+    parser.add_argument("--output", type=Path, help="directory for results (default: outputs/evaluation/MODEL)")
+    parser.add_argument("--batch-size", type=int, default=8, help="rows in a batch (default: 8)")
     parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="default: auto, that of the checkpoint",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
     parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
     parser.add_argument(run_code.FLAG, action="store_true", help=run_code.FLAG_HELP)
     args = complete(parser.parse_args(argv))

@@ -276,7 +276,7 @@ def cost_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     config = "model, interleaved model or Llama-like base: a directory with a config.json, or a Hub id"
     model.add_argument("--config", help=config)
     parser.add_argument("--tokens", type=int, required=True, help="length of the sequence")
-    parser.add_argument("--batch", type=int, default=1, help="number of sequences (1)")
+    parser.add_argument("--batch", type=int, default=1, help="number of sequences (default: 1)")
     virtual = "P in place of the model's; a plain base gets it in every layer, or with --window in four of five"
     parser.add_argument("--num-pseudo-heads", type=int, help=virtual)
     parser.add_argument("--window", type=int, help="window in tokens in place of the model's")

@@ -75,16 +75,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["windows", "mha", "paired", "iha"], metavar="ARM")
     parser.add_argument("--text", required=True, help="file to learn from, or python or prose (this Python's own)")
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="of the model (tiny)")
-    parser.add_argument("--tokens", type=int, default=256, help="length of rows, N, in bytes (256)")
-    parser.add_argument("--steps", type=int, help="of training (400 to 800, by size)")
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="size of the model (default: tiny)")
+    parser.add_argument("--tokens", type=int, default=256, help="length of rows, N, in bytes (default: 256)")
+    parser.add_argument("--steps", type=int, help="training steps (default: 400 to 800, by size)")
     parser.add_argument(
         "--seeds",
         type=int,
         default=3,
         help="at most this many seeds (3); from 6 on training stops as soon as the intervals are narrow",
     )
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     where = "(outputs/compare/TEXT-SIZE-TOKENS, with --steps TEXT-SIZE-TOKENS-STEPS); its table is replaced"
     parser.add_argument("--output", type=path_from_root, help=where)
     args = parser.parse_args(argv)

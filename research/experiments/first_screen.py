@@ -21,7 +21,7 @@ from research.experiments.study import interval
 TABLES = [RESULTS / "paired_heads.json", BENCHMARKS / "gpu" / "nvidia-h100-80gb-hbm3" / "gpu.json"]
 # Label -> the variant of `paired_heads`, and the form of the part "schedule" of the GPU.
 LINES = {
-    "global attention": ("mha", "mha: sdpa"),
+    "ordinary attention": ("mha", "mha: sdpa"),
     "windows alone (4 of 5 layers)": ("global_local", "windows alone: sdpa"),
     "paired heads in the windows, P = 4": ("paired_4", "paired heads: sdpa"),
     "the paper's schedule, P = 4": ("iha_4", "schedule, P = 4: sdpa"),
@@ -35,9 +35,9 @@ def plot(losses: dict, gpu: dict) -> Figure:
     trained = [row for row in gpu["rows"] if row["part"] == "schedule" and row["backward"]]
     costs = [row["ratios"]["paired heads: sdpa"] / row["ratios"]["windows alone: sdpa"] for row in trained]
     message = (
-        f"In {losses['steps']} steps paired heads end {ends['global_local'] - ends['paired_4']:.2f} nats below "
-        f"windows alone and {ends['mha'] - ends['paired_4']:.2f} below global attention; on a GPU they take "
-        f"{min(costs):.2f} to {max(costs):.2f} of the time of windows alone"
+        f"After {losses['steps']} steps paired heads are {ends['global_local'] - ends['paired_4']:.2f} nats per byte "
+        f"below windows alone and {ends['mha'] - ends['paired_4']:.2f} below ordinary attention. On an H100\n"
+        f"their attention takes {min(costs):.2f} to {max(costs):.2f} times as long as that of windows alone."
     )
     figure, (by_steps, by_time, by_context) = plots.panels(message, 3, 3, 2.9)
     for index, (label, (variant, form)) in enumerate(LINES.items()):
@@ -55,12 +55,12 @@ def plot(losses: dict, gpu: dict) -> Figure:
         axes.set(xlabel=label, ylim=(min(ends.values()) - 0.05, HIGHEST_LOSS))
     by_steps.set_title("held-out loss, nats per byte", fontsize="medium")
     by_time.set_title("the same, by time", fontsize="medium")
-    by_context.set_title("attention on an H100, training", fontsize="medium")
+    by_context.set_title("attention, H100", fontsize="medium")
     by_context.set(xlabel="context, × 1,024 tokens", xscale="log", ylim=(0, None))
     plots.ticks(by_context, "x", [row["tokens"] // 1024 for row in trained])
     for axes in (by_steps, by_time):
         axes.set_ylabel("lower is better", fontsize="small")
-    by_context.set_ylabel("time / global attention", fontsize="small")
+    by_context.set_ylabel("time / ordinary attention", fontsize="small")
     for axes in (by_steps, by_time, by_context):
         axes.grid(linewidth=0.3)
     return figure

@@ -206,11 +206,11 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Run the study and write its results. Return the path of its table. Raise `UserError`."""
     parser = protocol_parser(__doc__, "paired_heads", EFFECT, VARIANTS)
     parser.set_defaults(kinds=USUAL)
-    parser.add_argument("--tokens", type=int, default=256, help="length of rows (256)")
-    parser.add_argument("--width", type=int, default=64, choices=SIZES, help="of the model (64)")
-    parser.add_argument("--steps", type=int, help="of training (those of the width)")
-    parser.add_argument("--text", default="python", type=given_text, help="python, prose or any file (python)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
+    parser.add_argument("--tokens", type=int, default=256, help="length of rows (default: 256)")
+    parser.add_argument("--width", type=int, default=64, choices=SIZES, help="width of the model (default: 64)")
+    parser.add_argument("--steps", type=int, help="training steps (default: those of the width)")
+    parser.add_argument("--text", default="python", type=given_text, help="python, prose or a file (default: python)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     args = parser.parse_args(argv)
     usual = {"tokens": 256, "width": 64, "steps": None, "text": "python", "device": "cpu"}
     others = (getattr(args, name) for name, value in usual.items() if getattr(args, name) != value)

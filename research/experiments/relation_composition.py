@@ -203,10 +203,10 @@ def plot(table: dict) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     parser = study_parser(__doc__, "relation_composition", seeds=1)
-    parser.add_argument("--task", choices=TASKS, default="ternary", help="(ternary)")
+    parser.add_argument("--task", choices=TASKS, default="ternary", help="default: ternary")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS[:-1], metavar="KIND")
-    parser.add_argument("--rate", type=float, default=1e-3, help="of Adam (0.001)")
-    parser.add_argument("--epochs", type=int, default=8, help="of a run at most (8)")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of Adam (default: 0.001)")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs of a run at most (default: 8)")
     args = parser.parse_args(argv)
     args.study += f"_{args.task}" * (args.task != "ternary") + f"_{args.rate:g}" * (args.rate != 1e-3)
     if args.epochs < 1:

@@ -246,7 +246,7 @@ def test_the_lead_over_training():
     assert lines[start : start + len(expected)] == expected
 
 
-# Columns of the README's first table -> a study and a budget; its lines -> variants
+# Columns of the table of docs/FORMS.md -> a study and a budget; its lines -> variants
 FIRST_COLUMNS = {
     "width 64, equal steps": ("paired_heads", "steps"),
     "width 64, equal time": ("paired_heads", "time"),
@@ -269,8 +269,8 @@ def difference_from_windows(variant: str, study: str, budget: str) -> str:
     return f"{text(found)}{' ?' * (found['p_holm'] > 0.05)}" if found else "–"
 
 
-def test_the_first_table_of_the_readme():
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+def test_the_gains_of_each_form():
+    lines = section("docs/FORMS.md", "What each form gains").splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("| form |"))
     header, _, *table_lines = lines[start : start + 2 + len(FIRST_LINES)]
     assert [cell.strip() for cell in header.strip("|").split("|")] == ["form", *FIRST_COLUMNS]
@@ -278,6 +278,22 @@ def test_the_first_table_of_the_readme():
         name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         assert re.sub(r"\[(.*)\]\(.*\)", r"\1", name) == form
         assert cells == [difference_from_windows(variant, *column) for column in FIRST_COLUMNS.values()]
+
+
+@pytest.mark.parametrize(
+    "document, heading",
+    [
+        ("README.md", "Train from random weights"),
+        ("README.md", "What we measured"),
+        ("docs/FORMS.md", "What each form gains"),
+    ],
+)
+def test_intervals_of_the_guides_are_those_of_the_tables(document, heading):
+    studies = (*PAIRED, *WARM_STARTS)
+    known = [*paired_more(), *(each for study in studies for each in numbers(table(study)))]
+    found = [figure for figure in FIGURE.findall(section(document, heading)) if figure[1]]
+    assert len(found) > 1
+    assert [figure for figure in found if not is_of(known, *figure, False)] == []
 
 
 # The claims of research/README.md
