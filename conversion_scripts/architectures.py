@@ -75,11 +75,13 @@ def check_source(config: PreTrainedConfig) -> Architecture:
         raise UserError("The heads of the source are interleaved already: convert its base (remove_interleaving).")
     if config.model_type == "iha":
         raise UserError("The source is an 'iha' checkpoint already: convert the model that it was made from.")
+    if config.model_type == "diffllama":
+        raise UserError("The source is a 'diffllama': use `python -m conversion_scripts.convert_diffllama_to_iha`.")
     if config.model_type not in ARCHITECTURES:
         raise UserError(
             f"The architecture {config.model_type!r} cannot be converted: its weights are not those of Llama, as "
             f"those of {', '.join(ARCHITECTURES)} are. `interleave_heads` (from modeling_iha import interleave_heads) "
-            "interleaves the heads of any decoder and keeps its own class."
+            "interleaves the heads of most decoders and keeps their own class (docs/MODEL_TYPES.md)."
         )
     architecture = ARCHITECTURES[config.model_type]
     check_fields(config, architecture.known_fields)

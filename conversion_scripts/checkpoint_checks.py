@@ -3,6 +3,7 @@
 The files that belong to it are there, its weights are whole and consistent, its code is known, and its tokenizer fits.
 """
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -18,7 +19,6 @@ from transformers.utils import (
 )
 
 from iha.checkpoints import (
-    TOKENIZER_FILES,
     check_no_adapter,
     load_config,
     load_config_dict,
@@ -44,6 +44,22 @@ LOADED_NAMES = {
     VIDEO_PROCESSOR_NAME,
     FEATURE_EXTRACTOR_NAME,
 }
+# Files of tokenizers, as Transformers' classes name them. Other files that begin like these may be private.
+TOKENIZER_PATTERNS = (
+    "tokenizer.json",
+    "tokenizer.[0-9]*.json",  # for a version of Transformers and later ones
+    "tokenizer_config.json",
+    "tokenizer.model*",
+    "tokenizer.tiktoken",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.bpe",
+    "vocab-src.json",
+    "vocab-tgt.json",
+    "spiece.model",
+    "sentencepiece*.model",
+    "tekken.json",
+)
 READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png"}
 EVAL_RESULTS = ".eval_results"  # the Hub's folder of results, one YAML file for each source
 FOLDERS = {EVAL_RESULTS: "*.yaml", CHAT_TEMPLATE_DIR: "*.jinja"}
@@ -68,7 +84,7 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
     entries = sorted(directory.iterdir())
     refuse_pickles(directory, [path.name for path in entries])
     belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | _weight_names(directory)
-    belongs |= {path.name for path in entries if path.name.startswith(TOKENIZER_FILES) and path.suffix != ".py"}
+    belongs |= {path.name for path in entries if any(fnmatchcase(path.name, name) for name in TOKENIZER_PATTERNS)}
     at_root = [path for path in entries if path.is_file() and path.name in belongs]
     inner = [path for folder, pattern in FOLDERS.items() for path in sorted((directory / folder).glob(pattern))]
     _refuse_outside(directory, at_root + inner)

@@ -115,6 +115,8 @@ def push(
         if tag is not None and tag not in tags:
             api.create_tag(repo_id, tag=tag, revision=commit.oid)
         url = commit.pr_url or commit.commit_url
+        if create_pr and commit.pr_url is None:
+            print(f"{repo_id} has these files already: no pull request was opened.")
         print(f"Published: {url}\nRevision: {commit.oid}\n\n{loading_code(repo_id, commit.oid)}")
         return url
 

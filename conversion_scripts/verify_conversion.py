@@ -206,6 +206,8 @@ def verify(
     source = find_source(source)
     converted = find_source(converted)
     config, converted_config, ids = read_both(source, converted, expanded(text or DEFAULT_TEXT), tokens)
+    saved_dtype = converted_config.dtype  # the load in float32 changes it
+    is_rounded = saved_dtype in (torch.bfloat16, torch.float16) and saved_dtype != config.dtype
     length = min(tokens, exact_length(config, converted_config) or tokens)
     new_tokens = max_new_tokens
     if length < tokens:
@@ -242,7 +244,8 @@ def verify(
         raise UserError("The control with a broken parameter passed as well: this text cannot tell the models apart.")
     if not results["converted"].passed:
         expected = f"max |dlogit| < {results['converted'].allowed_difference:g} and the same greedy continuation"
-        raise UserError(f"{converted} does not compute what {source} does: expected {expected}.")
+        rounded = f" Its weights were rounded to {saved_dtype}: verify a conversion without --dtype." * is_rounded
+        raise UserError(f"{converted} does not compute what {source} does: expected {expected}.{rounded}")
     print(f"The conversion is exact up to rounding{f', for {length} tokens' if length < tokens else ''}.")
     return results
 

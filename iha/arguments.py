@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -139,7 +140,9 @@ def check_attention(num_pseudo_heads: int | None, schedule: str, window: int | N
     if num_pseudo_heads is not None and num_pseudo_heads < 1:
         raise UserError(f"num_pseudo_heads={num_pseudo_heads}: expected at least 1.")
     if kind != "iha" and schedule != "global":
-        raise UserError(f"kind {kind!r} with schedule={schedule!r}: only 'iha' has it; leave out --schedule.")
+        raise UserError(
+            f"kind {kind!r} with schedule={schedule!r}: only 'iha' has that schedule; leave out --schedule."
+        )
     if window is not None and schedule == "global":
         raise UserError(f"window={window}: the global schedule has no window; add --schedule hybrid or drop --window.")
     if window is not None and window < 2:
@@ -226,6 +229,8 @@ def check_push(directory: str | os.PathLike, repo_id: str, tag: str | None, crea
         raise UserError(f"{directory} is not a directory: expected a saved model.")
     if not Path(directory, "config.json").is_file():
         raise UserError(f"{directory} holds no config.json: expected a saved model directory.")
+    if tag is not None and (not re.fullmatch(r"\w[\w.+/-]*(?<![./])", tag) or ".." in tag or tag.endswith(".lock")):
+        raise UserError(f"--tag {tag!r} cannot be the name of a tag: expected one such as v1.0.")
     if tag is not None and create_pr:
         raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")
 

@@ -52,7 +52,8 @@ TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 # A part of the advice of other libraries that no command here can follow -> the text that replaces the advice. No path
 # holds it by accident.
 _ADVICE = {
-    "trust_remote_code=True": "only code of its own could load it, and no command here runs the code of a checkpoint",
+    "trust_remote_code=True": "only code of its own could load it, and no command here runs the code of a checkpoint "
+    "(`python -m conversion_scripts.convert_dcformer_to_iha` converts DCFormer without its code)",
     "deserializing header": "safetensors are damaged, or only a pointer of Git LFS: fetch it again (git lfs pull)",
     "gguf>=": 'GGUF files need the package gguf: pip install "modeling-iha[scripts]"',
     "Weights only load failed": "it is damaged, or a pickle of more than tensors, which is not read because it could "

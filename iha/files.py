@@ -39,12 +39,14 @@ def new_directory(dst: str | os.PathLike) -> Iterator[Path]:
     """
     check_new_directory(dst)
     dst = _absolute(dst)
+    is_made = False
     try:
         with signals_as_interrupts(), _temporary_sibling(dst) as temporary:
             yield temporary
             os.replace(temporary, dst)
+            is_made = True
     except KeyboardInterrupt as interrupt:
-        interrupt.add_note(f"{dst} was not made: the same command starts again.")
+        interrupt.add_note(f"{dst} is complete." if is_made else f"{dst} was not made: the same command starts again.")
         raise
 
 

@@ -72,6 +72,8 @@ def locate(source: str | os.PathLike) -> Source:
             if file.suffix in LOADED and not file.is_file():
                 raise UserError(f"{file} is not a file, or is a broken link: remove it, or download the file again.")
         return Source(name, str(path))
+    if path.is_file():
+        raise UserError(f"{source} is a file: expected its directory, {path.parent}, or a GGUF file.")
     if path.parent != Path() and path.parent.is_dir():  # asking the Hub takes a minute without a network
         there = f"{path.parent} is one: expected a directory in it, or a Hub id such as org/name."
         raise UserError(f"{source} is not a directory, and {there}")

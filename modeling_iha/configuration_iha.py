@@ -274,12 +274,15 @@ class IHAConfig(LlamaConfig):
 
     def _validate_layer_list(self, field: str, allowed: tuple):
         entries = getattr(self, field)
+        if isinstance(entries, str):  # assigned after the configuration was built
+            raise ValueError(f"{field}={entries!r} was assigned: assign a list with one entry per layer.")
         for entry in entries:
             if entry not in allowed:
                 raise ValueError(f"{field} holds {entry!r}; allowed are {', '.join(map(repr, allowed))}.")
         if len(entries) != self.num_hidden_layers:
+            one_name = "one name, " if isinstance(allowed[0], str) else ""
             raise ValueError(
-                f"{field} has {len(entries)} entries for num_hidden_layers={self.num_hidden_layers}: give one name, "
+                f"{field} has {len(entries)} entries for num_hidden_layers={self.num_hidden_layers}: give {one_name}"
                 "one entry per layer, or a pattern short enough to repeat at least twice."
             )
 

@@ -201,6 +201,10 @@ class IHAModel(IHAPreTrainedModel):
     """Run the decoder: token embedding, layers and final norm."""
 
     def __init__(self, config: IHAConfig):
+        if not hasattr(config, "attention_kinds"):
+            raise ValueError(
+                f"{type(config).__name__} is not an IHAConfig: build one, or convert the model (`iha convert`)."
+            )
         config.validate_architecture()  # fields may have been set since the config was built
         super().__init__(config)
         self.padding_idx = config.pad_token_id

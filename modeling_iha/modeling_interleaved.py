@@ -86,13 +86,14 @@ def changed_attention(core: str, module: Any, *args, **kwargs) -> tuple[torch.Te
 
     TRL loads a reference model from `_name_or_path` and gives it the `attn_implementation` of the trained model. If
     that model was interleaved in place, the path leads to the plain base, so a model without interleaved heads calls
-    this core. Its outputs differ beyond a window, and from paired heads at every length."""
+    this core. Its outputs differ beyond a window, and from paired heads and a loaded mixing at every length."""
     config = getattr(module, "config", None)
     if config is not None and not hasattr(config, "num_pseudo_heads"):
         raise RuntimeError(
-            "This reference model is the plain base, and the trained model has paired heads, or interleaved heads "
-            "with a window: their outputs differ. Pass ref_model (another such copy), or save the trained model and "
-            "train what from_pretrained loads, with trust_remote_code=True for the trainer too."
+            "This reference model is the plain base, and the trained model has paired heads, a window of interleaved "
+            "heads, or a mixing that load_adapter loaded: their outputs differ. Pass ref_model (another such copy; "
+            "GRPO takes none), or save the model and train what from_pretrained loads, with trust_remote_code=True "
+            "for the trainer too."
         )
     return noted_attention(core, module, *args, **kwargs)
 

@@ -6,6 +6,7 @@
 
 import os
 import re
+from itertools import cycle, islice
 from pathlib import Path
 
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -37,8 +38,8 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
 
     `overrides` replace single fields. P is the number of heads if neither they nor the preset state it. A window that
     is not overridden is computed anew: in presets with "iha" layers it is `flop_matched_window` of the context length
-    and P, and in others it keeps its share of the context length. Special tokens outside of the vocabulary are left
-    out.
+    and P, and in others it keeps its share of the context length. With another number of layers the lists of kinds and
+    layer types are cut, or begin again. Special tokens outside of the vocabulary are left out.
 
     Raise a ValueError for a window that is not shorter than the context: its layers would silently be global."""
     directory = PACKAGE.parent / "configuration_iha"
@@ -48,6 +49,9 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     preset, _ = cls.get_config_dict(directory / f"{name}.json")
     rope_theta = {"rope_theta": overrides.pop("rope_theta")} if "rope_theta" in overrides else {}
     fields = preset | overrides
+    for name in {"attention_kinds", "layer_types", "no_rope_layers"} & preset.keys() - overrides.keys():
+        if isinstance(preset[name], list):
+            fields[name] = list(islice(cycle(preset[name]), fields["num_hidden_layers"]))
     length = fields["max_position_embeddings"]
     slides = "sliding_attention" in (fields.get("layer_types") or ())
     if "sliding_window" in preset.keys() - overrides.keys():

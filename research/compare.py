@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--seeds",
         type=int,
         default=3,
-        help="at most this many seeds (3); from 6 on training stops as soon as the intervals are narrow",
+        help="at most this many seeds, 3 or more (default: 3); from 6 on training stops once the intervals are narrow",
     )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
     where = "(outputs/compare/TEXT-SIZE-TOKENS, with --steps TEXT-SIZE-TOKENS-STEPS); its table is replaced"

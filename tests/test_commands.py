@@ -122,6 +122,9 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
     (tmp_path / "outputs").mkdir()
     with pytest.raises(UserError, match="outputs/final is not a directory, and outputs is one: expected"):
         find_source("outputs/final")
+    (tmp_path / "outputs" / "model.safetensors").touch()
+    with pytest.raises(UserError, match="model.safetensors is a file: expected its directory, outputs, or a GGUF"):
+        find_source("outputs/model.safetensors")
     for name in ("gpt2", "me/outputs"):
         source = locate(name)
         assert (str(source), source.location, source.arguments) == (name, name, {}) and find_source(source) is source

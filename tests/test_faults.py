@@ -220,6 +220,21 @@ def start():
         process.join()
 
 
+def test_a_signal_after_the_directory_is_whole_says_so(tmp_path, monkeypatch):
+    """The signal comes while the temporary directory is cleared away, after it was renamed."""
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        with new_directory(tmp_path / "out") as directory:
+            (directory / "file").write_text("whole")
+            monkeypatch.setattr(shutil, "rmtree", interrupted)
+    monkeypatch.undo()
+    assert (tmp_path / "out" / "file").read_text() == "whole"
+    assert stopped.value.__notes__ == [f"{tmp_path / 'out'} is complete."]
+
+
 def test_a_living_run_is_left_alone(start, tmp_path, run):
     process, go_on = start(tmp_path / "out")
     for _ in range(2):

@@ -72,7 +72,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     virtual = config.num_pseudo_heads
     per_head = config.pseudo_collapse == "per_head"
-    cached = tokens if window is None else min(tokens, window)
+    edge = 1 if virtual > 1 else 0  # a window of one pseudo-head reaches no token further (cache_edge.py)
+    cached = tokens if window is None else min(tokens, window - 1 + edge)
     keys = cached + 1
     mixing = (heads**2 + 2 * groups**2) * virtual
     collapse = heads * virtual * (1 if per_head else heads)

@@ -14,7 +14,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of paired heads between the projections: H / P heads over N * P virtual tokens."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     virtual = config.num_pseudo_heads
-    cached = tokens if window is None else min(tokens, window)
+    edge = 1 if virtual > 1 else 0  # a window of one pseudo-head reaches no token further (cache_edge.py)
+    cached = tokens if window is None else min(tokens, window - 1 + edge)
     forward, training = (
         heads // virtual * d * score_products(form, tokens, virtual, window, t) for t in (False, True)
     )

@@ -203,6 +203,7 @@ def test_conversion_makes_no_second_copy_of_the_weights():
     "change, message",
     [
         (lambda config: CONFIG_MAPPING["phi3"](), "^The architecture 'phi3' .*import interleave_heads"),
+        (lambda config: CONFIG_MAPPING["diffllama"](), "use `python -m conversion_scripts.convert_diffllama_to_iha`"),
         (lambda config: setattr(config, "attn_logit_softcapping", 50.0), "attn_logit_softcapping=50.0"),
         (lambda config: setattr(config, "is_causal", False), "is_causal=False"),
         (lambda config: setattr(config, "sliding_window", 9), "sliding_window=9"),
@@ -475,6 +476,10 @@ def test_verify_accepts_the_conversion_and_refuses_a_changed_one(road, control, 
     edit_weights(folder / "iha", lambda w: w[f"model.layers.5.self_attn.{road.parameter}"].view(-1)[3].add_(0.5))
     code, out, err = cli(*verify)
     assert code == 1 and "converted" in out and "does not compute what" in last_line(err)
+    assert "rounded" not in err
+    for model, dtype in (("source", "float32"), ("iha", "bfloat16")):
+        edit_config(folder / model, dtype=dtype)
+    assert "Its weights were rounded to torch.bfloat16" in last_line(cli(*verify)[2])
 
 
 @pytest.mark.parametrize(

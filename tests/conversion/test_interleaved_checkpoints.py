@@ -81,7 +81,7 @@ def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
     ("command", "options", "message"),
     [
         (convert_llama_to_iha, ["--num-pseudo-heads", "2"], "heads of the source are interleaved already"),
-        (convert_iha_to_llama, [], "is a 'interleaved' checkpoint; expected 'iha'"),
+        (convert_iha_to_llama, [], "is a checkpoint of type 'interleaved'; expected 'iha'"),
     ],
 )
 def test_converters_refuse_it(command, options, message, place, tmp_path):

@@ -120,8 +120,12 @@ def test_what_a_load_reads_beside_the_model_is_listed(directory):
     """List processors, tokenizers of other libraries, and the code of a map with lists."""
     for name in ("processor_config.json", "preprocessor_config.json", "tekken.json", "spiece.model"):
         (directory / name).write_text("{}")
-    names, _ = checkpoint_files(directory)
+    private = {"vocab_customers.csv", "tokenizer_training_notes.md", "tokenizer.json.bak", "tokenizer old.json"}
+    for name in private:
+        (directory / name).write_text("{}")
+    names, others = checkpoint_files(directory)
     assert {"processor_config.json", "preprocessor_config.json", "tekken.json", "spiece.model"} <= set(names)
+    assert private <= set(others)
     entries = json.loads((directory / "config.json").read_text())
     entries["auto_map"] |= {"AutoTokenizer": ["modeling_iha.IHAModel", None], "AutoProcessor": "org/name--other.Class"}
     (directory / "config.json").write_text(json.dumps(entries))
@@ -378,6 +382,18 @@ def test_a_pull_request_leaves_the_branch_alone(directory, hub, push, passed):
     proposed = repository.commits[repository.references["refs/pr/1"]]
     assert proposed["README.md"].content.endswith(b"More.\n")
     assert "exists and is public" in push("--private") and repository.references["main"] == main
+
+
+def test_a_pull_request_without_a_change_is_not_opened(hub, push, passed):
+    push()
+    assert "me/iha has these files already: no pull request was opened." in push("--create-pr")
+    assert hub.repositories["me/iha"].pull_requests == 0
+
+
+@pytest.mark.parametrize("tag", ["a b", "v1..2", "v1.lock", "-x~", "v1/"])
+def test_a_name_that_no_tag_can_have_is_refused_before_the_upload(hub, push, tag):
+    assert f"--tag {tag!r} cannot be the name of a tag" in push(f"--tag={tag}")
+    assert "me/iha" not in hub.repositories
 
 
 # What goes wrong

@@ -283,6 +283,18 @@ def test_fields_that_are_set_on_a_config_are_checked_when_a_model_is_built(auto_
         auto_class.from_config(config)
 
 
+def test_a_name_that_is_set_for_a_list_of_layers_is_refused():
+    config = small_config()
+    config.attention_kinds = "mha"
+    with pytest.raises(ValueError, match="attention_kinds='mha' was assigned: assign a list with one entry per layer"):
+        IHAForCausalLM(config)
+
+
+def test_a_configuration_of_another_class_is_refused():
+    with pytest.raises(ValueError, match="^LlamaConfig is not an IHAConfig: build one, or convert the model"):
+        IHAForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2))
+
+
 @pytest.mark.parametrize("layers", [10_001, 10**9])
 def test_a_damaged_number_of_layers_is_refused_before_lists_of_that_length_are_made(layers):
     with pytest.raises(ValueError, match=f"num_hidden_layers={layers}; it must be at most 10000"):
@@ -380,6 +392,8 @@ def test_an_unknown_preset_is_refused():
         ("global-local", {}, {"sliding_window": 512}),
         ("global-local", {"max_position_embeddings": 512}, {"sliding_window": 32}),
         ("global-local", {"max_position_embeddings": 512, "sliding_window": 511}, {"sliding_window": 511}),
+        ("global-local", {"num_hidden_layers": 3}, {"layer_types": ["sliding_attention"] * 3, "sliding_window": 512}),
+        ("iha", {"num_hidden_layers": 6}, {"attention_kinds": [*["iha"] * 4, "mha", "iha"], "sliding_window": 10}),
         ("global", {"vocab_size": 128001}, {"bos_token_id": 128000, "eos_token_id": None}),
         ("global", {"vocab_size": 256, "eos_token_id": 3}, {"bos_token_id": None, "eos_token_id": 3}),
     ],

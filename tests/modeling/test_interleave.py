@@ -910,8 +910,8 @@ def test_every_checkpoint_keeps_its_own_attention(tmp_path):
     for place in places:
         model.save_pretrained(place)
     code = places[1] / "virtual_core.py"
-    own = "virtual_heads.attend("
-    doubled = "virtual_heads._replace(collapse=2 * virtual_heads.collapse).attend("
+    own = "heads.attend("
+    doubled = "heads._replace(collapse=2 * heads.collapse).attend("
     assert own in code.read_text()
     code.write_text(code.read_text().replace(own, doubled))
     result = run_in_clean_process(TWO_CODES, {"places": [str(place) for place in places], "tokens": tokens.tolist()})

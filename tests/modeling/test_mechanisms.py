@@ -42,6 +42,8 @@ from modeling_iha import IHAForCausalLM
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.cache_names import CACHE
 from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha.virtual_heads import virtual_heads_class
+from modeling_iha.virtual_masks import VIRTUAL_KINDS
 
 
 MECHANISMS = list(all_mechanisms())
@@ -66,6 +68,11 @@ CHUNKS = [[6, 1], [1] * LENGTH, [1, 4, 2]]
 WINDOWS_AND_CHUNKS = [(None, [1, 4, 2]), (2, [6, 1]), *((3, chunks) for chunks in CHUNKS)]
 # None of them is allowed by every option, and every option allows at most two.
 NONSENSE = [-1, 0, 0.5, float("nan"), "nonsense", [0, 1], {}, None, True]
+
+
+def test_the_kinds_that_make_virtual_tokens_are_known_to_masks():
+    """A new kind that is missing there would get masks and positions over tokens."""
+    assert {kind for kind, its_class in ATTENTION_CLASSES.items() if virtual_heads_class(its_class)} == VIRTUAL_KINDS
 
 
 # Against the reference

@@ -1,6 +1,8 @@
 """Train decoders of Transformers whose heads are interleaved, by recipes and by TRL's own trainer."""
 
+import copy
 import json
+import tempfile
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from iha.checkpoints import load_model
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
-from modeling_iha import interleave_heads, pair_heads
+from modeling_iha import interleave_heads, load_adapter, pair_heads, save_mixing
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from sft import train
 from sft.trainer import SFTRecipeTrainer
@@ -157,6 +159,16 @@ def test_packed_rows_have_the_loss_of_padded_ones(name, tmp_path):
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
 
 
+def with_loaded_mixing(model, num_pseudo_heads, sliding_window):
+    """Interleave a model by a trained mixing alone, as `save_mixing` saved it."""
+    trained = interleave_heads(copy.deepcopy(model), num_pseudo_heads, sliding_window=sliding_window)
+    for weight in mixing_parameters(trained):
+        torch.nn.init.normal_(weight.data, std=0.01)
+    with tempfile.TemporaryDirectory() as place:
+        save_mixing(trained, place)
+        return load_adapter(model, place)
+
+
 @pytest.mark.parametrize(
     ("change", "window", "reference"),
     [
@@ -164,6 +176,7 @@ def test_packed_rows_have_the_loss_of_padded_ones(name, tmp_path):
         (interleave_heads, 4, False),
         (interleave_heads, 4, True),
         (pair_heads, None, False),
+        (with_loaded_mixing, None, False),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*are paired")
@@ -179,7 +192,7 @@ def test_the_reference_of_dpo_computes_what_the_model_does_or_is_refused(change,
         train_dataset=rows,
         processing_class=byte_tokenizer(),
     )
-    if (window is not None or change is pair_heads) and not reference:
+    if (window is not None or change is not interleave_heads) and not reference:
         with pytest.raises(RuntimeError, match="reference model is the plain base.* Pass ref_model"):
             trainer.train()
         return
