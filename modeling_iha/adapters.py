@@ -20,9 +20,8 @@ from .adapter_records import RECORD_KEY, check_record, has_moved, make_record
 from .in_place import detach, interleave_heads
 from .mixing_scale import note_scale
 from .mixing_weights import gathered, is_sharded
-from .modeling_interleaved import backbone_of, is_mixing, register_core, set_core, virtual_configs
+from .modeling_interleaved import LOADED_MIXING, backbone_of, is_mixing, use_virtual_cores
 from .paired_decoders import pair_heads
-from .virtual_masks import core_of
 
 
 MIXING_FILE = "interleaving.safetensors"  # the record is in its metadata, so that no writer leaves half of it
@@ -118,9 +117,8 @@ def _load_mixing(model: PreTrainedModel, source: str, hub: dict) -> PreTrainedMo
             tensor.copy_(loaded)
         note_scale(model, [model.config])
         if has_moved(model):
-            # TRL would take the plain base for the reference of this model (see `changed_attention`).
-            for config in virtual_configs(model):
-                set_core(config, register_core(core_of(config._attn_implementation), differs_from_base=True))
+            setattr(model, LOADED_MIXING, True)
+            use_virtual_cores(model)
     return model
 
 

@@ -38,6 +38,7 @@ from .configuration_interleaved import (
 from .exact_start import deviations, exact_start
 from .mixing_weights import state_with_values
 from .modeling_interleaved import (
+    LOADED_MIXING,
     attach_virtual_heads,
     backbone_of,
     base_model_class,
@@ -564,5 +565,6 @@ def detach(model: PreTrainedModel) -> None:
     auto_map = {task: name for task, name in auto_map.items() if name.split("--")[-1] not in AUTO_MAP.values()}
     if auto_map:
         config.auto_map = auto_map
+    vars(model).pop(LOADED_MIXING, None)
     model.__class__ = base_model_class(type(model))
     config.__class__ = base_config_class(type(config))

@@ -245,13 +245,17 @@ def _real_tokens(attention_mask: torch.Tensor, position_ids: torch.Tensor, past:
 
 
 def _document_restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None, past: int) -> torch.Tensor:
-    """Return where positions restart from one token to the next, which declares a document, boolean [batch, N - 1]."""
-    restarts = position_ids.diff(dim=-1) < 1
-    if attention_mask is not None:
-        # `generate` counts from the first real token, so positions of padding may restart.
-        real = _real_tokens(attention_mask, position_ids, past)
-        restarts = restarts & real[:, 1:] & real[:, :-1]
-    return restarts
+    """Return before which tokens positions restart, which declares a document, boolean [batch, N - 1]."""
+    if attention_mask is None:
+        return position_ids.diff(dim=-1) < 1
+    # `generate` counts from the first real token, so positions of padding may restart. Each real token is compared
+    # with the latest real one before it, because each document may end in padding.
+    real = _real_tokens(attention_mask, position_ids, past)
+    positions = position_ids.expand(len(real), -1)
+    index = torch.arange(real.shape[1], device=real.device)
+    latest_real = torch.where(real, index, -1).cummax(dim=-1).values[:, :-1]  # -1 before the first real token
+    before = positions.gather(1, latest_real.clamp_min(0))
+    return (positions[:, 1:] <= before) & real[:, 1:] & (latest_real >= 0)
 
 
 def _check_documents_apart(

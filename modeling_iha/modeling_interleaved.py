@@ -42,7 +42,7 @@ from .mixed_heads import MixedHeads
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
-from .virtual_core import virtual_attention
+from .virtual_core import PASS_TO_THE_MODEL, virtual_attention
 from .virtual_heads import virtual_heads_class
 from .virtual_masks import (
     CHANGED,
@@ -63,15 +63,16 @@ MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["interleaved"] = "InterleavedForMultimodal
 # PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. A fixed name avoids
 # this. Only the copy of this code that interleaved a module hooks it, so one name is enough.
 HOOK = "interleaving"
+LOADED_MIXING = "has_loaded_mixing"  # attribute of a model whose mixing `load_adapter` loaded
 ABSENT_FROM_OLD_CHECKPOINTS = rf"({'|'.join(MIXING_MODULES)})\.weight_(start|scale)$"
 
 
-def register_core(core: str, differs_from_base: bool = False) -> str:
+def register_core(core: str, is_changed: bool = False) -> str:
     """Register attention and masks over virtual tokens on a core of Transformers, and return their name.
 
-    A model that `differs_from_base`, by paired heads or a window, gets another name (see `changed_attention`)."""
+    A model that is changed from its base gets another name (see `differs_from_base` and `changed_attention`)."""
     name = register_masks(core)
-    if not differs_from_base:
+    if not is_changed:
         ALL_ATTENTION_FUNCTIONS.register(name, partial(noted_attention, core))
         return name
     changed_name = CHANGED + name
@@ -123,7 +124,8 @@ def _check_pages(
     requests: PagedRequests, module: Any, key: torch.Tensor, value: torch.Tensor, attention_mask: Any
 ) -> None:
     """Raise a NotImplementedError if the attention call of a layer cannot be served from pages."""
-    has_own_mask = attention_mask.numel() != 1  # anything but the placeholder of `PagedRequests`
+    # Anything but the placeholder of `PagedRequests`
+    has_own_mask = attention_mask is None or attention_mask.numel() != 1
     if key.shape != value.shape or has_own_mask or module.layer_idx in requests.attended:
         raise NotImplementedError(
             "Continuous batching calls attention once in a layer, with values as wide as keys and no mask of its own, "
@@ -181,7 +183,7 @@ class InterleavedMixin:
         """Return the name under which the requested core attends over virtual tokens."""
         core = None if attn_implementation is None else core_of(attn_implementation)
         core = super()._check_and_adjust_attn_implementation(core, *args, **kwargs)
-        return register_core(core, differs_from_base(self.config))
+        return register_core(core, differs_from_base(self))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         prepared = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
@@ -372,13 +374,14 @@ def is_cut_off(model: nn.Module, name: str) -> bool:
 def use_virtual_cores(model: PreTrainedModel) -> None:
     """Make the decoder attend over virtual tokens, on the cores that its configurations name."""
     for config in virtual_configs(model):
-        set_core(config, register_core(core_of(config._attn_implementation), differs_from_base(model.config)))
+        set_core(config, register_core(core_of(config._attn_implementation), differs_from_base(model)))
 
 
-def differs_from_base(config: PreTrainedConfig) -> bool:
-    """Return whether a model computes something other than its base even with an exact start of the mixing."""
-    has_paired_heads = getattr(config, "virtual_heads", None) == "paired"  # older checkpoints lack the field
-    return config.interleaved_window is not None or has_paired_heads
+def differs_from_base(model: PreTrainedModel) -> bool:
+    """Return whether a model is known to compute something other than its base: not so for mixing that it learned."""
+    has_paired_heads = getattr(model.config, "virtual_heads", None) == "paired"  # older checkpoints lack the field
+    has_loaded_mixing = getattr(model, LOADED_MIXING, False)
+    return model.config.interleaved_window is not None or has_paired_heads or has_loaded_mixing
 
 
 def set_core(config: PreTrainedConfig, core: str) -> None:
@@ -454,7 +457,7 @@ def _prepare_decoder(
         mask = kwargs["attention_mask"]
         _check_no_window(decoder, mask)
         kwargs["attention_mask"] = mask_over_virtual_tokens(mask, decoder.config.num_pseudo_heads, past, decoder.dtype)
-    _check_own_window(decoder, cache, kwargs.get("attention_mask"), is_users_mask)
+    _check_own_window(decoder, next(iter(interleaved.values())), cache, kwargs.get("attention_mask"), is_users_mask)
     return args, kwargs
 
 
@@ -502,26 +505,42 @@ def _check_no_window(decoder: PreTrainedModel, mask: torch.Tensor) -> None:
         )
 
 
-def _check_own_window(decoder: PreTrainedModel, cache: Cache | None, attention_mask: Any, is_users: bool) -> None:
-    """Raise a ValueError for a mask from which a layer cannot tell which key is a query's own (see `in_window`).
+def _check_own_window(
+    decoder: PreTrainedModel, module: nn.Module, cache: Cache | None, attention_mask: Any, is_users: bool
+) -> None:
+    """Raise a ValueError for a mask in which a layer cannot find a query's own key (see `in_window`).
 
-    It concerns decoders whose interleaved layers have a window of their own. A layer does not know how many tokens are
-    cached before, and takes the last key that a query sees for its own if columns may follow it. A static cache has
-    such columns, and the mask of an image may show later keys. A user's mask may hide a query's own key."""
-    if not decoder.config.interleaved_window or cache is None:
+    It concerns decoders whose interleaved layers, of which `module` is one, have a window of their own. A layer does
+    not know how many tokens are cached before. It counts the own keys from the end of the mask, and takes the last key
+    that a query sees if that comes earlier. Therefore a user's mask has to have as many columns as the cache returns
+    keys, and to show each token to itself. In a static cache columns follow the own keys, and no mask may show later
+    keys, as that of an image does. Traced masks have no values to look at."""
+    window = decoder.config.interleaved_window
+    if not window:
         return
+    cache = getattr(cache, "self_attention_cache", cache)  # that of a decoder beside an encoder
+    layers = getattr(cache, "layers", ())
+    layer = layers[module.layer_idx] if module.layer_idx < len(layers) else None
+    is_static = getattr(layer, "is_compileable", False)
     num_pseudo_heads = decoder.config.num_pseudo_heads
-    is_static = cache.is_compileable
     masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
     for mask in masks:
         is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4 and not is_first_key_mask(mask)
         if not is_dense or not (is_static or is_users) or is_tracing(mask):
             continue
         length, width = mask.shape[-2:]
-        if width == length or (length == num_pseudo_heads and not is_users):
-            continue  # no columns follow, or one new token, which sees no later one
+        if is_users:
+            num_tokens = length // num_pseudo_heads
+            num_keys = num_tokens if layer is None else sum(cache.get_mask_sizes(num_tokens, module.layer_idx))
+            if width != num_keys * num_pseudo_heads:
+                raise ValueError(
+                    f"attention_mask [batch, 1, queries, keys] has {width // num_pseudo_heads} keys, and the cache "
+                    f"returns {num_keys}: {PASS_TO_THE_MODEL}"
+                )
+        if width <= max(length, window * num_pseudo_heads) or (length == num_pseudo_heads and not is_users):
+            continue  # no columns follow, the window reaches all, or one new token, which sees no later one
         visible = is_visible(mask)
-        past = int(cache.get_seq_length()) * num_pseudo_heads if is_static else width - length
+        past = int(layer.get_seq_length()) * num_pseudo_heads if is_static else width - length
         own = torch.arange(past, past + length, device=mask.device)[:, None]
         columns = torch.arange(width, device=mask.device)
         if is_static and (visible & (columns > own)).any():

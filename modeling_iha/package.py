@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from .attention_kinds import ATTENTION_CLASSES
-from .configuration_iha import IHAConfig
+from .configuration_iha import MAX_LAYERS, IHAConfig
 from .kind_options import OPTIONS_CLASSES
 
 
@@ -49,9 +49,11 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     preset, _ = cls.get_config_dict(directory / f"{name}.json")
     rope_theta = {"rope_theta": overrides.pop("rope_theta")} if "rope_theta" in overrides else {}
     fields = preset | overrides
-    for name in {"attention_kinds", "layer_types", "no_rope_layers"} & preset.keys() - overrides.keys():
-        if isinstance(preset[name], list):
-            fields[name] = list(islice(cycle(preset[name]), fields["num_hidden_layers"]))
+    layers = fields["num_hidden_layers"]
+    is_possible = isinstance(layers, int) and 0 < layers <= MAX_LAYERS  # any other number is refused below
+    for field in {"attention_kinds", "layer_types", "no_rope_layers"} & preset.keys() - overrides.keys():
+        if is_possible and isinstance(preset[field], list):
+            fields[field] = list(islice(cycle(preset[field]), layers))
     length = fields["max_position_embeddings"]
     slides = "sliding_attention" in (fields.get("layer_types") or ())
     if "sliding_window" in preset.keys() - overrides.keys():

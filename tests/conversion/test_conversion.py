@@ -339,7 +339,7 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
         ({"attention_kinds": "talking_heads"}, "Layer 0 is of kind 'talking_heads'"),
         ({"attention_kinds": "mha", "no_rope_layers": [1, 0], "use_qk_norm": True}, r"no_rope_layers=\[1, 0\]"),
         ({"pseudo_positions": "interleaved"}, "pseudo_positions='interleaved'"),
-        ({**LOCAL_ROPE, "attention_kinds": "mha"}, "RoPE of its own in the layers with a window"),
+        ({**LOCAL_ROPE, "attention_kinds": "mha"}, "layers with a window have a RoPE of their own"),
     ],
 )
 def test_no_stock_architecture_is_refused(fields, message):

@@ -238,6 +238,23 @@ def test_a_run_resumes_and_loads_its_best_adapter(base, tmp_path):
     assert found[0].equal(found[1])
 
 
+def test_a_model_with_a_loaded_mixing_keeps_the_core_that_its_plain_base_refuses(base, tmp_path):
+    """TRL gives the name of the core to the plain base, which would else be its reference without a word."""
+    model = interleave_heads(plain(base), 2)
+    for weight in mixing_parameters(model):
+        weight.data += 0.02
+    save_mixing(model, tmp_path)
+    loaded = load_adapter(plain(base), tmp_path)
+    eager = copy.deepcopy(loaded)
+    eager.set_attn_implementation("eager")
+    for each in (loaded, copy.deepcopy(loaded), eager):
+        other = plain(base)
+        other.config._attn_implementation = each.config._attn_implementation
+        with pytest.raises(RuntimeError, match="reference model is the plain base"):
+            logits(other)
+    assert torch.allclose(logits(loaded), logits(eager), atol=1e-5)
+
+
 def test_the_mixing_alone_is_saved_and_loaded(base, tmp_path):
     model = interleave_heads(plain(base), 2, **OPTIONS)
     for weight in mixing_parameters(model):

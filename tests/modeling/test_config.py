@@ -299,6 +299,14 @@ def test_a_configuration_of_another_class_is_refused():
 def test_a_damaged_number_of_layers_is_refused_before_lists_of_that_length_are_made(layers):
     with pytest.raises(ValueError, match=f"num_hidden_layers={layers}; it must be at most 10000"):
         IHAConfig.from_preset("tiny", num_hidden_layers=layers)
+    with pytest.raises(ValueError, match=f"num_hidden_layers={layers}; it must be at most 10000"):
+        IHAConfig.from_preset("small-1m-iha", num_hidden_layers=layers)
+
+
+@pytest.mark.parametrize("layers", [-1, 0, None, "5"])
+def test_a_number_of_layers_that_is_none_is_refused(layers):
+    with pytest.raises(Exception, match="num_hidden_layers"):
+        IHAConfig.from_preset("small-1m-iha", num_hidden_layers=layers)
 
 
 def test_the_configuration_imports_no_attention_code(tmp_path, monkeypatch):

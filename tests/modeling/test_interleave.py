@@ -39,6 +39,7 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedModel,
+    StaticCache,
     T5Config,
     T5ForConditionalGeneration,
     TextGenerationPipeline,
@@ -790,6 +791,26 @@ def test_a_mask_that_hides_a_token_from_itself_is_refused_where_a_window_would_m
         model(tokens[:, 11:], attention_mask=hidden[..., 11:, :], **{CACHE: cache})
     shown = model(tokens[:, 11:], attention_mask=visible[..., 11:, :], **{CACHE: cache}).logits
     assert_close(shown[:, -1], model(tokens, use_cache=False).logits[:, -1])
+
+    wide = interleave_heads(decoder("llama"), 2, sliding_window=12)  # reaches all keys, wherever it is
+    cache = wide(tokens[:, :11], use_cache=True)[CACHE]
+    expected = wide(tokens, attention_mask=hidden, use_cache=False).logits[:, -1]
+    assert_close(wide(tokens[:, 11:], attention_mask=hidden[..., 11:, :], **{CACHE: cache}).logits[:, -1], expected)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@torch.no_grad()
+def test_a_mask_with_columns_for_tokens_to_come_is_refused(window):
+    """A window counts the own keys from the end of the mask, so that more columns would shift all of them."""
+    model = interleave_heads(decoder("llama"), 2, sliding_window=window)
+    tokens = random_ids(1, 10)
+    mask = torch.nn.functional.pad(torch.ones(10, 10, dtype=torch.bool).tril(), (0, 3))[None, None]
+    for options in ({"use_cache": False}, {"use_cache": True}):
+        with pytest.raises(ValueError, match="attention_mask .*as many keys as the cache returns"):
+            model(tokens, attention_mask=mask, **options)
+    static = StaticCache(config=model.config, max_cache_len=13)
+    expected = model(tokens, use_cache=False).logits
+    assert_close(model(tokens, attention_mask=mask, **{CACHE: static}).logits, expected)
 
 
 def test_a_mask_of_both_ways_means_what_it_means_to_the_base():

@@ -291,6 +291,18 @@ def test_a_mask_may_cover_tokens_to_come(core):
         model(**inputs, attention_mask=torch.cat((torch.ones_like(padding), to_come), dim=1))
 
 
+@pytest.mark.parametrize("core", MASKED_CORES)
+@torch.no_grad()
+def test_documents_with_padding_between_them_are_refused(core):
+    """Each document may be padded, so that no restart lies between two real tokens."""
+    model = geometry_model("global", core)
+    padding = torch.tensor([[1, 1, 1, 0, 1, 1, 1]])
+    inputs = {"input_ids": random_ids(1, 7), "attention_mask": padding, "use_cache": False}
+    with pytest.raises(ValueError, match="Packed documents"):
+        model(**inputs, position_ids=torch.tensor([[0, 1, 2, 0, 0, 1, 2]]))
+    model(**inputs, position_ids=positions(padding))  # one document with a hole
+
+
 @pytest.mark.parametrize("core", CORES)
 def test_documents_that_begin_at_different_positions(core):
     """Refuse them on a flash core, which takes the smallest position for the beginning of every document."""

@@ -315,7 +315,7 @@ def test_sharing_rows_is_refused_where_it_would_lose_something(monkeypatch, tmp_
 
 def test_deepspeed_and_several_gpus_in_one_process_are_refused(monkeypatch):
     args = as_launched(monkeypatch, {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}, GPU, 2)
-    with pytest.raises(UserError, match="DeepSpeed: expected FSDP2"):
+    with pytest.raises(UserError, match="DeepSpeed is not supported: use FSDP2"):
         check_launch(RUN, args)
     args.n_gpu = 2
     with pytest.raises(UserError, match="one process sees 2 GPUs"):

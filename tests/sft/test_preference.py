@@ -316,7 +316,7 @@ def test_an_impossible_run_is_refused(name, keys, named, unread, rows_file, pair
 @pytest.mark.parametrize(
     "change, named",
     [
-        (lambda row: row.pop("entry"), "row 2: columns 'generator' and 'entry'"),
+        (lambda row: row.pop("entry"), "row 2: expected the columns 'generator' and 'entry'"),
         (
             lambda row: row.update(make_reasoning_data.make_rows(1, 0, "complex_arithmetic", {}, set())[0]),
             "row 2: the verifier of 'complex_arithmetic' accepts nonsense",
