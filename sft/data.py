@@ -3,6 +3,7 @@
 TRL itself ignores OpenThoughts' `system` column and does not rename its roles. It tokenizes, cuts and packs the rows.
 """
 
+import glob
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -228,7 +229,8 @@ def load_rows(
     if Path(name).is_file():
         reader = READERS[_suffix(name)]
         whole = {"sample_by": "document"} if is_one_row(name) else {}
-        source = {"path": reader, "data_files": name, "split": "train", **whole}
+        # `data_files` takes patterns, and rows[1].jsonl would be one for rows1.jsonl.
+        source = {"path": reader, "data_files": glob.escape(name), "split": "train", **whole}
     try:
         rows = load_dataset(**source, streaming=streaming)
         first = next(iter(rows), None)

@@ -98,11 +98,27 @@ def evaluation_source(run: RunArguments, args: TrainingArguments) -> Source | No
     return Source(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
 
 
+def _share_rows(one: Source, other: Source) -> bool:
+    """Return whether two sources are known to have rows in common.
+
+    Two different slices of a split are not compared."""
+    if _place(one) != _place(other):
+        return False
+    for part in one.split.split("+"):  # a split may be a sum of slices, such as train[:10%]+test
+        for other_part in other.split.split("+"):
+            slices = (part.strip(), other_part.strip())
+            names = {split.partition("[")[0] for split in slices}
+            has_whole = any("[" not in split for split in slices)
+            if (len(names) == 1 or "all" in names) and (has_whole or slices[0] == slices[1]):
+                return True
+    return False
+
+
 def _place(source: Source) -> tuple:
-    """Return where rows are, in one way for all names of a file."""
+    """Return where a dataset is, in one way for all names of a file."""
     path = Path(source.name)
     name = path.resolve() if path.exists() else source.name
-    return name, source.split, source.config
+    return name, source.config
 
 
 def check_splits(run: RunArguments, args: TrainingArguments) -> None:
@@ -115,7 +131,7 @@ def check_splits(run: RunArguments, args: TrainingArguments) -> None:
     held_out = evaluation_source(run, args)
     if held_out is not None:
         learned = [Source(name, run.dataset_train_split, run.dataset_config) for name, _ in sources(run.dataset_name)]
-        if _place(held_out) in map(_place, learned):
+        if any(_share_rows(held_out, source) for source in learned):
             raise UserError(
                 f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set "
                 "eval_size."
@@ -226,7 +242,8 @@ def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, D
             "eval_dataset_name. A .txt file is one row."
         )
     asked = {question_of(row) for row in held_out[:-1]}
-    others = rows.skip(size).filter(lambda row: question_of(row) not in asked)
+    # This leaves out the held-out rows too. `skip` would leave out as many of each file where several processes read.
+    others = rows.filter(lambda row: question_of(row) not in asked)
     return others, Dataset.from_list(held_out[:-1], features=rows.features)
 
 

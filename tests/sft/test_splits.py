@@ -12,6 +12,7 @@ from iha.errors import ROOT, UserError
 from iha.files import read_json
 from sft import train, train_dpo
 from sft.arguments import RecipeParser
+from sft.data import load_rows
 from sft.record import make_record
 from sft.trainer import RECORD, SFTRecipeTrainer
 from sft.training_rows import check_splits, training_rows
@@ -132,6 +133,29 @@ def test_a_missing_configuration_or_split_is_refused_before_the_model_is_loaded(
     with pytest.raises(UserError, match=named) as refused:
         train.main(["--config", recipe("demo"), *words])
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("learned", "held_out"),
+    [
+        ("train", "train[:2]"),
+        ("train+test", "test"),
+        ("all", "test"),
+        ("train[:2]", "all"),
+        ("train[:2]", "train[:2]"),
+    ],
+)
+def test_splits_that_share_rows_are_refused(learned, held_out, tmp_path):
+    name = write_dataset(tmp_path / "sums")
+    keys = {"dataset_config": "easy", "dataset_train_split": learned, "dataset_test_split": held_out}
+    with pytest.raises(UserError, match="would train and evaluate on the same rows"):
+        check_splits(*parsed(name, tmp_path, **keys, **STEPS))
+
+
+def test_a_file_whose_name_is_a_pattern_is_read_itself(tmp_path):
+    for name in ("rows1.jsonl", "rows[1].jsonl"):
+        write_jsonl(tmp_path / name, [{"text": name}])
+    assert load_rows(str(tmp_path / "rows[1].jsonl"))["text"] == ["rows[1].jsonl"]
 
 
 def test_a_slice_of_a_split_is_found(tmp_path):
