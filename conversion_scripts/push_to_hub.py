@@ -117,7 +117,9 @@ def push(
         url = commit.pr_url or commit.commit_url
         if create_pr and commit.pr_url is None:
             print(f"{repo_id} has these files already: no pull request was opened.")
-        print(f"Published: {url}\nRevision: {commit.oid}\n\n{loading_code(repo_id, commit.oid)}")
+        else:
+            print(f"Published: {url}")
+        print(f"Revision: {commit.oid}\n\n{loading_code(repo_id, commit.oid)}")
         return url
 
 

@@ -26,6 +26,16 @@ class Cost:
         return Cost(*(a + b for a, b in zip(astuple(self), astuple(other))))
 
 
+def cached_tokens(tokens: int, window: int | None, virtual: int = 1, past: int = 0) -> int:
+    """Return how many of N cached tokens a layer keeps for the next one.
+
+    With P > 1 `virtual` tokens for each token a window reaches one token further (see cache_edge.py), and with `past`
+    queries that the layer computes again as many tokens further.
+    """
+    edge = 1 if virtual > 1 else 0
+    return tokens if window is None else min(tokens, window - 1 + edge + past)
+
+
 def visible_pairs(tokens: int, virtual: int = 1, window: int | None = None) -> int:
     """Count the pairs (v, u) of N * P virtual tokens with u <= v and, with a window of W tokens, v - W * P < u."""
     length = tokens * virtual
@@ -81,7 +91,7 @@ def score_matrix(
     parameters in linear maps of every token, and `cached_more` are further values cached for each token. The backward
     pass recomputes the blocks."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    cached = tokens if window is None else min(tokens, window - 1)
+    cached = cached_tokens(tokens, window)
     per_pair += 2 * heads * d
     forward = per_pair * counted_pairs(form, tokens, 1, window)
     return Cost(

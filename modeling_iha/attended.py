@@ -45,7 +45,7 @@ class Traced:
     def __init__(self):
         self.number = next(self.numbers)
         self.noted = False
-        # Whether compiled code sets `noted` at each call, which layers that share the code need. Otherwise `noted` is
+        # If true, compiled code sets `noted` at each call, which layers that share the code need. Otherwise `noted` is
         # set once, while Dynamo traces.
         self.is_set_at_each_call = False
 

@@ -158,7 +158,7 @@ class Documents(NamedTuple):
     bounds: torch.Tensor
     longest: int
     longest_span: int  # the most keys that a query sees
-    # Whether padding has the first key L. `bounds` and `longest` are wrong then: readers take a dense mask.
+    # True if padding has the first key L. `bounds` and `longest` are wrong then: readers take a dense mask.
     has_hidden_padding: bool = False
 
     def is_one_document_per_row(self, batch: int, length: int) -> bool:

@@ -526,34 +526,52 @@ def _check_own_window(
     masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
     for mask in masks:
         is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4 and not is_first_key_mask(mask)
-        if not is_dense or not (is_static or is_users) or is_tracing(mask):
+        if not is_dense or is_tracing(mask):
             continue
         length, width = mask.shape[-2:]
         if is_users:
             num_tokens = length // num_pseudo_heads
             num_keys = num_tokens if layer is None else sum(cache.get_mask_sizes(num_tokens, module.layer_idx))
-            if width != num_keys * num_pseudo_heads:
-                raise ValueError(
-                    f"attention_mask [batch, 1, queries, keys] has {width // num_pseudo_heads} keys, and the cache "
-                    f"returns {num_keys}: {PASS_TO_THE_MODEL}"
-                )
-        if width <= max(length, window * num_pseudo_heads) or (length == num_pseudo_heads and not is_users):
-            continue  # no columns follow, the window reaches all, or one new token, which sees no later one
-        visible = is_visible(mask)
-        past = int(layer.get_seq_length()) * num_pseudo_heads if is_static else width - length
-        own = torch.arange(past, past + length, device=mask.device)[:, None]
-        columns = torch.arange(width, device=mask.device)
-        if is_static and (visible & (columns > own)).any():
-            raise ValueError(
-                "attention_mask shows later tokens, as it may for images, and the interleaved layers have a window of "
-                "their own, which a static cache would misplace. Use the default cache."
-            )
-        hides_own = visible.any(dim=-1) & ~(visible & (columns == own)).any(dim=-1)
-        if is_users and hides_own.any():
-            raise ValueError(
-                "attention_mask hides a token from itself and shows it others: the window of the interleaved layers "
-                "would be misplaced. Show each token to itself, or hide all tokens from it."
-            )
+            _check_num_keys(width // num_pseudo_heads, num_keys)
+        if width <= max(length, window * num_pseudo_heads):
+            continue  # no other columns than those of the own keys, or the window reaches all
+        # A mask of Transformers' shows one new token no later key. Reading it would make a GPU wait.
+        if is_static and (is_users or length > num_pseudo_heads):
+            _check_shows_none_later(mask, int(layer.get_seq_length()) * num_pseudo_heads)
+        if is_users:
+            _check_shows_own(mask, int(layer.get_seq_length()) * num_pseudo_heads if is_static else width - length)
+
+
+def _check_num_keys(given: int, expected: int) -> None:
+    """Raise a ValueError for a user's mask of another number of keys than the cache returns."""
+    if given != expected:
+        raise ValueError(
+            f"attention_mask [batch, 1, queries, keys] has {given} keys, and the cache returns {expected}: "
+            f"{PASS_TO_THE_MODEL}"
+        )
+
+
+def _check_shows_none_later(mask: torch.Tensor, past: int) -> None:
+    """Raise a ValueError for a mask that shows a query keys after its own, where `past` keys come before the first."""
+    own = torch.arange(past, past + mask.shape[2], device=mask.device)[:, None]
+    is_later = torch.arange(mask.shape[3], device=mask.device) > own
+    if (is_visible(mask) & is_later).any():
+        raise ValueError(
+            "attention_mask shows later tokens, as it may for images, and the interleaved layers have a window of "
+            "their own, which a static cache would misplace. Use the default cache."
+        )
+
+
+def _check_shows_own(mask: torch.Tensor, past: int) -> None:
+    """Raise a ValueError for a mask that shows a query keys, but not its own; `past` keys come before the first."""
+    visible = is_visible(mask)
+    own = torch.arange(past, past + mask.shape[2], device=mask.device)[:, None]
+    is_own = torch.arange(mask.shape[3], device=mask.device) == own
+    if (visible.any(dim=-1) & ~(visible & is_own).any(dim=-1)).any():
+        raise ValueError(
+            "attention_mask hides a token from itself and shows it others: the window of the interleaved layers "
+            "would be misplaced. Show each token to itself, or hide all tokens from it."
+        )
 
 
 def _window(decoder: PreTrainedModel) -> int | None:

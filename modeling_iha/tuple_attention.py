@@ -34,8 +34,7 @@ def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
     """Hide the columns `window` or more places before the last visible one of each row.
 
     `bias` is an additive mask [..., rows, columns]. The last visible column is the query's own token: unused places of
-    a static cache follow it. (If a user's mask hides the query's own token, the window ends at the last one it shows.)
-    """
+    a static cache follow it. If a user's mask hides the own token, the window ends at the last token it shows."""
     if window is None:
         return bias
     places = torch.arange(bias.shape[-1], device=bias.device)

@@ -2,7 +2,7 @@
 
 import torch
 
-from iha.flops import Cost, score_products
+from iha.flops import Cost, cached_tokens, score_products
 from modeling_iha import IHAConfig
 from modeling_iha.exact_start import deviations as deviations_from_start
 from modeling_iha.exact_start import exact_start
@@ -72,8 +72,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     virtual = config.num_pseudo_heads
     per_head = config.pseudo_collapse == "per_head"
-    edge = 1 if virtual > 1 else 0  # a window of one pseudo-head reaches no token further (cache_edge.py)
-    cached = tokens if window is None else min(tokens, window - 1 + edge)
+    cached = cached_tokens(tokens, window, virtual)
     keys = cached + 1
     mixing = (heads**2 + 2 * groups**2) * virtual
     collapse = heads * virtual * (1 if per_head else heads)

@@ -1,6 +1,6 @@
 """Describe kind "mha", multi-head attention."""
 
-from iha.flops import Cost, score_products
+from iha.flops import Cost, cached_tokens, score_products
 from modeling_iha import IHAConfig
 
 from . import Companion
@@ -9,7 +9,7 @@ from . import Companion
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of multi-head attention between the projections."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    cached = tokens if window is None else min(tokens, window - 1)
+    cached = cached_tokens(tokens, window)
     return Cost(
         prefill=heads * d * score_products(form, tokens, 1, window),
         training=heads * d * score_products(form, tokens, 1, window, training=True),

@@ -6,7 +6,7 @@ elsewhere, and its mixing is the identity. A norm or a gate of the heads leaves 
 
 import torch
 
-from iha.flops import Cost, linear, score_matrix
+from iha.flops import Cost, cached_tokens, linear, score_matrix
 from modeling_iha import IHAConfig
 
 from . import Companion
@@ -42,8 +42,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
         heads * ((name in convolved) * kernel + (name in mixed) * group) for name in ("score", "weight")
     )
     plain = score_matrix(config, tokens, window, form, of_scores + of_weights)
-    # A cache for a window also holds the keys of the past queries' windows.
-    cached = tokens if window is None else min(tokens, window - 1 + past)
+    cached = cached_tokens(tokens, window, past=past)
     states = 2 * config.num_key_value_heads * d + (heads * d if past else 0)
     # One more token takes the scores of all past queries, which are composed for the weights that are convolved.
     composed = options.query_kernel if "weight" in convolved else 1

@@ -4,7 +4,7 @@ There is no exact start from Llama: with Llama's weights every head of a group s
 too, and the layer has no parameters that could undo it.
 """
 
-from iha.flops import Cost, score_products
+from iha.flops import Cost, cached_tokens, score_products
 from modeling_iha import IHAConfig
 
 from . import Companion
@@ -14,8 +14,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of paired heads between the projections: H / P heads over N * P virtual tokens."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     virtual = config.num_pseudo_heads
-    edge = 1 if virtual > 1 else 0  # a window of one pseudo-head reaches no token further (cache_edge.py)
-    cached = tokens if window is None else min(tokens, window - 1 + edge)
+    cached = cached_tokens(tokens, window, virtual)
     forward, training = (
         heads // virtual * d * score_products(form, tokens, virtual, window, t) for t in (False, True)
     )

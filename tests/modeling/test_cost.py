@@ -34,6 +34,8 @@ VARIANTS = {
     "mgate FFN": {"mlp_gate_groups": 4},
     "mha": {"attention_kinds": "mha"},
     "paired heads": {"attention_kinds": "paired_heads"},
+    "iha, one pseudo-head": {"attention_kinds": "iha", "num_pseudo_heads": 1},
+    "paired heads, groups of one": {"attention_kinds": "paired_heads", "num_pseudo_heads": 1},
     "diff_v2": {"attention_kinds": "diff_v2", "attention_bias": True},
     "gated": {"attention_kinds": "gated"},
     "knocking_heads": {"attention_kinds": "knocking_heads"},
