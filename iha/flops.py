@@ -3,6 +3,7 @@
 from dataclasses import astuple, dataclass
 
 from modeling_iha import IHAConfig
+from modeling_iha.virtual_masks import virtual_tokens_per_token
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Cost:
 def cached_tokens(tokens: int, window: int | None, virtual: int = 1, past: int = 0) -> int:
     """Return how many of N cached tokens a layer keeps for the next one.
 
-    With P > 1 `virtual` tokens for each token a window reaches one token further (see cache_edge.py), and with `past`
-    queries that the layer computes again as many tokens further.
+    If a model has layers with P > 1 `virtual` tokens for each token, all its windows keep one token more (see
+    cache_edge.py). With `past` queries that the layer computes again they keep as many more.
     """
     edge = 1 if virtual > 1 else 0
     return tokens if window is None else min(tokens, window - 1 + edge + past)
@@ -91,7 +92,7 @@ def score_matrix(
     parameters in linear maps of every token, and `cached_more` are further values cached for each token. The backward
     pass recomputes the blocks."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    cached = cached_tokens(tokens, window)
+    cached = cached_tokens(tokens, window, virtual_tokens_per_token(config))
     per_pair += 2 * heads * d
     forward = per_pair * counted_pairs(form, tokens, 1, window)
     return Cost(

@@ -5,6 +5,7 @@
 from functools import reduce
 
 import torch
+from transformers.utils.generic import maybe_autocast
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
@@ -66,7 +67,8 @@ def masked_step(
 
     `visible` is bool, [batch or 1, 1 or heads, rows, keys]. The state stays as it is."""
     keys = keys.to(state.dtype).unsqueeze(3) * visible[:, :, None, :, :, None]
-    sums = torch.matmul(keys.transpose(-1, -2), values.to(state.dtype).unsqueeze(3))
+    with maybe_autocast(query.device.type, enabled=False):  # which would round the sums
+        sums = torch.matmul(keys.transpose(-1, -2), values.to(state.dtype).unsqueeze(3))
     return contract(query, sums), state
 
 
@@ -75,7 +77,9 @@ def contract(query: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
 
     `sums` is [batch, heads, n - 1, N, head_dim, head_dim]."""
     sums = reduce(torch.mul, sums.unbind(2))
-    return torch.matmul(query.to(sums.dtype).unsqueeze(-2), sums).squeeze(-2).to(query.dtype)
+    with maybe_autocast(query.device.type, enabled=False):
+        output = torch.matmul(query.to(sums.dtype).unsqueeze(-2), sums)
+    return output.squeeze(-2).to(query.dtype)
 
 
 class LinearHyperAttention(TupleAttention):
@@ -84,6 +88,8 @@ class LinearHyperAttention(TupleAttention):
     The scores are the weights, without a softmax, and tuples are not ordered. The sums over the tokens of a tuple are
     then separate running sums, O(N head_dim^2) in all. Under a mask (padding, packing, a chunk that continues a cache)
     every query sums the tokens that it sees, O(N^2 head_dim^2)."""
+
+    gives_weights = False
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         options = config.options_of("hyper")

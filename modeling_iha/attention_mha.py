@@ -35,11 +35,13 @@ class MultiHeadAttention(LlamaAttention):
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
     convolves = False  # whether a token's neighbours in the row change its scores
+    gives_weights = True  # whether `attend` can return attention weights
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.layer_type = config.layer_types[layer_idx]
         self.use_rope = config.no_rope_layers[layer_idx] == 1
+        self.attention_dropout = config.attention_dropout or 0.0  # a configuration may hold `None`
         if config.use_qk_norm:
             self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)

@@ -67,6 +67,63 @@ LISTS = {"short_factor", "long_factor"}  # one number for each pair of dimension
 AT_LEAST_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 
 
+def _refuse_misspelt(fields: dict) -> None:
+    """Raise a ValueError for a name that appears to mean a field of a config.
+
+    Transformers keeps or ignores unknown fields, so a misspelt one would have no effect. We refuse names that are
+    close to a field (`num_pseudo_head`), and names made of some words of one of ours (`pseudo_heads`). No library that
+    we know adds such a field."""
+    known = dict.fromkeys((*IHAConfig.__annotations__, *LlamaConfig.__annotations__))
+    for name, value in fields.items():
+        meant = get_close_matches(name, known, n=1, cutoff=0.9)
+        words = set(name.split("_"))
+        if not meant and any(words <= set(field.split("_")) for field in IHAConfig.__annotations__):
+            meant = [field for field in known if words <= set(field.split("_"))]
+        if meant:
+            names = " or ".join(map(repr, meant))
+            raise ValueError(f"There is no field {name!r} ({name}={value!r}); did you mean {names}?")
+
+
+def _join_rope(overrides: dict, stored: dict) -> None:
+    """Replace RoPE's overrides of a stored configuration by one, `rope_parameters`, with a `rope_theta`.
+
+    Transformers would ignore a `rope_theta` beside `rope_parameters`, and take its default of 10,000 where an override
+    states none. `stored` are the `rope_parameters` of the configuration. Raise a ValueError for overrides that
+    contradict one another."""
+    if "rope_scaling" in overrides:
+        if "rope_parameters" in overrides:
+            raise ValueError("rope_scaling beside rope_parameters: put both into rope_parameters.")
+        overrides["rope_parameters"] = overrides.pop("rope_scaling") or {"rope_type": "default"}
+    if "rope_theta" in overrides:
+        theta = overrides.pop("rope_theta")
+        parameters = overrides.get("rope_parameters") or stored
+        if any(name in parameters for name in LAYER_TYPES):
+            raise ValueError("rope_theta: each layer type has a base of its own; give them in rope_parameters.")
+        if "rope_parameters" in overrides and parameters.get("rope_theta", theta) != theta:
+            raise ValueError(f"rope_theta={theta} beside rope_parameters={parameters}: give one base, in these.")
+        overrides["rope_parameters"] = parameters | {"rope_theta": theta}
+    parameters = overrides.get("rope_parameters")
+    if not isinstance(parameters, dict) or not stored:
+        return
+    if any(name in parameters for name in LAYER_TYPES):
+        completed = {name: _with_theta(own, stored.get(name, stored)) for name, own in parameters.items()}
+        overrides["rope_parameters"] = completed
+    else:
+        overrides["rope_parameters"] = _with_theta(parameters, stored)
+
+
+def _with_theta(parameters: Any, stored: dict) -> Any:
+    """Return RoPE parameters with the `rope_theta` of the stored ones where they state none."""
+    if not isinstance(parameters, dict) or "rope_theta" in parameters:
+        return parameters
+    if "rope_theta" not in stored:
+        raise ValueError(
+            f"rope_parameters={parameters} has no rope_theta, and the layer types of the configuration have a base "
+            "each: state one."
+        )
+    return parameters | {"rope_theta": stored["rope_theta"]}
+
+
 def _check_number(name: str, value: Any, where: str = "") -> None:
     """Raise a ValueError if a numeric field holds NaN, infinity, a number out of its range, or no number.
 
@@ -201,18 +258,9 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        # Transformers keeps unknown fields, so a misspelt one would be stored and never read. We refuse names that are
-        # close to a field (`num_pseudo_head`), and names made of some words of one of ours (`pseudo_heads`). No
-        # library that we know adds such a field.
-        known = dict.fromkeys((*IHAConfig.__annotations__, *LlamaConfig.__annotations__))
-        for name in kwargs:
-            meant = get_close_matches(name, known, n=1, cutoff=0.9)
-            words = set(name.split("_"))
-            if not meant and any(words <= set(field.split("_")) for field in IHAConfig.__annotations__):
-                meant = [field for field in known if words <= set(field.split("_"))]
-            if meant:
-                names = " or ".join(map(repr, meant))
-                raise ValueError(f"There is no field {name!r} ({name}={kwargs[name]!r}); did you mean {names}?")
+        _refuse_misspelt(kwargs)
+        if kwargs.get("per_layer_config"):
+            raise ValueError("per_layer_config: IHAConfig states what layers differ in by lists, such as layer_types.")
         if self.head_dim is None and (self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads):
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
@@ -226,6 +274,7 @@ class IHAConfig(LlamaConfig):
         self.num_pseudo_heads = self.num_attention_heads if self.num_pseudo_heads is None else self.num_pseudo_heads
         self.attention_options = {} if self.attention_options is None else self.attention_options
 
+        self._refuse_two_ropes(**kwargs)
         self.rope_parameters = deepcopy(self.rope_parameters)  # Transformers completes it in place
         self._validate_rope_types()
         super().__post_init__(**kwargs)
@@ -324,6 +373,19 @@ class IHAConfig(LlamaConfig):
                 f"each of {', '.join(map(repr, LAYER_TYPES))} and no other key."
             )
 
+    def _refuse_two_ropes(self, rope_theta: float | None = None, rope_scaling: dict | None = None, **kwargs):
+        """Raise a ValueError for older fields that contradict `rope_parameters`: Transformers would drop one value."""
+        parameters = self.rope_parameters or {}
+        if parameters and rope_scaling and rope_scaling != parameters:
+            raise ValueError(
+                f"rope_scaling={rope_scaling} beside rope_parameters={parameters}: put both into rope_parameters."
+            )
+        parameters = parameters or rope_scaling or {}
+        if rope_theta is None:
+            return
+        if self.has_sliding_rope or parameters.get("rope_theta", rope_theta) != rope_theta:
+            raise ValueError(f"rope_theta={rope_theta} beside rope_parameters={parameters}: give one base, in these.")
+
     def _validate_rope(self):
         self._validate_rope_types()
         for layer_type in LAYER_TYPES:
@@ -345,6 +407,11 @@ class IHAConfig(LlamaConfig):
         for name, value in parameters.items():
             if value is not None or name in needed:
                 _check_number(name, value, "rope_parameters has ")
+        if rope_type == "default" and parameters.get("factor") not in (None, 1.0):
+            raise ValueError(
+                f"rope_parameters has factor={parameters['factor']} with the rope_type 'default', which takes none: "
+                "give the rope_type of the scaling, such as 'linear' or 'yarn', or leave the factor out."
+            )
         factor = parameters.get("partial_rotary_factor", 1.0)
         if factor != 1.0 and rope_type != "proportional":
             raise ValueError(
@@ -383,19 +450,18 @@ class IHAConfig(LlamaConfig):
         """Build a config as Transformers does, which reads every config.json through this method.
 
         Fields among `kwargs` replace those of the file before the config is checked. A smaller `num_hidden_layers`
-        keeps the first layers. Raise a ValueError if a size is missing, because LlamaConfig would fill in that of
-        Llama-7B, and if `mixing_scale` differs from that of the file, because the stored weights depend on it."""
+        keeps the first layers. RoPE parameters without a `rope_theta` take that of the file.
+
+        Raise a ValueError if a size is missing, because LlamaConfig would fill in that of Llama-7B, and if
+        `mixing_scale` differs from that of the file, because the stored weights depend on it."""
         missing = [name for name in SIZES if name not in config_dict]
         if missing:
             raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
         check_scale(config_dict, kwargs)
-        if "rope_theta" in kwargs:  # next to `rope_parameters` it would be ignored
-            parameters = kwargs.get("rope_parameters") or config_dict.get("rope_parameters") or {}
-            if any(name in parameters for name in LAYER_TYPES):
-                raise ValueError("rope_theta: each layer type has a base of its own; give them in rope_parameters.")
-            kwargs["rope_parameters"] = parameters | {"rope_theta": kwargs.pop("rope_theta")}
+        _join_rope(kwargs, config_dict.get("rope_parameters") or {})
         ours = IHAConfig.__annotations__ | LlamaConfig.__annotations__
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in ours}
+        _refuse_misspelt(kwargs)
         config_dict = config_dict | given
         if "num_hidden_layers" in given:
             config_dict |= _fields_of_first_layers(config_dict, given)

@@ -7,6 +7,9 @@ selects the last pseudo-head, the only one that sees all copies of its own token
 Every layer then computes what it computed before (the inclusion of IHA, Theorem 2, in its causal form). The copies of
 a token have equal keys, so they get equal weights. Value offsets that sum to zero over the copies therefore cancel,
 and make the pseudo-heads differ without changing the result.
+
+All tensors are made on the CPU, whatever PyTorch's default device is: the generator is the CPU's, so a seed gives the
+same start everywhere.
 """
 
 from collections.abc import Sequence
@@ -20,14 +23,16 @@ OFFSET_TOLERANCE = 1e-6
 
 def identity_mixing(num_heads: int, num_pseudo_heads: int) -> torch.Tensor:
     """Return alpha [M, M, P] (source head, head, pseudo-head), float32, where every pseudo-head equals its head."""
-    return torch.eye(num_heads)[:, :, None].repeat(1, 1, num_pseudo_heads)
+    return torch.eye(num_heads, device="cpu")[:, :, None].repeat(1, 1, num_pseudo_heads)
 
 
 def last_pseudo_head(num_heads: int, num_pseudo_heads: int, pseudo_collapse: str = "per_head") -> torch.Tensor:
     """Return R [H, P] or, for "all_heads", [H, H * P], float32, where each head selects its own last pseudo-head."""
-    last = torch.zeros(1, num_pseudo_heads)
+    last = torch.zeros(1, num_pseudo_heads, device="cpu")
     last[0, -1] = 1.0
-    return last.repeat(num_heads, 1) if pseudo_collapse == "per_head" else torch.kron(torch.eye(num_heads), last)
+    if pseudo_collapse == "per_head":
+        return last.repeat(num_heads, 1)
+    return torch.kron(torch.eye(num_heads, device="cpu"), last)
 
 
 def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Generator) -> torch.Tensor:
@@ -36,7 +41,8 @@ def balanced_offsets(num_heads: int, num_pseudo_heads: int, generator: torch.Gen
     The entries are multiples of 2^-7, so I + D and its sum over the pseudo-heads are exact in bfloat16 too. Rounded
     entries would cause an error of 0.2% in the values of every layer.
     """
-    steps = torch.randint(-16, 17, (num_heads, num_heads, num_pseudo_heads), generator=generator)
+    size = (num_heads, num_heads, num_pseudo_heads)
+    steps = torch.randint(-16, 17, size, generator=generator, device="cpu")
     return (steps - steps.roll(1, dims=-1)) / 128
 
 

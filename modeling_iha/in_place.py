@@ -22,6 +22,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import maybe_autocast
 
 from .attended import RECORDS
 from .cache_names import CACHE
@@ -42,6 +43,7 @@ from .modeling_interleaved import (
     attach_virtual_heads,
     backbone_of,
     base_model_class,
+    check_layers,
     check_no_tensor_parallelism,
     configs,
     decoder_of,
@@ -197,6 +199,7 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     _check_unwrapped(model)
     if not hasattr(model.config, "interleaved_layers"):
         raise ValueError("This model has no interleaved heads: there is nothing to remove.")
+    check_layers(model)
     if model.config.virtual_heads == "paired":
         raise ValueError("The heads are paired, and the plain model would compute something else: load it again.")
     if model.config.interleaved_window is not None:
@@ -262,13 +265,20 @@ def _check_arguments(
         raise ValueError("The model is on the meta device and has no weights: load it first.")
 
 
+_WRAPPED = (
+    "{} is not a model of Transformers: interleave the heads before PEFT, FSDP or DistributedDataParallel wrap the "
+    "model or parts of it, and remove them from the model that these unwrap."
+)
+
+
 def _check_unwrapped(model: PreTrainedModel) -> None:
-    # FSDP2 turns a model into one of a class that PyTorch makes.
-    if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("torch."):
-        raise ValueError(
-            f"{type(model).__name__} is not a model of Transformers: interleave the heads before PEFT, FSDP or "
-            "DistributedDataParallel wrap the model, and remove them from the model that these unwrap."
-        )
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(_WRAPPED.format(type(model).__name__))
+    # FSDP2 turns modules into ones of classes that PyTorch makes, FSDP1 puts its own around them. A mixing that is
+    # made within them would belong to no group, and each process would train its own.
+    sharded = [module for module in model.modules() if type(module).__module__.startswith("torch.distributed.")]
+    if sharded:
+        raise ValueError(_WRAPPED.format(type(sharded[0]).__name__))
     wrappers = [module for module in model.modules() if type(module).__module__.startswith("peft.")]
     if wrappers:
         raise ValueError(
@@ -443,7 +453,8 @@ def probe(model: PreTrainedModel) -> list[torch.Tensor]:
     if window and "flash" not in config._attn_implementation:
         config.sliding_window = min(window, 4)
     try:
-        with torch.no_grad():
+        # Autocast would round more than the tolerance of the model's own dtype allows.
+        with torch.no_grad(), maybe_autocast(device.type, enabled=False):
             padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False, **options)[0][mask.bool()]
             prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **options)
             cache = prompt.get(CACHE)
@@ -495,7 +506,8 @@ def _make_interleaved(
         vars(model).pop("_weight_conversions", None)
     model.__class__ = model_class
     register_models(model_class.config_class)  # for `from_config` of the Auto classes
-    attach_virtual_heads(model)
+    with torch.device("cpu"):  # whatever the default device is: the mixing goes where its attention module is
+        attach_virtual_heads(model)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     for module, call in chosen.items():
         for name, start in exact_start(call.head_counts, num_pseudo_heads, collapse, generator).items():

@@ -250,8 +250,8 @@ def _document_restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor 
         return position_ids.diff(dim=-1) < 1
     # `generate` counts from the first real token, so positions of padding may restart. Each real token is compared
     # with the latest real one before it, because each document may end in padding.
-    real = _real_tokens(attention_mask, position_ids, past)
-    positions = position_ids.expand(len(real), -1)
+    # One row of a mask, or of positions, may stand for all.
+    positions, real = torch.broadcast_tensors(position_ids, _real_tokens(attention_mask, position_ids, past))
     index = torch.arange(real.shape[1], device=real.device)
     latest_real = torch.where(real, index, -1).cummax(dim=-1).values[:, :-1]  # -1 before the first real token
     before = positions.gather(1, latest_real.clamp_min(0))

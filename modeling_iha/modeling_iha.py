@@ -170,7 +170,10 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
         Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. In a layer of
         paired heads each virtual query belongs to one head, so the rows are returned to their heads and not averaged.
         Other maps stay as they are."""
-        kinds = self.config.attention_kinds[: len(attentions)]  # more if `num_hidden_layers` was lowered
+        layers = [module for module in self.modules() if isinstance(module, MultiHeadAttention)]
+        # Transformers leaves out layers that give no weights.
+        kinds = [self.config.attention_kinds[layer.layer_idx] for layer in layers if layer.gives_weights]
+        kinds = kinds[: len(attentions)]  # more if `num_hidden_layers` was lowered
         paired = [kind == "paired_heads" for kind in kinds]
         return token_attentions(attentions, num_tokens, paired)
 

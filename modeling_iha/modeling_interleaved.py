@@ -165,6 +165,7 @@ class InterleavedMixin:
         super().initialize_weights()
 
     def save_pretrained(self, *args, **kwargs):
+        check_layers(self)
         note_scale(self, [self.config])
         return super().save_pretrained(*args, **kwargs)
 
@@ -361,6 +362,22 @@ def interleaved_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: backbone.get_submodule(name) for name in names}
 
 
+def check_layers(model: PreTrainedModel) -> None:
+    """Raise a ValueError where layers with virtual heads were added, removed or moved after they were made.
+
+    A load makes virtual heads for the names in `interleaved_layers` alone, and would make the other layers plain."""
+    # Wrappers such as those of `torch.compile` change names and pass attributes on, so the modules are counted by
+    # attributes of their own.
+    present = [module for module in backbone_of(model).modules() if "virtual_heads" in vars(module)]
+    listed = interleaved_attention(model)
+    if len(present) != len(listed):
+        raise ValueError(
+            f"The model has {len(present)} attention modules with interleaved heads, and its configuration lists "
+            f"{len(listed)} ({', '.join(listed)}): layers were added or removed after interleaving, and a load would "
+            "make other layers. Change the layers first, and interleave the heads then."
+        )
+
+
 def is_cut_off(model: nn.Module, name: str) -> bool:
     """Return whether a name is that of a layer after the last layer of a model."""
     module = model
@@ -481,12 +498,14 @@ def _prepared_cache(decoder: PreTrainedModel, cache: Cache | None, use_cache: bo
 
 
 def _is_users_mask(attention_mask: Any = None, input_ids: Any = None, inputs_embeds: Any = None, **kwargs) -> bool:
-    """Return whether `attention_mask` is a user's mask [batch, 1, N, K], over tokens.
+    """Return whether `attention_mask` is a user's mask [batch, 1, N, K], over tokens, or of a shape that none has.
 
     A mask with as many rows as tokens is the user's. Masks of an enclosing model, or of `generate` with a static
     cache, already have P rows per token."""
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 4:
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 2:
         return False
+    if attention_mask.ndim != 4:
+        return True  # `mask_over_virtual_tokens` refuses it
     inputs = inputs_embeds if input_ids is None else input_ids
     return inputs is not None and attention_mask.shape[2] == inputs.shape[1]
 

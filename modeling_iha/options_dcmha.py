@@ -40,6 +40,11 @@ class CompositionOptions(KindOptions):
                 f"attention_options[{kind!r}] has num_groups={self.num_groups}, which does not divide "
                 f"num_attention_heads={config.num_attention_heads}; heads are composed within groups of equal size."
             )
+        if self.rank == 0 and not self.gate and self.sides != "both":
+            raise ValueError(
+                f"attention_options[{kind!r}] has sides={self.sides!r} with rank=0 and gate=False, so no token "
+                "computes composition weights: leave sides out, or turn rank or gate on."
+            )
         if self.rank == 0 and not self.gate and not self.base_map:
             raise ValueError(
                 f"attention_options[{kind!r}] has rank=0, gate=False and base_map=False, which composes nothing: turn "

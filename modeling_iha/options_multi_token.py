@@ -60,6 +60,14 @@ class MultiTokenOptions(KindOptions):
             )
         if self.head_group is not None and self.head_mixing is None:
             raise ValueError(f"{where} head_group={self.head_group} without head_mixing, which mixes no heads.")
+        defaults = MultiTokenOptions()
+        of_convolution = ("query_kernel", "key_kernel", "every")
+        unused = [name for name in of_convolution if getattr(self, name) != getattr(defaults, name)]
+        if self.convolution is None and unused:
+            raise ValueError(
+                f"{where} convolution=None and {', '.join(unused)}, which describe a convolution: leave them out, or "
+                "set convolution."
+            )
         if self.convolution is None and self.head_mixing is None:
             raise ValueError(
                 f"{where} convolution=None and head_mixing=None, which leaves the scores alone: set one of them, or "

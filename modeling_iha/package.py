@@ -6,6 +6,7 @@
 
 import os
 import re
+from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from .kind_options import OPTIONS_CLASSES
 
 KIND_LISTS = ("attention_kinds.py", "kind_options.py")
 PACKAGE = Path(__file__).resolve().parent
+OUR_FIRST_LINE = b"# Copyright 2026 the modeling_iha authors."
+# Overrides that `from_dict` joins with the stored `rope_parameters`
+ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
@@ -47,7 +51,7 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     if name not in presets:
         raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, presets))}.")
     preset, _ = cls.get_config_dict(directory / f"{name}.json")
-    rope_theta = {"rope_theta": overrides.pop("rope_theta")} if "rope_theta" in overrides else {}
+    rope = {name: overrides.pop(name) for name in ROPE_FIELDS if name in overrides}
     fields = preset | overrides
     layers = fields["num_hidden_layers"]
     is_possible = isinstance(layers, int) and 0 < layers <= MAX_LAYERS  # any other number is refused below
@@ -66,7 +70,7 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     for token in {"bos_token_id", "eos_token_id"} & preset.keys() - overrides.keys():
         if (preset[token] or 0) >= fields["vocab_size"]:
             fields[token] = None
-    return cls.from_dict(fields, **rope_theta)
+    return cls.from_dict(fields, **rope)
 
 
 def _following_window(preset: dict, fields: dict) -> int:
@@ -131,5 +135,12 @@ def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args,
     for name in shipped_code(list(ATTENTION_CLASSES)):
         if name in shipped:
             (directory / name).write_bytes(shipped[name])
-        else:
+        elif _is_ours(directory / name):
             (directory / name).unlink(missing_ok=True)  # Another process may save to the same place.
+
+
+def _is_ours(file: Path) -> bool:
+    """Return whether a file exists and is one of this package, by its first line. Somebody may have a pairing.py."""
+    with suppress(FileNotFoundError), file.open("rb") as opened:
+        return opened.readline().rstrip() == OUR_FIRST_LINE
+    return False

@@ -89,13 +89,14 @@ def fixed_mixing(head_counts: list[int], num_pseudo_heads: int) -> dict[str, tor
 
     def alpha(num_heads: int) -> torch.Tensor:
         size = num_heads // num_pseudo_heads
-        head = torch.arange(num_heads)[:, None]
-        pseudo_head = torch.arange(num_pseudo_heads)
+        head = torch.arange(num_heads, device="cpu")[:, None]
+        pseudo_head = torch.arange(num_pseudo_heads, device="cpu")
         sources = pseudo_head * size + head % size  # [heads, P]
         return torch.nn.functional.one_hot(sources, num_heads).permute(2, 0, 1).float()
 
     num_heads, num_key_heads, num_value_heads = head_counts
-    own = torch.arange(num_heads) // (num_heads // num_pseudo_heads)  # the pseudo-head that is each head's output
+    # The pseudo-head that is each head's output
+    own = torch.arange(num_heads, device="cpu") // (num_heads // num_pseudo_heads)
     return {
         "q_mix.weight": alpha(num_heads),
         "k_mix.weight": alpha(num_key_heads),

@@ -26,6 +26,7 @@ from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     create_causal_mask,
     create_sliding_window_causal_mask,
+    flash_attention_mask,
 )
 from transformers.utils.import_utils import is_tracing
 
@@ -60,6 +61,11 @@ def register_masks(core: str) -> str:
         raise ValueError(
             f"attn_implementation={core!r} makes no masks, which interleaved heads need: use 'sdpa', 'eager', "
             "'flex_attention' or a flash core."
+        )
+    if ALL_MASK_ATTENTION_FUNCTIONS[core] is flash_attention_mask and "flash" not in core:
+        raise ValueError(
+            f"attn_implementation={core!r} takes the masks of FlashAttention, and Transformers and this package know "
+            "such a core by 'flash' in its name: register it under another name."
         )
     name = PREFIX + core.replace("/", "_")
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:

@@ -2,6 +2,7 @@
 
 from iha.flops import Cost, cached_tokens, score_products
 from modeling_iha import IHAConfig
+from modeling_iha.virtual_masks import virtual_tokens_per_token
 
 from . import Companion
 
@@ -9,7 +10,7 @@ from . import Companion
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of multi-head attention between the projections."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    cached = cached_tokens(tokens, window)
+    cached = cached_tokens(tokens, window, virtual_tokens_per_token(config))
     return Cost(
         prefill=heads * d * score_products(form, tokens, 1, window),
         training=heads * d * score_products(form, tokens, 1, window, training=True),

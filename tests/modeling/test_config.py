@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_model, small_config
+from helpers import random_ids, random_model, small_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -85,6 +85,25 @@ BAD = [
         for factor in (0, -2.0, NAN, INF)
     ],
     (rope("linear", factor=None), "factor=None; .* above 0"),
+    (rope("default", factor=8.0), "factor=8.0 with the rope_type 'default'"),
+    ({"rope_theta": 1e6}, "rope_theta=1000000.0 beside rope_parameters=.*100.0.*: give one base"),
+    (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        "rope_scaling=.*linear.* beside rope_parameters=.*: put both",
+    ),
+    ({"per_layer_config": {"0": {"num_attention_heads": 2}}}, "per_layer_config: .* by lists, such as layer_types"),
+    *[
+        ({"attention_kinds": kind, "attention_options": {kind: options}}, message)
+        for kind, options, message in (
+            ("multi_token", {"convolution": None, "every": 4}, "convolution=None and every, which describe"),
+            (
+                "dcmha",
+                {"rank": 0, "gate": False, "base_map": True, "sides": "query"},
+                "sides='query' with rank=0 and gate=False",
+            ),
+            ("hyper_feature", {"orders": 1, "value_product": True}, "value_product=True, which needs a head"),
+        )
+    ],
     (rope("yarn", factor=2.0, original_max_position_embeddings=0), "original_max_position_embeddings=0; .* above 0"),
     (rope("yarn", factor=2.0, attention_factor=NAN), "attention_factor=nan; .* above 0"),
     (rope("yarn", factor=2.0, beta_fast=NAN), "beta_fast=nan; .* at least 0"),
@@ -159,6 +178,13 @@ def test_what_llama_accepts_and_can_run_is_accepted(fields):
     small_config(**fields)
 
 
+@pytest.mark.parametrize("kind", ["mha", "talking_heads", "hyper"])
+def test_a_model_without_dropout_runs(kind):
+    model = random_model(small_config(attention_kinds=kind, attention_dropout=None))
+    for is_training in (False, True):
+        assert model.train(is_training)(random_ids(1, 5)).logits.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
@@ -176,7 +202,7 @@ def test_a_misspelt_field_is_refused(name, meant):
 # What Transformers reads or keeps although it is no field of the config, what it once wrote, what other models and
 # libraries write.
 FOREIGN = {
-    **{"torch_dtype": "bfloat16", "rope_theta": 1e4, "max_window_layers": 28, "model_max_length": 4096},
+    **{"torch_dtype": "bfloat16", "rope_theta": 100.0, "max_window_layers": 28, "model_max_length": 4096},
     **{"id2label": {"0": "a", "1": "b"}, "task_specific_params": None, "use_bfloat16": False, "pruned_heads": {}},
     **{"tokenizer_class": "PreTrainedTokenizerFast", "use_sliding_window": False, "unsloth_version": "2026.1"},
     "quantization_config": {"quant_method": "none"},
@@ -358,6 +384,49 @@ def test_config_round_trip(preset, tmp_path):
         assert loaded.to_diff_dict() | {"_name_or_path": ""} == config.to_diff_dict() | {"_name_or_path": ""}
         assert loaded.rope_parameters == {"rope_type": "default", "rope_theta": 123.0}
     assert IHAConfig.from_preset(preset, rope_theta=7.0).rope_parameters["rope_theta"] == 7.0
+
+
+SCALED = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_an_override_of_the_scaling_keeps_the_base(name, tmp_path):
+    """Transformers would fill in a base of 10,000."""
+    small_config().save_pretrained(tmp_path)
+    loaded = IHAConfig.from_pretrained(tmp_path, **{name: SCALED})
+    assert loaded.rope_parameters == {**SCALED, "rope_theta": 100.0}
+    preset = IHAConfig.from_preset("paper-2.4b-iha", **{name: SCALED})
+    assert preset.rope_parameters == {**SCALED, "rope_theta": 500000.0}
+
+
+def test_an_override_of_the_scaling_of_each_layer_type_keeps_its_base(tmp_path):
+    ropes = {"full_attention": {**PLAIN, "rope_theta": 7.0}, "sliding_attention": {**PLAIN, "rope_theta": 5.0}}
+    small_config(**LOCAL, rope_parameters=ropes).save_pretrained(tmp_path)
+    given = {"full_attention": SCALED, "sliding_attention": {**PLAIN, "rope_theta": 3.0}}
+    loaded = IHAConfig.from_pretrained(tmp_path, rope_parameters=given)
+    assert loaded.rope_parameters == {**given, "full_attention": {**SCALED, "rope_theta": 7.0}}
+    with pytest.raises(ValueError, match="no rope_theta, and the layer types .* have a base each"):
+        IHAConfig.from_pretrained(tmp_path, rope_parameters=SCALED)
+
+
+def test_overrides_that_contradict_or_mean_nothing_are_refused(tmp_path):
+    small_config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="rope_theta=5.0 beside rope_parameters=.*: give one base"):
+        IHAConfig.from_pretrained(tmp_path, rope_theta=5.0, rope_parameters={**SCALED, "rope_theta": 6.0})
+    with pytest.raises(ValueError, match="rope_scaling beside rope_parameters"):
+        IHAConfig.from_pretrained(tmp_path, rope_scaling=SCALED, rope_parameters=SCALED)
+    with pytest.raises(ValueError, match="no field 'pseudo_heads' .*'num_pseudo_heads'"):
+        IHAConfig.from_pretrained(tmp_path, pseudo_heads=4)
+
+
+def test_files_of_others_stay_when_a_configuration_is_saved(tmp_path):
+    """Only files of this package are removed, whose kinds the configuration lacks."""
+    small_config(attention_kinds="paired_heads").save_pretrained(tmp_path)
+    (tmp_path / "score_matrix.py").write_text("# mine")
+    assert (tmp_path / "pairing.py").is_file()
+    small_config(attention_kinds="mha").save_pretrained(tmp_path)
+    assert (tmp_path / "score_matrix.py").read_text() == "# mine"
+    assert not (tmp_path / "attention_paired_heads.py").exists()
 
 
 @pytest.mark.parametrize("given", [{"rope_theta": 5.0}, {"full_attention": dict(PLAIN), "sliding_attention": PLAIN}])

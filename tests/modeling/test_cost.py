@@ -56,6 +56,15 @@ OTHER_KINDS = {
             "dcmha": {"rank": 1, "gate": False, "base_map": True, "stages": "pre", "sides": "query", "num_groups": 2}
         },
     },
+    # A window keeps one token more beside "iha" layers.
+    **{
+        f"{kind} beside iha": {
+            "attention_kinds": ["iha", kind],
+            "layer_types": "sliding_attention",
+            "sliding_window": 5,
+        }
+        for kind in ("mha", "talking_heads")
+    },
     "hyper_feature": {"attention_kinds": "hyper_feature"},
     "hyper_feature, value product": {
         "attention_kinds": "hyper_feature",

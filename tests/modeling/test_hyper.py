@@ -100,6 +100,14 @@ def test_linear_form_under_a_mask_equals_running_sums(small_blocks, case, max_sc
     assert_gradients_match(actual, {name: gradient.double() for name, gradient in expected.items()}, 1e-5)
 
 
+def test_autocast_does_not_round_the_sums_under_a_mask():
+    model = random_model(hyper_config(**LINEAR["linear_order_4"]))
+    input_ids, mask = random_ids(2, 7), torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 1, 7, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = [model(input_ids, use_cache=False, **inputs).logits for inputs in ({}, {"attention_mask": mask})]
+    assert relative_error(outputs[1], outputs[0].double()) < 1e-5
+
+
 # Cost
 
 

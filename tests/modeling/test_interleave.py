@@ -47,15 +47,23 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.distributed import DistributedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
 from iha.processes import run_in_clean_process
-from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, modeling_interleaved, remove_interleaving
+from modeling_iha import (
+    IHAConfig,
+    IHAForCausalLM,
+    interleave_heads,
+    modeling_interleaved,
+    pair_heads,
+    remove_interleaving,
+)
 from modeling_iha.cache_names import CACHE
 from modeling_iha.configuration_interleaved import TASKS
+from modeling_iha.in_place import remove_mixing
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from modeling_iha.modeling_interleaved import MIXING_MODULES, register_core, remove_hooks
 from modeling_iha.virtual_masks import in_window
@@ -260,6 +268,79 @@ def sharded_llama():
     return type("FSDPLlamaForCausalLM", (LlamaForCausalLM,), as_fsdp2_names_it)(LlamaConfig(**SIZES))
 
 
+def with_sharded_layer(model):
+    """Make a layer of a model one of the class that FSDP2 makes, as `fully_shard(layer)` does before the model."""
+    as_fsdp2_names_it = {"__module__": "torch.distributed.fsdp._fully_shard"}
+    layer = model.model.layers[1]
+    layer.__class__ = type("FSDPLlamaDecoderLayer", (type(layer),), as_fsdp2_names_it)
+    return model
+
+
+def paired(model):
+    with pytest.warns(UserWarning, match="are paired"):
+        return pair_heads(model, 2)
+
+
+@pytest.mark.parametrize("make", [lambda model: interleave_heads(model, 2), paired])
+def test_a_model_whose_layers_were_changed_is_not_saved(make, tmp_path):
+    """A copied layer attends over virtual tokens, and a load would make it plain."""
+    model = make(decoder("llama"))
+    copied = copy.deepcopy(model.model.layers[2])
+    copied.self_attn.layer_idx = 3
+    model.model.layers.append(copied)
+    with pytest.raises(ValueError, match="has 4 attention modules .* lists 3"):
+        model.save_pretrained(tmp_path / "longer")
+    del model.model.layers[1:]
+    model.save_pretrained(tmp_path)  # without its last layers
+    with pytest.raises(ValueError, match="has 0 attention modules .* lists 1"):
+        remove_mixing(model.model.layers[0].self_attn)
+        model.save_pretrained(tmp_path)
+
+
+def test_copied_layers_are_not_removed():
+    model = interleave_heads(decoder("llama"), 2)
+    model.model.layers.append(copy.deepcopy(model.model.layers[2]))
+    with pytest.raises(ValueError, match="has 4 attention modules .* lists 3"):
+        remove_interleaving(model)
+
+
+def test_the_default_device_does_not_matter():
+    tokens, expected = random_ids(1, 5), interleave_heads(decoder("llama"), 2)
+    model = decoder("llama")
+    with torch.device("meta"):
+        interleave_heads(model, 2)
+    assert state_equal(model, expected)
+    with torch.device("meta"):
+        remove_interleaving(model)
+        model = paired(model)
+    assert_close(logits(model, input_ids=tokens), logits(paired(decoder("llama")), input_ids=tokens))
+
+
+def state_equal(model, other) -> bool:
+    state = other.state_dict()
+    return all(value.equal(state[name]) for name, value in model.state_dict().items())
+
+
+def test_autocast_does_not_decide_whether_a_model_is_supported():
+    with torch.autocast("cpu", torch.bfloat16):
+        model = interleave_heads(decoder("gpt2"), 2)
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
+def test_a_core_with_flash_masks_has_flash_in_its_name(monkeypatch):
+    """Transformers and this package know such cores by their names."""
+
+    def kernel(module, query, key, value, attention_mask, **kwargs):
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "their_kernel", kernel)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "their_kernel", flash_attention_mask)
+    model = decoder("llama")
+    model.set_attn_implementation("their_kernel")
+    with pytest.raises(ValueError, match="'their_kernel' takes the masks of FlashAttention.*another name"):
+        interleave_heads(model, 2)
+
+
 def test_layers_and_windows_of_the_paper():
     model = interleave_heads(decoder("llama", num_hidden_layers=6), 2, layers="paper", sliding_window="paper")
     assert list(model.config.interleaved_layers) == [f"layers.{i}.self_attn" for i in (0, 1, 2, 3, 5)]
@@ -284,6 +365,7 @@ def test_layers_and_windows_of_the_paper():
         (lambda: interleave_heads(decoder("llama"), 2), {}, "interleaved already"),
         (lambda: decoder("llama").model.layers[0], {}, "LlamaDecoderLayer is not a model of Transformers"),
         (sharded_llama, {}, "FSDPLlamaForCausalLM is not a model of Transformers: .* before PEFT, FSDP"),
+        (lambda: with_sharded_layer(decoder("llama")), {}, "FSDPLlamaDecoderLayer is not a model of Transformers"),
         (
             lambda: TextGenerationPipeline(decoder("llama"), byte_tokenizer()),
             {},

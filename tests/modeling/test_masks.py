@@ -15,6 +15,7 @@ from helpers import (
     assert_custom_masks_mean_padding,
     causal_4d,
     cumulative_lengths,
+    decoder,
     geometry_model,
     on_cores,
     random_ids,
@@ -29,7 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAForCausalLM, interleave_heads
 from modeling_iha.cache_names import CACHE
 from modeling_iha.first_keys import documents_of, is_first_key_mask
 from modeling_iha.masks import make_masks
@@ -128,6 +129,18 @@ def test_one_row_of_a_mask_serves_every_row(core):
     model, tokens, mask = geometry_model("hybrid", core), random_ids(2, 9), torch.tensor([[0] * 3 + [1] * 6])
     both, one = (model(tokens, attention_mask=each, use_cache=False).logits for each in (mask.expand(2, -1), mask))
     assert_close(one[:, 3:], both[:, 3:])
+    positions = torch.tensor([[0] * 3 + list(range(6))]).expand(2, -1)  # as many rows as tokens has
+    with_positions = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    assert with_positions.isfinite().all()
+    expected = model(tokens, attention_mask=mask.expand(2, -1), position_ids=positions, use_cache=False).logits
+    assert_close(with_positions[:, 3:], expected[:, 3:])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_mask_of_three_dimensions_is_refused(name):
+    model = interleave_heads(decoder(name), 2)
+    with pytest.raises(ValueError, match=r"attention_mask is torch.float32 \[1, 5, 5\]: pass one \[batch, tokens\]"):
+        model(random_ids(1, 5), attention_mask=torch.ones(1, 5, 5))
 
 
 @pytest.mark.parametrize("core", ["sdpa", "eager", "flex_attention"])

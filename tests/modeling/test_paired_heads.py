@@ -188,6 +188,17 @@ def test_attentions_over_tokens():
     torch.testing.assert_close(model.token_attentions(attentions, 5), maps[:1])
 
 
+def test_attentions_over_tokens_beside_a_layer_without_weights():
+    """A linear "hyper" layer returns none, and Transformers leaves it out."""
+    options = {"hyper": {"linear": True}}
+    config = config_of(4, 2, 2, attention_kinds=["hyper", "paired_heads"], attention_options=options)
+    model = random_model(config)
+    model.set_attn_implementation("eager")
+    (maps,) = model.token_attentions(model(random_ids(1, 5), output_attentions=True).attentions, 5)
+    assert maps.shape == (1, 4, 5, 5)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(1, 4, 5))
+
+
 @pytest.mark.parametrize(("heads", "groups", "num_pseudo_heads"), [(4, 2, 4), (6, 6, 4), (4, 2, None)])
 def test_groups_that_do_not_divide_the_heads_are_refused(heads, groups, num_pseudo_heads):
     with pytest.raises(Exception) as error:
