@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import socket
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,6 +111,65 @@ def fenced(*blocks):
 )
 def test_the_program_in_a_reply(reply, code):
     assert replies.program(reply, {"f"}) == code
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "####" + 400 * "\n" + "x",
+        "#### " + 20_000 * "1" + "x",
+        r"\boxed{3}" + 20_000 * " " + r"\boxed{4}",
+        r"\boxed{3} and" + 20_000 * " " + r"x\boxed{4}",
+        20_000 * r"\boxed{",
+    ],
+)
+def test_the_time_to_find_an_answer_grows_with_the_reply(reply):
+    start = time.process_time()
+    found, _ = replies.boxes(reply)
+    assert not replies._MARKER.findall(reply)
+    assert len(found) < 2 or not replies._JOINT.fullmatch(reply, found[0].end, found[1].start)
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 18", "18"),
+        ("####18.", "18"),
+        ("#### $ 18", "$ 18"),
+        ("#### -$5", "-$5"),
+        ("#### \\$-1,000.50", "\\$-1,000.50"),
+        ("#### 18 %", "18 %"),
+        ("#### .5\\%", ".5\\%"),
+        ("#### 18.\r\n", "18"),
+        ("####\n\n18\nmore", "18"),
+        ("#### 18 apples", None),
+        ("##### 18", None),
+        ("#### 18,", None),
+    ],
+)
+def test_the_number_after_the_marker(text, number):
+    found = [each.strip() for each in replies._MARKER.findall(text)]
+    assert found == ([] if number is None else [number])
+
+
+def test_boxes_are_found_in_their_order():
+    text = r"a} \boxed{1}, \fbox {\boxed{2} b}, \boxed{ {3} \boxed{4}"
+    found, is_open = replies.boxes(text)
+    assert [box.content for box in found] == ["1", r"\boxed{2} b", "4"] and not is_open
+    assert all(text[box.start : box.end].endswith(f"{box.content}}}") for box in found)
+    assert replies.boxes(r"\boxed{1} \boxed{2")[1]
+
+
+def test_ranges_that_sympy_does_not_solve_are_read_as_math_verify_reads_them():
+    answer = r"\boxed{\sin x < \frac12 \text{ or } x > 3}"
+    assert is_right(answer, replies.math_answer(answer))
+
+
+def test_a_program_that_the_parser_takes_no_more_is_no_program():
+    prose = fenced("the " * 2000)
+    assert replies.program(prose, {"f"}) == "the " * 2000 + "\n"
+    assert replies.names_needed("the " * 2000) == set()
 
 
 REPLIES = list(read_jsonl(Path(__file__).with_name("replies.jsonl")))
