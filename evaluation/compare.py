@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from iha import plots
 from iha.cards import Results, Task, figure_text, markdown_table
 from iha.errors import UserError, run_cli
-from iha.files import check_output_file, read_json, read_jsonl, whole_file
+from iha.files import check_output_file, expanded, read_json, read_jsonl, whole_file
 
 
 # Settings of a task that two evaluations must have in common. The hash covers its shots.
@@ -151,9 +151,11 @@ def markdown(rows: list[dict], runs: tuple[dict, dict], plot: str | None) -> str
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare and write. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reference", type=Path, help="output directory of evaluation.run")
-    parser.add_argument("other", type=Path, help="output directory of another run")
-    parser.add_argument("--output", type=Path, required=True, help="Markdown file to write; the plot goes beside it")
+    parser.add_argument("reference", type=expanded, help="output directory of evaluation.run")
+    parser.add_argument("other", type=expanded, help="output directory of another run")
+    parser.add_argument(
+        "--output", type=expanded, required=True, help="Markdown file to write; the plot goes beside it"
+    )
     args = parser.parse_args(argv)
     if args.output.suffix != ".md":
         raise UserError(f"--output {args.output}: expected the name of a .md file.")

@@ -30,7 +30,7 @@ def locate(name: str, directory: str | os.PathLike) -> Path:
 
     Raise `UserError` if it is missing or is not the file of the manifest.
     """
-    path = Path(directory).expanduser() / name
+    path = Path(directory) / name
     if not path.is_file():
         raise UserError(
             f"{path} is missing ({MANIFEST[name]['source']}): put it there, choose another --data, or leave out the "

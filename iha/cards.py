@@ -27,7 +27,7 @@ from typing_extensions import TypedDict
 
 from iha.checkpoints import fingerprint, positions_of
 from iha.errors import UserError, refusing, run_cli
-from iha.files import parse_yaml, read_json, read_text, whole_file
+from iha.files import expanded, parse_yaml, read_json, read_text, whole_file
 from iha.kinds import Companion, companion_of, described, own_modules
 from iha.model_cost import model as cost_of_model
 from iha.model_cost import with_mha
@@ -412,10 +412,10 @@ def read_results(path: Path) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dir", type=Path, help="checkpoint with its card, README.md")
+    parser.add_argument("dir", type=expanded, help="checkpoint with its card, README.md")
     parser.add_argument("--name", help="what the card is called and its examples load, such as me/smollm2-iha")
     parser.add_argument(
-        "--results", type=Path, help="output directory of python -m evaluation.run, or its results.json"
+        "--results", type=expanded, help="output directory of python -m evaluation.run, or its results.json"
     )
     args = parser.parse_args(argv)
     if args.name is None and args.results is None:
