@@ -336,7 +336,8 @@ def positions_of(config: PreTrainedConfig) -> int | None:
 def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `source`, a directory, a Hub id or a GGUF file.
 
-    Raise `UserError` if there is none, or if one of its ids has no row in an embedding of `vocab_size` rows.
+    Raise `UserError` if there is none, if it knows no word, or if one of its ids has no row in an embedding of
+    `vocab_size` rows.
     """
     if lacks_tokenizer(source):
         raise UserError(f"{source} holds no tokenizer: save one beside the weights (tokenizer.save_pretrained).")
@@ -348,6 +349,13 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
         if highest < 0:
             raise UserError("its vocabulary is empty.")
+        known = set(tokenizer("The capital of France 1", add_special_tokens=False)["input_ids"])
+        # Transformers builds many tokenizers from tokenizer_config.json alone, with nothing but their special tokens.
+        if known <= {tokenizer.unk_token_id}:
+            raise UserError(
+                "it knows no word, because its files are incomplete: put its vocabulary, such as tokenizer.json, "
+                "beside tokenizer_config.json."
+            )
     if highest >= vocab_size:
         wrong = f"its token {token!r} has the id {highest}, and the embedding has {vocab_size} rows"
         raise UserError(f"The tokenizer in {source} does not fit the model: {wrong}.")
