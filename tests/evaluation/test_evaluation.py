@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import time
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -472,6 +473,17 @@ def test_a_thought_that_the_prompt_opens_is_a_part_of_the_reply(tmp_path, monkey
     assert results["tasks"]["gsm8k"]["metrics"]["pass@1"]["value"] == 0.5
 
 
+def test_a_chat_template_that_asks_for_the_date_gets_a_fixed_one(tiny):
+    """Give every template the same day, by Llama's variable or by the function of Transformers."""
+    tokenizer = deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = (
+        "\n{% set day = strftime_now('%-d %B %Y') if strftime_now is defined %}{{ date_string }}, {{ day }}, "
+        "{{ strftime_now('%Y-%m-%d') }}: {{ messages[0]['content'] }}"
+    )
+    written = Model(tiny, tokenizer).apply_chat_template([{"role": "user", "content": "100%d"}])
+    assert written == "\n26 Jul 2024, 26 July 2024, 2024-07-26: 100%d"
+
+
 @pytest.fixture
 def two_runs(smoke, tmp_path) -> list[Path]:
     """Copy an evaluation, and make one of two answers right by hand."""
@@ -493,7 +505,15 @@ def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
     assert "| gsm8k | pass@1 | 2 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0 |" in text
     assert re.search(r"\| dcformer_synthetic \| acc \| 2 \|.*\| – \|$", text, re.MULTILINE)  # it has no replies
     assert "| gsm8k | maj@2 |" not in text and "| other |" not in text
+    assert "different prompts" not in text
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_comparison_names_the_tasks_with_other_prompts(two_runs, tmp_path):
+    file = two_runs[1] / "samples_gsm8k.jsonl"
+    write_jsonl(file, [row | {"prompt_hash": "0"} for row in read_jsonl(file)])
+    compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
+    assert "The two runs had different prompts in gsm8k.\n" in (tmp_path / "comparison.md").read_text()
 
 
 def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
@@ -504,6 +524,9 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
         return str(error.value)
 
     base, tuned = two_runs
+    (tmp_path / "comparison.png").mkdir()
+    assert f"{tmp_path / 'comparison.png'} is a directory" in refused(base, tuned)
+    (tmp_path / "comparison.png").rmdir()
     assert "the name of both directories" in refused(base, base)
     file = tuned / "samples_gsm8k.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
