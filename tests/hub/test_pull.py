@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import last_line, plant
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from loopback_hub import Fault, File, LoopbackHub
 from tiny_sources import edit_config
 
@@ -62,9 +62,13 @@ def test_pull_fetches_what_a_load_may_read(hub, pull, tmp_path):
     put("original/consolidated.00.pth", b"x", True)(hub)
     put(".eval_results/a.yaml", b"- value: 1\n")(hub)
     (tmp_path / "pulled").mkdir(mode=0o700)
+    cached = Path(snapshot_download("me/iha"))  # somebody has fetched the whole repository
+    assert (cached / "last-checkpoint" / "optimizer.pt").exists()
+    (cached / "planted.py").write_text("not on the Hub")
     assert "not fetched: last-checkpoint/, original/" in pull()
     folders = {path.name for path in (tmp_path / "pulled").iterdir() if path.is_dir()}
     assert folders == {".eval_results"}
+    assert not (tmp_path / "pulled" / "planted.py").exists()
     assert (tmp_path / "pulled").stat().st_mode & 0o777 == 0o700
 
 
