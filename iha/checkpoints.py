@@ -34,7 +34,7 @@ from transformers.utils import (
     cached_file,
     logging,
 )
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils.hub import extract_commit_hash, get_checkpoint_shard_files
 from typing_extensions import TypedDict
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
@@ -386,7 +386,7 @@ def fingerprint(source: str | os.PathLike) -> str:
     """
     path = expanded(source)
     if not path.exists():
-        return f"{source}@{load_config(source)._commit_hash}"
+        return f"{source}@{_commit(source)}"
     if path.is_file():
         files = [path]
     else:
@@ -396,6 +396,18 @@ def fingerprint(source: str | os.PathLike) -> str:
     for file in files:
         together.update(f"{file.name} {file_sha256(file)}\n".encode())
     return together.hexdigest()
+
+
+def _commit(repo_id: str | os.PathLike) -> str:
+    """Return the commit of a Hub id, which is part of the path of a cached file. Raise `UserError`."""
+    location = find_source(repo_id).location
+    names = (CONFIG_NAME, "tokenizer_config.json", "tokenizer.json")  # a repository may hold a tokenizer alone
+    with _refusing(f"{repo_id} names no commit"):
+        for name in names:
+            commit = extract_commit_hash(_optional_file(location, name), None)
+            if commit is not None:
+                return commit
+        raise UserError(f"expected one of {', '.join(names)} in it.")
 
 
 def smollm2_gguf() -> Path:

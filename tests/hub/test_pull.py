@@ -13,7 +13,7 @@ from tiny_sources import edit_config
 from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
 from iha import foreign_code, sources
-from iha.checkpoints import load_config
+from iha.checkpoints import fingerprint, load_config
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
 
@@ -133,6 +133,19 @@ def test_a_name_that_the_hub_does_not_have_is_asked_for_once(hub):
     with pytest.raises(UserError, match="me/nothing is not a directory, and the Hub has no such model"):
         load_config("me/nothing")
     assert [method for method, path in hub.calls if "me/nothing" in path] == ["HEAD"]
+
+
+def test_a_repository_with_a_tokenizer_alone_is_told_by_its_commit(hub, saved, tmp_path, monkeypatch):
+    """Find the commit of a --tokenizer of the evaluation, also without a network."""
+    (tmp_path / "words").mkdir()
+    for path in saved.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "words")
+    hub.add("me/words", tmp_path / "words")
+    expected = {name: f"{name}@{hub.repositories[name].references['main']}" for name in ("me/words", "me/iha")}
+    assert {name: fingerprint(name) for name in expected} == expected
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.calls.clear()
+    assert {name: fingerprint(name) for name in expected} == expected and not hub.calls
 
 
 def test_pull_runs_nothing_before_it_may(hub, pull, saved, tmp_path, monkeypatch):
