@@ -84,7 +84,8 @@ def dcformer_synthetic(data_directory=None, **_) -> dict[str, Dataset]:
 
     There are 888 texts of eight lines. The last six lines of each have a target, which gives 5,328 rows {"context",
     "target", "shots"} with 2 to 7 shots (Xiao et al., "Improving Transformers with Dynamically Composable Multi-Head
-    Attention", section 4.3).
+    Attention", section 4.3). lm-eval's standard error takes the rows as independent. It is too small, because six rows
+    share a text.
     """
     targets = []
     for entry in rows("dcformer/synthetic_dataset.jsonl", data_directory):

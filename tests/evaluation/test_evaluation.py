@@ -541,6 +541,16 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
     assert "no task in common" in refused(base, tuned)
 
 
+@pytest.mark.parametrize("isolates", [True, False])
+def test_programs_that_nothing_isolates_are_announced(isolates, monkeypatch, capsys):
+    monkeypatch.setattr(run.run_code, "isolates", lambda: isolates)
+    run.note_programs_at_large(["gsm8k"])
+    run.note_programs_at_large(["gsm8k", "mbpp", "humaneval"])
+    note = "" if isolates else "so the programs of mbpp, humaneval can do all that you can: run them in a container.\n"
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith(note) and err.count("Note: bubblewrap") == (not isolates)
+
+
 def test_tasks_are_told_by_the_files_that_they_include(tmp_path, monkeypatch):
     before = run.task_hash()
     monkeypatch.setattr(suites, "TASKS", shutil.copytree(suites.TASKS, tmp_path / "tasks"))
