@@ -77,6 +77,8 @@ def main() -> None:
 
     unpack(source)
     convert = ("conversion_scripts.convert_llama_to_iha", source, converted, "--num-pseudo-heads", "2")
+    if not converted.exists():
+        checks.unlink(missing_ok=True)  # the figures of a former conversion
     step("Convert to IHA with P = 2", converted, *convert)
     verify = ("conversion_scripts.verify_conversion", source, converted, "--json", checks)
     step("Verify against the source", checks, *verify, "--tokens", "128", "--max-new-tokens", "16")

@@ -6,8 +6,8 @@ Every file is compared with the Hub's checksum, and the model is loaded in a pro
 import glob
 import os
 import shutil
-import stat
 from collections.abc import Sequence
+from pathlib import Path
 
 from huggingface_hub import HfApi
 from transformers.utils import CONFIG_NAME
@@ -45,15 +45,9 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
         # From the cache, and not into the directory itself: what was transferred outlives a call that is stopped.
         patterns = [glob.escape(name) for name in wanted]
         cached = api.snapshot_download(repo_id, revision=info.sha, allow_patterns=patterns)
-        mode = stat.S_IMODE(temporary.stat().st_mode)
-        shutil.copytree(cached, temporary, dirs_exist_ok=True)
-        temporary.chmod(mode)  # `copytree` gave it that of the cache, and the directory may be private
+        _copy(wanted, Path(cached), temporary)
         found = api.verify_repo_checksums(repo_id, revision=info.sha, local_dir=temporary)
         advice = f"remove it from the cache (hf cache rm model/{repo_id}) and pull again"
-        if found.extra_paths:
-            raise UserError(
-                f"{', '.join(found.extra_paths)} is in the cache of {repo_id} and not on the Hub: {advice}."
-            )
         lost = [name for name in found.missing_paths if name in wanted]
         if damaged := [mismatch["path"] for mismatch in found.mismatches] + lost:
             raise UserError(f"{', '.join(damaged)} of {repo_id} differs from the Hub's checksum: {advice}.")
@@ -68,6 +62,15 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
     print(f"{directory}: {what}; every file that was fetched is as the Hub has it")
     print(f"Revision: {info.sha}\n\n{loading_code(repo_id, info.sha)}")
     return info.sha
+
+
+def _copy(wanted: list[str], cached: Path, directory: Path) -> None:
+    """Copy the `wanted` files of the Hub's cache, which may also hold other folders and what somebody put there."""
+    for file in cached.rglob("*"):
+        name = file.relative_to(cached).as_posix()
+        if name in wanted:
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, directory / name)
 
 
 def in_checkpoint(names: list[str]) -> tuple[list[str], list[str]]:

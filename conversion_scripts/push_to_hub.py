@@ -15,8 +15,8 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
 from iha.arguments import check_push, push_arguments
-from iha.cards import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_name
-from iha.checkpoints import TOKENIZER_FILES, load_config
+from iha.cards import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_metadata, with_name
+from iha.checkpoints import load_config
 from iha.errors import UserError, run_cli
 from iha.files import checked, expanded, read_text, signals_as_interrupts
 from iha.kinds import is_ours
@@ -28,6 +28,7 @@ from .checkpoint_checks import (
     EVAL_RESULTS,
     LOADED_NAMES,
     READ_FOLDERS,
+    TOKENIZER_PATTERNS,
     check_checkpoint,
     checkpoint_files,
     loading_code,
@@ -40,7 +41,7 @@ WEIGHTS = ["model.safetensors*", "model[.-]*.safetensors*", "pytorch_model*.bin*
 SUPERSEDED = [
     *WEIGHTS,
     *sorted(LOADED_NAMES),
-    *(f"{name}*.{suffix}" for name in TOKENIZER_FILES for suffix in ("json", "model", "txt")),
+    *TOKENIZER_PATTERNS,
     "adapter_config.json",
     "adapter_model*",
 ]
@@ -164,7 +165,6 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
         raise UserError(f"{directory} holds no model card: write one, README.md, with license and base_model.")
     text = read_text(path, MAX_CARD).removeprefix("\ufeff") if path.is_file() else render_card(config, repo_id)
     card = parse_card(text, path)
-    added = False
     if FROM_SCRATCH in (card.data.get("tags") or []) and not card.data.get("base_model"):
         base_model = base_model or "none"
     for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
@@ -175,9 +175,8 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
         if stated is not None and value is not None and stated not in (value, [value]):
             raise UserError(f"{path} states {name} {stated!r}, and {option} says {value!r}: correct one of them.")
         if stated is None and (name, value) != ("base_model", "none"):
-            setattr(card.data, name, value)
-            added = True
-    return with_name(str(card) if added else text, repo_id)
+            text = with_metadata(text, name, value, path)
+    return with_name(text, repo_id)
 
 
 @contextmanager

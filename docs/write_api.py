@@ -12,6 +12,7 @@ from textwrap import fill
 
 import modeling_iha
 from iha import api
+from iha.files import expanded
 
 
 START = """# API
@@ -74,5 +75,5 @@ def page() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", nargs="?", default=Path(__file__).with_name("API.md"), type=Path)
+    parser.add_argument("path", nargs="?", default=Path(__file__).with_name("API.md"), type=expanded)
     parser.parse_args().path.write_text(page(), encoding="utf-8")

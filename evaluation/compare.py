@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 from iha import plots
 from iha.cards import Results, Task, figure_text, markdown_table
 from iha.errors import UserError, run_cli
-from iha.files import check_output_file, read_json, read_jsonl, whole_file
+from iha.files import check_output_file, expanded, read_json, read_jsonl, whole_file
 
 
 # Settings of a task that two evaluations must have in common. The hash covers its shots.
@@ -42,6 +42,7 @@ class ComparedResults(Results):
 class Sample(TypedDict):
     doc_id: int
     doc_hash: str
+    prompt_hash: NotRequired[str]
     replies: NotRequired[list[str]]
 
 
@@ -84,9 +85,10 @@ def paired_difference(before: dict[tuple, dict], after: dict[tuple, dict], metri
 def compare(reference: dict, other: dict) -> list[dict]:
     """Return one row for each task and metric that both runs have.
 
-    It holds {"task", "metric", "examples", "figures", "difference", "other_replies"}. "figures" are those of both
-    runs, and "other_replies" is the number of examples with another reply (`None` for a task without replies). Raise
-    `UserError` if the runs have no task in common, or if their settings or examples differ.
+    It holds {"task", "metric", "examples", "figures", "difference", "other_prompts", "other_replies"}. "figures" are
+    those of both runs, and the last two are the numbers of examples with another prompt and with another reply (`None`
+    for a task without replies). Raise `UserError` if the runs have no task in common, or if their settings or examples
+    differ.
     """
     rows = []
     for task in reference["tasks"].keys() & other["tasks"].keys():
@@ -95,6 +97,7 @@ def compare(reference: dict, other: dict) -> list[dict]:
         other_replies = None
         if all("replies" in row for row in before.values()):
             other_replies = sum(row.get("replies") != before[key]["replies"] for key, row in after.items())
+        other_prompts = sum(row.get("prompt_hash") != before[key].get("prompt_hash") for key, row in after.items())
         metrics = [run["tasks"][task]["metrics"] for run in (reference, other)]
         rows += [
             {
@@ -103,6 +106,7 @@ def compare(reference: dict, other: dict) -> list[dict]:
                 "examples": len(before),
                 "figures": [of_run[metric] for of_run in metrics],
                 "difference": paired_difference(before, after, metric),
+                "other_prompts": other_prompts,
                 "other_replies": other_replies,
             }
             for metric in metrics[0]
@@ -144,25 +148,35 @@ def markdown(rows: list[dict], runs: tuple[dict, dict], plot: str | None) -> str
         for run in runs
     ]
     note = "± is the standard error of the mean over examples; of a difference, over the same examples."
+    # Chat templates and tokenizers write one example in several ways.
+    rewritten = dict.fromkeys(row["task"] for row in rows if row["other_prompts"])
+    prompts = [f"The two runs had different prompts in {', '.join(rewritten)}.", ""] if rewritten else []
     image = [f"![{plot}]({plot})", ""] if plot else []
-    return "\n".join(["# Comparison", *about, "", note, "", markdown_table(header, cells), *image])
+    return "\n".join(["# Comparison", *about, "", note, "", *prompts, markdown_table(header, cells), *image])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare and write. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("reference", type=Path, help="output directory of evaluation.run")
-    parser.add_argument("other", type=Path, help="output directory of another run")
-    parser.add_argument("--output", type=Path, required=True, help="Markdown file to write; the plot goes beside it")
+    parser.add_argument("reference", type=expanded, help="output directory of evaluation.run")
+    parser.add_argument("other", type=expanded, help="output directory of another run")
+    parser.add_argument(
+        "--output",
+        type=expanded,
+        required=True,
+        help="Markdown file to write or replace, with the plot beside it, a .png",
+    )
     args = parser.parse_args(argv)
     if args.output.suffix != ".md":
         raise UserError(f"--output {args.output}: expected the name of a .md file.")
-    check_output_file(args.output, replace=True)
+    plot = args.output.with_suffix(".png")
+    for file in (args.output, plot):
+        check_output_file(file, replace=True)
     runs = read_run(args.reference), read_run(args.other)
     names = [run["name"] for run in runs]
     if names[0] == names[1]:
         raise UserError(f"{names[0]} is the name of both directories: expected different names.")
-    rows, plot = compare(*runs), args.output.with_suffix(".png")
+    rows = compare(*runs)
     drawn = [row for row in rows if "loss" not in row["metric"]]  # losses are in the table only
     if drawn:
         draw(drawn, names, plot)

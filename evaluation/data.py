@@ -30,7 +30,7 @@ def locate(name: str, directory: str | os.PathLike) -> Path:
 
     Raise `UserError` if it is missing or is not the file of the manifest.
     """
-    path = Path(directory).expanduser() / name
+    path = Path(directory) / name
     if not path.is_file():
         raise UserError(
             f"{path} is missing ({MANIFEST[name]['source']}): put it there, choose another --data, or leave out the "
@@ -84,7 +84,8 @@ def dcformer_synthetic(data_directory=None, **_) -> dict[str, Dataset]:
 
     There are 888 texts of eight lines. The last six lines of each have a target, which gives 5,328 rows {"context",
     "target", "shots"} with 2 to 7 shots (Xiao et al., "Improving Transformers with Dynamically Composable Multi-Head
-    Attention", section 4.3).
+    Attention", section 4.3). lm-eval's standard error takes the rows as independent. It is too small, because six rows
+    share a text.
     """
     targets = []
     for entry in rows("dcformer/synthetic_dataset.jsonl", data_directory):

@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+from datetime import datetime
+from string import ascii_letters
 
 import torch
 from lm_eval.api.instance import Instance
@@ -16,13 +18,26 @@ from iha.sources import find_source
 from iha.thoughts import MARKERS
 
 
-# Llama's chat template writes the date. A fixed date keeps prompts the same when a run resumes another day.
-DAY = {"date_string": "26 Jul 2024"}
+# Some chat templates write the date. A fixed date keeps prompts the same when a run resumes another day.
+DAY = datetime(2024, 7, 26)
+# A macro that hides the function of Transformers, which calls datetime.now(). A template takes no function from its
+# caller. Each part of a format, such as %d, is replaced by what it stands for on that day.
+_CODES = [f"%{flag}{letter}" for letter in ascii_letters for flag in ("", "-")]
+_FORMATTED = "".join(f" | replace({code!r}, {DAY.strftime(code)!r})" for code in _CODES)
+_CLOCK = f"{{% macro strftime_now(format) %}}{{{{ format{_FORMATTED} }}}}{{% endmacro +%}}"
 
 
 def device_type() -> str:
     """Return the type of the device on which this machine evaluates."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_one_day(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the arguments of `apply_chat_template` with which a chat template takes `DAY` for today."""
+    arguments = {"date_string": DAY.strftime("%d %b %Y")}  # what Llama's template reads
+    if "strftime_now" in str(tokenizer.chat_template):
+        arguments["chat_template"] = _CLOCK + tokenizer.get_chat_template()
+    return arguments
 
 
 class Model(HFLM):
@@ -46,8 +61,8 @@ class Model(HFLM):
     ):
         self.source = find_source(source)
         self.seed = seed
-        settings = {"dtype": dtype, "device": device_type(), "softmax_dtype": "float32", "chat_template_args": DAY}
-        settings |= self.source.arguments
+        settings = {"dtype": dtype, "device": device_type(), "softmax_dtype": "float32"}
+        settings |= {"chat_template_args": on_one_day(tokenizer), **self.source.arguments}
         super().__init__(self.source.location, tokenizer=tokenizer, batch_size=batch_size, **settings)
         self.model.generation_config = end_tokens_alone(self.model, tokenizer)
         self._before_reply = self.tok_encode("a", add_special_tokens=False)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from evaluation import data, run_code, scores
 from iha.errors import UserError, run_cli
-from iha.files import check_output_file, write_json
+from iha.files import check_output_file, expanded, write_json
 
 
 # Each of these functions returns a gold reply and a broken reply to a row.
@@ -75,9 +75,9 @@ def replay(name: str, directory: Path | None, limit: int | None = None) -> dict:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="directory of data files (default: the Hub)")
+    parser.add_argument("--data", type=expanded, help="directory of data files (default: the Hub)")
     parser.add_argument("--limit", type=int, help="only the first LIMIT rows of each")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--output", type=expanded, required=True, help="JSON file to write")
     parser.add_argument(run_code.FLAG, action="store_true", help="run the programs of MBPP and HumanEval")
     args = parser.parse_args(argv)
     check_output_file(args.output, replace=True)

@@ -28,12 +28,16 @@ def final_part(reply: str) -> str:
 # Mathematics
 
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# The text between the boxes of one answer, as in x = \boxed{3} or x = \boxed{5}.
-_GAP = r"(?:[\s$&]|\\[()\[\]]|\\q?quad)*"
+# The text between the boxes of one answer, as in x = \boxed{3} or x = \boxed{5}. It gives nothing back (*+), because
+# a search that tries every division of many blanks into neighbours does not end.
+_GAP = r"(?:[\s$&]|\\[()\[\]]|\\q?quad)*+"
 _JOINT = re.compile(
-    rf"{_GAP}(?:,|,?{_GAP}(?:\\text\{{\s*)?\b(?:and|or)\b\s*\}}?){_GAP}(?:[A-Za-z](?:_\{{?\d\}}?)?\s*=\s*)?"
+    rf"{_GAP}(?:,|,?{_GAP}(?:\\text\{{\s*+)?\b(?:and|or)\b\s*+\}}?){_GAP}(?:[A-Za-z](?:_\{{?\d\}}?)?\s*=\s*)?"
 )
-_MARKER = re.compile(r"(?<!#)####\s*(-?\s*\\?[$€£]?\s*-?\s*[\d,]*\.?\d+\s*\\?%?)\.?\s*$", re.MULTILINE)
+_REST = r"[^\S\n]*+"  # blanks of the same line
+_MARKER = re.compile(
+    rf"(?<!#)####\s*+(-?\s*+\\?[$€£]?\s*+-?\s*+[\d,]*+(?:\.\d++|(?<=\d)){_REST}\\?%?)\.?{_REST}$", re.MULTILINE
+)
 
 # Signs that math_verify does not read.
 _SIGNS = str.maketrans({"−": "-", "∞": r"\infty ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "`": ""})
@@ -82,24 +86,28 @@ class Box(NamedTuple):
 def boxes(text: str) -> tuple[list[Box], bool]:
     """Return the boxes of `text`, and whether a box that does not end follows the last of them."""
     found, position, is_open = [], 0, False
-    while opening := _OPENING.search(text, position):
-        position = opening.end()  # a box that does not end may hold boxes that do
-        closing = _closing_brace(text, position)
-        is_open = closing is None
+    closing_braces = _closing_braces(text)
+    for opening in _OPENING.finditer(text):
+        if opening.start() < position:  # inside the box before
+            continue
+        closing = closing_braces.get(opening.end() - 1)
+        is_open = closing is None  # a box that does not end may hold boxes that do
         if closing is not None:
-            found.append(Box(opening.start(), closing + 1, text[position:closing]))
             position = closing + 1
+            found.append(Box(opening.start(), position, text[opening.end() : closing]))
     return found, is_open
 
 
-def _closing_brace(text: str, start: int) -> int | None:
-    """Return the place of the brace that closes the one before `start`, or `None`."""
-    depth = 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return place
-    return None
+def _closing_braces(text: str) -> dict[int, int]:
+    """Return the place of the closing brace for that of each opening brace which has one."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in re.finditer("[{}]", text):
+        if brace[0] == "{":
+            opened.append(brace.start())
+        elif opened:
+            closing[opened.pop()] = brace.start()
+    return closing
 
 
 def _without_separators(number: re.Match) -> str:
@@ -142,18 +150,25 @@ def _is_range(part: Basic) -> bool:
     return len(part.free_symbols) == 1 and bool(part.atoms(Relational) - part.atoms(Eq))
 
 
+def _union(parts: FiniteSet) -> Basic | None:
+    """Return the set of all numbers in one of the ranges `parts`, or `None` if SymPy makes no set of them."""
+    if not all(map(_is_range, parts.args)):
+        return None
+    try:
+        return Union(*(bounds.as_set() for bounds in parts.args))
+    except Exception:  # SymPy raises many types, such as NotImplementedError for sin(x) < 1/2
+        return None
+
+
 def _read(answer: str) -> tuple | None:
     answer = _without_unit(_plain(answer.strip())).replace(r"\varnothing", r"\emptyset")
     if re.match(r"[<>≤≥]|\\[gl](?:eq?|t)\b", answer):  # math_verify would read only the number
         return None
     found = tuple(parse(rf"\boxed{{{answer}}}"))
-    if (
-        found
-        and re.search(r"\bor\b", answer)
-        and isinstance(found[0], FiniteSet)
-        and all(map(_is_range, found[0].args))
-    ):
-        return Union(*(bounds.as_set() for bounds in found[0].args)), found[1]
+    if found and re.search(r"\bor\b", answer) and isinstance(found[0], FiniteSet):
+        ranges = _union(found[0])
+        if ranges is not None:
+            return ranges, found[1]
     return found or None
 
 
@@ -242,7 +257,8 @@ def _names(code: str) -> tuple[set[str], set[str], set[str]]:
     """Return the names that `code` defines, those that it imports, and those that it uses beside Python's own."""
     try:
         tables = [symtable.symtable(code, "reply", "exec")]
-    except (SyntaxError, ValueError, RecursionError):  # a truncated program is still the reply's program
+    # A truncated program is still the reply's program. The parser of Python 3.11 raises MemoryError for many words.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return set(re.findall(r"^(?:def|class) +(\w+)", code, re.MULTILINE)), set(), set()
     defined = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_assigned()}
     imported = {symbol.get_name() for symbol in tables[0].get_symbols() if symbol.is_imported()}

@@ -41,7 +41,7 @@ from iha import thoughts
 from iha.cards import source_name
 from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype, vocabulary_of
 from iha.errors import UserError, refusing, run_cli
-from iha.files import current_commit, read_json, sole_writer, write_json, write_jsonl
+from iha.files import current_commit, expanded, read_json, sole_writer, write_json, write_jsonl
 from iha.foreign_code import note_foreign_code
 
 
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     )
     parser.add_argument("--tasks", nargs="+", help="only these tasks of the suite")
     parser.add_argument(
-        "--data", type=Path, help="directory of data files as in data_manifest.json (default: the Hub)"
+        "--data", type=expanded, help="directory of data files as in data_manifest.json (default: the Hub)"
     )
     parser.add_argument(
         "--lengths", type=int, nargs="+", help="lengths of RULER's prompts with their replies, in tokens"
@@ -200,7 +200,11 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
     parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (default 16)")
     parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
-    parser.add_argument("--output", type=Path, help="directory for results (default: outputs/evaluation/MODEL)")
+    where = (
+        "directory for results (default: outputs/evaluation/MODEL); give no stranger's, because its cache holds "
+        "pickles, which can run any code"
+    )
+    parser.add_argument("--output", type=expanded, help=where)
     parser.add_argument("--batch-size", type=int, default=8, help="rows in a batch (default: 8)")
     parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
     parser.add_argument(
@@ -218,6 +222,17 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     # The main process holds the lock. The other processes of the run write beside it.
     with sole_writer(args.output) if process.is_main_process else nullcontext():
         return measure(args, process)
+
+
+def note_programs_at_large(tasks: Iterable[str]) -> None:
+    """Print on stderr that nothing isolates the programs that the tasks run, if that is so."""
+    runs_code = [task for task in tasks if task in suites.CODE]
+    if runs_code and not run_code.isolates():
+        print(
+            f"Note: bubblewrap is not installed or does not work here, so the programs of {', '.join(runs_code)} can "
+            "do all that you can: run them in a container.",
+            file=sys.stderr,
+        )
 
 
 def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
@@ -238,6 +253,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     if process.is_main_process:
         record = claim_output(args.output, identity)
         note_left_out(args.output, tasks)
+        note_programs_at_large(args.tasks)
     process.wait_for_everyone()
 
     started = time.monotonic()

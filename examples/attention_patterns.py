@@ -1,12 +1,13 @@
 """Draw the P² attention patterns of one head, and how heads are mixed for it, as one picture.
 
-The model is a checkpoint of this package: IHAForCausalLM, or a decoder whose heads were interleaved or paired. Without
-a tokenizer beside it the prompt is read as bytes.
+The model is a checkpoint of this package: IHAForCausalLM, or a decoder whose heads were interleaved or paired. For a
+directory without a tokenizer the prompt is read as bytes.
 
 example: python examples/attention_patterns.py small-iha "def main(argv):" patterns.png --layer 0 --head 1
 """
 
 from argparse import ArgumentParser
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
@@ -26,11 +27,10 @@ model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=True,
 modules = {each.layer_idx: each for each in model.modules() if getattr(each, "virtual_heads", None) is not None}
 if not modules:
     parser.error(f"{args.model} has no layer with virtual tokens")
-try:
+input_ids = torch.tensor([list(args.prompt.encode())])
+if not Path(args.model).is_dir() or any(Path(args.model).glob("tokenizer*")):
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=True)
     input_ids = tokenizer(args.prompt, return_tensors="pt").input_ids
-except (OSError, ValueError):  # no tokenizer
-    input_ids = torch.tensor([list(args.prompt.encode())])
 with torch.no_grad():
     attentions = model(input_ids, use_cache=False, output_attentions=True).attentions
 

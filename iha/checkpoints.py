@@ -34,7 +34,7 @@ from transformers.utils import (
     cached_file,
     logging,
 )
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils.hub import extract_commit_hash, get_checkpoint_shard_files
 from typing_extensions import TypedDict
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
@@ -336,7 +336,8 @@ def positions_of(config: PreTrainedConfig) -> int | None:
 def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `source`, a directory, a Hub id or a GGUF file.
 
-    Raise `UserError` if there is none, or if one of its ids has no row in an embedding of `vocab_size` rows.
+    Raise `UserError` if there is none, if it knows no word, or if one of its ids has no row in an embedding of
+    `vocab_size` rows.
     """
     if lacks_tokenizer(source):
         raise UserError(f"{source} holds no tokenizer: save one beside the weights (tokenizer.save_pretrained).")
@@ -348,6 +349,13 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
         if highest < 0:
             raise UserError("its vocabulary is empty.")
+        known = set(tokenizer("The capital of France 1", add_special_tokens=False)["input_ids"])
+        # Transformers builds many tokenizers from tokenizer_config.json alone, with nothing but their special tokens.
+        if known <= {tokenizer.unk_token_id}:
+            raise UserError(
+                "it knows no word, because its files are incomplete: put its vocabulary, such as tokenizer.json, "
+                "beside tokenizer_config.json."
+            )
     if highest >= vocab_size:
         wrong = f"its token {token!r} has the id {highest}, and the embedding has {vocab_size} rows"
         raise UserError(f"The tokenizer in {source} does not fit the model: {wrong}.")
@@ -378,7 +386,7 @@ def fingerprint(source: str | os.PathLike) -> str:
     """
     path = expanded(source)
     if not path.exists():
-        return f"{source}@{load_config(source)._commit_hash}"
+        return f"{source}@{_commit(source)}"
     if path.is_file():
         files = [path]
     else:
@@ -388,6 +396,18 @@ def fingerprint(source: str | os.PathLike) -> str:
     for file in files:
         together.update(f"{file.name} {file_sha256(file)}\n".encode())
     return together.hexdigest()
+
+
+def _commit(repo_id: str | os.PathLike) -> str:
+    """Return the commit of a Hub id, which is part of the path of a cached file. Raise `UserError`."""
+    location = find_source(repo_id).location
+    names = (CONFIG_NAME, "tokenizer_config.json", "tokenizer.json")  # a repository may hold a tokenizer alone
+    with _refusing(f"{repo_id} names no commit"):
+        for name in names:
+            commit = extract_commit_hash(_optional_file(location, name), None)
+            if commit is not None:
+                return commit
+        raise UserError(f"expected one of {', '.join(names)} in it.")
 
 
 def smollm2_gguf() -> Path:

@@ -19,7 +19,7 @@ from conversion_scripts.conversion import preset_config
 from iha.cards import render_card
 from iha.checkpoints import load_tokenizer
 from iha.errors import UserError, run_cli
-from iha.files import new_directory
+from iha.files import expanded, new_directory
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft.make_tokenizer import byte_tokenizer
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write a model. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", help="a name in configuration_iha, such as small-10m-paired-heads")
-    parser.add_argument("dst", type=Path, help="new directory")
+    parser.add_argument("dst", type=expanded, help="new directory")
     parser.add_argument("--tokenizer", help="directory or id on the Hub (default: a tokenizer of single bytes)")
     where = "fields to change in the preset; fields that depend on them follow"
     parser.add_argument("--set", nargs="+", default=[], metavar="FIELD=VALUE", help=where)

@@ -4,10 +4,9 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from iha.errors import UserError, refusing, run_cli
-from iha.files import check_output_file, read_jsonl, write_jsonl
+from iha.files import check_output_file, expanded, read_jsonl, write_jsonl
 from iha.thoughts import after_thoughts
 
 
@@ -33,7 +32,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="the .jsonl file to write")
+    parser.add_argument("out", type=expanded, help="the .jsonl file to write")
     parser.add_argument("--rows", type=int, required=True, help="number of rows")
     parser.add_argument("--seed", type=int, default=0, help="different seeds draw different entries (default 0)")
     parser.add_argument("--generator", default="chain_sum", help="reasoning-gym generator (default chain_sum)")
@@ -47,7 +46,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="the generator's difficulty options",
     )
     parser.add_argument(
-        "--exclude", type=Path, help="a file that this command wrote: its questions are not used again"
+        "--exclude", type=expanded, help="a file that this command wrote: its questions are not used again"
     )
     args = parser.parse_args(argv)
     names = [name for name, _ in args.options]

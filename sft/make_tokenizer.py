@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from iha.errors import UserError, refusing, run_cli
-from iha.files import check_new_directory, new_directory
+from iha.files import check_new_directory, expanded, new_directory
 
 
 # The special tokens of sft/chat_templates: the first one pads, and the last one ends a text.
@@ -48,8 +48,8 @@ def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write a tokenizer. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path, help="file to train on")
-    parser.add_argument("dst", type=Path, help="new directory")
+    parser.add_argument("text", type=expanded, help="file to train on")
+    parser.add_argument("dst", type=expanded, help="new directory")
     parser.add_argument("--vocab-size", type=int, default=8192, help="number of tokens (default 8192)")
     args = parser.parse_args(argv)
     least = len(SPECIAL) + len(BYTES)

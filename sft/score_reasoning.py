@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from iha.errors import UserError, run_cli, time_limit
-from iha.files import check_output_file, open_regular, read_jsonl, write_json
+from iha.files import check_output_file, expanded, open_regular, read_jsonl, write_json
 
 
 EXAMPLE = """example:
@@ -30,7 +30,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--trust-rows", action="store_true", help="take verifiers that run fields of the rows, or a reply, as code"
     )
-    parser.add_argument("--json", type=Path, help="also write the result, replies included, to this file")
+    parser.add_argument("--json", type=expanded, help="also write the result, replies included, to this file")
     args = parser.parse_args(argv)
     for name in ("limit", "batch_size", "max_new_tokens"):
         value = getattr(args, name)

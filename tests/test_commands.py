@@ -93,6 +93,13 @@ def test_a_command_answers_help_with_an_example(path, monkeypatch, capsys):
         assert documented_options(name) <= {*re.findall(r"--[\w-]+", out)}
 
 
+def test_a_path_of_the_command_line_may_begin_with_the_home_directory():
+    """Parse paths by `expanded` or a function that calls it: no shell replaces the "~" of --output=~/x."""
+    files = [path for folder in (*FOLDERS, "docs") for path in (ROOT / folder).rglob("*.py")]
+    assert len(files) > 100
+    assert not [path.name for path in files if "type=Path" in path.read_text(encoding="utf-8")]
+
+
 def test_a_wheel_brings_its_commands(tmp_path):
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", tmp_path]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)

@@ -308,6 +308,17 @@ def test_the_example_of_patterns_draws_every_pair(way, tmp_path, monkeypatch, ca
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 65
 
 
+def test_the_example_of_patterns_reads_no_bytes_where_a_tokenizer_does_not_load(tmp_path, monkeypatch):
+    IHAForCausalLM(small_config(attention_kinds="iha")).save_pretrained(tmp_path / "model")
+    incomplete = '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    (tmp_path / "model" / "tokenizer_config.json").write_text(incomplete)
+    path, picture = ROOT / "examples" / "attention_patterns.py", tmp_path / "patterns.png"
+    monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "model"), "\n", str(picture)])
+    with pytest.raises(ValueError, match="backend tokenizer"):
+        runpy.run_path(str(path))
+    assert not picture.exists()
+
+
 def test_the_example_of_patterns_refuses_a_model_without_virtual_tokens(tmp_path, monkeypatch, capsys):
     IHAForCausalLM(small_config(attention_kinds="mha")).save_pretrained(tmp_path / "model")
     path = ROOT / "examples" / "attention_patterns.py"

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from transformers.utils import is_flash_attn_4_available
 
 from iha import model_cost as cost
 from iha.errors import UserError, one_line, run_cli
-from iha.files import current_commit, sole_writer, write_json
+from iha.files import current_commit, expanded, sole_writer, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.cache_names import CACHE
 from modeling_iha.masks import make_masks
@@ -51,7 +50,7 @@ PARSER.add_argument("--retry", action="store_true", help="try again what failed"
 PARSER.add_argument("--commit", help="the commit that is measured, for a copy without git")
 PARSER.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too")
 where = "directory of the results (outputs/benchmarks/gpu)"
-PARSER.add_argument("--out", type=Path, default=OUTPUTS / "gpu", help=where)
+PARSER.add_argument("--out", type=expanded, default=OUTPUTS / "gpu", help=where)
 
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

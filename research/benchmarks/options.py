@@ -1,9 +1,9 @@
 """Declare the options of all benchmarks."""
 
 import argparse
-from pathlib import Path
 
 from iha.errors import ROOT
+from iha.files import expanded
 
 
 RESULTS = ROOT / "research" / "benchmarks" / "results"  # what git tracks
@@ -17,5 +17,5 @@ def arguments(doc: str, tokens: list[int] | None, repeats: int = 3) -> argparse.
         parser.add_argument("--tokens", type=int, nargs="+", default=tokens, help=f"lengths in tokens ({tokens})")
     parser.add_argument("--repeats", type=int, default=repeats, help=f"timed runs of each form ({repeats})")
     where = "directory of the results (outputs/benchmarks; git tracks those of research/benchmarks/results)"
-    parser.add_argument("--out", type=Path, default=OUTPUTS, help=where)
+    parser.add_argument("--out", type=expanded, default=OUTPUTS, help=where)
     return parser

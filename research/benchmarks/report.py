@@ -9,18 +9,19 @@ example: python -m research.benchmarks.report
 
 import argparse
 import subprocess
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from iha import plots
 from iha.errors import ROOT, UserError, run_cli
-from iha.files import read_json, whole_file
+from iha.files import expanded, read_json, whole_file
 from research.benchmarks.options import RESULTS
 
 
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-PARSER.add_argument("--out", type=Path, default=RESULTS, help="directory of the results (research/benchmarks/results)")
+PARSER.add_argument(
+    "--out", type=expanded, default=RESULTS, help="directory of the results (research/benchmarks/results)"
+)
 
 ABOUT = """# Benchmarks
 

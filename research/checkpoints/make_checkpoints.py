@@ -68,6 +68,8 @@ def convert(pseudo_heads: int, output: Path) -> Made:
     """Convert SmolLM2-135M-Instruct to IHA with P pseudo-heads, verify it against its source and evaluate it."""
     source, checkpoint, verified = smollm2_gguf(), output / "checkpoint", output / "verify.json"
     command = ("conversion_scripts.convert_llama_to_iha", source, checkpoint, "--num-pseudo-heads", pseudo_heads)
+    if not checkpoint.exists():
+        verified.unlink(missing_ok=True)  # the figures of a former checkpoint
     run_command(checkpoint, *command)
     run_command(verified, "conversion_scripts.verify_conversion", source, checkpoint, "--json", verified)
     results = evaluated(checkpoint, output / "evaluation", 512, "niah_single_1", "niah_multikey_2")

@@ -7,9 +7,9 @@ example: python -m research.checkpoints.untrained iha outputs/tiny-iha
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from iha.errors import run_cli
+from iha.files import expanded
 from modeling_iha import IHAConfig
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from sft.make_model import write_start
@@ -22,7 +22,7 @@ DETAILS = "## Training\n\nNone: the weights are random (`python -m research.chec
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=ATTENTION_CLASSES, help="attention mechanism")
-    parser.add_argument("dst", type=Path, help="new directory")
+    parser.add_argument("dst", type=expanded, help="new directory")
     args = parser.parse_args(argv)
     tokenizer = byte_tokenizer()
     fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}

@@ -48,7 +48,7 @@ from conversion_scripts.convert_iha_to_llama import convert_back
 from conversion_scripts.convert_llama_to_iha import convert_model, iha_config
 from iha import processes
 from iha.arguments import KINDS
-from iha.checkpoints import load_model, smollm2_gguf
+from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
 from iha.errors import UserError
 from iha.processes import load_in_clean_process, run_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM, pair_heads
@@ -620,6 +620,17 @@ def test_a_source_without_a_tokenizer_converts_there_and_back(tmp_path, cli):
         assert code == 0 and "holds no tokenizer" in err, err
         assert not list(arguments[1].glob("tokenizer*"))
     assert_equal_logits(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "back")), logits(source))
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "GemmaTokenizer"])
+def test_a_tokenizer_that_knows_no_word_is_refused(name, tmp_path):
+    """Refuse what Transformers builds from a tokenizer_config.json alone: no text has ids, or all are unknown."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    with pytest.raises(UserError, match="no usable tokenizer: it knows no word, .* such as tokenizer.json, beside"):
+        load_tokenizer(tmp_path, 61)
+    save_tiny_source(tmp_path)
+    assert load_tokenizer(tmp_path, 61)("the")["input_ids"]
 
 
 @pytest.mark.parametrize("scale, dtype, stored", [(1e5, "float16", "inf"), (1e-8, "float16", "0")])

@@ -7,6 +7,8 @@ import random
 import re
 import shutil
 import socket
+import time
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -110,6 +112,65 @@ def fenced(*blocks):
 )
 def test_the_program_in_a_reply(reply, code):
     assert replies.program(reply, {"f"}) == code
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "####" + 400 * "\n" + "x",
+        "#### " + 20_000 * "1" + "x",
+        r"\boxed{3}" + 20_000 * " " + r"\boxed{4}",
+        r"\boxed{3} and" + 20_000 * " " + r"x\boxed{4}",
+        20_000 * r"\boxed{",
+    ],
+)
+def test_the_time_to_find_an_answer_grows_with_the_reply(reply):
+    start = time.process_time()
+    found, _ = replies.boxes(reply)
+    assert not replies._MARKER.findall(reply)
+    assert len(found) < 2 or not replies._JOINT.fullmatch(reply, found[0].end, found[1].start)
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 18", "18"),
+        ("####18.", "18"),
+        ("#### $ 18", "$ 18"),
+        ("#### -$5", "-$5"),
+        ("#### \\$-1,000.50", "\\$-1,000.50"),
+        ("#### 18 %", "18 %"),
+        ("#### .5\\%", ".5\\%"),
+        ("#### 18.\r\n", "18"),
+        ("####\n\n18\nmore", "18"),
+        ("#### 18 apples", None),
+        ("##### 18", None),
+        ("#### 18,", None),
+    ],
+)
+def test_the_number_after_the_marker(text, number):
+    found = [each.strip() for each in replies._MARKER.findall(text)]
+    assert found == ([] if number is None else [number])
+
+
+def test_boxes_are_found_in_their_order():
+    text = r"a} \boxed{1}, \fbox {\boxed{2} b}, \boxed{ {3} \boxed{4}"
+    found, is_open = replies.boxes(text)
+    assert [box.content for box in found] == ["1", r"\boxed{2} b", "4"] and not is_open
+    assert all(text[box.start : box.end].endswith(f"{box.content}}}") for box in found)
+    assert replies.boxes(r"\boxed{1} \boxed{2")[1]
+
+
+def test_ranges_that_sympy_does_not_solve_are_read_as_math_verify_reads_them():
+    answer = r"\boxed{\sin x < \frac12 \text{ or } x > 3}"
+    assert is_right(answer, replies.math_answer(answer))
+
+
+def test_a_program_that_the_parser_takes_no_more_is_no_program():
+    prose = fenced("the " * 2000)
+    assert replies.program(prose, {"f"}) == "the " * 2000 + "\n"
+    assert replies.names_needed("the " * 2000) == set()
 
 
 REPLIES = list(read_jsonl(Path(__file__).with_name("replies.jsonl")))
@@ -412,6 +473,17 @@ def test_a_thought_that_the_prompt_opens_is_a_part_of_the_reply(tmp_path, monkey
     assert results["tasks"]["gsm8k"]["metrics"]["pass@1"]["value"] == 0.5
 
 
+def test_a_chat_template_that_asks_for_the_date_gets_a_fixed_one(tiny):
+    """Give every template the same day, by Llama's variable or by the function of Transformers."""
+    tokenizer = deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = (
+        "\n{% set day = strftime_now('%-d %B %Y') if strftime_now is defined %}{{ date_string }}, {{ day }}, "
+        "{{ strftime_now('%Y-%m-%d') }}: {{ messages[0]['content'] }}"
+    )
+    written = Model(tiny, tokenizer).apply_chat_template([{"role": "user", "content": "100%d"}])
+    assert written == "\n26 Jul 2024, 26 July 2024, 2024-07-26: 100%d"
+
+
 @pytest.fixture
 def two_runs(smoke, tmp_path) -> list[Path]:
     """Copy an evaluation, and make one of two answers right by hand."""
@@ -433,7 +505,15 @@ def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
     assert "| gsm8k | pass@1 | 2 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0 |" in text
     assert re.search(r"\| dcformer_synthetic \| acc \| 2 \|.*\| – \|$", text, re.MULTILINE)  # it has no replies
     assert "| gsm8k | maj@2 |" not in text and "| other |" not in text
+    assert "different prompts" not in text
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_comparison_names_the_tasks_with_other_prompts(two_runs, tmp_path):
+    file = two_runs[1] / "samples_gsm8k.jsonl"
+    write_jsonl(file, [row | {"prompt_hash": "0"} for row in read_jsonl(file)])
+    compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
+    assert "The two runs had different prompts in gsm8k.\n" in (tmp_path / "comparison.md").read_text()
 
 
 def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
@@ -444,6 +524,9 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
         return str(error.value)
 
     base, tuned = two_runs
+    (tmp_path / "comparison.png").mkdir()
+    assert f"{tmp_path / 'comparison.png'} is a directory" in refused(base, tuned)
+    (tmp_path / "comparison.png").rmdir()
     assert "the name of both directories" in refused(base, base)
     file = tuned / "samples_gsm8k.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
@@ -456,6 +539,16 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
         assert f"gsm8k has another {what} in tuned than in base" in refused(base, tuned)
     write_json(file, results | {"tasks": {}})
     assert "no task in common" in refused(base, tuned)
+
+
+@pytest.mark.parametrize("isolates", [True, False])
+def test_programs_that_nothing_isolates_are_announced(isolates, monkeypatch, capsys):
+    monkeypatch.setattr(run.run_code, "isolates", lambda: isolates)
+    run.note_programs_at_large(["gsm8k"])
+    run.note_programs_at_large(["gsm8k", "mbpp", "humaneval"])
+    note = "" if isolates else "so the programs of mbpp, humaneval can do all that you can: run them in a container.\n"
+    out, err = capsys.readouterr()
+    assert out == "" and err.endswith(note) and err.count("Note: bubblewrap") == (not isolates)
 
 
 def test_tasks_are_told_by_the_files_that_they_include(tmp_path, monkeypatch):

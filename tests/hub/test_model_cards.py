@@ -208,6 +208,25 @@ def test_a_checkpoint_is_made_again_as_recorded(index, tmp_path, capsys):
     assert {path: path.read_bytes() for path in index.rglob("*") if path.is_file()} == before
 
 
+def test_a_checkpoint_that_is_made_again_is_verified_again(tmp_path, monkeypatch):
+    ran = []
+
+    def run_command(result, module, *arguments):
+        if not result.exists():
+            ran.append(module)
+            result.write_text("{}")
+
+    monkeypatch.setattr(make_checkpoints, "run_command", run_command)
+    monkeypatch.setattr(make_checkpoints, "smollm2_gguf", lambda: "source")
+    monkeypatch.setattr(make_checkpoints, "evaluated", lambda *arguments: {})
+    for checkpoint_is_gone, steps in ((False, 2), (False, 0), (True, 2)):
+        if checkpoint_is_gone:
+            (tmp_path / "checkpoint").unlink()
+        ran.clear()
+        make_checkpoints.convert(2, tmp_path)
+        assert len(ran) == steps
+
+
 def test_what_differs_from_its_record_is_named(made, index, capsys):
     make_checkpoints.main([])
     assert "a: recorded in" in capsys.readouterr().out

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 from helpers import last_line, plant
-from huggingface_hub import constants
+from huggingface_hub import constants, snapshot_download
 from loopback_hub import Fault, File, LoopbackHub
 from tiny_sources import edit_config
 
 from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
 from iha import foreign_code, sources
-from iha.checkpoints import load_config
+from iha.checkpoints import fingerprint, load_config
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
 
@@ -62,9 +62,13 @@ def test_pull_fetches_what_a_load_may_read(hub, pull, tmp_path):
     put("original/consolidated.00.pth", b"x", True)(hub)
     put(".eval_results/a.yaml", b"- value: 1\n")(hub)
     (tmp_path / "pulled").mkdir(mode=0o700)
+    cached = Path(snapshot_download("me/iha"))  # somebody has fetched the whole repository
+    assert (cached / "last-checkpoint" / "optimizer.pt").exists()
+    (cached / "planted.py").write_text("not on the Hub")
     assert "not fetched: last-checkpoint/, original/" in pull()
     folders = {path.name for path in (tmp_path / "pulled").iterdir() if path.is_dir()}
     assert folders == {".eval_results"}
+    assert not (tmp_path / "pulled" / "planted.py").exists()
     assert (tmp_path / "pulled").stat().st_mode & 0o777 == 0o700
 
 
@@ -129,6 +133,19 @@ def test_a_name_that_the_hub_does_not_have_is_asked_for_once(hub):
     with pytest.raises(UserError, match="me/nothing is not a directory, and the Hub has no such model"):
         load_config("me/nothing")
     assert [method for method, path in hub.calls if "me/nothing" in path] == ["HEAD"]
+
+
+def test_a_repository_with_a_tokenizer_alone_is_told_by_its_commit(hub, saved, tmp_path, monkeypatch):
+    """Find the commit of a --tokenizer of the evaluation, also without a network."""
+    (tmp_path / "words").mkdir()
+    for path in saved.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "words")
+    hub.add("me/words", tmp_path / "words")
+    expected = {name: f"{name}@{hub.repositories[name].references['main']}" for name in ("me/words", "me/iha")}
+    assert {name: fingerprint(name) for name in expected} == expected
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.calls.clear()
+    assert {name: fingerprint(name) for name in expected} == expected and not hub.calls
 
 
 def test_pull_runs_nothing_before_it_may(hub, pull, saved, tmp_path, monkeypatch):
