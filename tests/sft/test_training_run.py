@@ -96,6 +96,9 @@ def assert_same_run(output: Path, whole: Path):
         ("trust_remote_code", "true", "is not used here"),
         ("ignore_data_skip", "true", "is not used here"),
         ("hub_model_id", "me/name", "is not used here"),
+        ("auto_find_batch_size", "true", "is not used here"),
+        ("train_sampling_strategy", "group_by_length", "a resumed run would train on other rows: set it to random"),
+        ("accelerator_config", '{"use_seedable_sampler": false}', "a resumed run would train on other rows"),
     ],
 )
 def test_a_key_without_its_effect_is_refused(tiny, rows_file, tmp_path, monkeypatch, key, value, named):
@@ -154,6 +157,15 @@ def test_a_recipe_may_have_aliases_and_needs_a_file(tmp_path, tiny, rows_file):
     assert (args.data_seed, run.eval_size) == (3, 0)
     with pytest.raises(UserError, match="--config: give the recipe's file"):
         train.main(["--config"])
+
+
+def test_the_best_weights_need_a_checkpoint_of_each_evaluation(tiny, rows_file, tmp_path):
+    keys = {"load_best_model_at_end": "true", "eval_strategy": "steps", "eval_on_start": "false", "eval_steps": 1}
+    with pytest.raises(UserError, match="save_steps=2 and eval_steps=1: the best evaluation may have no checkpoint"):
+        RecipeParser(SFTConfig, "").parse(command(tiny, rows_file, tmp_path, **keys))
+    for saves in ({"save_steps": 1}, {"save_strategy": "best"}):
+        _, args = RecipeParser(SFTConfig, "").parse(command(tiny, rows_file, tmp_path, **keys, **saves))
+        assert args.load_best_model_at_end
 
 
 def test_a_run_without_a_start_is_refused(tmp_path):
