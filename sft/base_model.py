@@ -231,9 +231,28 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
             raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
         if "lm_head" in targets:
             raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
+        _check_tied(model, targets)
     unknown = set(config.modules_to_save or ()) - names  # PEFT ignores them silently
     if unknown:
         raise UserError(f"lora_modules_to_save: the model has no module named {', '.join(sorted(unknown))}.")
+    parameters = [name for name, _ in model.named_parameters()]
+    for target in config.target_parameters or ():
+        if not any(f".{name}".endswith(f".{target}") for name in parameters):
+            raise UserError(f"lora_target_parameters: the model has no parameter named {target}.")
     config.target_modules = targets
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
     return config
+
+
+def _check_tied(model: PreTrainedModel, targets: set[str]) -> None:
+    """Refuse an adapter of an input embedding that is the output head too. Raise `UserError`."""
+    if not model.config.get_text_config(decoder=True).tie_word_embeddings:
+        return
+    embedding = model.get_input_embeddings()
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is embedding}
+    tied = targets & names
+    if tied:
+        raise UserError(
+            f"lora_target_modules: {', '.join(tied)} is tied to the output head, which would get the adapter only in "
+            "the merge: remove the name."
+        )
