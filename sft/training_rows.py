@@ -230,10 +230,14 @@ def training_rows(
     return split_rows(rows, run, args)
 
 
+def are_texts(features: Features) -> bool:
+    """Return whether rows with these columns are plain text, and not chats."""
+    return "text" in features or features.get("prompt") == Value("string")
+
+
 def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> None:
     """Refuse a tokenizer whose chat template does not take these rows. Raise `UserError`."""
-    is_text = "text" in features or features.get("prompt") == Value("string")
-    if not is_text:
+    if not are_texts(features):
         check_chat_template(tokenizer, args.assistant_only_loss)
     elif args.assistant_only_loss:
         raise UserError("assistant_only_loss is for chats, and these rows are plain text: set it to false.")

@@ -333,6 +333,23 @@ def test_a_run_stops_before_it_learns_what_is_not_a_number(
         assert_same_run(output, whole)
 
 
+def test_an_evaluation_does_not_leave_out_what_is_not_a_number(tiny, rows_file, tmp_path, monkeypatch):
+    prediction_step, spoiled = SFTTrainer.prediction_step, []
+
+    def spoil_the_first(self, *args, **kwargs):
+        loss, *others = prediction_step(self, *args, **kwargs)
+        if not spoiled:
+            spoiled.append(loss)
+            loss = loss * torch.nan
+        return loss, *others
+
+    monkeypatch.setattr(SFTTrainer, "prediction_step", spoil_the_first)
+    keys = {"max_steps": 1, "eval_steps": 1, "per_device_eval_batch_size": 2, "save_strategy": "no"}
+    train.main(command(tiny, rows_file, tmp_path, eval_on_start="false", eval_strategy="steps", **keys))
+    (evaluated,) = json.loads((tmp_path / "loss.json").read_text())["eval"]
+    assert math.isnan(evaluated[1])
+
+
 def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, monkeypatch):
     def spoil(self, *_):
         next(self.model.parameters()).data[0] = torch.nan
@@ -528,6 +545,9 @@ def test_weights_in_half_precision_that_would_not_learn_are_said(tiny, rows_file
     short = {"max_steps": 1, **NO_EVALUATION}
     train.main(command(tiny, rows_file, tmp_path / "run", dtype="bfloat16", **short))
     assert "in bfloat16 weights a step below 0.002 times a weight is rounded away" in capsys.readouterr().out
+    train.main(command(tiny, rows_file, tmp_path / "adapters", dtype="bfloat16", use_peft="true", **short))
+    merged = "merged into bfloat16 weights, where a change below 0.002 times a weight is rounded away"
+    assert merged in capsys.readouterr().out
     train.main(command(tiny, rows_file, tmp_path / "other", **short))
     assert "rounded away" not in capsys.readouterr().out
 
