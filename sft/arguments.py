@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import yaml
 from transformers import get_scheduler
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, TrlParser
 
@@ -46,6 +47,7 @@ UNUSED_KEYS = (
     "trust_remote_code",  # the code of checkpoints of this package is the package
     "save_only_model",  # such a checkpoint cannot be resumed
     "ignore_data_skip",  # a resumed run would repeat rows
+    "auto_find_batch_size",  # each size that is tried would train the first steps again
 )
 # Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
@@ -199,6 +201,8 @@ class RecipeParser(TrlParser):
         self._check_choices(run, args)
         _check_adapters(run)
         _check_schedule(args)
+        _check_order(args)
+        _check_saves(args)
         _check_data_keys(run, args)
         return run, args
 
@@ -287,6 +291,31 @@ def _check_schedule(args: "TrainingArguments") -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
     with refusing(what, TypeError, ValueError):
         get_scheduler(schedule, optimizer, 0, 1, options)
+
+
+def _check_order(args: "TrainingArguments") -> None:
+    """Refuse orders of the rows that a resumed run cannot go on with. Raise `UserError`."""
+    # These two draw from the global random state, which is not that of the epoch's start when a run resumes.
+    if args.train_sampling_strategy == "group_by_length":
+        raise UserError(
+            "train_sampling_strategy=group_by_length: a resumed run would train on other rows: set it to random, "
+            "sequential or batch_rebalance."
+        )
+    if not args.accelerator_config.use_seedable_sampler:
+        raise UserError(
+            "accelerator_config with use_seedable_sampler=false: a resumed run would train on other rows: set it to "
+            "true."
+        )
+
+
+def _check_saves(args: "TrainingArguments") -> None:
+    """Refuse `load_best_model_at_end` where the best evaluation may have no checkpoint. Raise `UserError`."""
+    by_steps = args.save_strategy == SaveStrategy.STEPS and args.eval_strategy == IntervalStrategy.STEPS
+    if args.load_best_model_at_end and by_steps and args.save_steps != args.eval_steps:
+        raise UserError(
+            f"load_best_model_at_end with save_steps={args.save_steps:g} and eval_steps={args.eval_steps:g}: the best "
+            "evaluation may have no checkpoint: set save_steps to eval_steps, or save_strategy to best."
+        )
 
 
 def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:

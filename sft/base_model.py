@@ -164,6 +164,8 @@ def prepare_model(
     template, say = chat_template(args), args.distributed_state.print
     must_interleave = interleaves(config, run)
     model = random_model(run, config, args.seed) if run.preset else load_base_model(run, config)
+    with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
+        model.generation_config.validate(strict=True)
     if run.mixing_scale not in (None, getattr(model.config, "mixing_scale", None)):
         with refusing("mixing_scale", ValueError):
             set_mixing_scale(model, run.mixing_scale)
@@ -196,21 +198,32 @@ def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments, say: Calla
     advice = "is rounded away: set dtype to float32, and bf16 to true for a GPU."
     if not run.use_peft:
         say(f"Warning: in {run.dtype} weights a step below {least:.1g} times a weight {advice}")
-    elif getattr(model.config, "mixing_scale", 1) == 1 and mixing_parameters(model):
+        return
+    say(
+        f"Warning: the final model has the adapters merged into {run.dtype} weights, where a change below {least:.1g} "
+        f"times a weight {advice}"
+    )
+    if getattr(model.config, "mixing_scale", 1) == 1 and mixing_parameters(model):
         say(f"Warning: in {run.dtype} a step below {least:.1g} on a weight of the mixing, which is near 1, {advice}")
 
 
-def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have `model` stop at the end-of-turn token of its chat template, which `check_chat_template` has accepted."""
-    turns = [{"role": role, "content": "text"} for role in ("user", "assistant", "user")]
-    with rendering("three turns"):
-        encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, say: Callable) -> None:
+    """Have `model` stop at the token with which its chat template ends the assistant's last turn.
+
+    Print a note with `say` if there is no such token.
+    """
+    answer = "This is an answer."
+    turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": answer}]
+    with rendering("a question and its answer"):
+        _, found, after_answer = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)
     added = set(tokenizer.get_added_vocab().values())
-    learned = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-    end = [token for token, kept in learned if kept and token in added][-1]
+    ends = [token for token in tokenizer(after_answer, add_special_tokens=False)["input_ids"] if token in added]
+    if not found or not ends:
+        say("Note: the chat template ends a turn with no special token, so the final model may go on after it.")
+        return
     known = end_tokens(model.generation_config)
-    if end not in known:
-        model.generation_config.eos_token_id = [*known, end]
+    if ends[0] not in known:
+        model.generation_config.eos_token_id = [*known, ends[0]]
 
 
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
@@ -231,9 +244,28 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
             raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
         if "lm_head" in targets:
             raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
+        _check_tied(model, targets)
     unknown = set(config.modules_to_save or ()) - names  # PEFT ignores them silently
     if unknown:
         raise UserError(f"lora_modules_to_save: the model has no module named {', '.join(sorted(unknown))}.")
+    parameters = [name for name, _ in model.named_parameters()]
+    for target in config.target_parameters or ():
+        if not any(f".{name}".endswith(f".{target}") for name in parameters):
+            raise UserError(f"lora_target_parameters: the model has no parameter named {target}.")
     config.target_modules = targets
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
     return config
+
+
+def _check_tied(model: PreTrainedModel, targets: set[str]) -> None:
+    """Refuse an adapter of an input embedding that is the output head too. Raise `UserError`."""
+    if not model.config.get_text_config(decoder=True).tie_word_embeddings:
+        return
+    embedding = model.get_input_embeddings()
+    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is embedding}
+    tied = targets & names
+    if tied:
+        raise UserError(
+            f"lora_target_modules: {', '.join(tied)} is tied to the output head, which would get the adapter only in "
+            "the merge: remove the name."
+        )

@@ -126,6 +126,12 @@ def _to_prompt(row: dict, where: str) -> dict:
 
 
 def _to_prompt_turns(row: dict, where: str) -> dict:
+    if not isinstance(row.get("completion"), str | list | None):
+        raise UserError(
+            f"{where}, column 'completion': expected a text or a list of turns, got "
+            f"{type(row['completion']).__name__}. A column of a .jsonl file with dates only is read as timestamps: "
+            "write it to a .parquet file."
+        )
     prompt, completion = (typed(row.get(name), Messages, f"{where}, '{name}'") for name in ("prompt", "completion"))
     messages = to_messages({**row, "messages": [*prompt, *completion]}, where)
     return {"prompt": messages[: -len(completion)], "completion": messages[-len(completion) :]}

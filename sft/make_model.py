@@ -34,7 +34,9 @@ def start_tokenizer(source: str | None) -> PreTrainedTokenizerBase:
 
 def config_of(preset: str, tokenizer: PreTrainedTokenizerBase, changes: list[str]) -> IHAConfig:
     """Return a preset's configuration for a tokenizer, with `FIELD=VALUE` changes. Raise `UserError`."""
-    fields = {"vocab_size": max(tokenizer.get_vocab().values()) + 1, "pad_token_id": tokenizer.pad_token_id}
+    # PyTorch never trains the embedding of the padding token.
+    pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
+    fields = {"vocab_size": max(tokenizer.get_vocab().values()) + 1, "pad_token_id": pad}
     fields |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     for change in changes:
         name, equals, value = change.partition("=")

@@ -22,7 +22,7 @@ from sft.base_model import start_config
 from sft.data import MIXTURES, loading, sources
 from sft.make_model import start_tokenizer
 from sft.trainer import RECORD
-from sft.training_rows import check_splits
+from sft.training_rows import check_held_out, check_splits, evaluation_source
 
 
 Section = dict[str, Any]
@@ -113,14 +113,18 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     """
     template = chat_template(args)
     check_splits(run, args)
+    data = identify_data(run.dataset_name, run.dataset_config)
+    held_out = identify_data(run.eval_dataset_name) if run.eval_dataset_name else {}
+    if data == held_out and "sha256" in data:  # a copy under another name
+        check_held_out(evaluation_source(run, args)._replace(name=run.dataset_name), run)
     # `to_dict` masks what may be a password, and takes the names of special tokens for one.
     tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if hasattr(args, name)}
     keys = asdict(run) | args.to_dict() | tokens
     recipe = {name: value for name, value in keys.items() if name not in _UNRECORDED}
     recipe["chat_template"] = None if template is None else hashlib.sha256(template.encode()).hexdigest()
     record = {
-        "data": {"name": run.dataset_name, **identify_data(run.dataset_name, run.dataset_config)},
-        "held_out": identify_data(run.eval_dataset_name) if run.eval_dataset_name else {},
+        "data": {"name": run.dataset_name, **data},
+        "held_out": held_out,
         "base_model": identify_start(run, args),
         "recipe": recipe,
         "processes": args.world_size,

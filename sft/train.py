@@ -22,7 +22,7 @@ from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_o
 from sft.memory_plan import check_memory
 from sft.run import begun, train
 from sft.trainer import SFTRecipeTrainer
-from sft.training_rows import check_length, check_packing, check_rows, training_rows, whole_text_bytes
+from sft.training_rows import are_texts, check_length, check_packing, check_rows, training_rows, whole_text_bytes
 
 
 USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
@@ -46,8 +46,8 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
     peak = None if run.peak_tflops is None else peak_tokens_per_second(model.config, run, args)
     check_memory(model, run, args)
     train_rows, eval_rows = training_rows(run, args, tokenizer)
-    if args.assistant_only_loss:
-        stop_at_end_of_turn(model, tokenizer)
+    if not are_texts(train_rows.features):
+        stop_at_end_of_turn(model, tokenizer, args.distributed_state.print)
     trainer = SFTRecipeTrainer(
         model=model,
         args=args,

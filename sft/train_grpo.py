@@ -1,6 +1,7 @@
 """Train with TRL's GRPOTrainer and reasoning-gym's verifiers as reward: see `--help` and sft/recipes/README.md."""
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
 from datasets import Dataset
+from torch.utils.data import Sampler
+from transformers.trainer_utils import SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 
 from iha.errors import UserError, refusing, run_cli
@@ -36,6 +39,41 @@ example:
 
 class GRPORecipeTrainer(RecipeTrainer, GRPOTrainer):
     """Train by reinforcement learning."""
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
+    def _init_training_state(self, *args) -> tuple[int, int]:
+        epochs, batches = super()._init_training_state(*args)
+        if batches % batches_of_replies(self.args) != 0:
+            raise UserError(
+                f"step {self.state.global_step} lies between two steps that learn from the same replies, which no "
+                "checkpoint holds: resume from another checkpoint, or start again in another output_dir."
+            )
+        for _ in range(epochs):
+            # TRL's sampler draws the order of each epoch from one generator, which a resumed run starts anew.
+            next(iter(self._train_sampler), None)
+        return epochs, batches
+
+
+def batches_of_replies(args: GRPOConfig) -> int:
+    """Return how many batches of a process learn from the same replies."""
+    return args.num_iterations * args.steps_per_generation
+
+
+def check_saves(args: GRPOConfig) -> None:
+    """Refuse checkpoints between two steps that learn from the same replies, which they do not hold.
+
+    Raise `UserError`.
+    """
+    cycle = math.lcm(batches_of_replies(args), args.gradient_accumulation_steps) // args.gradient_accumulation_steps
+    is_number = args.save_strategy == SaveStrategy.STEPS and args.save_steps >= 1  # otherwise a share of all steps
+    if is_number and args.save_steps % cycle != 0:
+        raise UserError(
+            f"save_steps={args.save_steps:g}: {cycle} steps learn from the same replies (num_iterations, "
+            f"steps_per_generation), and no run could resume between them: set save_steps to a multiple of {cycle}."
+        )
 
 
 def correctness(completions: list[list[dict]], generator: list[str], entry: list[str], **_) -> list[float]:
@@ -76,6 +114,7 @@ def build_trainer(run: RunArguments, args: GRPOConfig) -> GRPORecipeTrainer:
             f"{', '.join(changed)} with beta={args.beta:g}: TRL loads the reference model, without what the recipe "
             "changes. Train with sft/train.py and these keys before, or set beta to 0 or use_peft to true."
         )
+    check_saves(args)
     rows = load_prompts(run.dataset_name, run.trust_rows)
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     if args.use_transformers_continuous_batching:

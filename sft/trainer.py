@@ -71,6 +71,7 @@ class RecipeTrainer(Trainer):
     def __init__(self, *args, **kwargs) -> None:
         with refusing("the recipe", ValueError):  # a special token that the tokenizer lacks, keys that exclude others
             super().__init__(*args, **kwargs)
+        self.args.logging_nan_inf_filter = False  # the mean of an evaluation would leave out what is NaN
         self._losses: torch.Tensor | int = 0  # the sum of a step's micro-batches
         share_sequence(self)
 

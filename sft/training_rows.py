@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
-from datasets import Dataset, Features, IterableDataset, Value
+from datasets import Dataset, Features, IterableDataset, Value, get_dataset_default_config_name
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, SFTTrainer
@@ -22,6 +22,7 @@ from sft.data import (
     check_split,
     is_one_row,
     load_rows,
+    loading,
     mix,
     sources,
 )
@@ -59,6 +60,11 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
         )
     for name, _ in parts:
         check_source(name, run.dataset_train_split)
+        if len(parts) > 1 and is_one_row(name):
+            raise UserError(
+                f"{run.dataset_name}: {name} is one row, and a mixture ends with the first part that is used up: join "
+                "the .txt files, or write each as rows of a .jsonl file."
+            )
         _check_whole(name, args, args.packing)
     held_out = evaluation_source(run, args)
     if held_out is not None:
@@ -102,7 +108,7 @@ def _share_rows(one: Source, other: Source) -> bool:
     """Return whether two sources are known to have rows in common.
 
     Two different slices of a split are not compared."""
-    if _place(one) != _place(other):
+    if _place(one) != _place(other) or not _same_config(one, other):
         return False
     for part in one.split.split("+"):  # a split may be a sum of slices, such as train[:10%]+test
         for other_part in other.split.split("+"):
@@ -114,11 +120,19 @@ def _share_rows(one: Source, other: Source) -> bool:
     return False
 
 
-def _place(source: Source) -> tuple:
+def _place(source: Source) -> str | Path:
     """Return where a dataset is, in one way for all names of a file."""
     path = Path(source.name)
-    name = path.resolve() if path.exists() else source.name
-    return name, source.config
+    return path.resolve() if path.exists() else source.name
+
+
+def _same_config(one: Source, other: Source) -> bool:
+    """Return whether two sources of one dataset have the same configuration: none that is named is the default."""
+    if one.config == other.config:
+        return True
+    with loading(one.name, None):
+        default = get_dataset_default_config_name(one.name)
+    return (one.config or default) == (other.config or default)
 
 
 def check_splits(run: RunArguments, args: TrainingArguments) -> None:
@@ -130,14 +144,18 @@ def check_splits(run: RunArguments, args: TrainingArguments) -> None:
         check_split(Source(name, run.dataset_train_split, run.dataset_config), "dataset_train_split")
     held_out = evaluation_source(run, args)
     if held_out is not None:
-        learned = [Source(name, run.dataset_train_split, run.dataset_config) for name, _ in sources(run.dataset_name)]
-        if any(_share_rows(held_out, source) for source in learned):
-            raise UserError(
-                f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set "
-                "eval_size."
-            )
+        check_held_out(held_out, run)
         or_else = "" if run.eval_dataset_name else ", or eval_size to a number of rows"
         check_split(held_out, "dataset_test_split", or_else)
+
+
+def check_held_out(held_out: Source, run: RunArguments) -> None:
+    """Refuse to evaluate on rows that the run trains on. Raise `UserError`."""
+    learned = [Source(name, run.dataset_train_split, run.dataset_config) for name, _ in sources(run.dataset_name)]
+    if any(_share_rows(held_out, source) for source in learned):
+        raise UserError(
+            f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set eval_size."
+        )
 
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
@@ -212,13 +230,19 @@ def training_rows(
     return split_rows(rows, run, args)
 
 
+def are_texts(features: Features) -> bool:
+    """Return whether rows with these columns are plain text, and not chats."""
+    return "text" in features or features.get("prompt") == Value("string")
+
+
 def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> None:
     """Refuse a tokenizer whose chat template does not take these rows. Raise `UserError`."""
-    is_text = "text" in features or features.get("prompt") == Value("string")
-    if not is_text:
+    if not are_texts(features):
         check_chat_template(tokenizer, args.assistant_only_loss)
     elif args.assistant_only_loss:
         raise UserError("assistant_only_loss is for chats, and these rows are plain text: set it to false.")
+    elif tokenizer.eos_token is None and args.eos_token is None:
+        raise UserError("the tokenizer has no end token, with which each text ends: set eos_token.")
 
 
 def read_all(rows: Rows) -> Dataset:
@@ -257,7 +281,8 @@ def check_cut(name: str, rows: Rows, max_length: int | None, num_proc: int | Non
         return
 
     def count(row: dict) -> dict:
-        return {"tokens": len(row["labels"]), "is_empty": (row["labels"][:max_length] == -100).all()}
+        # No token predicts the first one.
+        return {"tokens": len(row["labels"]), "is_empty": (row["labels"][1:max_length] == -100).all()}
 
     what = "rows to evaluate on" if name == "eval" else "rows"
     arrays = rows.select_columns("labels").with_format("numpy")
@@ -282,7 +307,7 @@ def check_learned(rows: IterableDataset, max_length: int | None) -> IterableData
     """Return a stream that raises `UserError` at a row without a token to learn within `max_length`."""
 
     def check(row: dict) -> dict:
-        if all(label == -100 for label in row["labels"][:max_length]):
+        if all(label == -100 for label in row["labels"][1:max_length]):  # no token predicts the first one
             wrong = "a row of the stream has no token to learn"
             if max_length is None:
                 raise UserError(f"{wrong}: remove such rows.")

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conversion_scripts.push_to_hub import completed_card
 from iha.errors import ROOT
+from modeling_iha import IHAForCausalLM
 from sft import make_model, make_tokenizer, results, train
 
 
@@ -65,6 +66,16 @@ def test_bytes_are_the_tokens_without_a_tokenizer(tmp_path, cli):
     assert cli(make_model, "tiny", tmp_path / "start")[0] == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "start")
     assert len(tokenizer("gold")["input_ids"]) == 4
+
+
+def test_an_end_token_that_pads_is_learned():
+    tokenizer = make_tokenizer.byte_tokenizer()
+    assert make_model.config_of("tiny", tokenizer, []).pad_token_id == tokenizer.pad_token_id
+    tokenizer.pad_token = tokenizer.eos_token
+    model = IHAForCausalLM(make_model.config_of("tiny", tokenizer, ["tie_word_embeddings=false"]))
+    ids = torch.tensor([[5, tokenizer.eos_token_id, 7]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert model.get_input_embeddings().weight.grad[tokenizer.eos_token_id].any()
 
 
 @pytest.mark.parametrize(

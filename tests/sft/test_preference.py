@@ -145,6 +145,29 @@ def test_an_interrupted_run_resumes_to_the_same_weights(name, runs, tiny, rows_f
         shutil.rmtree(tmp_path / "final")  # as if killed after the last checkpoint, which lies inside an epoch
 
 
+def test_rewards_are_resumed_in_a_later_epoch(tiny, rows_file, tmp_path):
+    """TRL would begin with the prompts of the first epoch again."""
+    rows = write_jsonl(tmp_path / "rows.jsonl", read_rows(rows_file)[:3])
+    # An epoch has 3 steps, and the run resumes after the first step of the second one.
+    keys = {**UNDISTURBED, "save_strategy": "steps", "save_steps": 4, "max_steps": 6, "max_completion_length": 2}
+    keys |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 2, "lr_scheduler_type": "constant"}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train_grpo.main(command("grpo", tiny, rows, whole, **keys))
+    with interrupted_at(TRAINERS["grpo"], 5):
+        train_grpo.main(command("grpo", tiny, rows, stopped, **keys))
+    train_grpo.main(command("grpo", tiny, rows, stopped, **keys))
+    weights = [(output / "final" / "model.safetensors").read_bytes() for output in (whole, stopped)]
+    assert weights[0] == weights[1]
+
+
+def test_a_run_does_not_resume_between_steps_that_learn_from_the_same_replies(tiny, rows_file, tmp_path):
+    keys = {**UNDISTURBED, "num_iterations": 2, "save_strategy": "steps", "max_completion_length": 2}
+    train_grpo.main(command("grpo", tiny, rows_file, tmp_path, **keys, max_steps=1))
+    shutil.rmtree(tmp_path / "final")
+    with pytest.raises(UserError, match="step 1 lies between two steps that learn from the same replies"):
+        train_grpo.main(command("grpo", tiny, rows_file, tmp_path, **keys, max_steps=2))
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_recipe_trains_in_bf16_where_the_device_has_it(name, tmp_path, monkeypatch, capsys):
     config_class, path = {"dpo": DPOConfig, "grpo": GRPOConfig}[name], str(RECIPES / name / f"{name}.yaml")
@@ -305,6 +328,8 @@ def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file
             {"use_transformers_continuous_batching": "true", "bf16": "true"},
             "use_transformers_continuous_batching with bf16 .* TRL would round the weights",
         ),
+        ("grpo", {"num_iterations": 2, "save_steps": 3}, "save_steps=3: 2 steps learn .* a multiple of 2"),
+        ("grpo", {"steps_per_generation": 6}, "save_steps=2: 3 steps learn .* a multiple of 3"),
     ],
 )
 def test_an_impossible_run_is_refused(name, keys, named, unread, rows_file, pairs_file, tmp_path):

@@ -1,6 +1,7 @@
 """Test fine-tuning: every recipe trains, resumes and saves."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from iha.errors import UserError
 from iha.processes import load_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import make_reasoning_data, memory_plan, score_reasoning, train
+from sft.base_model import stop_at_end_of_turn
 from sft.data import load_rows
 
 
@@ -51,16 +53,26 @@ def test_a_recipe_saves_a_checkpoint_that_stands_alone(tiny, rows_file, tmp_path
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, output)])
 
 
-def test_the_final_model_stops_at_the_end_of_a_turn(rows_file, tmp_path):
+@pytest.mark.parametrize("only", ["true", "false"])
+def test_the_final_model_stops_at_the_end_of_a_turn(only, rows_file, tmp_path):
     """Begin with a base that ends texts with another token."""
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = "<|endoftext|>"
     random_model(byte_config(eos_token_id=tokenizer.eos_token_id)).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     short = {"max_steps": 1, "eval_size": 0, "eval_strategy": "no", "eval_on_start": "false", "bf16": "false"}
+    short["assistant_only_loss"] = only
     train.main(["--config", recipe("demo"), *sizes(tmp_path / "base", rows_file, tmp_path / "run", **short)])
     ends = GenerationConfig.from_pretrained(tmp_path / "run" / "final").eos_token_id
     assert set(ends) == set(tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"]))
+
+
+def test_a_template_without_an_end_of_turn_is_said(capsys):
+    model, tokenizer = random_model(byte_config(eos_token_id=None)), byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    stop_at_end_of_turn(model, tokenizer, print)
+    assert "ends a turn with no special token" in capsys.readouterr().out
+    assert model.generation_config.eos_token_id is None
 
 
 # Bad input
@@ -86,6 +98,14 @@ def test_an_impossible_run_is_refused_before_it_starts(
     with pytest.raises(UserError, match=named):
         train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, tmp_path / "run", **overrides)])
     assert not (tmp_path / "run" / "final").exists()
+
+
+def test_generation_settings_that_cannot_be_saved_are_refused_before_the_training(tiny, rows_file, tmp_path):
+    shutil.copytree(tiny, tmp_path / "model")
+    settings = {"do_sample": False, "temperature": 0.6}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="generation_config.json would not be saved after the training: .*temperature"):
+        train.main(["--config", recipe("demo"), *sizes(tmp_path / "model", rows_file, tmp_path / "run")])
 
 
 # Reasoning rows

@@ -215,6 +215,25 @@ def test_a_row_of_a_stream_without_an_answer_is_refused(packing, tmp_path):
         list(trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_length_of_one_token_leaves_nothing_to_learn(streaming, tmp_path):
+    """No token predicts the first one: the run would train with a loss of 0."""
+    path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]), byte_tokenizer()
+    keys = {"assistant_only_loss": False, "max_length": 1, "dataset_streaming": streaming, "max_steps": 1}
+    run, args = run_of(path, tmp_path, **keys)
+    with pytest.raises(UserError, match="no token to learn within max_length=1"):
+        list(trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset)
+
+
+def test_plain_text_needs_an_end_token(tmp_path):
+    path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]), byte_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no end token, with which each text ends: set eos_token"):
+        rows_of_run(*run_of(path, tmp_path, assistant_only_loss=False), tokenizer)
+    run, args = run_of(path, tmp_path, assistant_only_loss=False, eos_token="<|im_end|>")
+    assert len(trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset) == 1
+
+
 def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> SFTRecipeTrainer:
     model = IHAForCausalLM(small_config(vocab_size=len(tokenizer)))
     return SFTRecipeTrainer(
@@ -275,6 +294,8 @@ def test_columns_that_are_not_read_are_said(tmp_path, capsys):
         ("mixed.jsonl", b'{"text": "Q", "messages": null}\n{"text": null, "messages": []}', "row 2, column 'text'"),
         ("absent.jsonl", None, "no such file"),
         ("rows.jsonl", b'{"completion": "Q"}', "row 1, column 'prompt'"),
+        ("dates.jsonl", b'{"prompt": "Q", "completion": "2024-01-02"}', "column 'completion': .* got datetime. A col"),
+        ("numbers.jsonl", b'{"prompt": "Q", "completion": 17}', "column 'completion': .* a list of turns, got int"),
         ("cut.jsonl", b'{"text": "Q"}\n{"text": "', "cannot be read: .*Missing a closing quotation mark"),
     ],
 )
@@ -302,6 +323,7 @@ def test_a_damaged_file_is_refused(name, content, named, tmp_path):
         ({"eval_dataset_name": "held.txt"}, "held.txt is one row, of which only the first max_length=128 tokens"),
         ({"dataset_name": "held.txt"}, "held.txt is one row, of which only"),
         ({"dataset_name": "held.txt", "packing": True}, "set packing to true and packing_strategy to bfd_split"),
+        ({"dataset_name": "mix.yaml"}, "mix.yaml: short.txt is one row, and a mixture ends with the first part"),
         ({"packing": True, "packing_strategy": "wrapped"}, "'wrapped' lets documents attend to one another"),
     ],
 )
@@ -312,6 +334,7 @@ def test_keys_that_do_not_go_together_are_refused(keys, named, rows_file, tmp_pa
     Path("held.txt").write_text("A text. " * 20)
     Path("short.txt").write_text("A text.")  # of fewer bytes than a row has tokens
     check_rows(*run_of("short.txt", tmp_path))
+    Path("mix.yaml").write_text("[{path: short.txt, share: 0.5}, {path: rows.jsonl, share: 0.5}]")
     Path("README.md").symlink_to(readme)
     split = {"packing": True, "packing_strategy": "bfd_split", "assistant_only_loss": False}
     check_rows(*run_of("held.txt", tmp_path, **split))

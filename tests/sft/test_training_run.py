@@ -96,6 +96,9 @@ def assert_same_run(output: Path, whole: Path):
         ("trust_remote_code", "true", "is not used here"),
         ("ignore_data_skip", "true", "is not used here"),
         ("hub_model_id", "me/name", "is not used here"),
+        ("auto_find_batch_size", "true", "is not used here"),
+        ("train_sampling_strategy", "group_by_length", "a resumed run would train on other rows: set it to random"),
+        ("accelerator_config", '{"use_seedable_sampler": false}', "a resumed run would train on other rows"),
     ],
 )
 def test_a_key_without_its_effect_is_refused(tiny, rows_file, tmp_path, monkeypatch, key, value, named):
@@ -154,6 +157,15 @@ def test_a_recipe_may_have_aliases_and_needs_a_file(tmp_path, tiny, rows_file):
     assert (args.data_seed, run.eval_size) == (3, 0)
     with pytest.raises(UserError, match="--config: give the recipe's file"):
         train.main(["--config"])
+
+
+def test_the_best_weights_need_a_checkpoint_of_each_evaluation(tiny, rows_file, tmp_path):
+    keys = {"load_best_model_at_end": "true", "eval_strategy": "steps", "eval_on_start": "false", "eval_steps": 1}
+    with pytest.raises(UserError, match="save_steps=2 and eval_steps=1: the best evaluation may have no checkpoint"):
+        RecipeParser(SFTConfig, "").parse(command(tiny, rows_file, tmp_path, **keys))
+    for saves in ({"save_steps": 1}, {"save_strategy": "best"}):
+        _, args = RecipeParser(SFTConfig, "").parse(command(tiny, rows_file, tmp_path, **keys, **saves))
+        assert args.load_best_model_at_end
 
 
 def test_a_run_without_a_start_is_refused(tmp_path):
@@ -319,6 +331,23 @@ def test_a_run_stops_before_it_learns_what_is_not_a_number(
     if what == "loss":
         train.main(command(tiny, rows_file, output))
         assert_same_run(output, whole)
+
+
+def test_an_evaluation_does_not_leave_out_what_is_not_a_number(tiny, rows_file, tmp_path, monkeypatch):
+    prediction_step, spoiled = SFTTrainer.prediction_step, []
+
+    def spoil_the_first(self, *args, **kwargs):
+        loss, *others = prediction_step(self, *args, **kwargs)
+        if not spoiled:
+            spoiled.append(loss)
+            loss = loss * torch.nan
+        return loss, *others
+
+    monkeypatch.setattr(SFTTrainer, "prediction_step", spoil_the_first)
+    keys = {"max_steps": 1, "eval_steps": 1, "per_device_eval_batch_size": 2, "save_strategy": "no"}
+    train.main(command(tiny, rows_file, tmp_path, eval_on_start="false", eval_strategy="steps", **keys))
+    (evaluated,) = json.loads((tmp_path / "loss.json").read_text())["eval"]
+    assert math.isnan(evaluated[1])
 
 
 def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, monkeypatch):
@@ -516,6 +545,9 @@ def test_weights_in_half_precision_that_would_not_learn_are_said(tiny, rows_file
     short = {"max_steps": 1, **NO_EVALUATION}
     train.main(command(tiny, rows_file, tmp_path / "run", dtype="bfloat16", **short))
     assert "in bfloat16 weights a step below 0.002 times a weight is rounded away" in capsys.readouterr().out
+    train.main(command(tiny, rows_file, tmp_path / "adapters", dtype="bfloat16", use_peft="true", **short))
+    merged = "merged into bfloat16 weights, where a change below 0.002 times a weight is rounded away"
+    assert merged in capsys.readouterr().out
     train.main(command(tiny, rows_file, tmp_path / "other", **short))
     assert "rounded away" not in capsys.readouterr().out
 
