@@ -5,12 +5,14 @@ OLDEST := .venv-oldest/bin/python
 RENAMED := .venv-5.23/bin/python
 NEWEST := .venv-newest/bin/python
 VLLM := .venv-vllm/bin/python
+# Where this is set, each process would compile PyTorch and Transformers anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test test-full test-oldest test-newest vllm test-vllm bench gpu checkpoints experiments lint clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (2 to 3 minutes on 2 quiet cores)"
-	@echo "make test   lint and the tests (10 to 12 minutes on 2 quiet cores, and 3 for the installation)"
+	@echo "make test   lint and the tests but the slow ones (6 minutes on 2 quiet cores, and 3 for the installation)"
 	@echo "make test-full  the same with the slow tests"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers, and some on 5.23 (5 minutes)"
 	@echo "make test-newest   the core tests on the newest versions of everything, installed by README's lines (8 minutes, 6 GB)"

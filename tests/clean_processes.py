@@ -20,6 +20,7 @@ import gc, json, os, sys
 
 gc.disable()
 sys.path += [path for path in json.loads(sys.stdin.readline()) if path not in sys.path]
+sys.modules["bitsandbytes"] = None  # PEFT would import it, and it Inductor, for seconds
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

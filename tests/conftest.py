@@ -1,5 +1,6 @@
 import gc
 import os
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -87,27 +88,35 @@ def small_blocks(monkeypatch):
 # at the end.
 LONGEST = (
     "test_interleave",
-    "test_compile",
-    "test_conversion",
     "test_mechanisms",
-    "test_transformers_suite",
-    "test_distributed",
-    "test_model_types",
-    "test_sft",
-    "test_training_run",
-    "test_sft_data",
-    "test_peft",
-    "test_make_gpu",
-    "test_hub",
-    "test_benchmarks",
-    "test_preference",
-    "test_recipes",
     "test_readme",
-    "test_serving",
-    "test_faults",
+    "test_conversion",
+    "test_distributed",
+    "test_compile",
+    "test_protocol",
+    "test_hub",
+    "test_continuous_batching",
+    "test_preference",
     "test_evaluation",
-    "test_pull",
+    "test_training_run",
+    "test_masks",
+    "test_adapters",
+    "test_model_types",
+    "test_cost",
+    "test_transformers_suite",
+    "test_benchmarks",
+    "test_export",
+    "test_sft",
+    "test_interleaved",
     "test_commands",
+    "test_replaced",
+    "test_generate_api",
+    "test_push",
+    "test_memory_plan",
+    "test_quantized",
+    "test_recipes",
+    "test_pull",
+    "test_generation",
 )
 
 
@@ -149,7 +158,34 @@ def pytest_unconfigure():
     gc.unfreeze()  # nanobind lists what is frozen as leaks
 
 
+def spared(items):
+    """Yield the cases that `one_of(n)` leaves to `make test-full`.
+
+    The values of each argument are numbered in the order in which they come up, and a case stays if its numbers add up
+    to a multiple of n. So every value of an argument stays if another argument has at least n values.
+    """
+    numbers = defaultdict(dict)
+    for item in items:
+        mark = item.get_closest_marker("one_of")
+        if mark is None:
+            continue
+        together = {}
+        for names, *_ in (each.args for each in item.iter_markers("parametrize")):
+            names = tuple(names.replace(" ", "").split(",") if isinstance(names, str) else names)
+            together |= dict.fromkeys(names, names)
+        total = 0
+        for names in {together.get(name, (name,)) for name in item.callspec.params}:
+            known = numbers[item.nodeid.partition("[")[0], names]
+            values = tuple(id(item.callspec.params[name]) for name in names)
+            total += known.setdefault(values, len(known))
+        if total % mark.args[0] > 0:
+            yield item
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects the slow ones
 def pytest_collection_modifyitems(items):
+    for item in spared(items):
+        item.add_marker(pytest.mark.slow)
     order = {name: rank for rank, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 

@@ -15,6 +15,7 @@ from helpers import DOCUMENTS
 
 from iha.cli import COMMANDS as COMMANDS_OF_IHA
 from iha.errors import ROOT, UserError
+from iha.processes import run_in_clean_process
 from iha.sources import find_source, locate
 
 
@@ -57,14 +58,21 @@ def documented_options(command: str) -> set[str]:
 
 
 def test_a_command_by_path_finds_its_own_checkout(tmp_path):
+    """Run the beginning of each in a checkout that holds one module, from another directory."""
+    (tmp_path / "iha").mkdir()
+    (tmp_path / "iha" / "__init__.py").touch()
+    (tmp_path / "iha" / "of_this_checkout.py").write_text("print('found')")
+    (tmp_path / "elsewhere").mkdir()
     names = {folder.partition("/")[0] for folder in FOLDERS}
     for path in BY_PATH:
         before, line, _ = (ROOT / path).read_text(encoding="utf-8").partition(LINE)
         assert line and not any(f"\n{word} {name}" in before for word in ("from", "import") for name in names), path
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, ROOT / "sft/train.py", "--help"]
-    process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0 and "usage:" in process.stdout, process.stderr
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(f"{before}{line}import iha.of_this_checkout\n", encoding="utf-8")
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        command = [sys.executable, tmp_path / path, "--help"]
+        process = subprocess.run(command, cwd=tmp_path / "elsewhere", env=environment, capture_output=True, text=True)
+        assert process.stdout == "found\n", process.stderr
 
 
 def test_imports_go_downwards():
@@ -101,6 +109,7 @@ def test_a_path_of_the_command_line_may_begin_with_the_home_directory():
 
 
 def test_a_wheel_brings_its_commands(tmp_path):
+    """Run one of them in a process whose only copy of the package is that of the wheel."""
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", tmp_path]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     modules = [module for module, _ in COMMANDS_OF_IHA.values()]
@@ -110,18 +119,17 @@ def test_a_wheel_brings_its_commands(tmp_path):
     assert all((tmp_path / name).exists() for name in data)
     assert {path.name for path in tmp_path.iterdir()} == {"configuration_iha", "iha", "modeling_iha"}
     program = """
-import sys
-sys.path.insert(0, "")
+sys.meta_path = [finder for finder in sys.meta_path if type(finder).__name__ != "Blocker"]
+sys.path.insert(0, request["wheel"])
 before = list(sys.path)
 from iha import api, cli
 assert api.convert.__module__ == "iha.conversion_scripts.convert_llama_to_iha" and sys.path == before
-assert not any(module.__file__.startswith(sys.argv[1]) for module in (api, sys.modules[api.convert.__module__]))
+assert not any(module.__file__.startswith(request["root"]) for module in (api, sys.modules[api.convert.__module__]))
 sys.argv[:] = ["iha", "convert", "me/model", "new", "--num-pseudo-heads", "0"]
 cli.main()
 """
-    command = [sys.executable, "-I", "-c", program, ROOT]
-    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 1 and process.stderr.endswith("Error: num_pseudo_heads=0: expected at least 1.\n")
+    with pytest.raises(UserError, match=r"^Error: num_pseudo_heads=0: expected at least 1\.$"):
+        run_in_clean_process(program, {"wheel": str(tmp_path), "root": str(ROOT)})
 
 
 def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ from transformers import Trainer
 
 import modeling_iha
 from iha.errors import ROOT
+from iha.step_memory import StepMemory
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing_weights import mixing_parameters
 from sft.arguments import RecipeParser
@@ -344,6 +345,9 @@ TINY_SCRATCH = {
 def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
+    # To count the memory of a step takes seconds: test_memory_plan.py and test_cost.py do.
+    monkeypatch.setattr("sft.memory_plan.check_memory", lambda *_: None)
+    monkeypatch.setattr("iha.cost.of_training", lambda *_: StepMemory(1, 1, 1, 1))
     (tmp_path / "sft").symlink_to(ROOT / "sft")
     for name in ("train", "held"):
         (tmp_path / f"{name}.txt").write_text(README)

@@ -85,6 +85,7 @@ CONVERSIONS = [
 ]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("name", "arguments"), CONVERSIONS, ids=str)
 def test_converted_model_computes_what_its_source_does(name, arguments):
     source = tiny_source(name)
@@ -456,7 +457,10 @@ def test_clean_process_refuses_what_does_not_load(converted, tmp_path, monkeypat
 VERIFY = ("--tokens", 40, "--max-new-tokens", 20)
 
 
-@pytest.mark.parametrize("road, control", [(LLAMA, 0.1), (DIFFLLAMA, 0.01)], ids=["llama", "diffllama"])
+@pytest.mark.parametrize(
+    "road, control",
+    [pytest.param(LLAMA, 0.1, id="llama"), pytest.param(DIFFLLAMA, 0.01, marks=pytest.mark.slow, id="diffllama")],
+)
 def test_verify_accepts_the_conversion_and_refuses_a_changed_one(road, control, travel, tmp_path, cli):
     """Decode greedily, whatever the checkpoints ask for."""
     folder, figures = shutil.copytree(travel(road), tmp_path / "both"), tmp_path / "figures.json"
@@ -658,9 +662,8 @@ def test_no_number_of_the_mixing_is_nan(tmp_path, converted):
 # Real weights
 
 
-@pytest.mark.parametrize(
-    "num_pseudo_heads", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # `make demo` converts and verifies them too
+@pytest.mark.parametrize("num_pseudo_heads", [2, 3, 4])
 def test_real_weights(num_pseudo_heads, tmp_path, monkeypatch, cli):
     try:
         source = smollm2_gguf()

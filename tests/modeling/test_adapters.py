@@ -74,6 +74,7 @@ def adapter(base, place, config, **options):
     return logits(model)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_adapter_loads_on_the_plain_base_in_one_call_and_in_no_other_way(method, base, tmp_path, monkeypatch):
     warnings: list[str] = []
@@ -129,7 +130,7 @@ for load in loads:
 """
 
 
-def test_where_the_package_is_not_installed(base, tmp_path, new_processes):
+def test_where_the_package_is_not_installed(base, tmp_path):
     expected = adapter(base, tmp_path / "adapter", METHODS["LoRA"])
     interleave_heads(plain(base), 2, **OPTIONS, seed=9).save_pretrained(tmp_path / "interleaved")
     places = {name: str(tmp_path / name) for name in ("adapter", "interleaved", "again")}
@@ -344,7 +345,7 @@ for i in (0, 1):
 
 @pytest.mark.parametrize("wrapped_twice", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("with_package", [False, True])
-def test_two_copies_of_the_code_know_each_others_adapters(with_package, wrapped_twice, base, tmp_path, new_processes):
+def test_two_copies_of_the_code_know_each_others_adapters(with_package, wrapped_twice, base, tmp_path):
     places = [str(tmp_path / name) for name in ("one", "other")][: 1 if with_package else 2]
     for place in places:
         interleave_heads(plain(base), 2).save_pretrained(place)

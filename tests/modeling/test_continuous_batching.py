@@ -95,6 +95,7 @@ def built(name, **arguments):
     return random_model(small_config(**{**GEOMETRIES, **MORE}[name]), **arguments)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("name", "core"), CASES)
 def test_requests_are_answered_as_if_each_were_alone(name, core):
     model = built(name)
@@ -192,6 +193,7 @@ def interleaved(name):
     return train_mixing(model)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("name", INTERLEAVED)
 def test_interleaved_decoders_answer_as_if_each_request_were_alone(name):
     model = interleaved(name)

@@ -135,6 +135,7 @@ def multiply_adds(function):
     return counter.get_total_flops() // 2
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("windows", [{}, WINDOWS], ids=["full", "window"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_eager_products(variant, windows):
@@ -149,6 +150,7 @@ def test_eager_products(variant, windows):
 
 
 # The products of SDPA are not counted, so what is counted does without.
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     "variant, form",
     [
@@ -177,7 +179,9 @@ def test_unknown_kind_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("source", ["preset", "config"])
 def test_command(monkeypatch, capsys, tmp_path, source):
-    config = IHAConfig.from_preset("small-1m-iha")
+    types = ["sliding_attention", "full_attention"]
+    few = {"num_hidden_layers": 2, "attention_kinds": ["iha", "mha"], "layer_types": types}
+    config = IHAConfig.from_preset("small-1m-iha", **(few if source == "config" else {}))
     config.save_pretrained(tmp_path)
     name = tmp_path if source == "config" else "small-1m-iha"
     if source == "preset":  # to count the memory of a step takes seconds

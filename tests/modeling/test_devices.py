@@ -58,6 +58,7 @@ POSITIONS = {"position_ids": torch.arange(LENGTH)[None]}
 INPUTS = {"plain": {}, "positions": POSITIONS, "padded": padding(PADDED)[0], "packed": packing([4, 7])[0]}
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("core", "how", "inputs"),
     [
@@ -95,6 +96,7 @@ def test_a_tensor_on_another_device_is_refused():
 
 # Positions are looked at once, and by Transformers once for each layer type. On "sdpa" two waits find the first keys
 # of a window or of padding, and two its documents.
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("core", "inputs", "count"),
     [

@@ -45,6 +45,7 @@ def generate(model, input_ids=None, *, max_new_tokens=NEW, inputs=None, **option
 # Caches
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "top_k": 5, "num_return_sequences": 2}],
@@ -116,6 +117,7 @@ def test_quantized_cache(geometry):
 # Rolling the cache back
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("draft", "geometry"),
     [

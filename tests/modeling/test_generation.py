@@ -67,6 +67,7 @@ def test_a_cache_cut_too_short_is_refused():
 # generate()
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("core", "geometry"), on_cores([*IHA_GEOMETRIES, "global", *OTHER_KINDS], DECODING_CORES))
 def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
     positions = "shared" if geometry == "global" else "interleaved"

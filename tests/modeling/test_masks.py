@@ -68,6 +68,7 @@ def test_padding_changes_no_row(core, geometry):
         assert_close(of_row[real], model(row).logits[0])
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid_window_of_2", *OTHER_KINDS, "hybrid"]))
 def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
@@ -95,6 +96,7 @@ def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
 # Custom masks
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("core", "geometry"), on_cores(GEOMETRIES, ["base", *MASKED_CORES]))
 @torch.no_grad()
 def test_custom_masks_equal_the_padding_they_express(core, geometry):
@@ -265,6 +267,7 @@ PACKINGS = {
 }
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("case", PACKINGS)
 @pytest.mark.parametrize("core", CORES)
 def test_packing_is_kept_apart_or_refused(core, case):

@@ -96,6 +96,7 @@ def test_layer_without_grouped_queries_and_with_norms_and_biases(mechanism, over
     assert_layer(mechanism, None, 5, **overrides)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("core", "window", "inputs"), BLOCKS, ids=str)
 @mechanisms
 def test_layer_in_blocks(small_blocks, mechanism, core, window, inputs):
@@ -109,6 +110,7 @@ def test_layer_in_blocks(small_blocks, mechanism, core, window, inputs):
     assert_attention_matches(config, FP64, dtype=torch.float64, core=core, length=9, inputs=arguments, seed=1)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("window", [None, 3])
 @mechanisms
 def test_layer_in_bfloat16(mechanism, window):
@@ -133,6 +135,7 @@ def _reference(config_json, inputs):
     return model, input_ids, of_model, real, expected[real].detach(), gradients(expected[real], weights)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("core", CORES)
 @mechanisms
@@ -187,18 +190,21 @@ def assert_cache(mechanism, window, chunks, form=None):
         assert_close(logits_in_chunks(model, input_ids, chunks, of_the_caller), expected.detach(), FP64)
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("window", "chunks"), WINDOWS_AND_CHUNKS, ids=str)
 @in_every_form
 def test_cache(mechanism, window, chunks, form):
     assert_cache(mechanism, window, chunks, form)
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("window", [None, 3])
 @mechanisms
 def test_cache_in_blocks(small_blocks, mechanism, window):
     assert_cache(mechanism, window, [1, 9, 1, 6])
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("core", DECODING_CORES)
 @mechanisms
 def test_cache_on_core(cpu_cores, mechanism, core):
@@ -214,6 +220,7 @@ def test_cache_on_core(cpu_cores, mechanism, core):
 # Precision, training, checkpoints
 
 
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("how", ["loaded", "autocast"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @mechanisms
@@ -337,7 +344,7 @@ for name, directory in request["directories"].items():
 """
 
 
-def test_remote_code(tmp_path, new_processes):
+def test_remote_code(tmp_path):
     """Compare logits with those of a process that has the checkpoint's own code only."""
     input_ids, expected, directories = random_ids(2, 5), {}, {}
     configs = {name: mechanism.hybrid_config() for name, mechanism in OF_EACH_KIND.items()}

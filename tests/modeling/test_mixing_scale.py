@@ -103,6 +103,7 @@ WAYS = (
 )
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_keep_their_values_in_a_model_of_another_scale(way, scales, tmp_path):

@@ -83,11 +83,33 @@ REFUSED = {
 }
 
 
+# `make test-full` tries the others too.
+QUICK = (
+    "bart",
+    "deepseek_v3",
+    "gemma3",
+    "gemma4_text",
+    "gpt_oss",
+    "granitemoehybrid",
+    "qwen2_5_vl",
+    "recurrent_gemma",
+)
+
+
+def quick_or_slow(names):
+    """Return the types with those marked that `make test` leaves out."""
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 @pytest.fixture(scope="module")
-def tried(tmp_path_factory):
-    """Try one type after another, then load what is exact and train it in one clean process for each Auto class."""
-    rows = {}
-    for auto_class, names in {CAUSAL: EXACT, MULTIMODAL: IMAGES}.items():
+def tried(request, tmp_path_factory):
+    """Try one type after another, then load what is exact and train it in one clean process for each Auto class.
+
+    Types whose tests are not selected are left out.
+    """
+    rows, asked = {}, {item.name for item in request.session.items}
+    for auto_class, names, test in ((CAUSAL, EXACT, "test_exact"), (MULTIMODAL, IMAGES, "test_exact_with_images")):
+        names = [name for name in names if f"{test}[{name}]" in asked]
         places = {name: tmp_path_factory.mktemp(name) for name in names}
         found = {name: try_type(name, auto_class, place) for name, place in places.items()}
         load({places[name]: row for name, row in found.items()}, auto_class)
@@ -95,12 +117,12 @@ def tried(tmp_path_factory):
     return rows
 
 
-@pytest.mark.parametrize("model_type", EXACT)
+@pytest.mark.parametrize("model_type", quick_or_slow(EXACT))
 def test_exact(model_type, tried):
     assert tried[model_type]["verdict"] == "exact", tried[model_type]
 
 
-@pytest.mark.parametrize("model_type", IMAGES)
+@pytest.mark.parametrize("model_type", quick_or_slow(IMAGES))
 def test_exact_with_images(model_type, tried):
     row = tried[model_type]
     assert row["verdict"] == "exact" and "image" in row, row
@@ -255,6 +277,7 @@ def test_window_of_the_paper_needs_a_length(model_type):
         interleave_heads(tiny_model(model_type), 2, sliding_window="paper")
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_refused(model_type, tmp_path):
     row = try_type(model_type, CAUSAL, tmp_path)

@@ -37,6 +37,7 @@ def test_a_cpu_without_products_of_a_dtype_is_slow(supported, slow, monkeypatch)
     assert cpu_precision._is_slow("bf16") is slow
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("how", ["loaded", "autocast"])
 @pytest.mark.parametrize("core", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", EVERY_KIND["attention_kinds"])

@@ -64,6 +64,7 @@ def separate_loss(model, batch) -> torch.Tensor:
     return total / count
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid", "dcmha", "hyper", "diff"]))
 def test_a_packed_batch_is_learned_as_its_documents_alone(geometry, core, cpu_cores, small_blocks, tmp_path):
     """Compare loss and gradients; on FlexAttention, which has no backward on a CPU, the loss."""

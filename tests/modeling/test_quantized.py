@@ -45,7 +45,7 @@ def scheme(request):
     return make(), weight_type, tolerance
 
 
-@pytest.fixture(params=["global", "hybrid"])
+@pytest.fixture(params=[pytest.param("global", marks=pytest.mark.slow), "hybrid"])
 def directory(request, tmp_path):
     # bitsandbytes' 4-bit product of a single token needs layers as wide as a multiple of its block of 64.
     config = small_config(hidden_size=64, intermediate_size=128, mixing_scale=0.5, **GEOMETRIES[request.param])

@@ -44,6 +44,7 @@ REPLACE = {
     "forward of a layer": replace_forward_of_layer,
 }
 LAYERS = pytest.mark.parametrize("layers", [[1], [0, 1, 2]], ids=["one", "all"])
+ONE_LAYER = [pytest.param([1], id="one"), pytest.param([0, 1, 2], marks=pytest.mark.slow, id="all")]
 MESSAGE = "interleaved heads and attended without them.*Use the model without the tool"
 
 
@@ -150,8 +151,13 @@ COMPILE = {
 }
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-@pytest.mark.parametrize("compiled", COMPILE)
+@pytest.mark.parametrize(
+    ("compiled", "checkpointing"),
+    [
+        *(("layers", False), ("whole", True)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("layers", True), ("whole", False))),
+    ],
+)
 def test_compiled_models_are_whole_graphs(compiled, checkpointing):
     model, tokens = train_mixing(interleave_heads(decoder("llama"), 2)), random_ids(1, 9)
     expected = logits(model, input_ids=tokens)
@@ -178,11 +184,11 @@ def test_compiled_layers_share_their_code():
 @pytest.mark.parametrize(
     ("compiled", "replace", "layers"),
     [
-        *(("whole", "module", [1]), ("layers", "forward", [1])),
+        ("layers", "forward", [1]),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                *(("whole", "forward", [1]), ("whole", "module", [0, 1, 2])),
+                *(("whole", "module", [1]), ("whole", "forward", [1]), ("whole", "module", [0, 1, 2])),
                 *(("layers", "module", [1]), ("layers", "forward of a layer", [1])),
             )
         ),
@@ -196,7 +202,7 @@ def test_compiled_code_attends_by_the_mixing(compiled, replace, layers, fullgrap
         model(input_ids=random_ids(1, 5), use_cache=False)
 
 
-@LAYERS
+@pytest.mark.parametrize("layers", ONE_LAYER)
 def test_modules_are_replaced_after_compilation(layers):
     model = COMPILE["layers"](interleave_heads(decoder("llama"), 2))
     model(random_ids(1, 5))

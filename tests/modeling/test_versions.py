@@ -6,6 +6,7 @@ The refusal comes before the package imports anything that another version might
 import importlib.metadata
 import json
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -170,7 +171,8 @@ def test_a_checkpoint_runs_on_the_other_versions(saved_here, tmp_path, monkeypat
 
 
 # The line of docs/CHECKPOINTS.md that gives a saved directory the code of the installed package.
-def test_a_directory_with_old_code_gets_that_of_the_package(tmp_path):
+def test_a_directory_with_old_code_gets_that_of_the_package(tmp_path, monkeypatch):
+    """Run the line's program in this process, which spares the imports."""
     save_models(tmp_path)
     [line] = [
         line for line in (ROOT / "docs/CHECKPOINTS.md").read_text().splitlines() if line.startswith("python -c ")
@@ -181,9 +183,10 @@ def test_a_directory_with_old_code_gets_that_of_the_package(tmp_path):
         for name in shipped:
             (tmp_path / way / name).write_text("raise RuntimeError('old code')\n")
         (tmp_path / way / "cache_names.py").unlink()
-        python, rest = line.split(" ", 1)
-        command = f"{sys.executable} {rest.replace('DIR', str(tmp_path / way))}"
-        subprocess.run(command, shell=True, check=True, cwd=ROOT, capture_output=True)
+        *python, program, directory = shlex.split(line)
+        assert (python, directory) == (["python", "-c"], "DIR")
+        monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path / way)])
+        exec(program, {})
         assert {path.name: path.read_bytes() for path in (tmp_path / way).glob("*.py")} == shipped
         assert (tmp_path / way / "model.safetensors").read_bytes() == weights
         model = AutoModelForCausalLM.from_pretrained(tmp_path / way)

@@ -153,6 +153,7 @@ def varlen(request, monkeypatch):
     return lengths
 
 
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(
     "case", ["plain", "cache", "left_padding", "right_padding", "packed", "packed_row", "hole", "to_come"]
 )

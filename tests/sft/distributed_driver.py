@@ -14,6 +14,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 gc.disable()  # as conftest.py does
+if __name__ == "__main__":
+    sys.modules["bitsandbytes"] = None  # PEFT would import it, and it Inductor, for seconds
 
 import fake_flash  # noqa: E402
 import pytest  # noqa: E402

@@ -47,6 +47,7 @@ def counted(model: torch.nn.Module, args: SFTConfig) -> int:
     return counter.peak
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("autocast", ["false", "true"], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", ["iha", "llama", "gemma3_text"])
 def test_a_step_without_data_takes_what_a_real_one_does(name, autocast):

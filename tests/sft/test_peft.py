@@ -69,6 +69,7 @@ def logits_of(model, **inputs) -> torch.Tensor:
 # Adapters
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("geometry", "use_dora"),
     [("hybrid", False), ("hybrid", True), *((geometry, False) for geometry in ("no_gqa", *OTHER_KINDS))],
@@ -131,6 +132,7 @@ NAMED = [
 ]
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize(("command", "config"), NAMED)
 def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, monkeypatch):
     """Run the command at the size of a test; its adapters are those of `sft/train.py`."""

@@ -131,7 +131,7 @@ def test_a_recipe_trains_every_weight(name, runs, tiny):
     assert f"TRL's {name.upper()}Trainer" in (runs[name] / "final" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", ["dpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_an_interrupted_run_resumes_to_the_same_weights(name, runs, tiny, rows_file, pairs_file, tmp_path, capsys):
     inputs = {"dpo": (tiny, pairs_file), "grpo": (str(runs["dpo"] / "final"), rows_file)}[name]
     with interrupted_at(TRAINERS[name], 7):  # the first half of the fourth step

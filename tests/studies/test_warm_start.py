@@ -96,7 +96,7 @@ def test_outcomes():
 def test_the_study_in_small(tmp_path, monkeypatch, capsys):
     """Write a table and a plot, and repeat no run."""
     small = {"TOKENS": 32, "WINDOW": 4, "STEPS": {"lookup": 2}, "EVERY": 1, "HELD_OUT_ROWS": 2}
-    for name, value in {**small, "PRETRAINING": {**warm_start.PRETRAINING, "steps": 30, "rows": 1}}.items():
+    for name, value in {**small, "PRETRAINING": {**warm_start.PRETRAINING, "steps": 10, "rows": 1}}.items():
         monkeypatch.setattr(warm_start, name, value)
     monkeypatch.setattr(warm_start, "tune", lambda *_: Rates(1e-3, 1.0, []))  # tested with the protocol
     monkeypatch.setattr(warm_start, "walk", lambda loss_at, rate, factor: rate)
