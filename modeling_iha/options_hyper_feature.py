@@ -47,8 +47,6 @@ class FeatureOptions(KindOptions):
                     f"{where} and head_dim={config.head_dim}; each of a head's features has head_dim / order "
                     "channels, which must be an even number, because RoPE rotates pairs."
                 )
-        if self.value_product and max(orders) == 1:
-            raise ValueError(f"{where} and value_product=True, which needs a head with an order above 1.")
         heads_per_group = config.num_attention_heads // config.num_key_value_heads
         for head, order in enumerate(orders):
             if order != orders[head - head % heads_per_group]:

@@ -87,7 +87,7 @@ LEAST = {
     "num_pseudo_heads": 1,
     "max_position_embeddings": 1,
     "sliding_window": 2,
-    "max_length": 1,
+    "max_length": 2,  # no token predicts the first one
     "lora_r": 1,
     "eval_size": 0,
     "per_device_train_batch_size": 1,

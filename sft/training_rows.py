@@ -281,8 +281,7 @@ def check_cut(name: str, rows: Rows, max_length: int | None, num_proc: int | Non
         return
 
     def count(row: dict) -> dict:
-        # No token predicts the first one.
-        return {"tokens": len(row["labels"]), "is_empty": (row["labels"][1:max_length] == -100).all()}
+        return {"tokens": len(row["labels"]), "is_empty": (row["labels"][:max_length] == -100).all()}
 
     what = "rows to evaluate on" if name == "eval" else "rows"
     arrays = rows.select_columns("labels").with_format("numpy")
@@ -307,7 +306,7 @@ def check_learned(rows: IterableDataset, max_length: int | None) -> IterableData
     """Return a stream that raises `UserError` at a row without a token to learn within `max_length`."""
 
     def check(row: dict) -> dict:
-        if all(label == -100 for label in row["labels"][1:max_length]):  # no token predicts the first one
+        if all(label == -100 for label in row["labels"][:max_length]):
             wrong = "a row of the stream has no token to learn"
             if max_length is None:
                 raise UserError(f"{wrong}: remove such rows.")

@@ -349,8 +349,8 @@ def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sft.memory_plan.check_memory", lambda *_: None)
     monkeypatch.setattr("iha.cost.of_training", lambda *_: StepMemory(1, 1, 1, 1))
     (tmp_path / "sft").symlink_to(ROOT / "sft")
-    for name in ("train", "held"):
-        (tmp_path / f"{name}.txt").write_text(README)
+    (tmp_path / "train.txt").write_text(README)
+    (tmp_path / "held.txt").write_text(README[::-1])  # a copy of the other would be refused
     blocks, ran = re.findall(r"^```(sh|python)\n(.*?)^```", FROM_SCRATCH, re.DOTALL | re.MULTILINE), []
     for language, block in blocks:
         if language == "python":

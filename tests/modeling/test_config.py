@@ -101,7 +101,6 @@ BAD = [
                 {"rank": 0, "gate": False, "base_map": True, "sides": "query"},
                 "sides='query' with rank=0 and gate=False",
             ),
-            ("hyper_feature", {"orders": 1, "value_product": True}, "value_product=True, which needs a head"),
         )
     ],
     (rope("yarn", factor=2.0, original_max_position_embeddings=0), "original_max_position_embeddings=0; .* above 0"),

@@ -215,16 +215,6 @@ def test_a_row_of_a_stream_without_an_answer_is_refused(packing, tmp_path):
         list(trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_length_of_one_token_leaves_nothing_to_learn(streaming, tmp_path):
-    """No token predicts the first one: the run would train with a loss of 0."""
-    path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]), byte_tokenizer()
-    keys = {"assistant_only_loss": False, "max_length": 1, "dataset_streaming": streaming, "max_steps": 1}
-    run, args = run_of(path, tmp_path, **keys)
-    with pytest.raises(UserError, match="no token to learn within max_length=1"):
-        list(trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset)
-
-
 def test_plain_text_needs_an_end_token(tmp_path):
     path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", [{"text": "abc"}]), byte_tokenizer()
     tokenizer.eos_token = None

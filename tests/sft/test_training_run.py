@@ -81,7 +81,7 @@ def assert_same_run(output: Path, whole: Path):
         ("resume_from_checkpoint", "absent", "absent has no run.json"),
         ("resume_from_checkpoint", "false", "always resumes in its output_dir. Remove the key"),
         ("save_only_model", "true", "is not used here"),
-        ("max_length", "-1", "max_length=-1: expected at least 1"),
+        ("max_length", "1", "max_length=1: expected at least 2"),
         ("gradient_accumulation_steps", "0", "gradient_accumulation_steps=0: expected at least 1"),
         ("eval_size", "1.5", "eval_size=1.5: expected a number of rows, or a share below 1"),
         ("learning_rat", "1", "learning_rat"),
