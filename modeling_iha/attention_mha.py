@@ -132,14 +132,16 @@ class MultiHeadAttention(LlamaAttention):
             attention_mask,
             dropout=0.0 if not self.training else self.attention_dropout,
             scaling=self.scaling,
-            # For a new token alone: other states are in that dtype by now (`attend_in_product_dtype`).
+            # Only the path of one new token reads this. Several queries were converted before
+            # (`attend_in_product_dtype`).
             product_dtype=product_dtype(value_states),
             **kwargs,
         )
 
     def attend_in_product_dtype(self, query_states: torch.Tensor, *args, **kwargs):
         """Call `attend` with states in the dtype whose products are fast."""
-        # A product with one query is fast in every dtype, and cached keys are not copied for a conversion.
+        # A conversion here would copy all cached keys. A product with one row is fast in every dtype, and the path of
+        # one new token, whose products have more rows, converts a slice of the cache at a time (new_token.py).
         if query_states.shape[2] == 1:
             return self.attend(query_states, *args, **kwargs)
         return in_product_dtype(self.attend)(query_states, *args, **kwargs)
@@ -167,8 +169,8 @@ class MultiHeadAttention(LlamaAttention):
         cores run."""
         self.check_core()  # again, because `set_attn_implementation` may have changed the core
         pages = cache if isinstance(cache, PagedAttentionCache) else None
-        cached = cache if pages is None else None
-        query_states, key_states, value_states = self.project(hidden_states, position_embeddings, cached)
+        token_cache = cache if pages is None else None
+        query_states, key_states, value_states = self.project(hidden_states, position_embeddings, token_cache)
         if pages is not None:
             # This also changes `kwargs`, which the core below gets.
             key_states, value_states = fill_pages(pages, key_states, value_states, self.layer_idx, kwargs)
@@ -181,6 +183,7 @@ class MultiHeadAttention(LlamaAttention):
             value_states,
             attention_mask,
             sliding_window=self.sliding_window,
+            # T_p, if some "iha" layer has interleaved positions. Layers without mixing ignore it.
             rotation=position_embeddings.get("pseudo_head") if self.use_rope else None,
             **kwargs,
         )

@@ -76,14 +76,15 @@ def attend_in_chunks(
 ) -> torch.Tensor:
     """Return the output [batch, N, H, head_dim] of `heads.attend` on `window_attention`, chunk by chunk.
 
-    `sliding_window` is in virtual keys; the states are over tokens. Each chunk also gets the keys of the window before
-    it."""
+    `sliding_window` is in virtual keys, a multiple of P; the states are over tokens. Each chunk also gets the keys of
+    the window before it."""
     size = chunk_tokens(heads, query, sliding_window)
     before = sliding_window // heads.num_pseudo_heads
     attend = partial(window_attention, stock)
     outputs = []
     for start in range(0, query.shape[2], size):
         chunk = slice(start, start + size)
+        # A chunk is at least as long as the window (`chunk_tokens`), so each one but the first has all of it before.
         reached = slice(max(0, start - before), start + size)
         states = (query[:, :, chunk], key[:, :, reached], value[:, :, reached])
         output, _ = heads.attend(attend, *states, None, sliding_window=sliding_window, **kwargs)

@@ -3,7 +3,8 @@
 """Describe windows, documents and padding by the first key that each query sees, without a dense mask.
 
 Query v sees the keys u with first_keys[v] <= u <= v. Queries, keys and the window of a mask are counted in virtual
-tokens, of which there are L = N * P. Such a mask takes O(N) memory. It has one of three layouts:
+tokens, of which there are L = N * P. A function that takes `num_pseudo_heads` takes its window in tokens and converts
+it. Such a mask takes O(N) memory. It has one of three layouts:
 
     shape                    made by                 describes
     [1, L, window, 0]        plain_window_mask       only a window: the shape holds it, and the tensor is empty

@@ -32,8 +32,8 @@ class Mixing(nn.Module):
         """Set a weight, its start and its scale, except those that were loaded (`init` skips them).
 
         At scale 1 the weight becomes `value`, and its start zero. At any other scale the start becomes `value`, and
-        the weight zero. Checkpoints of earlier versions lack the scale, and at scale 1 the start too: this sets them.
-        Raise a ValueError if a weight was loaded without its start at another scale."""
+        the weight zero. Checkpoints of earlier versions have no scale, and those of scale 1 have no start either:
+        this sets what is missing. Raise a ValueError if a weight was loaded without its start at another scale."""
         weight = self.get_parameter(name)
         start = self.get_buffer(f"{name}_start")
         scale = self.get_buffer(f"{name}_scale")

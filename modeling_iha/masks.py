@@ -40,17 +40,19 @@ def make_masks(
 ) -> dict[str, Any]:
     """Return the mask of each layer type, over virtual tokens where the model has virtual heads (see `virtual_mask`).
 
+    Also make the sliding layers of the cache keep the window's edge, before their lengths are read.
+
     Masks come from one of three places. On SDPA `mask_of_window` serves calls without documents, padding and cached
     tokens, and `_compiled_masks` serves compiled calls without a cache. Transformers' mask functions serve all others.
 
     Args:
         inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.
         attention_mask: [batch, cached + N], nonzero for real tokens, or a custom boolean or additive one
-            [batch, heads or 1, N, K], where K is how many keys the cache returns: cached + N, or all places of a
-            static cache. Do not put the window into a custom mask: sliding layers apply it
-            themselves. A custom mask hides all pseudo-heads of a token, but the window shows some pseudo-heads of
-            token n - W (see `virtual_mask`).
-        cache: the cache before it takes the N tokens. Its sliding layers are made to keep the window's edge.
+            [batch, heads or 1, N, K], where K is cached + N, also where a layer's cache has dropped tokens, or all
+            places of a static cache. Do not put the window into a custom mask: sliding layers apply it themselves. A
+            custom mask hides all pseudo-heads of a token, but the window shows some pseudo-heads of token n - W (see
+            `virtual_mask`).
+        cache: the cache before it takes the N tokens.
         position_ids: [batch or 1, N]. Where they do not increase by one, a packed document begins.
         default_positions: whether `position_ids` are the default ones, which declare no documents.
     """
@@ -73,8 +75,8 @@ def make_masks(
         # while tracing: without them a graph would have no mask, and each length would compile a graph of its own.
         position_ids = None
     core_name = core
-    # `register_masks` raises an error for a core that makes no masks, which virtual heads need. The layers refuse the
-    # cores of servers by themselves, with a better message (`check_core`).
+    # A core that makes no masks keeps its name if there are no virtual heads; otherwise `register_masks` raises an
+    # error. Cores of servers keep theirs too: the layers refuse them with a better message (`check_core`).
     if core in ALL_MASK_ATTENTION_FUNCTIONS or (num_pseudo_heads > 1 and core not in SERVER_CORES):
         core_name = register_masks(core)
     view: Any = Overlay(config, _attn_implementation=core_name)
@@ -93,9 +95,10 @@ def make_masks(
         if attention_mask is not None and attention_mask.ndim == 4:
             past = 0  # the keys of this layer before the queries' own
             if cache is not None:
-                length, first = cache.get_mask_sizes(inputs_embeds.shape[1], index)
-                mask = mask[..., first * num_pseudo_heads : (first + length) * num_pseudo_heads]
-                past = cache.get_seq_length() - first
+                # This layer's cache has dropped the first `offset` tokens.
+                num_keys, offset = cache.get_mask_sizes(inputs_embeds.shape[1], index)
+                mask = mask[..., offset * num_pseudo_heads : (offset + num_keys) * num_pseudo_heads]
+                past = cache.get_seq_length() - offset
             if layer_type == "sliding_attention":
                 mask = in_window(mask, config.sliding_window * num_pseudo_heads, past * num_pseudo_heads)
         elif isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:

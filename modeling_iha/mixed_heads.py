@@ -67,5 +67,5 @@ class MixedHeads(NamedTuple):
         return collapse(output, self.collapse, self.num_pseudo_heads), attn_weights
 
     def attend_new_token(self, *args) -> torch.Tensor:
-        """Return the output of one new token. `args` are the arguments of `new_token_attention` after the weights."""
+        """Return the output of one new token. `args` are the arguments of `new_token_attention` after the heads."""
         return new_token_attention(self, *args)

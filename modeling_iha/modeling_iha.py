@@ -273,6 +273,7 @@ class IHAModel(IHAPreTrainedModel):
             position_ids = position_ids.unsqueeze(0)
 
         has_pages = isinstance(cache, PagedAttentionCache)  # those of continuous batching
+        # With pages Transformers sets is_causal=False, because the packed row is not causal (paged_requests.py).
         if not has_pages:
             check_causal(self.config, **kwargs)
         if has_pages and not self.runs_on_paged_cores:

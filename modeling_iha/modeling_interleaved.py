@@ -531,9 +531,9 @@ def _check_own_window(
 
     It concerns decoders whose interleaved layers, of which `module` is one, have a window of their own. A layer does
     not know how many tokens are cached before. It counts the own keys from the end of the mask, and takes the last key
-    that a query sees if that comes earlier. Therefore a user's mask has to have as many columns as the cache returns
-    keys, and to show each token to itself. In a static cache columns follow the own keys, and no mask may show later
-    keys, as that of an image does. Traced masks have no values to look at."""
+    that a query sees if that comes earlier. A user's mask therefore needs a column for each token so far, dropped ones
+    too (in a static cache for each place), and has to show each token to itself. In a static cache columns follow the
+    own keys, and no mask may show later keys, as that of an image does. Traced masks have no values to look at."""
     window = decoder.config.interleaved_window
     if not window:
         return
@@ -562,10 +562,10 @@ def _check_own_window(
 
 
 def _check_num_keys(given: int, expected: int) -> None:
-    """Raise a ValueError for a user's mask of another number of keys than the cache returns."""
+    """Raise a ValueError for a user's mask without a key for each token so far (each place of a static cache)."""
     if given != expected:
         raise ValueError(
-            f"attention_mask [batch, 1, queries, keys] has {given} keys, and the cache returns {expected}: "
+            f"attention_mask [batch, 1, queries, keys] has {given} keys, and {expected} are needed: "
             f"{PASS_TO_THE_MODEL}"
         )
 

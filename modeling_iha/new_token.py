@@ -35,7 +35,7 @@ def uses_new_token_path(core: str, config: Any, dropout: float | None, states: t
 
 
 def new_token_attention(
-    weights: Any,
+    heads: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -57,7 +57,7 @@ def new_token_attention(
     moves before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
 
     Args:
-        weights: the `MixedHeads` of the layer, with a collapse [H, P].
+        heads: the `MixedHeads` of the layer, with a collapse [H, P].
         query: [batch, H, 1, head_dim], rotated as the cached keys are.
         key, value: [batch, G, K, head_dim]. Without a mask the last of the K keys is the new token's.
         scaling: factor of the scores.
@@ -67,21 +67,21 @@ def new_token_attention(
     # Autocast would round what is in float32 on purpose.
     with maybe_autocast(query.device.type, enabled=False):
         batch, num_heads, _, head_dim = query.shape
-        num_pseudo_heads = weights.collapse.shape[1]
+        num_pseudo_heads = heads.collapse.shape[1]
         dtype = value.dtype
         fast_dtype = product_dtype or dtype
         groups, num_keys = key.shape[1:3]
         query = query.to(fast_dtype)
-        q_mix = weights.q_mix.to(fast_dtype)
-        k_mix = weights.k_mix.to(fast_dtype).repeat_interleave(num_heads // groups, dim=1)
-        v_mix = weights.v_mix.to(fast_dtype).repeat_interleave(num_heads // groups, dim=1)
+        q_mix = heads.q_mix.to(fast_dtype)
+        k_mix = heads.k_mix.to(fast_dtype).repeat_interleave(num_heads // groups, dim=1)
+        v_mix = heads.v_mix.to(fast_dtype).repeat_interleave(num_heads // groups, dim=1)
         slice_tokens = num_keys if key.dtype == fast_dtype else WIDENED_TOKENS
 
         # The pseudo-heads q_i of the query, [batch, H, P (i), 1, head_dim]
         pseudo_query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
         pseudo_query = pseudo_query.view(batch, num_heads, num_pseudo_heads, 1, head_dim)
-        if weights.rotation is not None:
-            cos, sin = (table.to(fast_dtype) for table in weights.rotation)
+        if heads.rotation is not None:
+            cos, sin = (table.to(fast_dtype) for table in heads.rotation)
             rotated = rotate(pseudo_query, cos.unsqueeze(1), sin.unsqueeze(1))  # by T_i
             # By T_j^T for every j: the tables of all j broadcast, [batch, H, P (i), P (j), head_dim].
             pseudo_query = rotate(rotated, cos, -sin)
@@ -98,7 +98,7 @@ def new_token_attention(
         # The softmax is in float32 at least, as in the eager core.
         probabilities = torch.softmax(scores.flatten(-2), dim=-1, dtype=torch.promote_types(fast_dtype, torch.float32))
 
-        share_of_pseudo_head = weights.collapse.to(probabilities.dtype).unsqueeze(1)  # R, [H, 1, P]
+        share_of_pseudo_head = heads.collapse.to(probabilities.dtype).unsqueeze(1)  # R, [H, 1, P]
         collapsed = torch.matmul(share_of_pseudo_head, probabilities).to(fast_dtype)
         collapsed = collapsed.view(batch, 1, num_heads * num_pseudo_heads, num_keys)
         pairs = zip(collapsed.split(slice_tokens, dim=-1), value.split(slice_tokens, dim=2))

@@ -25,8 +25,8 @@ from .windows import StockCore, first_key_attention, window_attention
 
 # Advice for a mask that is not over virtual tokens
 PASS_TO_THE_MODEL = (
-    "pass attention_mask [batch, tokens], or [batch, 1, queries, keys] with as many keys as the cache returns, to the "
-    "model as a keyword argument."
+    "pass attention_mask [batch, tokens], or [batch, 1, queries, keys] with a key for each token so far (each place "
+    "of a static cache), to the model as a keyword argument."
 )
 
 
@@ -59,7 +59,7 @@ def virtual_attention(
     num_queries = query.shape[2]
     has_first_keys = is_first_key_mask(attention_mask)
     if has_first_keys:
-        # The first key of each query (first_keys.py) already follows from the base model's window.
+        # The first keys already hold this window (first_keys.py). `own_window` is another one, and is applied below.
         kwargs["sliding_window"] = None
         # Masks of first keys are made only when the cache was empty, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
@@ -78,6 +78,7 @@ def virtual_attention(
     query = query.to(value.dtype)
     key = key.to(value.dtype)
 
+    # In compiled calls without a cache a single token has first keys too (`_compiled_masks`). That path reads none.
     is_new_token = num_queries == 1 and not has_first_keys
     can_use_base_keys = is_new_token and heads.takes_new_token
     if can_use_base_keys and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
@@ -174,9 +175,10 @@ def _attend_over_virtual_tokens(
 def layer_mask(
     mask: Any, core: str, window: int | None, num_pseudo_heads: int, num_queries: int, num_keys: int
 ) -> Any:
-    """Return the mask of a layer with virtual heads. `window` is the layer's own window in tokens, or `None`.
+    """Return the model's mask, cut to the keys of a layer with virtual heads and within its own window.
 
-    Raise a ValueError for a mask that is not over virtual tokens."""
+    `window` is that window in tokens, or `None`. First keys are returned unchanged. Raise a ValueError for a mask that
+    is not over virtual tokens."""
     length = num_queries * num_pseudo_heads
     width = num_keys * num_pseudo_heads
     if is_first_key_mask(mask):

@@ -185,9 +185,10 @@ def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
 def in_window(mask: Any, virtual_window: int | None, past: int | torch.Tensor | None = None) -> Any:
     """Hide the keys that lie `virtual_window` or more virtual tokens before a query's own key.
 
-    The own key of query i is column `past` + i. Layers do not know `past` and leave it out. They take the i-th of the
-    last L columns for L queries. In a static cache unused columns follow, so they take the last column that the query
-    sees if it comes earlier. `_check_own_window` of modeling_interleaved.py refuses the masks for which this is wrong.
+    The own key of query i is column `past` + i. Layers do not know `past`. Without it the own key is guessed: of L
+    queries, the i-th has the i-th of the last L columns or, if that comes earlier, the last column that it sees
+    (unused columns of a static cache come last). `_check_own_window` of modeling_interleaved.py refuses the masks for
+    which this guess is wrong.
 
     The result is kept on the mask, because all layers ask for it."""
     if mask is None or virtual_window is None:

@@ -144,6 +144,8 @@ def window_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output [batch, L, H, head_dim] of causal attention, within `sliding_window` keys unless it is `None`.
 
+    The core has to be causal without a mask, as SDPA is. `virtual_mask` makes a mask for every core that is not.
+
     A dense mask costs O(L^2) time and memory regardless of the window, and is faster where L is only slightly longer
     than the window. Elsewhere every block of queries gets the keys that its window reaches. One call of the core
     computes all whole blocks of a row, as a batch with one small mask, at a cost of O(L * window). Blocks of keys
@@ -151,7 +153,7 @@ def window_attention(
     memory of the keys and values."""
     batch, num_heads, length, _ = query.shape
     window = sliding_window
-    # The keys of tokens before the queries: none, or those of a window, which `attend_in_chunks` passes.
+    # The number of keys before the queries' own: 0, or exactly `window`, as `attend_in_chunks` passes them.
     before = key.shape[2] - length
     if window is None or before + length <= window:
         return stock(query, key, value, None, **kwargs)
@@ -207,8 +209,8 @@ def _attend_in_blocks(
         states = (first_queries.contiguous(), key[:, :, :window], value[:, :, :window])
         outputs.append(stock(*states, None, **kwargs)[0])
     mask = _block_mask(block, window, query.device)
-    # No query of these blocks sees key 0. It stays, because slicing it off would make a gradient as long as all states
-    # where nothing else is sliced (`num_last` is 0).
+    # The keys begin `window` places before the first of these queries, one place before the first key that it sees.
+    # That key stays: cutting it off would be a slice, whose gradient is as long as all states, where `num_last` is 0.
     end = num_keys - num_last
     states = (block_queries, key[:, :, :end], value[:, :, :end])
     outputs.append(_attend_in_equal_blocks(stock, *states, mask, num_first, row_length, **kwargs))

@@ -891,7 +891,7 @@ def test_a_mask_with_columns_for_tokens_to_come_is_refused(window):
     tokens = random_ids(1, 10)
     mask = torch.nn.functional.pad(torch.ones(10, 10, dtype=torch.bool).tril(), (0, 3))[None, None]
     for options in ({"use_cache": False}, {"use_cache": True}):
-        with pytest.raises(ValueError, match="attention_mask .*as many keys as the cache returns"):
+        with pytest.raises(ValueError, match="attention_mask .*with a key for each token so far"):
             model(tokens, attention_mask=mask, **options)
     static = StaticCache(config=model.config, max_cache_len=13)
     expected = model(tokens, use_cache=False).logits
