@@ -20,7 +20,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from conversion_scripts.convert_llama_to_iha import convert_model
 from iha.checkpoints import load_config, load_model, load_tokenizer, smollm2_gguf
-from iha.errors import ROOT, run_cli
+from iha.errors import ROOT, UserError, run_cli
 from modeling_iha import interleave_heads
 from research.benchmarks.harness import medians, ratios, reported, write
 from research.benchmarks.options import arguments
@@ -55,16 +55,27 @@ def batching(requests: Prompts) -> dict[str, Callable[[], None]]:
     """Return a padded `generate`, and continuous batching with a manager that is kept and with a new one."""
     options = {"max_new_tokens": NEW_TOKENS["batching"], "do_sample": False}
     config = GenerationConfig(**options, eos_token_id=None, pad_token_id=0)
-    pages = ContinuousBatchingConfig(num_blocks=256)
+    # Without a bound each manager would take most of the memory that is free.
+    pages = ContinuousBatchingConfig(num_blocks=256, max_batch_tokens=2048)
     longest = max(map(len, requests))
     rows = torch.tensor([[0] * (longest - len(tokens)) + tokens for tokens in requests])
     mask = torch.tensor([[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in requests])
     # A model gives every call the manager that it keeps.
     padded, kept, new = (interleave_heads(load(), PSEUDO_HEADS) for _ in range(3))
+
+    def answer(model: torch.nn.Module, **manager) -> None:
+        answers = model.generate_batch(requests, config, pages, warmup=False, **manager).values()
+        lengths = [len(each.generated_tokens) for each in answers]
+        # Transformers logs an error and goes on.
+        if lengths != [NEW_TOKENS["batching"]] * len(requests):
+            raise UserError(
+                f"generate_batch made {lengths} tokens: expected {NEW_TOKENS['batching']} of each request."
+            )
+
     return {
         "padded generate": partial(padded.generate, rows, config, attention_mask=mask),
-        "a kept manager": partial(kept.generate_batch, requests, config, pages, warmup=False, persistent_manager=True),
-        "a new manager": partial(new.generate_batch, requests, config, pages, warmup=False),
+        "a kept manager": partial(answer, kept, persistent_manager=True),
+        "a new manager": partial(answer, new),
     }
 
 

@@ -102,6 +102,9 @@ LINES = {  # of the plot by time
     "paired_4": "paired heads in the windows, P = 4",
     "paired_8": "paired heads in the windows, P = 8",
     "iha_4": "the paper's schedule, P = 4",
+    "gated": "gated heads",
+    "diff_v2": "Differential V2",
+    "iha_1": "IHA, P = 1",
 }
 HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before. Losses that end above it are shown from the start.
 

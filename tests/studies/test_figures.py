@@ -129,6 +129,7 @@ PAIRED = (
     "paired_heads_1024_512_cuda",
     "paired_heads_prose",
     "paired_heads_variants",
+    "paired_heads_kinds",
 )
 
 
