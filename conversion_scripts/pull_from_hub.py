@@ -66,6 +66,7 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
 
 def _copy(wanted: list[str], cached: Path, directory: Path) -> None:
     """Copy the `wanted` files of the Hub's cache, which may also hold other folders and what somebody put there."""
+    # The names come from the Hub. Only files that are found inside the cache are copied, so a name with ".." is none.
     for file in cached.rglob("*"):
         name = file.relative_to(cached).as_posix()
         if name in wanted:

@@ -224,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
         return measure(args, process)
 
 
-def note_programs_at_large(tasks: Iterable[str]) -> None:
-    """Print on stderr that nothing isolates the programs that the tasks run, if that is so."""
+def note_missing_isolation(tasks: Iterable[str]) -> None:
+    """Print a note on stderr if tasks run programs and nothing isolates these."""
     runs_code = [task for task in tasks if task in suites.CODE]
     if runs_code and not run_code.isolates():
         print(
@@ -253,7 +253,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     if process.is_main_process:
         record = claim_output(args.output, identity)
         note_left_out(args.output, tasks)
-        note_programs_at_large(args.tasks)
+        note_missing_isolation(args.tasks)
     process.wait_for_everyone()
 
     started = time.monotonic()

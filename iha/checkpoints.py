@@ -349,9 +349,9 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
         if highest < 0:
             raise UserError("its vocabulary is empty.")
-        known = set(tokenizer("The capital of France 1", add_special_tokens=False)["input_ids"])
+        special = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
         # Transformers builds many tokenizers from tokenizer_config.json alone, with nothing but their special tokens.
-        if known <= {tokenizer.unk_token_id}:
+        if special.issuperset(tokenizer.get_vocab().values()):
             raise UserError(
                 "it knows no word, because its files are incomplete: put its vocabulary, such as tokenizer.json, "
                 "beside tokenizer_config.json."

@@ -99,8 +99,8 @@ def _join_rope(overrides: dict, stored: dict) -> None:
         parameters = overrides.get("rope_parameters") or stored
         if any(name in parameters for name in LAYER_TYPES):
             raise ValueError("rope_theta: each layer type has a base of its own; give them in rope_parameters.")
-        if "rope_parameters" in overrides and parameters.get("rope_theta", theta) != theta:
-            raise ValueError(f"rope_theta={theta} beside rope_parameters={parameters}: give one base, in these.")
+        if "rope_parameters" in overrides:
+            _refuse_another_base(theta, parameters)
         overrides["rope_parameters"] = parameters | {"rope_theta": theta}
     parameters = overrides.get("rope_parameters")
     if not isinstance(parameters, dict) or not stored:
@@ -110,6 +110,13 @@ def _join_rope(overrides: dict, stored: dict) -> None:
         overrides["rope_parameters"] = completed
     else:
         overrides["rope_parameters"] = _with_theta(parameters, stored)
+
+
+def _refuse_another_base(rope_theta: float, parameters: dict) -> None:
+    """Raise a ValueError for a `rope_theta` beside RoPE parameters that state another one."""
+    stated = parameters.get("rope_theta", rope_theta)
+    if stated != rope_theta or any(name in parameters for name in LAYER_TYPES):
+        raise ValueError(f"rope_theta={rope_theta} beside rope_parameters={parameters}: give one base, in these.")
 
 
 def _with_theta(parameters: Any, stored: dict) -> Any:
@@ -380,11 +387,8 @@ class IHAConfig(LlamaConfig):
             raise ValueError(
                 f"rope_scaling={rope_scaling} beside rope_parameters={parameters}: put both into rope_parameters."
             )
-        parameters = parameters or rope_scaling or {}
-        if rope_theta is None:
-            return
-        if self.has_sliding_rope or parameters.get("rope_theta", rope_theta) != rope_theta:
-            raise ValueError(f"rope_theta={rope_theta} beside rope_parameters={parameters}: give one base, in these.")
+        if rope_theta is not None:
+            _refuse_another_base(rope_theta, parameters or rope_scaling or {})
 
     def _validate_rope(self):
         self._validate_rope_types()

@@ -363,7 +363,7 @@ def interleaved_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def check_layers(model: PreTrainedModel) -> None:
-    """Raise a ValueError where layers with virtual heads were added, removed or moved after they were made.
+    """Raise a ValueError where layers with virtual heads were added or removed after interleaving.
 
     A load makes virtual heads for the names in `interleaved_layers` alone, and would make the other layers plain."""
     # Wrappers such as those of `torch.compile` change names and pass attributes on, so the modules are counted by

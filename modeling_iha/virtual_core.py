@@ -78,7 +78,8 @@ def virtual_attention(
     query = query.to(value.dtype)
     key = key.to(value.dtype)
 
-    # In compiled calls without a cache a single token has first keys too (`_compiled_masks`). That path reads none.
+    # In compiled calls without a cache a single token has first keys too (`_compiled_masks`), and the path of one new
+    # token does not read them.
     is_new_token = num_queries == 1 and not has_first_keys
     can_use_base_keys = is_new_token and heads.takes_new_token
     if can_use_base_keys and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):

@@ -65,7 +65,7 @@ def register_masks(core: str) -> str:
     if ALL_MASK_ATTENTION_FUNCTIONS[core] is flash_attention_mask and "flash" not in core:
         raise ValueError(
             f"attn_implementation={core!r} takes the masks of FlashAttention, and Transformers and this package know "
-            "such a core by 'flash' in its name: register it under another name."
+            "such a core by 'flash' in its name: register it under another name, with 'flash' in it."
         )
     name = PREFIX + core.replace("/", "_")
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:

@@ -210,7 +210,7 @@ def _attend_in_blocks(
         outputs.append(stock(*states, None, **kwargs)[0])
     mask = _block_mask(block, window, query.device)
     # The keys begin `window` places before the first of these queries, one place before the first key that it sees.
-    # That key stays: cutting it off would be a slice, whose gradient is as long as all states, where `num_last` is 0.
+    # Without the first key they would be a slice also where `num_last` is 0, with a gradient as long as all states.
     end = num_keys - num_last
     states = (block_queries, key[:, :, :end], value[:, :, :end])
     outputs.append(_attend_in_equal_blocks(stock, *states, mask, num_first, row_length, **kwargs))

@@ -4,7 +4,7 @@ The configuration is checked before weights are read.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from peft import LoraConfig
@@ -244,7 +244,6 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
             raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
         if "lm_head" in targets:
             raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
-        _check_tied(model, targets)
     unknown = set(config.modules_to_save or ()) - names  # PEFT ignores them silently
     if unknown:
         raise UserError(f"lora_modules_to_save: the model has no module named {', '.join(sorted(unknown))}.")
@@ -252,20 +251,28 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     for target in config.target_parameters or ():
         if not any(f".{name}".endswith(f".{target}") for name in parameters):
             raise UserError(f"lora_target_parameters: the model has no parameter named {target}.")
+    tied = _tied_embedding(model)
+    if tied is not None:
+        _check_tied("lora_target_modules", () if targets == "all-linear" else targets, tied)
+        _check_tied("lora_target_parameters", config.target_parameters or (), f"{tied}.weight")
     config.target_modules = targets
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
     return config
 
 
-def _check_tied(model: PreTrainedModel, targets: set[str]) -> None:
-    """Refuse an adapter of an input embedding that is the output head too. Raise `UserError`."""
+def _tied_embedding(model: PreTrainedModel) -> str | None:
+    """Return the name of the input embedding if it is the output head too, and `None` otherwise."""
     if not model.config.get_text_config(decoder=True).tie_word_embeddings:
-        return
+        return None
     embedding = model.get_input_embeddings()
-    names = {name.rpartition(".")[2] for name, module in model.named_modules() if module is embedding}
-    tied = targets & names
-    if tied:
+    return next(name for name, module in model.named_modules() if module is embedding)
+
+
+def _check_tied(key: str, targets: Iterable[str], tied: str) -> None:
+    """Refuse targets of an adapter that name `tied`, which is tied to the output head. Raise `UserError`."""
+    wrong = [target for target in targets if f".{tied}".endswith(f".{target}")]
+    if wrong:
         raise UserError(
-            f"lora_target_modules: {', '.join(tied)} is tied to the output head, which would get the adapter only in "
-            "the merge: remove the name."
+            f"{key}: {', '.join(wrong)} is tied to the output head, which would get the adapter only in the merge: "
+            "remove the name."
         )

@@ -27,12 +27,14 @@ from tiny_sources import (
     save_tiny_source,
     tiny_source,
 )
+from tokenizers import Tokenizer, models
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen3ForCausalLM,
     SmolLM3ForCausalLM,
 )
@@ -635,6 +637,13 @@ def test_a_tokenizer_that_knows_no_word_is_refused(name, tmp_path):
         load_tokenizer(tmp_path, 61)
     save_tiny_source(tmp_path)
     assert load_tokenizer(tmp_path, 61)("the")["input_ids"]
+
+
+def test_a_tokenizer_of_other_words_is_taken(tmp_path):
+    """A vocabulary of one's own may know no English word."""
+    words = models.WordLevel({"[UNK]": 0, "plus": 1, "zwei": 2}, unk_token="[UNK]")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="[UNK]").save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path, 61)("zwei")["input_ids"] == [2]
 
 
 @pytest.mark.parametrize("scale, dtype, stored", [(1e5, "float16", "inf"), (1e-8, "float16", "0")])

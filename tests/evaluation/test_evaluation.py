@@ -546,8 +546,8 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
 @pytest.mark.parametrize("isolates", [True, False])
 def test_programs_that_nothing_isolates_are_announced(isolates, monkeypatch, capsys):
     monkeypatch.setattr(run.run_code, "isolates", lambda: isolates)
-    run.note_programs_at_large(["gsm8k"])
-    run.note_programs_at_large(["gsm8k", "mbpp", "humaneval"])
+    run.note_missing_isolation(["gsm8k"])
+    run.note_missing_isolation(["gsm8k", "mbpp", "humaneval"])
     note = "" if isolates else "so the programs of mbpp, humaneval can do all that you can: run them in a container.\n"
     out, err = capsys.readouterr()
     assert out == "" and err.endswith(note) and err.count("Note: bubblewrap") == (not isolates)

@@ -262,5 +262,8 @@ def test_an_embedding_that_is_the_output_head_too_takes_no_adapter():
     """The merge would give the head the adapter too, with which it was not trained."""
     keys = {"use_peft": True, "lora_target_modules": ["q_proj", "embed_tokens"]}
     assert "embed_tokens" in lora_config(run(**keys), IHAForCausalLM(byte_config())).target_modules
+    tied = IHAForCausalLM(byte_config(tie_word_embeddings=True))
     with pytest.raises(UserError, match="embed_tokens is tied to the output head"):
-        lora_config(run(**keys), IHAForCausalLM(byte_config(tie_word_embeddings=True)))
+        lora_config(run(**keys), tied)
+    with pytest.raises(UserError, match="lora_target_parameters: embed_tokens.weight is tied to the output head"):
+        lora_config(run(use_peft=True, lora_target_parameters=["embed_tokens.weight"]), tied)
