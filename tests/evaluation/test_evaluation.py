@@ -124,6 +124,7 @@ def test_the_program_in_a_reply(reply, code):
         r"\boxed{3} and" + 20_000 * " " + r"x\boxed{4}",
         20_000 * r"\boxed{",
     ],
+    ids=["blank lines", "digits", "blanks between boxes", "blanks after a word", "boxes without end"],
 )
 def test_the_time_to_find_an_answer_grows_with_the_reply(reply):
     start = time.process_time()
