@@ -117,14 +117,14 @@ def test_checkpointing_keeps_no_p_fold_activation():
         assert_close(gradient, other)
 
 
-def peak_memory():
-    """Return the most bytes that this process has held since the peak was set back."""
+def memory(field):
+    """Return the bytes that this process holds ("VmRSS"), or the most since the peak was set back ("VmHWM")."""
     status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    return int(status.partition(f"{field}:")[2].split()[0]) * 1024
 
 
 @pytest.mark.slow
-def test_a_forward_and_backward_at_64k_tokens_take_less_than_2_gb():
+def test_a_forward_and_backward_at_64k_tokens_take_less_than_1_2_gb():
     """Train the paper's schedule with P = 2 and W = N / (2 P^2), with checkpointing."""
     tokens = 65536
     config = IHAConfig.from_preset(
@@ -141,12 +141,13 @@ def test_a_forward_and_backward_at_64k_tokens_take_less_than_2_gb():
     add_fused_lm_head(model)
     ids = torch.randint(0, config.vocab_size, (1, tokens))
     Path("/proc/self/clear_refs").write_text("5")
+    held = memory("VmRSS")  # by PyTorch, and by the tests that this process ran before
     start, cpu = time.perf_counter(), time.process_time()
     loss = model(ids, labels=ids, fused_lm_head=True).loss
     loss.backward()
     print(
         f"\n{tokens} tokens: {time.perf_counter() - start:.0f} s ({time.process_time() - cpu:.0f} s of CPU time), "
-        f"peak {peak_memory() / 1e9:.2f} GB in the process"
+        f"peak {memory('VmHWM') / 1e9:.2f} GB in the process, of which {held / 1e9:.2f} GB were there before"
     )
     assert loss.isfinite() and all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    assert peak_memory() < 2e9
+    assert memory("VmHWM") - held < 1.2e9
