@@ -24,7 +24,13 @@ DAY = datetime(2024, 7, 26)
 # caller. Each part of a format, such as %d, is replaced by what it stands for on that day.
 _CODES = [f"%{flag}{letter}" for letter in ascii_letters for flag in ("", "-")]
 _FORMATTED = "".join(f" | replace({code!r}, {DAY.strftime(code)!r})" for code in _CODES)
-_CLOCK = f"{{% macro strftime_now(format) %}}{{{{ format{_FORMATTED} }}}}{{% endmacro +%}}"
+# "%%" stands for "%". The line break at the end belongs to the macro (`trim_blocks`): the template's first line stays
+# the beginning of a line.
+_CLOCK = (
+    "{% macro strftime_now(format) %}{% for part in format.split('%%') %}"
+    f"{{{{ '%' if not loop.first }}}}{{{{ part{_FORMATTED} }}}}"
+    "{% endfor %}{% endmacro %}\n"
+)
 
 
 def device_type() -> str:
@@ -35,7 +41,9 @@ def device_type() -> str:
 def on_one_day(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the arguments of `apply_chat_template` with which a chat template takes `DAY` for today."""
     arguments = {"date_string": DAY.strftime("%d %b %Y")}  # what Llama's template reads
-    if "strftime_now" in str(tokenizer.chat_template):
+    templates = tokenizer.chat_template
+    has_one = not isinstance(templates, dict) or "default" in templates  # without one there is no prompt to write
+    if has_one and "strftime_now" in str(templates):
         arguments["chat_template"] = _CLOCK + tokenizer.get_chat_template()
     return arguments
 

@@ -216,7 +216,8 @@ def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": answer}]
     with rendering("a question and its answer"):
         _, found, after_answer = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(answer)
-    added = set(tokenizer.get_added_vocab().values())
+    # Many tokenizers have added tokens for runs of blanks and newlines, which answers contain.
+    added = {token for text, token in tokenizer.get_added_vocab().items() if text.strip()}
     ends = [token for token in tokenizer(after_answer, add_special_tokens=False)["input_ids"] if token in added]
     if not found or not ends:
         say("Note: the chat template ends a turn with no special token, so the final model may go on after it.")
@@ -262,9 +263,10 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
 
 def _tied_embedding(model: PreTrainedModel) -> str | None:
     """Return the name of the input embedding if it is the output head too, and `None` otherwise."""
-    if not model.config.get_text_config(decoder=True).tie_word_embeddings:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # The weights decide: a multimodal configuration has two fields for this, and they may differ.
+    if head is None or head.weight is not embedding.weight:
         return None
-    embedding = model.get_input_embeddings()
     return next(name for name, module in model.named_modules() if module is embedding)
 
 

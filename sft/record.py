@@ -115,8 +115,11 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     check_splits(run, args)
     data = identify_data(run.dataset_name, run.dataset_config)
     held_out = identify_data(run.eval_dataset_name) if run.eval_dataset_name else {}
-    if data == held_out and "sha256" in data:  # a copy under another name
-        check_held_out(evaluation_source(run, args)._replace(name=run.dataset_name), run)
+    if "sha256" in held_out:
+        for part, _ in sources(run.dataset_name):
+            identity = data if part == run.dataset_name else identify_data(part)
+            if identity == held_out:  # a copy under another name
+                check_held_out(evaluation_source(run, args)._replace(name=part), run)
     # `to_dict` masks what may be a password, and takes the names of special tokens for one.
     tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if hasattr(args, name)}
     keys = asdict(run) | args.to_dict() | tokens

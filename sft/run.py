@@ -106,6 +106,11 @@ def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) ->
             f"Training ended after {steps} of {trainer.state.max_steps} steps, so there is no final model. {reason}"
         )
     trainer.check_weights()
+    if args.load_best_model_at_end and trainer.state.best_model_checkpoint is None:
+        trainer.accelerator.print(
+            f"Warning: no evaluation gave a number for {args.metric_for_best_model}, so final/ has the last weights "
+            "and not the best ones."
+        )
     save_final(trainer, run)
     # DDP's reducer must go before the process group. The last object to hold the group destroys it and joins its
     # threads. If that were the reducer, it would join them while it holds the GIL, and wait for ever for a thread that

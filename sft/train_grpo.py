@@ -1,7 +1,6 @@
 """Train with TRL's GRPOTrainer and reasoning-gym's verifiers as reward: see `--help` and sft/recipes/README.md."""
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 
 from datasets import Dataset
 from torch.utils.data import Sampler
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from trl import GRPOConfig, GRPOTrainer
 
 from iha.errors import UserError, refusing, run_cli
@@ -67,12 +66,26 @@ def check_saves(args: GRPOConfig) -> None:
 
     Raise `UserError`.
     """
-    cycle = math.lcm(batches_of_replies(args), args.gradient_accumulation_steps) // args.gradient_accumulation_steps
-    is_number = args.save_strategy == SaveStrategy.STEPS and args.save_steps >= 1  # otherwise a share of all steps
-    if is_number and args.save_steps % cycle != 0:
+    replies, accumulated = batches_of_replies(args), args.gradient_accumulation_steps
+    if accumulated % replies == 0:
+        return
+    if args.save_strategy == SaveStrategy.STEPS:
+        key = "save_steps"
+    elif args.save_strategy == SaveStrategy.BEST and args.eval_strategy == IntervalStrategy.STEPS:
+        key = "eval_steps"
+    else:
+        return  # an epoch ends with the last step that learns from its replies
+    if replies % accumulated != 0:
         raise UserError(
-            f"save_steps={args.save_steps:g}: {cycle} steps learn from the same replies (num_iterations, "
-            f"steps_per_generation), and no run could resume between them: set save_steps to a multiple of {cycle}."
+            f"gradient_accumulation_steps={accumulated}: {replies} batches learn from the same replies "
+            "(num_iterations, steps_per_generation), and a checkpoint could lie between them, where no run could "
+            f"resume: set it to a number that divides {replies}, or save_strategy to epoch."
+        )
+    cycle = replies // accumulated
+    if getattr(args, key) < 1 or getattr(args, key) % cycle != 0:
+        raise UserError(
+            f"{key}={getattr(args, key):g}: {cycle} steps learn from the same replies (num_iterations, "
+            f"steps_per_generation), and no run could resume between them: set {key} to a multiple of {cycle}."
         )
 
 

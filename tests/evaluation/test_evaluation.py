@@ -28,7 +28,7 @@ from lm_eval.tasks.ruler import cwe_utils
 from math_verify import parse, verify
 
 from evaluation import compare, data, replay_gold, replies, report, ruler, run, scores, suites
-from evaluation.model import Model
+from evaluation.model import Model, on_one_day
 from iha.checkpoints import load_model
 from iha.errors import UserError
 from iha.files import read_json, read_jsonl, sole_writer, write_json, write_jsonl
@@ -485,6 +485,13 @@ def test_a_chat_template_that_asks_for_the_date_gets_a_fixed_one(tiny):
     )
     written = Model(tiny, tokenizer).apply_chat_template([{"role": "user", "content": "100%d"}])
     assert written == "\n26 Jul 2024, 26 July 2024, 2024-07-26: 100%d"
+    # The blanks before a block at the beginning of a line are not the prompt's.
+    tokenizer.chat_template = "  {% if strftime_now is defined %}\n{{ strftime_now('%d%%, %%d') }}{% endif %}"
+    turns = [{"role": "user", "content": "hi"}]
+    written = tokenizer.apply_chat_template(turns, tokenize=False, **on_one_day(tokenizer))
+    assert written == "26%, %d"
+    tokenizer.chat_template = {"rag": "{{ strftime_now('%d') }}"}
+    assert "chat_template" not in on_one_day(tokenizer)
 
 
 @pytest.fixture

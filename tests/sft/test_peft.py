@@ -265,5 +265,9 @@ def test_an_embedding_that_is_the_output_head_too_takes_no_adapter():
     tied = IHAForCausalLM(byte_config(tie_word_embeddings=True))
     with pytest.raises(UserError, match="embed_tokens is tied to the output head"):
         lora_config(run(**keys), tied)
+    # A multimodal model ties by its outer field.
+    tied.config.tie_word_embeddings = False
+    with pytest.raises(UserError, match="embed_tokens is tied to the output head"):
+        lora_config(run(**keys), tied)
     with pytest.raises(UserError, match="lora_target_parameters: embed_tokens.weight is tied to the output head"):
         lora_config(run(use_peft=True, lora_target_parameters=["embed_tokens.weight"]), tied)

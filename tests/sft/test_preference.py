@@ -330,6 +330,20 @@ def test_pairs_that_teach_nothing_within_the_length_are_refused(tiny, pairs_file
         ),
         ("grpo", {"num_iterations": 2, "save_steps": 3}, "save_steps=3: 2 steps learn .* a multiple of 2"),
         ("grpo", {"steps_per_generation": 6}, "save_steps=2: 3 steps learn .* a multiple of 3"),
+        ("grpo", {"num_iterations": 2, "save_steps": 0.5}, "save_steps=0.5: 2 steps learn .* a multiple of 2"),
+        (
+            "grpo",
+            {"num_iterations": 2, "save_strategy": "best", "eval_strategy": "steps", "eval_size": 2, "eval_steps": 1},
+            "eval_steps=1: 2 steps learn",
+        ),
+        (
+            "grpo",
+            {
+                **{"num_iterations": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 3},
+                "per_device_train_batch_size": 2,
+            },
+            "gradient_accumulation_steps=3: 2 batches learn .* a number that divides 2",
+        ),
     ],
 )
 def test_an_impossible_run_is_refused(name, keys, named, unread, rows_file, pairs_file, tmp_path):

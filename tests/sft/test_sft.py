@@ -9,6 +9,7 @@ from helpers import random_model
 from tiny_training import byte_config, byte_tokenizer, recipe, sizes, with_template
 from transformers import GenerationConfig
 
+from iha.checkpoints import end_tokens
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -72,6 +73,10 @@ def test_a_template_without_an_end_of_turn_is_said(capsys):
     tokenizer.chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     stop_at_end_of_turn(model, tokenizer, print)
     assert "ends a turn with no special token" in capsys.readouterr().out
+    tokenizer.add_tokens(["\n"])  # which the answer may contain
+    stop_at_end_of_turn(model, tokenizer, print)
+    assert "ends a turn with no special token" in capsys.readouterr().out
+    assert end_tokens(model.generation_config) == []
     assert model.generation_config.eos_token_id is None
 
 

@@ -9,7 +9,7 @@ from tiny_training import byte_tokenizer, interrupted_at, recipe, sizes, write_j
 from trl import SFTConfig
 
 from iha.errors import ROOT, UserError
-from iha.files import read_json
+from iha.files import read_json, write_json
 from sft import train, train_dpo
 from sft.arguments import RecipeParser
 from sft.data import load_rows
@@ -167,6 +167,10 @@ def test_rows_under_another_name_are_not_evaluated_on(tmp_path):
         make_record(*parsed(directory, tmp_path, **keys, eval_dataset_name=copy))
     with refused:
         make_record(*parsed(directory / "train.jsonl", tmp_path, **keys, eval_dataset_name=copy / "train.jsonl"))
+    parts = [{"path": str(directory / f"{split}.jsonl"), "share": 0.5} for split in ("train", "test")]
+    write_json(tmp_path / "mix.yaml", parts)  # JSON is YAML
+    with refused:
+        make_record(*parsed(tmp_path / "mix.yaml", tmp_path, **keys, eval_dataset_name=copy / "train.jsonl"))
     make_record(*parsed(directory, tmp_path, **keys, eval_dataset_name=copy, dataset_test_split="test"))
 
 

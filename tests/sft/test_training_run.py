@@ -350,6 +350,13 @@ def test_an_evaluation_does_not_leave_out_what_is_not_a_number(tiny, rows_file, 
     assert math.isnan(evaluated[1])
 
 
+def test_a_run_without_a_best_evaluation_is_said(tiny, rows_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(SFTTrainer, "prediction_step", lambda *_, **__: (torch.tensor(torch.nan), None, None))
+    keys = {"max_steps": 1, "eval_steps": 1, "save_steps": 1, "eval_on_start": "false", "eval_strategy": "steps"}
+    train.main(command(tiny, rows_file, tmp_path, load_best_model_at_end="true", **keys))
+    assert "no evaluation gave a number for loss, so final/ has the last weights" in capsys.readouterr().out
+
+
 def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, monkeypatch):
     def spoil(self, *_):
         next(self.model.parameters()).data[0] = torch.nan
