@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import math
 import os
+import string
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -349,9 +350,11 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
         if highest < 0:
             raise UserError("its vocabulary is empty.")
-        special = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
-        # Transformers builds many tokenizers from tokenizer_config.json alone, with nothing but their special tokens.
-        if special.issuperset(tokenizer.get_vocab().values()):
+        # Transformers builds many tokenizers from tokenizer_config.json alone, with nothing but their added tokens.
+        # Some vocabularies consist of added tokens: these read a text.
+        has_only_added = set(tokenizer.added_tokens_decoder).issuperset(tokenizer.get_vocab().values())
+        read = set(tokenizer(string.printable, add_special_tokens=False)["input_ids"])
+        if has_only_added and read <= {tokenizer.unk_token_id}:
             raise UserError(
                 "it knows no word, because its files are incomplete: put its vocabulary, such as tokenizer.json, "
                 "beside tokenizer_config.json."

@@ -6,7 +6,7 @@ An adapter with the mixing among its `modules_to_save` would load on the plain b
 configuration therefore has an explanatory sentence as its only target. PEFT finds no such module and prints the
 sentence in its error. The targets and the record are in `auto_mapping`, and an interleaved model puts them back.
 
-PEFT has no public way to do this. It calls no method of a model before it changes it, writes no field of another
+PEFT has no public way to do this. It calls no method of a model before changing the model, writes no field of another
 library, and loads an adapter on any base that has its targets. `watch_peft` therefore wraps three of its methods. The
 wrappers decide nothing: they ask the model, so it does not matter which copy of this code has made them.
 """

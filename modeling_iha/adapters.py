@@ -135,7 +135,7 @@ def _add_scale(tensors: dict[str, torch.Tensor], scale: float) -> None:
 
 
 def _mixing(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the weights of the mixing and their starts, by their names in the decoder."""
+    """Return the weights of the mixing, their starts and scales, by their names in the model without a head."""
     state = {name: tensor for name, tensor in backbone_of(model).state_dict().items() if is_mixing(name)}
     if any(tensor.is_meta or "modules_to_save" in name for name, tensor in state.items()):
         raise ValueError("The mixing is offloaded or within an adapter: load the model whole, or save the adapter.")

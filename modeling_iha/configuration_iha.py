@@ -63,6 +63,7 @@ ABOVE_ZERO = {
     "short_factor",
     "long_factor",
 }
+ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")  # the last two are of older files
 LISTS = {"short_factor", "long_factor"}  # one number for each pair of dimensions
 AT_LEAST_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 
@@ -93,7 +94,9 @@ def _join_rope(overrides: dict, stored: dict) -> None:
     if "rope_scaling" in overrides:
         if "rope_parameters" in overrides:
             raise ValueError("rope_scaling beside rope_parameters: put both into rope_parameters.")
-        overrides["rope_parameters"] = overrides.pop("rope_scaling") or {"rope_type": "default"}
+        overrides["rope_parameters"] = overrides.pop("rope_scaling")
+    if "rope_parameters" in overrides:
+        overrides["rope_parameters"] = overrides["rope_parameters"] or {"rope_type": "default"}
     if "rope_theta" in overrides:
         theta = overrides.pop("rope_theta")
         parameters = overrides.get("rope_parameters") or stored
@@ -294,8 +297,8 @@ class IHAConfig(LlamaConfig):
     def validate_architecture(self):
         """Raise a ValueError for fields from which no model can be built, or a window or an option without effect.
 
-        The error names the field, its value and what is allowed. Fields of kinds that the model does not have are not
-        checked."""
+        The error names the field, its value and what is allowed. Of kinds that the model does not have, the names and
+        types of options are checked, not whether they fit together."""
         for field in (*SIZES, "num_key_value_heads", "head_dim", "num_pseudo_heads", "max_position_embeddings"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; it must be at least 1.")
@@ -462,8 +465,16 @@ class IHAConfig(LlamaConfig):
         if missing:
             raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
         check_scale(config_dict, kwargs)
-        _join_rope(kwargs, config_dict.get("rope_parameters") or {})
-        ours = IHAConfig.__annotations__ | LlamaConfig.__annotations__
+        if any(name in kwargs for name in ROPE_FIELDS):
+            own = {name: config_dict[name] for name in ROPE_FIELDS if config_dict.get(name) is not None}
+            if own.get("rope_scaling") == own.get("rope_parameters"):
+                own.pop("rope_scaling", None)
+            _join_rope(own, {})
+            config_dict = {name: value for name, value in config_dict.items() if name not in ROPE_FIELDS} | own
+            _join_rope(kwargs, own.get("rope_parameters", {}))
+        # A user's subclass may have fields of its own.
+        classes = [LlamaConfig, *(each for each in cls.__mro__ if issubclass(each, IHAConfig))]
+        ours = {name for each in classes for name in each.__annotations__}
         given = {name: kwargs.pop(name) for name in list(kwargs) if name in ours}
         _refuse_misspelt(kwargs)
         config_dict = config_dict | given

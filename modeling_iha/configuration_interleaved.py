@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Configure a decoder of Transformers whose heads are interleaved: the configuration of its own, and a few fields."""
+"""Configure a decoder of Transformers whose heads are interleaved: its own configuration and a few more fields."""
 
 import sys
 from functools import cache
@@ -22,7 +22,7 @@ from .mixing_scale import check_scale
 if TYPE_CHECKING:
     # Transformers copies every file that an import names, also here. A configuration that is saved without a model, as
     # mergekit does, then brings the model's code too.
-    from .head_mixing import HeadMixing  # noqa: F401  # old versions of Transformers copy what stands here alone
+    from .head_mixing import HeadMixing  # noqa: F401  # old versions copy only what this block names
     from .modeling_interleaved import InterleavedModel  # noqa: F401
 
 

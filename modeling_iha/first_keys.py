@@ -3,19 +3,20 @@
 """Describe windows, documents and padding by the first key that each query sees, without a dense mask.
 
 Query v sees the keys u with first_keys[v] <= u <= v. Queries, keys and the window of a mask are counted in virtual
-tokens, of which there are L = N * P. A function that takes `num_pseudo_heads` takes its window in tokens and converts
-it. Such a mask takes O(N) memory. It has one of three layouts:
+tokens, of which there are L = N * P; after `first_keys_over_tokens` P is 1. The functions that make masks take
+`num_pseudo_heads` and a window in tokens. Such a mask takes O(N) memory. It has one of three layouts:
 
     shape                    made by                 describes
     [1, L, window, 0]        plain_window_mask       only a window: the shape holds it, and the tensor is empty
-    [batch, 1, L, 1]         first_keys_of, and compiled_first_keys without a window
-                                                     documents, padding and a window
+    [batch, 1, L, 1]         first_keys_of           documents and a window; each run of padding is a document
+    [batch, 1, L, 1]         compiled_first_keys without a window
+                                                     documents and hidden padding
     [batch, 1, L, window]    compiled_first_keys with a window
-                                                     the same. The last dimension repeats one column; its size is the
-                                                     window.
+                                                     the same and a window. The last dimension repeats one column; its
+                                                     size is the window.
 
-There is one exception to first_keys[v] <= u <= v. Compiled code cannot branch on values, so `compiled_first_keys` does
-not make documents of the runs of padding. Instead each padding token gets the first key L, past the end of the row:
+Hidden padding is an exception to first_keys[v] <= u <= v. In eager code each run of padding becomes a document of its
+own. Compiled code cannot branch on values, so there each padding token gets the first key L, past the end of the row:
 the token sees no key, and SDPA returns zeros. A key u with first_keys[u] > u is padding, and readers of such a mask
 hide it from all queries.
 
@@ -109,7 +110,7 @@ def first_keys_of_mask_function(
     if use_vmap or is_tracing(place) or place.is_meta:
         return None  # there are no values to look at
     if q_offset != 0 or kv_offset != 0:
-        return None  # cached tokens come first
+        return None  # tokens are cached, so query i is not token i
     rows = torch.arange(batch_size, device=device)[:, None]
     head = torch.zeros((), dtype=torch.long, device=device)
     window = local_size or q_length
@@ -190,9 +191,9 @@ def narrower(window: int, other: int | None) -> int:
 
 
 def window_of_whole_rows(mask: torch.Tensor | None, window: int | None) -> int | None:
-    """Return the window in virtual tokens by which every row can be attended.
+    """Return the window if causal attention within it, over whole rows, equals attention under the mask, else `None`.
 
-    Return `None` if there is no window, or if a row has several documents or padding. `window` is the layer's own
+    It is `None` if there is no window, or if a row has several documents or padding. `window` is the layer's own
     window in virtual tokens, or `None`. The smaller of it and the mask's window counts."""
     if mask is None:
         return window

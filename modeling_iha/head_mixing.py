@@ -24,7 +24,7 @@ class Mixing(nn.Module):
     def add_weight(self, name: str, value: torch.Tensor):
         """Add a parameter with its start, of the same shape, and its scale, of shape []."""
         self.register_parameter(name, nn.Parameter(value))
-        weight = self.get_parameter(name)  # on another device where Accelerate or vLLM watches this call
+        weight = self.get_parameter(name)  # Accelerate and vLLM patch `register_parameter` to move it
         self.register_buffer(f"{name}_start", torch.zeros_like(weight))
         self.register_buffer(f"{name}_scale", weight.new_ones(()))
 

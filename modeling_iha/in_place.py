@@ -266,8 +266,8 @@ def _check_arguments(
 
 
 _WRAPPED = (
-    "{} is not a model of Transformers: interleave the heads before PEFT, FSDP or DistributedDataParallel wrap the "
-    "model or parts of it, and remove them from the model that these unwrap."
+    "{} is not a model of Transformers or wraps a part of one: call interleave_heads before PEFT, FSDP, "
+    "DistributedDataParallel or a checkpoint wrapper wraps the model, and remove_interleaving on the unwrapped model."
 )
 
 
@@ -282,8 +282,8 @@ def _check_unwrapped(model: PreTrainedModel) -> None:
     wrappers = [module for module in model.modules() if type(module).__module__.startswith("peft.")]
     if wrappers:
         raise ValueError(
-            f"The model has an adapter ({type(wrappers[0]).__name__}): interleave its heads before PEFT adds one, and "
-            "remove them after merge_and_unload."
+            f"The model has an adapter ({type(wrappers[0]).__name__}): call interleave_heads before PEFT adds one, "
+            "and remove_interleaving after merge_and_unload."
         )
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Make the mask of every type of layer, and refuse inputs that would silently compute something else."""
+"""Make the mask of every type of layer, and refuse inputs for which a model would silently compute something else."""
 
 import warnings
 from typing import Any
@@ -42,8 +42,9 @@ def make_masks(
 
     Also make the sliding layers of the cache keep the window's edge, before their lengths are read.
 
-    Masks come from one of three places. On SDPA `mask_of_window` serves calls without documents, padding and cached
-    tokens, and `_compiled_masks` serves compiled calls without a cache. Transformers' mask functions serve all others.
+    Masks come from one of three places. On SDPA, in models of "mha", "iha" and "paired_heads" layers alone,
+    `mask_of_window` serves calls without `attention_mask`, `position_ids` and cached tokens, and `_compiled_masks`
+    serves compiled calls without a cache. Transformers' mask functions serve all others.
 
     Args:
         inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.
@@ -111,9 +112,9 @@ def make_masks(
 def can_skip_mask_functions(config: IHAConfig, cache: Cache | None) -> bool:
     """Return whether the masks of a call follow from shapes, documents and padding, without any mask function.
 
-    It is False if tokens are cached; under export and tracing, because later calls may have other lengths; and for the
-    kinds other than "mha", "iha" and "paired_heads", because they read first keys in the layout [batch, 1, L, 1]
-    only."""
+    It is False if tokens are cached or the cache is static; under `torch.export` and `torch.jit.trace`, because later
+    calls may have other lengths; and for the kinds other than "mha", "iha" and "paired_heads", because they read first
+    keys in the layout [batch, 1, L, 1] only."""
     if not {"mha", *VIRTUAL_KINDS}.issuperset(config.attention_kinds):
         return False
     if is_exported() or (is_tracing() and not torch.compiler.is_compiling()):
@@ -129,8 +130,8 @@ def _compiled_masks(
 ) -> dict[str, torch.Tensor]:
     """Return the mask of each layer type for compiled code and a call without cache.
 
-    As in Transformers, a document begins where `position_ids` do not increase by one, and an `attention_mask`
-    [batch, N] declares padding instead of documents."""
+    As in Transformers, a document begins where `position_ids` do not increase by one. With an `attention_mask`
+    [batch, N] positions are not searched for documents, and the zeros of the mask are padding."""
     batch, length, _ = inputs_embeds.shape
     if attention_mask is None:
         is_padding = None

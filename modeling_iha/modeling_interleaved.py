@@ -363,18 +363,18 @@ def interleaved_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def check_layers(model: PreTrainedModel) -> None:
-    """Raise a ValueError where layers with virtual heads were added or removed after interleaving.
+    """Raise a ValueError where layers were added, removed or moved after interleaving.
 
     A load makes virtual heads for the names in `interleaved_layers` alone, and would make the other layers plain."""
-    # Wrappers such as those of `torch.compile` change names and pass attributes on, so the modules are counted by
-    # attributes of their own.
+    # Wrappers such as those of `torch.compile` change names and pass attributes on. So the modules are counted by
+    # attributes of their own, and the listed ones may have the attribute from what they wrap.
     present = [module for module in backbone_of(model).modules() if "virtual_heads" in vars(module)]
     listed = interleaved_attention(model)
-    if len(present) != len(listed):
+    if len(present) != len(listed) or not all(hasattr(module, "virtual_heads") for module in listed.values()):
         raise ValueError(
-            f"The model has {len(present)} attention modules with interleaved heads, and its configuration lists "
-            f"{len(listed)} ({', '.join(listed)}): layers were added or removed after interleaving, and a load would "
-            "make other layers. Change the layers first, and interleave the heads then."
+            f"The model has {len(present)} attention modules with interleaved heads, which are not the {len(listed)} "
+            f"that its configuration lists ({', '.join(listed)}): layers were added, removed or moved after "
+            "interleaving, and a load would make other layers. Change the layers first, and interleave the heads then."
         )
 
 
@@ -395,7 +395,9 @@ def use_virtual_cores(model: PreTrainedModel) -> None:
 
 
 def differs_from_base(model: PreTrainedModel) -> bool:
-    """Return whether a model is known to compute something other than its base: not so for mixing that it learned."""
+    """Return whether a model is known to compute something other than its base.
+
+    Mixing that was trained since interleaving does not count, because its values are not read."""
     has_paired_heads = getattr(model.config, "virtual_heads", None) == "paired"  # older checkpoints lack the field
     has_loaded_mixing = getattr(model, LOADED_MIXING, False)
     return model.config.interleaved_window is not None or has_paired_heads or has_loaded_mixing
@@ -498,7 +500,7 @@ def _prepared_cache(decoder: PreTrainedModel, cache: Cache | None, use_cache: bo
 
 
 def _is_users_mask(attention_mask: Any = None, input_ids: Any = None, inputs_embeds: Any = None, **kwargs) -> bool:
-    """Return whether `attention_mask` is a user's mask [batch, 1, N, K], over tokens, or of a shape that none has.
+    """Return whether `attention_mask` is a user's: [batch, 1, N, K] over tokens, or of a shape that is refused later.
 
     A mask with as many rows as tokens is the user's. Masks of an enclosing model, or of `generate` with a static
     cache, already have P rows per token."""
@@ -529,11 +531,12 @@ def _check_own_window(
 ) -> None:
     """Raise a ValueError for a mask in which a layer cannot find a query's own key (see `in_window`).
 
-    It concerns decoders whose interleaved layers, of which `module` is one, have a window of their own. A layer does
-    not know how many tokens are cached before. It counts the own keys from the end of the mask, and takes the last key
-    that a query sees if that comes earlier. A user's mask therefore needs a column for each token so far, dropped ones
-    too (in a static cache for each place), and has to show each token to itself. In a static cache columns follow the
-    own keys, and no mask may show later keys, as that of an image does. Traced masks have no values to look at."""
+    It concerns decoders whose interleaved layers, of which `module` is one, have a window of their own. Such a layer
+    finds the own keys by a guess that needs three things:
+    - A user's mask has a column for each token so far, dropped ones too, or for each place of a static cache.
+    - A user's mask shows each token to itself, or shows it nothing.
+    - In a static cache no mask shows later keys, as that of an image does.
+    Traced masks are not checked: they have no values to look at."""
     window = decoder.config.interleaved_window
     if not window:
         return
@@ -600,7 +603,8 @@ def _window(decoder: PreTrainedModel) -> int | None:
 def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
     """Make the sliding layers of a cache keep the token just before their window, which virtual tokens still see.
 
-    If the base model has no window, make the empty cache layers of the interleaved attention modules sliding ones."""
+    If the base model has no window and the interleaved layers have one, make their empty cache layers sliding ones.
+    Only layers of the default cache are changed, not those of a static one."""
     layers = getattr(cache, "layers", ())  # caches of encoders have none
     if not layers:
         return

@@ -124,7 +124,8 @@ def apply_mask(scores: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tens
 def hide_in_place(scores: torch.Tensor, window: int | None) -> None:
     """Set the hidden keys among scores [batch, H, i, j, K] to -inf, for a call without a mask.
 
-    `window` is in tokens, or `None`. There are at most window + 1 keys, and only then the oldest is partly hidden."""
+    `window` is in tokens, or `None`. With a window there are at most window + 1 keys. If there are that many,
+    the oldest is partly hidden."""
     num_pseudo_heads, num_keys = scores.shape[-2:]
     hidden = torch.full((num_pseudo_heads,) * 2, -torch.inf, dtype=scores.dtype, device=scores.device)
     # Pseudo-head i sees the pseudo-heads up to i of its own token.

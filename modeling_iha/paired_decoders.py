@@ -3,8 +3,8 @@
 """Pair the heads of a decoder of Transformers in place, for a model trained from random weights or trained further.
 
 Paired heads compute what interleaved heads with fixed mixing compute (attention_paired_heads.py), at 1 / P of the
-work. The heads are first interleaved with fixed mixing, which shows that the model is supported. They are then paired,
-and the outputs compared.
+work. The heads are first interleaved, which shows that the model is supported. Then they get the fixed mixing, whose
+outputs paired heads have to repeat.
 """
 
 import warnings

@@ -59,7 +59,7 @@ def virtual_attention(
     num_queries = query.shape[2]
     has_first_keys = is_first_key_mask(attention_mask)
     if has_first_keys:
-        # The first keys already hold this window (first_keys.py). `own_window` is another one, and is applied below.
+        # First keys already hold the window of `sliding_window`. The layer's own one (`own_window`) is applied below.
         kwargs["sliding_window"] = None
         # Masks of first keys are made only when the cache was empty, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
@@ -176,9 +176,10 @@ def _attend_over_virtual_tokens(
 def layer_mask(
     mask: Any, core: str, window: int | None, num_pseudo_heads: int, num_queries: int, num_keys: int
 ) -> Any:
-    """Return the model's mask, cut to the keys of a layer with virtual heads and within its own window.
+    """Return the model's mask for a layer with virtual heads and, if it has one, a window of its own.
 
-    `window` is that window in tokens, or `None`. First keys are returned unchanged. Raise a ValueError for a mask that
+    `window` is that window in tokens, or `None`. With it a dense mask is cut to the keys of the layer, and hides those
+    outside the window. First keys are returned unchanged. Raise a ValueError for a mask that
     is not over virtual tokens."""
     length = num_queries * num_pseudo_heads
     width = num_keys * num_pseudo_heads

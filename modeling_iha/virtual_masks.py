@@ -8,7 +8,8 @@ Interleaved decoders register attention under such names too (modeling_interleav
 
     "iha_sdpa"           attend over virtual tokens. With the mixing of exact_start.py this computes what "sdpa" does.
     "iha_1a2b3c4d_sdpa"  the same, of a copy of this code that a checkpoint brought
-    "changed_iha_sdpa"   the same, for a model with paired heads or a window, which never computes what its base does
+    "changed_iha_sdpa"   attend over virtual tokens, in a model whose outputs are known to differ from its base's:
+                         with paired heads, a window or loaded mixing (`differs_from_base`)
 
 A fourth name, "recorded_iha_sdpa", is "sdpa" itself with masks over tokens: `interleave_heads` records the calls of a
 probe under it.
@@ -124,7 +125,7 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
             if first_keys.any():
                 return first_keys
             if may_skip:
-                return None  # all queries see from the first key on: plain causal attention
+                return None  # every first key is 0: plain causal attention
             # The caller wants a mask even if it is causal: a dense one is made below.
     if num_pseudo_heads == 1:
         return make_token_mask()
@@ -186,9 +187,9 @@ def in_window(mask: Any, virtual_window: int | None, past: int | torch.Tensor | 
     """Hide the keys that lie `virtual_window` or more virtual tokens before a query's own key.
 
     The own key of query i is column `past` + i. Layers do not know `past`. Without it the own key is guessed: of L
-    queries, the i-th has the i-th of the last L columns or, if that comes earlier, the last column that it sees
-    (unused columns of a static cache come last). `_check_own_window` of modeling_interleaved.py refuses the masks for
-    which this guess is wrong.
+    queries and K columns, query i has column min(i + K - L, last column that it sees), because the unused columns of a
+    static cache come last. `_check_own_window` of modeling_interleaved.py refuses the masks for which this guess is
+    wrong.
 
     The result is kept on the mask, because all layers ask for it."""
     if mask is None or virtual_window is None:
@@ -260,8 +261,8 @@ def check_causal(config: PreTrainedConfig, is_causal: bool | None = None, **kwar
         raise ValueError("is_causal=False: the layers of this model are causal. Leave it out, or use the plain model.")
 
 
-# Register the known cores once: a registration within a compiled call would invalidate the guards of its graph. Cores
-# that are registered later are registered here when a model first uses them.
+# Register the known cores once: a registration within a compiled call would invalidate the guards of its graph. A core
+# that is added to Transformers later gets its name when a model first uses it.
 for _core in list(ALL_MASK_ATTENTION_FUNCTIONS):
     if not _core.startswith(("iha_", CHANGED, "recorded_")):
         register_masks(_core)

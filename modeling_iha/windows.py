@@ -209,8 +209,8 @@ def _attend_in_blocks(
         states = (first_queries.contiguous(), key[:, :, :window], value[:, :, :window])
         outputs.append(stock(*states, None, **kwargs)[0])
     mask = _block_mask(block, window, query.device)
-    # The keys begin `window` places before the first of these queries, one place before the first key that it sees.
-    # Without the first key they would be a slice also where `num_last` is 0, with a gradient as long as all states.
+    # No query of these blocks sees key 0. Without it the keys would always be a slice, whose gradient is as long as
+    # all states. With it they are whole where `num_last` is 0.
     end = num_keys - num_last
     states = (block_queries, key[:, :, :end], value[:, :, :end])
     outputs.append(_attend_in_equal_blocks(stock, *states, mask, num_first, row_length, **kwargs))

@@ -169,15 +169,10 @@ def spared(items):
         mark = item.get_closest_marker("one_of")
         if mark is None:
             continue
-        together = {}
-        for names, *_ in (each.args for each in item.iter_markers("parametrize")):
-            names = tuple(names.replace(" ", "").split(",") if isinstance(names, str) else names)
-            together |= dict.fromkeys(names, names)
         total = 0
-        for names in {together.get(name, (name,)) for name in item.callspec.params}:
-            known = numbers[item.nodeid.partition("[")[0], names]
-            values = tuple(id(item.callspec.params[name]) for name in names)
-            total += known.setdefault(values, len(known))
+        for name, value in item.callspec.params.items():
+            known = numbers[item.nodeid.partition("[")[0], name]
+            total += known.setdefault(id(value), len(known))
         if total % mark.args[0] > 0:
             yield item
 

@@ -628,11 +628,19 @@ def test_a_source_without_a_tokenizer_converts_there_and_back(tmp_path, cli):
     assert_equal_logits(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "back")), logits(source))
 
 
-@pytest.mark.parametrize("name", ["LlamaTokenizer", "GemmaTokenizer"])
-def test_a_tokenizer_that_knows_no_word_is_refused(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "added"),
+    [
+        ("LlamaTokenizer", {}),
+        ("GemmaTokenizer", {}),
+        ("Qwen2Tokenizer", {"0": {"content": "<|im_end|>", "special": True}, "1": {"content": "<think>"}}),
+    ],
+)
+def test_a_tokenizer_that_knows_no_word_is_refused(name, added, tmp_path):
     """Refuse what Transformers builds from a tokenizer_config.json alone: no text has ids, or all are unknown."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    settings = {"tokenizer_class": name, "added_tokens_decoder": added}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="no usable tokenizer: it knows no word, .* such as tokenizer.json, beside"):
         load_tokenizer(tmp_path, 61)
     save_tiny_source(tmp_path)

@@ -423,7 +423,7 @@ def test_an_adapter_comes_after_the_interleaving(base):
     adapted, wrapped = plain(base), get_peft_model(plain(base), copy.deepcopy(config))
     peft.inject_adapter_in_model(copy.deepcopy(config), adapted)
     for model in (adapted, wrapped.get_base_model()):
-        with pytest.raises(ValueError, match=r"has an adapter .*: interleave its heads before PEFT adds one"):
+        with pytest.raises(ValueError, match=r"has an adapter .*: call interleave_heads before PEFT adds one"):
             interleave_heads(model, 2)
         assert type(model) is LlamaForCausalLM
     interleave_heads(wrapped.merge_and_unload(), 2)
@@ -436,7 +436,7 @@ def test_no_interleaving_is_removed_under_an_adapter(base):
     peft.inject_adapter_in_model(copy.deepcopy(METHODS["LoRA"]), adapted)
     wrapped = get_peft_model(wrapped, copy.deepcopy(METHODS["LoRA"]))
     for model in (adapted, wrapped.get_base_model()):
-        with pytest.raises(ValueError, match="has an adapter .*remove them after merge_and_unload"):
+        with pytest.raises(ValueError, match="has an adapter .*remove_interleaving after merge_and_unload"):
             remove_interleaving(model)
     with pytest.raises(ValueError, match="PeftModelForCausalLM is not a model of Transformers"):
         remove_interleaving(wrapped)

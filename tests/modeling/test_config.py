@@ -408,6 +408,48 @@ def test_an_override_of_the_scaling_of_each_layer_type_keeps_its_base(tmp_path):
         IHAConfig.from_pretrained(tmp_path, rope_parameters=SCALED)
 
 
+@pytest.mark.parametrize(
+    ("older", "override", "expected"),
+    [
+        ({"rope_theta": 5.0}, {"rope_theta": 7.0}, {**PLAIN, "rope_theta": 7.0}),
+        ({"rope_theta": 5.0}, {"rope_scaling": SCALED}, {**SCALED, "rope_theta": 5.0}),
+        ({"rope_theta": 5.0, "rope_scaling": SCALED}, {"rope_theta": 7.0}, {**SCALED, "rope_theta": 7.0}),
+        (
+            {"rope_theta": 5.0, "rope_scaling": SCALED},
+            {"rope_scaling": {**SCALED, "factor": 2.0}},
+            {**SCALED, "factor": 2.0, "rope_theta": 5.0},
+        ),
+        (
+            {"rope_parameters": {**PLAIN, "rope_theta": 5.0}, "rope_theta": 5.0},
+            {"rope_theta": 7.0},
+            {**PLAIN, "rope_theta": 7.0},
+        ),
+        (
+            {"rope_parameters": {**PLAIN, "rope_theta": 5.0}},
+            {"rope_theta": 7.0, "rope_parameters": None},
+            {**PLAIN, "rope_theta": 7.0},
+        ),
+        (
+            {"rope_parameters": {**PLAIN, "rope_theta": 5.0}},
+            {"rope_parameters": None},
+            {**PLAIN, "rope_theta": 5.0},
+        ),
+    ],
+)
+def test_an_override_of_rope_replaces_the_older_fields_of_a_file(older, override, expected):
+    fields = {name: value for name, value in small_config().to_dict().items() if not name.startswith("rope_")}
+    loaded = IHAConfig.from_dict(fields | older, **override)
+    assert loaded.rope_parameters == expected
+
+
+def test_a_subclass_has_fields_of_its_own(tmp_path):
+    class Scaled(IHAConfig):
+        scale: float = 1.0
+
+    Scaled(**small_config().to_diff_dict()).save_pretrained(tmp_path)
+    assert Scaled.from_pretrained(tmp_path, scale=3.0).scale == 3.0
+
+
 def test_overrides_that_contradict_or_mean_nothing_are_refused(tmp_path):
     small_config().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="rope_theta=5.0 beside rope_parameters=.*: give one base"):

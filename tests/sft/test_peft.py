@@ -132,7 +132,7 @@ NAMED = [
 ]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize(("command", "config"), NAMED)
 def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, monkeypatch):
     """Run the command at the size of a test; its adapters are those of `sft/train.py`."""
