@@ -114,7 +114,7 @@ class LinearHyperAttention(TupleAttention):
             (batch, heads, stack, head_dim, head_dim), dtype=torch.promote_types(query.dtype, torch.float32)
         )
         scores_per_query = 0 if running else batch * heads * stack * num_keys * head_dim
-        blocks = query_blocks(query, queries_per_block(CHUNK, scores_per_query))
+        blocks = query_blocks(query, queries_per_block(CHUNK, scores_per_query, query.device))
         outputs = []
         for rows in blocks:
             if running:

@@ -20,14 +20,18 @@ from .score_matrix import (
 from .virtual_masks import MASKED
 
 
-# A block has at most this many queries and scores. The scores, 64 MiB of float32, exist for one block at a time.
+# A block has at most this many queries and scores. The scores exist for one block at a time. On a CPU they are 16 MiB
+# of float32: glibc keeps freed memory for the next block only in pieces of up to 32 MiB, and the system clears larger
+# ones each time. On a GPU they are 64 MiB, because each block costs launches.
 PAIR_BLOCK = 32
+MAX_SCORES_ON_CPU = 2**22
 MAX_SCORES = 2**24
 
 
-def queries_per_block(most: int, scores_per_query: int) -> int:
-    """Return the number of queries in a block: at most `most`, with MAX_SCORES scores in all, and at least one."""
-    return max(1, min(most, MAX_SCORES // max(1, scores_per_query)))
+def queries_per_block(most: int, scores_per_query: int, device: torch.device) -> int:
+    """Return the number of queries in a block: at most `most`, with the most scores in all, and at least one."""
+    most_scores = MAX_SCORES_ON_CPU if device.type == "cpu" else MAX_SCORES
+    return max(1, min(most, most_scores // max(1, scores_per_query)))
 
 
 def nearest(bias: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -137,7 +141,7 @@ class PairAttention(TupleAttention):
         offset = query_offset(length, num_keys)
         reach = [most_columns(attention_mask, PAIR_BLOCK, window, num_keys) for window in self.windows]
         scores_per_query = batch * heads * reach[0] * max(reach[1], head_dim)
-        blocks = query_blocks(query_states, queries_per_block(PAIR_BLOCK, scores_per_query))
+        blocks = query_blocks(query_states, queries_per_block(PAIR_BLOCK, scores_per_query, query_states.device))
 
         outputs, weights = [], []
         for rows in blocks:

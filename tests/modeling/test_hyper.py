@@ -63,7 +63,7 @@ def test_every_option_matches_reference(case):
 @pytest.mark.parametrize("case", [*PAIRS, "simplicial_windows", "linear"])
 def test_blocks_of_one_query_match_reference(case, monkeypatch):
     """Take as few scores to a block as there can be."""
-    monkeypatch.setattr(tuple_attention, "MAX_SCORES", 1)
+    monkeypatch.setattr(tuple_attention, "MAX_SCORES_ON_CPU", 1)
     assert_attention_matches(hyper_config(**CASES[case]), FP64, dtype=torch.float64, length=7)
 
 
@@ -90,7 +90,7 @@ def test_linear_layer_of_order_4_in_chunks(small_blocks):
 @pytest.mark.parametrize("case", ["linear", "linear_order_4"])
 def test_linear_form_under_a_mask_equals_running_sums(small_blocks, case, max_scores, monkeypatch):
     """Compare outputs and gradients with and without a mask that says no more than causal."""
-    monkeypatch.setattr(tuple_attention, "MAX_SCORES", max_scores)
+    monkeypatch.setattr(tuple_attention, "MAX_SCORES_ON_CPU", max_scores)
     model = random_model(hyper_config(**LINEAR[case]))
     input_ids, mask = random_ids(2, 7), torch.ones(7, 7, dtype=torch.bool).tril().expand(2, 1, 7, 7)
     outputs = [model(input_ids, use_cache=False, **inputs).logits for inputs in ({}, {"attention_mask": mask})]
@@ -137,7 +137,7 @@ def test_windows_bound_the_scores(kind):
 @pytest.mark.parametrize("kind", ["hyper", "simplicial"])
 def test_a_dense_mask_makes_the_blocks_smaller(kind, monkeypatch):
     """Keep the limit of scores where a mask leaves all keys to a block, as on the eager core."""
-    monkeypatch.setattr(tuple_attention, "MAX_SCORES", limit := 4 * 80 * 80 * 3)
+    monkeypatch.setattr(tuple_attention, "MAX_SCORES_ON_CPU", limit := 4 * 80 * 80 * 3)
     model = random_model(hyper_config(8, kind=kind, windows=[2, 8]))
     model.set_attn_implementation("eager")
     assert 0 < max(scores_of(model, 80)) <= limit

@@ -114,10 +114,13 @@ def tasks_more() -> list[Number]:
 
 def relation_more() -> list[Number]:
     """Return the times in that of "mha", the lead of "iha" in validation, and what it has right after one epoch."""
-    seconds = {name: row["seconds"]["mean"] for name, row in rows("relation_composition", "kind").items()}
+    times = []
+    for name in ("relation_composition", "relation_composition_simplicial"):
+        seconds = {kind: row["seconds"]["mean"] for kind, row in rows(name, "kind").items()}
+        times += [each / seconds["mha"] for each in seconds.values()]
     curves = table("relation_composition")["runs"]
     ahead = [ours[3] - theirs[3] for ours, theirs in zip(curves["iha"][0], curves["mha"][0])]
-    return [*(each / seconds["mha"] for each in seconds.values()), ahead[0], ahead[-1], curves["iha"][0][0][3]]
+    return [*times, ahead[0], ahead[-1], curves["iha"][0][0][3]]
 
 
 PAIRED = (
@@ -172,7 +175,7 @@ SECTIONS = {
     "HyperFeatureAttention": (("hyper_language",), list, ("27.97", "28.70")),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),
     "Relation composition": (
-        ("relation_composition", "relation_composition_seeds"),
+        ("relation_composition", "relation_composition_seeds", "relation_composition_simplicial"),
         relation_more,
         ("1e-4", "1.5 points", "0.5"),
     ),
