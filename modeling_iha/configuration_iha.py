@@ -63,9 +63,9 @@ ABOVE_ZERO = {
     "short_factor",
     "long_factor",
 }
-ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")  # the last two are of older files
 LISTS = {"short_factor", "long_factor"}  # one number for each pair of dimensions
 AT_LEAST_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")  # the last two are of older files
 
 
 def _refuse_misspelt(fields: dict) -> None:
@@ -113,6 +113,16 @@ def _join_rope(overrides: dict, stored: dict) -> None:
         overrides["rope_parameters"] = completed
     else:
         overrides["rope_parameters"] = _with_theta(parameters, stored)
+
+
+def _with_rope_parameters(config_dict: dict) -> dict:
+    """Return the fields of a file with those of older versions for RoPE joined into `rope_parameters`."""
+    rope = {name: config_dict[name] for name in ROPE_FIELDS if config_dict.get(name) is not None}
+    if rope.get("rope_scaling") == rope.get("rope_parameters"):
+        rope.pop("rope_scaling", None)  # the file has both names, for older and newer versions
+    _join_rope(rope, {})
+    others = {name: value for name, value in config_dict.items() if name not in ROPE_FIELDS}
+    return others | rope
 
 
 def _refuse_another_base(rope_theta: float, parameters: dict) -> None:
@@ -297,8 +307,8 @@ class IHAConfig(LlamaConfig):
     def validate_architecture(self):
         """Raise a ValueError for fields from which no model can be built, or a window or an option without effect.
 
-        The error names the field, its value and what is allowed. Of kinds that the model does not have, the names and
-        types of options are checked, not whether they fit together."""
+        The error names the field, its value and what is allowed. Options of a kind that the model does not have are
+        checked by name and type, but not for whether they fit together."""
         for field in (*SIZES, "num_key_value_heads", "head_dim", "num_pseudo_heads", "max_position_embeddings"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; it must be at least 1.")
@@ -466,12 +476,8 @@ class IHAConfig(LlamaConfig):
             raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
         check_scale(config_dict, kwargs)
         if any(name in kwargs for name in ROPE_FIELDS):
-            own = {name: config_dict[name] for name in ROPE_FIELDS if config_dict.get(name) is not None}
-            if own.get("rope_scaling") == own.get("rope_parameters"):
-                own.pop("rope_scaling", None)
-            _join_rope(own, {})
-            config_dict = {name: value for name, value in config_dict.items() if name not in ROPE_FIELDS} | own
-            _join_rope(kwargs, own.get("rope_parameters", {}))
+            config_dict = _with_rope_parameters(config_dict)
+            _join_rope(kwargs, config_dict.get("rope_parameters", {}))
         # A user's subclass may have fields of its own.
         classes = [LlamaConfig, *(each for each in cls.__mro__ if issubclass(each, IHAConfig))]
         ours = {name for each in classes for name in each.__annotations__}

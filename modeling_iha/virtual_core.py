@@ -179,8 +179,8 @@ def layer_mask(
     """Return the model's mask for a layer with virtual heads and, if it has one, a window of its own.
 
     `window` is that window in tokens, or `None`. With it a dense mask is cut to the keys of the layer, and hides those
-    outside the window. First keys are returned unchanged. Raise a ValueError for a mask that
-    is not over virtual tokens."""
+    outside the window. First keys are returned unchanged. Raise a ValueError for a mask that is not over virtual
+    tokens."""
     length = num_queries * num_pseudo_heads
     width = num_keys * num_pseudo_heads
     if is_first_key_mask(mask):

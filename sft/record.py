@@ -117,6 +117,8 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     held_out = identify_data(run.eval_dataset_name) if run.eval_dataset_name else {}
     if "sha256" in held_out:
         for part, _ in sources(run.dataset_name):
+            if not Path(part).exists():
+                continue  # a dataset of the Hub is not a copy of local files
             identity = data if part == run.dataset_name else identify_data(part)
             if identity == held_out:  # a copy under another name
                 check_held_out(evaluation_source(run, args)._replace(name=part), run)

@@ -81,10 +81,10 @@ def check_saves(args: GRPOConfig) -> None:
             "(num_iterations, steps_per_generation), and a checkpoint could lie between them, where no run could "
             f"resume: set it to a number that divides {replies}, or save_strategy to epoch."
         )
-    cycle = replies // accumulated
-    if getattr(args, key) < 1 or getattr(args, key) % cycle != 0:
+    cycle, steps = replies // accumulated, getattr(args, key)
+    if steps < 1 or steps % cycle != 0:  # below 1 it is a share of all steps
         raise UserError(
-            f"{key}={getattr(args, key):g}: {cycle} steps learn from the same replies (num_iterations, "
+            f"{key}={steps:g}: {cycle} steps learn from the same replies (num_iterations, "
             f"steps_per_generation), and no run could resume between them: set {key} to a multiple of {cycle}."
         )
 

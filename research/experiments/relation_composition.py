@@ -15,7 +15,7 @@ batch holds one m, so no row is padded. The kinds start from the weights that th
 batches. Their parameters differ by 1%, those of "simplicial" by 17%.
 
 The smallest difference worth having is one point of accuracy. By default a seed takes 50 minutes of one core, most of
-them for "iha". "simplicial" takes two or three hours more, and is left out.
+them for "iha". "simplicial" takes about two hours more, and is left out.
 
 example: python -m research.experiments.relation_composition --task binary --kinds mha iha --epochs 100
 """
