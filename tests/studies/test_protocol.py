@@ -308,13 +308,15 @@ def test_keys_that_were_listed_are_asked_and_their_answers_are_the_labels(grid):
                 assert answer == [-100] * (size - 2) + [values[tuple(key)], -100]
 
 
+@pytest.mark.parametrize("grid", [False, True])
 @pytest.mark.parametrize("name", recall.VARIANTS)
-def test_the_first_layer_of_a_recalling_model_sees_two_tokens(name):
-    config = recall.config_of(recall.Task(4, False), 2, **recall.VARIANTS[name])
+def test_the_first_layer_of_a_recalling_model_sees_a_key_and_its_value(name, grid):
+    config = recall.config_of(recall.Task(4, grid), 2, **recall.VARIANTS[name])
     window = "full_attention" if name == "mha_global" else "sliding_attention"
-    assert config.layer_types == [window, "full_attention"] and config.attention_kinds[0] == "mha"
-    assert config.sliding_window == (None if name == "mha_global" else 2)
-    assert config.attention_kinds[1] == name.removesuffix("_global")
+    assert config.layer_types == [window, "full_attention"]
+    assert config.sliding_window == (None if name == "mha_global" else 2 + grid)
+    kind = name.removesuffix("_global").removesuffix("_window")
+    assert config.attention_kinds == ([kind, "mha"] if name.endswith("_window") else ["mha", kind])
 
 
 def test_recall_averages_the_share_of_wrong_answers_over_a_run(monkeypatch):
