@@ -36,6 +36,7 @@ class MultiHeadAttention(LlamaAttention):
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
     convolves = False  # whether a token's neighbours in the row change its scores
     gives_weights = True  # whether `attend` can return attention weights
+    attends_on_stock_core = True  # whether `attend` calls `virtual_attention`, which reads every kind of mask
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

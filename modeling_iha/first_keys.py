@@ -11,9 +11,9 @@ tokens, of which there are L = N * P; after `first_keys_over_tokens` P is 1. The
     [batch, 1, L, 1]         first_keys_of           documents and a window; each run of padding is a document
     [batch, 1, L, 1]         compiled_first_keys without a window
                                                      documents and hidden padding
-    [batch, 1, L, window]    compiled_first_keys with a window
-                                                     the same and a window. The last dimension repeats one column; its
-                                                     size is the window.
+    [batch, window, L, 1]    compiled_first_keys with a window
+                                                     the same and a window. Dimension 1 is expanded; its size is the
+                                                     window. (Some models slice the last dimension of a mask.)
 
 Hidden padding is an exception to first_keys[v] <= u <= v. In eager code each run of padding becomes a document of its
 own. Compiled code cannot branch on values, so there each padding token gets the first key L, past the end of the row:
@@ -54,15 +54,21 @@ def plain_window(mask: torch.Tensor) -> int | None:
 def compiled_first_keys(
     is_document_start: torch.Tensor, is_padding: torch.Tensor | None, num_pseudo_heads: int, window: int | None
 ) -> torch.Tensor:
-    """Return the first keys of documents and padding, int32 [batch, 1, N * P, window * P or 1].
+    """Return the first keys of documents and padding, int32 [batch, window * P or 1, N * P, 1].
 
-    Both masks are boolean [batch, N], and `window` is in tokens, or `None`. The last dimension of the result is one
-    expanded column. Its size is the window, so compiled code has it as a constant."""
+    Both masks are boolean [batch, N], and `window` is in tokens, or `None`. Dimension 1 of the result is expanded. Its
+    size is the window, so compiled code has it as a constant."""
     first = first_keys_of(is_document_start, num_pseudo_heads, window or is_document_start.shape[1])
     if is_padding is not None:
         is_hidden = is_padding.repeat_interleave(num_pseudo_heads, dim=-1)[:, None, :, None]
         first = first.masked_fill(is_hidden, first.shape[2])
-    return first.expand(-1, -1, -1, 1 if window is None else window * num_pseudo_heads)
+    return first.expand(-1, 1 if window is None else window * num_pseudo_heads, -1, -1)
+
+
+def compiled_window(first_keys: torch.Tensor) -> int | None:
+    """Return the window that a mask of `compiled_first_keys` was made for, or `None`."""
+    width = first_keys.shape[1]
+    return width if width > 1 else None
 
 
 def latest_document_start(is_document_start: torch.Tensor) -> torch.Tensor:
@@ -141,6 +147,30 @@ def first_keys_of_mask_function(
     return first_keys_of(is_document_start, num_pseudo_heads, window)
 
 
+def compiled_first_keys_of_mask_function(
+    num_pseudo_heads: int,
+    mask_function: Callable,
+    attention_mask: torch.Tensor | None,
+    batch_size: int,
+    q_length: int,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> torch.Tensor:
+    """Return the first keys of a mask function as `compiled_first_keys` makes them.
+
+    The arguments are those of `virtual_mask`, in tokens. Compiled code cannot check the mask function by its values,
+    so the caller knows that it makes a window or chunks of tokens (`is_known_when_compiled` of virtual_masks.py)."""
+    place = torch.arange(q_length, device=device)
+    rows = torch.arange(batch_size, device=device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=device)
+    # Each chunk of chunked attention is a document.
+    sees_one_before = mask_function(rows, head, place[1:], place[:-1]).expand(batch_size, -1)
+    is_document_start = torch.nn.functional.pad(~sees_one_before, (1, 0), value=True)
+    is_padding = None if attention_mask is None else attention_mask.to(device) == 0
+    return compiled_first_keys(is_document_start, is_padding, num_pseudo_heads, local_size)
+
+
 def _resumes_after_padding(real: torch.Tensor, is_document_start: torch.Tensor) -> torch.Tensor:
     """Return where a real token follows padding and sees real tokens of its document before that padding.
 
@@ -211,10 +241,10 @@ def first_keys_over_tokens(mask: torch.Tensor, num_pseudo_heads: int) -> torch.T
     window = plain_window(mask)
     if window is not None:
         return plain_window_mask(mask.shape[1] // num_pseudo_heads, window // num_pseudo_heads, mask.device)
-    first_keys = mask[:, :, num_pseudo_heads - 1 :: num_pseudo_heads, :1] // num_pseudo_heads
-    width = mask.shape[-1]
-    if width > 1:
-        return first_keys.expand(-1, -1, -1, width // num_pseudo_heads)
+    first_keys = mask[:, :1, num_pseudo_heads - 1 :: num_pseudo_heads] // num_pseudo_heads
+    window = compiled_window(mask)
+    if window is not None:
+        return first_keys.expand(-1, window // num_pseudo_heads, -1, -1)
     if not torch.compiler.is_compiling():
         # The documents are converted, because finding them again would synchronize with the GPU.
         documents = documents_of(mask)

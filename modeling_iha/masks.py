@@ -11,6 +11,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
+from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import SERVER_CORES
 from .cache_edge import keep_window_edge
 from .cache_names import CACHE
@@ -21,7 +22,6 @@ from .tracing import is_exported
 from .virtual_masks import (
     CREATE_MASK,
     LOWEST,
-    VIRTUAL_KINDS,
     check_mask_type,
     in_window,
     mask_over_virtual_tokens,
@@ -42,8 +42,8 @@ def make_masks(
 
     Also make the sliding layers of the cache keep the window's edge, before their lengths are read.
 
-    Masks come from one of three places. On SDPA, in models of "mha", "iha" and "paired_heads" layers alone,
-    `mask_of_window` serves calls without `attention_mask`, `position_ids` and cached tokens, and `_compiled_masks`
+    Masks come from one of three places. On SDPA, in models whose kinds all attend on a stock core, `mask_of_window`
+    serves calls without `attention_mask`, `position_ids` and cached tokens, and `_compiled_masks`
     serves compiled calls without a cache. Transformers' mask functions serve all others.
 
     Args:
@@ -113,9 +113,9 @@ def can_skip_mask_functions(config: IHAConfig, cache: Cache | None) -> bool:
     """Return whether the masks of a call follow from shapes, documents and padding, without any mask function.
 
     It is False if tokens are cached or the cache is static; under `torch.export` and `torch.jit.trace`, because later
-    calls may have other lengths; and for the kinds other than "mha", "iha" and "paired_heads", because they read first
-    keys in the layout [batch, 1, L, 1] only."""
-    if not {"mha", *VIRTUAL_KINDS}.issuperset(config.attention_kinds):
+    calls may have other lengths; and for kinds that attend without a stock core, because they read first keys in the
+    layout [batch, 1, L, 1] only."""
+    if not all(ATTENTION_CLASSES[kind].attends_on_stock_core for kind in config.attention_kinds):
         return False
     if is_exported() or (is_tracing() and not torch.compiler.is_compiling()):
         return False

@@ -123,6 +123,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
     Masks are those of SDPA or the eager core. A flash core or FlexAttention never builds the scores and is refused.
     """
 
+    attends_on_stock_core = False
     past_queries = 0  # how many queries before a row of scores the changes of the row read
 
     def check_core(self):

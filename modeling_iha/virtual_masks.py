@@ -31,7 +31,13 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from .first_keys import first_keys_of_mask_function, first_keys_over_tokens, is_first_key_mask
+from .first_keys import (
+    compiled_first_keys_of_mask_function,
+    first_keys_of_mask_function,
+    first_keys_over_tokens,
+    is_first_key_mask,
+)
+from .tracing import is_exported
 
 
 # Each checkpoint brings a copy of this code, and copies in one process share the registries. Each copy's package has a
@@ -120,6 +126,8 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
             return None
     # Only decoders have this field. Vision and audio towers get Transformers' own mask below.
     if core == "sdpa" and hasattr(config, "num_pseudo_heads"):
+        if is_known_when_compiled(config, attention_mask, **kwargs):
+            return compiled_first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
         first_keys = first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
         if first_keys is not None:
             if first_keys.any():
@@ -160,6 +168,38 @@ def _may_need_no_mask(attention_mask, q_length: int, kv_length: int, local_size:
     if q_length == 1:
         return True
     return attention_mask is None and q_length == kv_length and local_size is None
+
+
+def is_known_when_compiled(
+    config: PreTrainedConfig,
+    attention_mask: torch.Tensor | None,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs,
+) -> bool:
+    """Return whether compiled code knows a decoder's mask to be one of a window, chunks and padding.
+
+    A graph cannot read the values of a mask function, but Transformers says by `allow_is_causal_skip` that the mask
+    is causal without padding and for tokens within `local_size`. It does not say so of packed documents, of the blocks
+    of images and of functions of the user's. In a compiled call without a cache and without `attention_mask` it always
+    adds a function for packed documents.
+
+    Without any window a dense mask, made once for all layers, serves as well. The attention kinds of `IHAConfig` have
+    masks of their own (`make_masks`) or read no such first keys."""
+    if is_exported() or not torch.compiler.is_compiling() or not hasattr(config, "interleaved_window"):
+        return False
+    if local_size is None and config.interleaved_window is None:
+        return False
+    if use_vmap or not allow_is_causal_skip:
+        return False
+    # Nothing is cached, so query i is token i.
+    has_no_cache = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
+    return has_no_cache and (attention_mask is None or attention_mask.shape[1] == q_length)
 
 
 def token_mask(mask: Any, num_pseudo_heads: int) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .first_keys import Documents, documents_of, narrower, plain_window
+from .first_keys import Documents, compiled_window, documents_of, narrower, plain_window
 from .overlay import Overlay
 
 
@@ -63,8 +63,8 @@ def first_key_attention(
     used:
 
     - a plain window: PyTorch's FlashAttention on a GPU in half precision, and elsewhere `window_attention`
-    - a mask that `compiled_first_keys` made for a window, with more than DENSE_KEYS keys outside it: blocks of all
-      rows in one call, in eager code too
+    - compiled code that knows a window, of the layer or of `compiled_first_keys`, with more than DENSE_KEYS keys
+      outside it: blocks of all rows in one call
     - other compiled code, at most DENSE_KEYS keys, or a mask in which padding sees nothing: a dense mask
     - documents on a GPU in half precision: PyTorch's FlashAttention
     - rows of one document: `window_attention`
@@ -82,17 +82,16 @@ def first_key_attention(
             rows = Documents(bounds, length, window)
             return varlen_attention(rows, query, key, value, window, **kwargs)
         return window_attention(stock, query, key, value, None, window, **kwargs)
-    width = first_keys.shape[-1]  # a window if `compiled_first_keys` made the mask for one, else 1
-    if width > 1:
-        # Slice only in this case: a slice loses the documents stored on the mask.
-        first_keys = first_keys[..., :1]
-        window = narrower(width, sliding_window)
-        if length - window > DENSE_KEYS:
+    is_compiled = torch.compiler.is_compiling()
+    if is_compiled:
+        window = compiled_window(first_keys)
+        window = sliding_window if window is None else narrower(window, sliding_window)
+        if window is not None and length - window > DENSE_KEYS:
             return _attend_in_padded_blocks(stock, query, key, value, window, first_keys, **kwargs)
     # From here on the first keys hold the window of the mask, and only that of the layer is still to be applied.
     is_short = length <= DENSE_KEYS
     # Compiled code cannot read values, and short rows need no documents.
-    documents = None if is_short or torch.compiler.is_compiling() else documents_of(first_keys)
+    documents = None if is_short or is_compiled else documents_of(first_keys)
     if documents is None or documents.has_hidden_padding:
         mask = _dense_mask(first_keys, length, sliding_window)
         return stock(query, key, value, mask, **kwargs)
@@ -106,7 +105,8 @@ def first_key_attention(
 
 
 def _dense_mask(first_keys: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
-    """Return the boolean mask [batch, 1, L, L] of first keys [batch, 1, L, 1] and a window."""
+    """Return the boolean mask [batch, 1, L, L] of first keys and a window."""
+    first_keys = first_keys[:, :1]  # [batch, 1, L, 1]
     place = torch.arange(length, device=first_keys.device)
     distance = place[:, None] - place
     is_padding = (first_keys > place[:, None]).transpose(-2, -1)  # [batch, 1, 1, L]
@@ -337,7 +337,7 @@ def _attend_in_padded_blocks(
 ) -> tuple[torch.Tensor, None]:
     """Return the output of `window_attention` by one call of the core, on rows joined and padded to whole blocks.
 
-    Compiled code takes this form, because one graph serves every length. `first_keys` [batch, 1, L, 1] separate
+    Compiled code takes this form, because one graph serves every length. `first_keys` [batch, any, L, 1] separate
     documents and hide padding (see `compiled_first_keys`)."""
     batch, _, length, _ = query.shape
     device = query.device

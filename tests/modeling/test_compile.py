@@ -6,14 +6,27 @@ The graphs run without code generation, which would need a C++ compiler.
 import copy
 import gc
 import shutil
+from functools import partial
 
 import pytest
 import torch
-from helpers import assert_close, random_ids, random_model, set_core, small_config, uncached_logits
+from helpers import (
+    assert_close,
+    decoder,
+    random_ids,
+    random_model,
+    set_core,
+    small_config,
+    train_mixing,
+    uncached_logits,
+)
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig
+from transformers.masking_utils import causal_mask_function, create_sliding_window_causal_mask
 
-from modeling_iha import virtual_core
+from modeling_iha import interleave_heads, virtual_core, windows
+from modeling_iha.cache_names import CACHE
+from modeling_iha.first_keys import is_first_key_mask
 from modeling_iha.kind_options import OPTIONS_CLASSES
 
 
@@ -214,19 +227,44 @@ def test_generated_code():
         assert_close(p.grad, expected[name])
 
 
+# The first graph is for the first length, and the second for any.
+LENGTHS = (2000, 1970, 2013)
+
+
 @pytest.mark.parametrize(
-    ("kind", "inputs"),
+    ("kind", "inputs", "lengths"),
     [
-        ("iha", "padded"),
-        *(slow("iha", "plain"), slow("iha", "packed"), *(slow("mha", each) for each in ("plain", "packed", "padded"))),
-        *(slow("paired_heads", inputs) for inputs in ("plain", "packed", "padded")),
+        ("iha", "padded", LENGTHS[:1]),
+        *(slow("iha", each, LENGTHS) for each in ("plain", "packed", "padded")),
+        *(slow("mha", each, LENGTHS) for each in ("plain", "packed", "padded")),
+        *(slow("paired_heads", each, LENGTHS) for each in ("plain", "packed", "padded")),
+        *(slow(kind, "padded", LENGTHS[:1]) for kind in ("gated", "diff", "diff_v2", "knocking_heads")),
     ],
 )
 @for_any_length
-def test_a_compiled_window_takes_no_dense_mask(kind, inputs):
+def test_a_compiled_window_takes_no_dense_mask(kind, inputs, lengths):
     """No compiled tensor has an entry for each pair of tokens, and two graphs serve every length."""
     fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "num_hidden_layers": 1}
     model = random_model(small_config(**fields, layer_types="sliding_attention", sliding_window=4))
+    check_makes_no_dense_mask(model, inputs, lengths)
+
+
+@pytest.mark.parametrize(
+    ("name", "window", "inputs", "lengths"),
+    [
+        ("mistral", None, "padded", LENGTHS[:1]),  # it has a window of its own
+        slow("mistral", None, "real", LENGTHS),
+        slow("llama", 4, "padded", LENGTHS),
+        slow("llama", 4, "real", LENGTHS),
+    ],
+)
+@for_any_length
+def test_a_compiled_decoder_takes_no_dense_mask_for_a_window(name, window, inputs, lengths):
+    model = train_mixing(interleave_heads(decoder(name, num_hidden_layers=1), 2, sliding_window=window))
+    check_makes_no_dense_mask(model, inputs, lengths)
+
+
+def check_makes_no_dense_mask(model, inputs, lengths):
     entries = []
 
     def backend(graph, examples):
@@ -237,7 +275,7 @@ def test_a_compiled_window_takes_no_dense_mask(kind, inputs):
         return graph
 
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    for length in (2000, 1970, 2013):
+    for length in lengths:
         input_ids, real = random_ids(2, length), torch.ones(2, length, dtype=torch.long)
         given = {}
         if inputs == "packed":
@@ -247,12 +285,60 @@ def test_a_compiled_window_takes_no_dense_mask(kind, inputs):
             real[0, :130] = 0  # on the left
             real[1, -3:] = 0  # on the right
             real[1, 700:702] = 0  # and in the middle
+        if inputs in ("real", "padded"):
             given = {"attention_mask": real}
         with torch.no_grad():
             output = compiled(input_ids, use_cache=False, **given).logits
         assert not output.isnan().any()
         assert_close(output[real.bool()], uncached_logits(model, input_ids, **given)[real.bool()])
-    assert graphs() == 2 == len(entries) and all(0 < count < 1970**2 for count in entries)
+    assert graphs() == len(entries) == min(2, len(lengths))
+    assert all(0 < count < min(lengths) ** 2 for count in entries)
+
+
+@pytest.mark.parametrize("name", [slow("mistral"), slow("llama4_text")])
+def test_layers_and_chunks_of_a_compiled_decoder(name, monkeypatch):
+    """Compare with eager code where some layers are plain, padding lies anywhere, and Llama 4 attends in chunks."""
+    model = train_mixing(interleave_heads(decoder(name, num_hidden_layers=2), 2, layers=[1]))
+    input_ids = random_ids(2, 300)
+    real = torch.ones_like(input_ids)
+    real[0, :17] = 0
+    real[1, -3:] = 0
+    expected = uncached_logits(model, input_ids, attention_mask=real)
+    monkeypatch.setattr(windows, "_dense_mask", None)  # each of its calls would raise an error
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        found = compiled(input_ids, attention_mask=real, use_cache=False).logits
+    assert_close(found[real.bool()], expected[real.bool()])
+
+
+def test_compiled_layers_take_no_dense_mask_for_a_given_window(monkeypatch):
+    """Compile the layers alone: their masks are made in eager code, and the window is the layers' own."""
+    model = train_mixing(interleave_heads(decoder("llama", num_hidden_layers=1), 2, sliding_window=4))
+    input_ids, real = random_ids(2, 300), torch.ones(2, 300, dtype=torch.long)
+    real[0, :130] = 0
+    expected = uncached_logits(model, input_ids, attention_mask=real)
+    monkeypatch.setattr(windows, "_dense_mask", None)
+    for layer in model.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    found = uncached_logits(model, input_ids, attention_mask=real)
+    assert_close(found[real.bool()], expected[real.bool()])
+
+
+def test_masks_that_compiled_code_cannot_know_stay_dense():
+    """Image blocks, functions of the user's and packed documents change a mask in ways that a graph cannot see."""
+    config = interleave_heads(decoder("mistral", num_hidden_layers=1), 2).config
+    states = torch.zeros(1, 9, 32)
+    images = torch.tensor([[-1] * 3 + [0] * 4 + [-1] * 2])
+
+    @partial(torch.compile, backend="eager", fullgraph=True)
+    def mask(**given):
+        given = {"attention_mask": torch.ones(1, 9, dtype=torch.long), **given}
+        return create_sliding_window_causal_mask(config, states, **{CACHE: None}, **given)
+
+    assert is_first_key_mask(mask())
+    packed = {"attention_mask": None, "position_ids": torch.arange(9)[None]}
+    for given in ({"block_sequence_ids": images}, {"or_mask_function": causal_mask_function}, packed):
+        assert mask(**given).dtype == torch.bool
 
 
 @pytest.mark.parametrize("kind", ["iha", slow("paired_heads")])
