@@ -97,8 +97,8 @@ def check_hub_answers(repo_id: str) -> None:
 def check_on_hub(source: str) -> None:
     """Refuse a Hub id that the Hub does not have, or that is not in the cache where the Hub does not answer.
 
-    One question finds that out. Transformers asks for several files, each of them six times in 23 s. Raise
-    `UserError`.
+    It asks the Hub once. Transformers would ask for several files, and for each of them six times within 23 s.
+    Raise `UserError`.
     """
     if os.path.isdir(source) or try_to_load_from_cache(source, "config.json") is not None:
         return

@@ -258,7 +258,7 @@ def _check_arguments(
         )
     if not type(model).__module__.startswith("transformers.") or _interleaved_class_name(model) is None:
         raise ValueError(
-            f"{type(model).__name__} is no class of Transformers that its Auto classes load for a decoder: a saved "
+            f"{type(model).__name__} is not a class that Transformers' Auto classes load as a decoder: a saved "
             "checkpoint could not be loaded."
         )
     if any(weight.is_meta for weight in model.parameters()) and not hasattr(model, "hf_device_map"):

@@ -462,7 +462,7 @@ def _reason(row: dict) -> str:
     if row["verdict"] == "not built":
         return "not built here"
     reason = re.sub(r"^.*cannot be interleaved: \w+", "its attention", row.get("reason", "differs"))
-    reason = re.sub(r"^\w+(?= is no class)", "its class", reason)
+    reason = re.sub(r"^\w+ is not a class", "its class is not one", reason)
     noise = r"^\S+ (?=does not )|( \(.*)?, and is left as it was.$|, so its heads.*$|: a saved .*$"
     reason = re.sub(noise, "", reason)
     return f"{row['verdict']}, {reason.rstrip('.')}"

@@ -74,7 +74,7 @@ REFUSED = {
     "deepseek_v4": f"cannot be interleaved: DeepseekV4Attention {CHOOSES}",
     "minimax_m3_vl_text": f"cannot be interleaved: MiniMaxM3VLAttention {CHOOSES}",
     "blt": "cannot be interleaved: BltCrossAttention is not marked as causal self-attention.",
-    "mllama": "is no class of Transformers that its Auto classes load for a decoder: a saved checkpoint could not",
+    "mllama": "is not a class that Transformers' Auto classes load as a decoder: a saved checkpoint could not",
     # Its cache has a window that its masks have not.
     "moshi": "does not compute the same with interleaved heads (hidden states differ by",
     # These add a bias over tokens to the mask.
