@@ -1,7 +1,7 @@
 """Plot what paired heads and the paper's schedule gain and cost, as docs/figures/first_screen.png for the README.
 
 The losses are those of paired_heads, and the cost that of five attention layers on a GPU. All panels have the same
-colours. Equal time is the time of training steps that were taken in turn.
+colours. Equal time is the time of training steps that were taken in turn. It takes a few seconds.
 
 example: python -m research.experiments.first_screen
 """

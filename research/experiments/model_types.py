@@ -13,7 +13,8 @@ must lower the loss and reach every mixing matrix.
 
 `interleave_heads` refuses every other type with the reason, or Transformers does not build it here. A type that fails
 in another way is an error of this package, and the exit code is 1. Without --types the command writes
-research/experiments/results/model_types.json and docs/MODEL_TYPES.md.
+research/experiments/results/model_types.json and docs/MODEL_TYPES.md. A type takes about ten seconds of one core, all
+of them the better part of an hour.
 
 example: python -m research.experiments.model_types --types gemma3_text olmo2
 """

@@ -1,11 +1,9 @@
 """Check Theorems 2 and 4 of "Interleaved Head Attention" on layers of the package that have the proofs' weights.
 
-Theorem 2 (B.1): multi-head attention (MHA) is an IHA for every P; its pseudo-heads copy their head and its collapse
-selects one. Here the mask is causal; the proof has none. From P = 2 on not every IHA is an MHA: MHA is linear on
-repeated tokens, and an IHA whose queries, keys and (in Section 4.1, but not in B.1) values alternate in sign is not.
-
-Theorem 4 (B.3): ceil(sqrt(N)) heads of IHA, or N of MHA, count for each token i the ordered pairs (j1, j2) with
-x_i + G x_j1 + x_j2 = 0 modulo M (CPM-3). Counter-example: 2 heads of MHA do so for every N. It takes 20 seconds.
+- Theorem 2 (B.1): multi-head attention (MHA) is an IHA for every P, here under the causal mask. From P = 2 on not
+  every IHA is an MHA: on repeated tokens MHA is linear, and an IHA with Section 4.1's alternating signs is not.
+- Theorem 4 (B.3): ceil(sqrt(N)) heads of IHA, or N of MHA, count for each token i the ordered pairs (j1, j2) with
+  x_i + G x_j1 + x_j2 = 0 modulo M (CPM-3). Counter-example: 2 heads of MHA do so for every N. It takes 20 seconds.
 
 example: python -m research.experiments.theorems
 """
@@ -94,8 +92,7 @@ def residue_count(x: list[int], factor: int, modulus: int) -> torch.Tensor:
     """Return CPM-3 by 2 heads of MHA on one-hot residues and positions, and by at most 6 N M^2 ReLUs.
 
     The first head counts all residues, the second keeps the token's own. Residues that a and b tokens have give a b =
-    ((a + b)^2 - a^2 - b^2) / 2 pairs, s^2 = ReLU(s) + 2 sum_t ReLU(s - t), and a negative term switches these off.
-    """
+    ((a + b)^2 - a^2 - b^2) / 2 pairs, s^2 = ReLU(s) + 2 sum_t ReLU(s - t). A negative term turns these off."""
     tokens, residues = len(x), torch.eye(modulus).double()[torch.tensor(x) % modulus]
     layer = BareAttention("mha", modulus + tokens, 2, max(tokens, modulus), "hard").double()
     query, key, value = (weight.zero_() for weight in layer.by_head("q_proj", "k_proj", "v_proj"))

@@ -18,7 +18,8 @@ arms of BORROWED take those of `iha_2`, because to tune them costs more than to 
 at the end. Lookup is judged by the share of right answers, averaged over the continuation: at the end it tells how
 far a run is in a sudden rise, and spreads over seeds by 8 points. The smallest effects worth having are EFFECTS. An
 interval within them says "does not matter", one on one side of zero "helps" or "hurts", and any other "undecided". All
-intervals are of differences from `mha`, or from the arm that ARMS names, on the same seed.
+intervals are of differences from `mha`, or from the arm that ARMS names, on the same seed. By the times of their
+steps, the continuations of the three tables took half an hour of one core; pretraining and tuning take longer.
 
 example: python -m research.experiments.warm_start --texts python prose lookup
 """

@@ -5,6 +5,7 @@ A line of a table in the document must be of the row that it names. What a secti
 here, and listed as given where it belongs to the set-up or to a paper.
 """
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from iha.errors import ROOT
 from iha.files import read_json
+from iha.model_cost import head
 from iha.model_cost import model as cost_of
 from modeling_iha import IHAConfig
 from research.experiments.language_models import others_of
@@ -318,15 +320,24 @@ def claims() -> list[dict[str, str]]:
 CLAIMS = claims()
 
 
+def is_preset(name: str) -> bool:
+    return (ROOT / "configuration_iha" / f"{name}.json").is_file()
+
+
 def is_there(command: str) -> bool:
-    """Return if a command's module can be imported, its test is written, or its recipe exists."""
+    """Return if a command's module can be imported, its test is written, and its recipe and preset exist."""
     words = command.split()
+    named = dict(zip(words, words[1:]))
+    if "--config" in named and not (ROOT / named["--config"]).is_file():
+        return False
+    if "--preset" in named and not is_preset(named["--preset"]):
+        return False
     if words[:3] == ["python", "-m", "pytest"]:
         path, _, test = words[3].partition("::")
         return f"def {test}(" in (ROOT / path).read_text(encoding="utf-8")
     if words[:2] == ["python", "-m"]:
         return find_spec(words[2]) is not None
-    return (ROOT / command).is_file()
+    return is_preset(command)
 
 
 @pytest.mark.parametrize("row", CLAIMS, ids=lambda row: row["claim"])
@@ -340,20 +351,103 @@ def test_each_claim_has_a_verdict_and_a_command_that_exists(row):
     assert (row["ours"] != "–") == bears
 
 
+# The beginning of a claim -> for each figure of "ours", the part of its table: keys, or values of rows
+PARTS = {
+    "IHA, Theorem 1": ["exactness/mha"],
+    "IHA, Theorem 2: every P": ["theorem_2/last"],
+    "IHA, Theorem 2: strictly": ["theorem_2/least_nonlinearity_of_section"],
+    "IHA, Theorem 2: 4 H^2 P": ["theorem_2/more_parameters"],
+    "IHA, Theorem 3: ceil": ["exactness/iha"],
+    "IHA, Theorem 3: fewer": ["counts/parameters"],
+    "IHA, Theorem 4: ceil": ["theorem_4/iha, a token less"],
+    "IHA, Theorem 4: the best": ["theorem_4/heads/mha, 2 heads"],
+    "IHA, Section 5: the schedule beats global attention": ["rows/iha_4/minus_base/FLOPs"],
+    "IHA, Section 5: the schedule beats global and": ["rows/iha_4/minus_control/FLOPs"],
+    "IHA, Appendix C": ["rows/attention, forward/predicted", "rows/attention, forward/ratios"],
+    "IHA, abstract": ["rows/iha/minus_base"],
+    "IHA, Figures 3b": ["rows/iha/minus_base", "rows/iha/right", "rows/simplicial/right"],
+    "DCMHA, Section 4.3: fixed": ["rows/dcmha/all/seen_minus_base"],
+    "HA, Theorem 3.1": ["largest_error_of_constructions/self-attention"],
+    "HA, Theorem B.6": ["learned/self-attention, sinusoidal/training"],
+    "HA, Theorems 4.4": ["learned/self-attention, one-hot/training", "learned/self-attention, one-hot/new rows"],
+    "HA, Theorem 4.8": ["learned/self-attention, one-hot/2 agents"],
+    "HA, Corollaries 4.9": ["learned/self-attention, one-hot/interaction"],
+    "HA, Section 5": ["largest_error_of_constructions/HyperFeatureAttention, order 2"],
+    "HA, Remark F.6": [
+        "learned/two layers of self-attention/new rows",
+        "learned/HyperFeatureAttention, order 2/new rows",
+    ],
+    "HA, Theorem G.4": ["largest_error_of_constructions/HyperAttention, order 3"],
+    "HA, Theorem G.7": ["learned/HyperAttention, order 3/training"],
+    "HA, Table 2: text with three layers": ["rows/hyper_feature_3/minus_base/steps"],
+}
+
+
+def under(part, name: str) -> Iterator:
+    """Yield what a table has under a key of this name, and its rows of this name."""
+    if isinstance(part, dict):
+        if name in part:
+            yield part[name]
+        elif name in [value for value in part.values() if isinstance(value, str)]:
+            yield part
+        else:
+            part = list(part.values())
+    if isinstance(part, list):
+        for each in part:
+            yield from under(each, name)
+
+
+def parts_of(claim: str) -> list[str]:
+    (parts,) = (parts for beginning, parts in PARTS.items() if claim.startswith(beginning))
+    return parts
+
+
 @pytest.mark.parametrize("row", [row for row in CLAIMS if "](" in row["ours"]], ids=lambda row: row["claim"])
 def test_figures_of_the_claims_are_those_of_their_tables(row):
-    for shown, path in re.findall(r"\[([^\]]+)\]\(([^)]+)\)", row["ours"]):
-        known = list(numbers(read_json(ROOT / "research" / path)))
+    links = re.findall(r"\[([^\]]+)\]\(([^)]+)\)", row["ours"])
+    for (shown, path), where in zip(links, parts_of(row["claim"]), strict=True):
+        found = [read_json(ROOT / "research" / path)]
+        for name in where.split("/"):
+            found = [each for part in found for each in under(part, name)]
         figures = FIGURE.findall(shown)
-        assert figures and all(is_of(known, *figure, True) for figure in figures), shown
+        assert figures and all(is_of(list(numbers(found)), *figure, True) for figure in figures), shown
 
 
 def test_parameters_of_dcmha_are_those_of_its_table_2():
-    (row,) = (row for row in CLAIMS if row["claim"].startswith("DCMHA, Table 2"))
-    shares = []
+    (row,) = (row for row in CLAIMS if row["claim"].startswith("DCMHA, Table 2: more parameters"))
+    ratios, shares = [], []
     for preset in ("dcformer-1.4b", "dcformer-6.9b"):
         config = IHAConfig.from_preset(preset)
+        whole = cost_of(config, 1).parameters
         plain = cost_of(IHAConfig.from_preset(preset, attention_kinds="mha"), 1).parameters
         embeddings = 2 * config.vocab_size * config.hidden_size  # untied
-        shares.append(f"{(cost_of(config, 1).parameters - plain) / (plain - embeddings):.1%}")
-    assert row["ours"] == f"{', '.join(shares)}, without embeddings"
+        ratios.append(f"{whole / plain:.3f}")
+        shares.append(f"{(whole - plain) / (plain - embeddings):.1%}")
+    expected = f"{', '.join(ratios)} times the whole model's; {', '.join(shares)} without embeddings"
+    assert row["ours"] == expected
+
+
+def test_flops_of_dcmha_in_its_table_2():
+    (row,) = (row for row in CLAIMS if row["claim"].startswith("DCMHA, Table 2: more FLOPs"))
+    shares = []
+    for preset, tokens in (("dcformer-1.4b", 2048), ("dcformer-6.9b", 2048), ("dcformer-6.9b", 8192)):
+        layers = IHAConfig.from_preset(preset).num_hidden_layers
+        fields = {"layer_types": ["full_attention"] * layers, "max_position_embeddings": tokens}
+        composed = cost_of(IHAConfig.from_preset(preset, **fields), tokens).prefill
+        config = IHAConfig.from_preset(preset, attention_kinds="mha", **fields)
+        plain = cost_of(config, tokens).prefill
+        shares.append(f"{(composed - plain) / (plain - head(config, tokens).prefill):.1%}")
+    assert row["ours"] == ", ".join(shares)
+
+
+STUDIES = [
+    path
+    for path in sorted((ROOT / "research" / "experiments").glob("*.py"))
+    if "\ndef main(" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_each_study_says_how_long_it_takes(path):
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert re.search(r"\b(seconds?|minutes?|hours?)\b", text)
