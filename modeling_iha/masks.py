@@ -82,31 +82,59 @@ def make_masks(
         core_name = register_masks(core)
     view: Any = Overlay(config, _attn_implementation=core_name)
 
-    masks = {}
-    for layer_type in dict.fromkeys(config.layer_types):
-        index = config.layer_types.index(layer_type)
-        mask: Any = CREATE_MASK[layer_type](
-            config=view,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            layer_idx=index,
-            **{CACHE: cache},
+    return {
+        layer_type: _mask_of_type(layer_type, view, inputs_embeds, attention_mask, cache, position_ids)
+        for layer_type in dict.fromkeys(config.layer_types)
+    }
+
+
+def _mask_of_type(
+    layer_type: str,
+    config: Any,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+    position_ids: torch.Tensor | None,
+) -> Any:
+    """Return the mask that Transformers' mask functions make for the layers of a type.
+
+    `config` names the core by its name for masks over virtual tokens, over which a custom `attention_mask` already is.
+    """
+    index = config.layer_types.index(layer_type)
+    mask: Any = CREATE_MASK[layer_type](
+        config=config,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        layer_idx=index,
+        **{CACHE: cache},
+    )
+    if attention_mask is not None and attention_mask.ndim == 4:
+        window = config.sliding_window if layer_type == "sliding_attention" else None
+        return _custom_mask_of_layer(
+            mask, virtual_tokens_per_token(config), window, inputs_embeds.shape[1], cache, index
         )
-        if attention_mask is not None and attention_mask.ndim == 4:
-            past = 0  # the keys of this layer before the queries' own
-            if cache is not None:
-                # This layer's cache has dropped the first `offset` tokens.
-                num_keys, offset = cache.get_mask_sizes(inputs_embeds.shape[1], index)
-                mask = mask[..., offset * num_pseudo_heads : (offset + num_keys) * num_pseudo_heads]
-                past = cache.get_seq_length() - offset
-            if layer_type == "sliding_attention":
-                mask = in_window(mask, config.sliding_window * num_pseudo_heads, past * num_pseudo_heads)
-        elif isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
-            # The eager core takes its softmax in float32, where the lowest float64 is -inf.
-            mask = mask.clamp_min(LOWEST[torch.float64])
-        masks[layer_type] = mask
-    return masks
+    if isinstance(mask, torch.Tensor) and mask.dtype == torch.float64:
+        # The eager core takes its softmax in float32, where the lowest float64 is -inf.
+        mask = mask.clamp_min(LOWEST[torch.float64])
+    return mask
+
+
+def _custom_mask_of_layer(
+    mask: torch.Tensor, num_pseudo_heads: int, window: int | None, length: int, cache: Cache | None, index: int
+) -> torch.Tensor:
+    """Return a user's mask over virtual tokens for `length` new tokens and the keys that a layer's cache holds.
+
+    The layer is given by its `index`, and `window` is its window in tokens, or `None`."""
+    past = 0  # the keys of this layer before the queries' own
+    if cache is not None:
+        # This layer's cache has dropped the first `offset` tokens.
+        num_keys, offset = cache.get_mask_sizes(length, index)
+        mask = mask[..., offset * num_pseudo_heads : (offset + num_keys) * num_pseudo_heads]
+        past = cache.get_seq_length() - offset
+    if window is None:
+        return mask
+    return in_window(mask, window * num_pseudo_heads, past * num_pseudo_heads)
 
 
 def can_skip_mask_functions(config: IHAConfig, cache: Cache | None) -> bool:

@@ -64,7 +64,7 @@ def first_key_attention(
 
     - a plain window: PyTorch's FlashAttention on a GPU in half precision, and elsewhere `window_attention`
     - compiled code that knows a window, of the layer or of `compiled_first_keys`, with more than DENSE_KEYS keys
-      outside it: blocks of all rows in one call
+      outside it: blocks of all rows in one call. (The first keys themselves hold the window of the mask.)
     - other compiled code, at most DENSE_KEYS keys, or a mask in which padding sees nothing: a dense mask
     - documents on a GPU in half precision: PyTorch's FlashAttention
     - rows of one document: `window_attention`
@@ -72,36 +72,49 @@ def first_key_attention(
 
     In blocks the cost is O(L * window), which is O(N W P^2) in an "iha" layer; with a dense mask it is O(L^2).
     Queries, keys and values are [batch, H or G, L, head_dim], and the core takes a boolean mask."""
-    batch, _, length, head_dim = query.shape
-    has_kernel = head_dim == value.shape[-1] and has_varlen(query, kwargs.get("dropout", 0))
-    plain = plain_window(first_keys)
-    if plain is not None:
-        window = narrower(plain, sliding_window)
-        if has_kernel:
-            bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
-            rows = Documents(bounds, length, window)
-            return varlen_attention(rows, query, key, value, window, **kwargs)
-        return window_attention(stock, query, key, value, None, window, **kwargs)
-    is_compiled = torch.compiler.is_compiling()
-    if is_compiled:
-        window = compiled_window(first_keys)
-        window = sliding_window if window is None else narrower(window, sliding_window)
-        if window is not None and length - window > DENSE_KEYS:
-            return _attend_in_padded_blocks(stock, query, key, value, window, first_keys, **kwargs)
-    # From here on the first keys hold the window of the mask, and only that of the layer is still to be applied.
-    is_short = length <= DENSE_KEYS
-    # Compiled code cannot read values, and short rows need no documents.
-    documents = None if is_short or is_compiled else documents_of(first_keys)
-    if documents is None or documents.has_hidden_padding:
-        mask = _dense_mask(first_keys, length, sliding_window)
-        return stock(query, key, value, mask, **kwargs)
+    length = query.shape[2]
+    states = (query, key, value)
+    if plain_window(first_keys) is not None:
+        return _attend_in_plain_window(stock, *states, first_keys, sliding_window, **kwargs)
+    if torch.compiler.is_compiling():  # it cannot read the values of the mask
+        return _attend_when_compiled(stock, *states, first_keys, sliding_window, **kwargs)
+    if length <= DENSE_KEYS:
+        return stock(*states, _dense_mask(first_keys, length, sliding_window), **kwargs)
+    documents = documents_of(first_keys)
+    if documents.has_hidden_padding:
+        return stock(*states, _dense_mask(first_keys, length, sliding_window), **kwargs)
     # No query sees more keys than `longest_span`, so within documents a window of that length is the mask's own.
     window = narrower(documents.longest_span, sliding_window)
-    if has_kernel:
-        return varlen_attention(documents, query, key, value, window, **kwargs)
-    if documents.is_one_document_per_row(batch, length):
+    if _has_varlen_kernel(*states, **kwargs):
+        return varlen_attention(documents, *states, window, **kwargs)
+    if documents.is_one_document_per_row(len(query), length):
+        return window_attention(stock, *states, None, window, **kwargs)
+    return _attend_by_document(stock, *states, documents, window, **kwargs)
+
+
+def _attend_in_plain_window(
+    stock: StockCore, query, key, value, mask: torch.Tensor, sliding_window: int | None, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output of `first_key_attention` under a plain window."""
+    batch, _, length, _ = query.shape
+    window = narrower(plain_window(mask), sliding_window)
+    if not _has_varlen_kernel(query, key, value, **kwargs):
         return window_attention(stock, query, key, value, None, window, **kwargs)
-    return _attend_by_document(stock, query, key, value, documents, window, **kwargs)
+    bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
+    rows = Documents(bounds, length, window)
+    return varlen_attention(rows, query, key, value, window, **kwargs)
+
+
+def _attend_when_compiled(
+    stock: StockCore, query, key, value, first_keys: torch.Tensor, sliding_window: int | None, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output of `first_key_attention` in compiled code under a mask that is no plain window."""
+    length = query.shape[2]
+    window = compiled_window(first_keys)
+    window = sliding_window if window is None else narrower(window, sliding_window)
+    if window is not None and length - window > DENSE_KEYS:
+        return _attend_in_padded_blocks(stock, query, key, value, window, first_keys, **kwargs)
+    return stock(query, key, value, _dense_mask(first_keys, length, sliding_window), **kwargs)
 
 
 def _dense_mask(first_keys: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
@@ -399,6 +412,11 @@ def varlen_attention(
     query, key, value = (states.to(value.dtype).transpose(1, 2).flatten(0, 1) for states in (query, key, value))
     output = varlen_attn(query, key, value, bounds, bounds, longest, longest, **options)
     return output.unflatten(0, (batch, length)), None
+
+
+def _has_varlen_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs) -> bool:
+    """Return whether `varlen_attention` can take these states, with the keyword arguments of the core."""
+    return query.shape[-1] == value.shape[-1] and has_varlen(query, kwargs.get("dropout", 0))
 
 
 def has_varlen(states: torch.Tensor, dropout: float) -> bool:
