@@ -18,7 +18,7 @@ help:
 	@echo "make test-newest   the core tests on the newest versions of everything, installed by README's lines (8 minutes, 6 GB)"
 	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
 	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
-	@echo "make bench  measure speed and memory; writes research/benchmarks/results (about 40 minutes; leave the machine alone)"
+	@echo "make bench  measure speed and memory; writes research/benchmarks/results (about 50 minutes; leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (hours on one core); an interrupted run goes on"
@@ -116,7 +116,7 @@ test-vllm: .venv-vllm/installed
 # From the cheapest to the dearest, so that what is broken shows early. default_form ends with an error where the
 # default loses, so it is measured last, after a report of the others.
 bench: .venv/installed
-	@set -e; for name in decode_model layer obvious prefill schedule any_decoder training_plan "serving batching" report default_form report; do \
+	@set -e; for name in decode_model layer obvious prefill schedule any_decoder training_plan compiled "serving batching" report default_form report; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m research.benchmarks.$$name --out research/benchmarks/results; \
 	done
 

@@ -12,6 +12,7 @@ from iha.errors import ROOT, UserError
 from modeling_iha import cpu_precision
 from research.benchmarks import (
     any_decoder,
+    compiled,
     decode_model,
     default_form,
     gpu,
@@ -50,8 +51,26 @@ def results(tmp_path_factory):
     return directory
 
 
+def test_compiled_steps_beside_uncompiled_ones(tmp_path, monkeypatch):
+    """Check the table alone; tests/modeling/test_compile.py compiles."""
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    monkeypatch.setattr(sys, "argv", ["any", "--tokens", "32", "--repeats", "1", "--out", str(tmp_path)])
+    compiled.main()
+    rows = json.loads((tmp_path / "compiled.json").read_text())["rows"]
+    assert [(row["family"], row["padding"] is None) for row in rows] == [
+        ("IHAForCausalLM", True),
+        ("IHAForCausalLM", False),
+        ("Mistral", False),
+    ]
+    for row in rows:
+        names = [name for name in row["seconds"] if not name.endswith(" compiled")]
+        pairs = {f"{name} compiled / {name}" for name in names}
+        others = {f"{name}{form} / {names[0]}{form}" for name in names[1:] for form in ("", " compiled")}
+        assert row["ratios"].keys() == pairs | others and all(ratio > 0 for ratio in row["ratios"].values())
+
+
 def test_nothing_that_git_tracks_is_written_unless_told():
-    for script in (*COMMANDS, any_decoder, obvious, default_form, gpu, serving):
+    for script in (*COMMANDS, any_decoder, compiled, obvious, default_form, gpu, serving):
         assert script.PARSER.parse_args(["vllm"] if script is serving else []).out.is_relative_to(ROOT / "outputs")
 
 
