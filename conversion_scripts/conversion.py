@@ -129,7 +129,9 @@ def build(
     )
     model, info = loaded
     check_filled(info, "The source")
-    model.name_or_path = model.config._name_or_path = ""  # adapters would record the base model "None"
+    # Otherwise adapters would record the base model "None".
+    model.name_or_path = ""
+    model.config._name_or_path = ""
     if generation_config is not None:
         model.generation_config = copy.deepcopy(generation_config)
     return model

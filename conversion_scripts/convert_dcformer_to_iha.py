@@ -45,7 +45,8 @@ FIELDS = {
 DEFAULTS = {"window_type": None, "mgate": False, "mgate_dim": 44, "query_wise": False, "use_dcmha": True}
 
 # The official patterns of local and global layers, by window_type. A named pattern has a fixed window.
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LOCAL = "sliding_attention"
+GLOBAL = "full_attention"
 WINDOW_TYPES = {
     **{name: [LOCAL, GLOBAL] for name in (None, "LG")},
     **{"LGLL": [LOCAL, GLOBAL, LOCAL, LOCAL], "LGL6": [LOCAL, GLOBAL, *[LOCAL] * 6]},
@@ -197,7 +198,8 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
         for theirs, ours in PARAMETERS.items():
             state[ours] = weights.pop(theirs)
         for i in range(config.num_hidden_layers):
-            layer, prefix = f"model.layers.{i}.", f"layers.{i}."
+            layer = f"model.layers.{i}."
+            prefix = f"layers.{i}."
             for theirs, ours in LAYER_PARAMETERS.items():
                 if prefix + theirs in weights:  # the norms of queries and keys, and the FFN's gate, are optional
                     state[layer + ours] = weights.pop(prefix + theirs)

@@ -136,7 +136,8 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):
         folds = iha.to_mha(model.config, state_with_values(layer.self_attn)) if kind == "iha" else {}
         for name, value in folds.items():
-            folded = state[f"model.layers.{i}.self_attn.{name}"] = value.to(model.dtype)
+            folded = value.to(model.dtype)
+            state[f"model.layers.{i}.self_attn.{name}"] = folded
             rounded += model.dtype.itemsize < 4 and not torch.equal(folded.to(value.dtype), value)
     if rounded:
         advice = "convert with --dtype float32 for a conversion that is exact"

@@ -85,7 +85,9 @@ class Box(NamedTuple):
 
 def boxes(text: str) -> tuple[list[Box], bool]:
     """Return the boxes of `text`, and whether a box that does not end follows the last of them."""
-    found, position, is_open = [], 0, False
+    found = []
+    position = 0
+    is_open = False
     closing_braces = _closing_braces(text)
     for opening in _OPENING.finditer(text):
         if opening.start() < position:  # inside the box before
@@ -234,7 +236,8 @@ def _letters(latex: str) -> set[str]:
 
 def _differ(first: str, second: str) -> bool:
     """Return whether answers differ in a way that math_verify ignores: 3r and 3R, or 44 in base 8 and in base 9."""
-    mine, yours = _letters(first), _letters(second)
+    mine = _letters(first)
+    yours = _letters(second)
     if any(letter.swapcase() in yours - mine for letter in mine - yours):
         return True
     bases = [re.search(r"\d_\{?(\d+)\}?$", answer) for answer in (first, second)]
@@ -301,7 +304,8 @@ def program(reply: str, names: set[str]) -> str:
 
 def _blocks_that_define(blocks: list[str], names: set[str]) -> list[str]:
     """Return the last block that defines `names`, with the blocks that it needs, in their order."""
-    provided, used = [], []
+    provided = []
+    used = []
     for defined, imported, needed in map(_names, blocks):
         provided.append(defined | imported - names)  # a block that shows how to use the function may import it
         used.append(needed)

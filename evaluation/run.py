@@ -111,7 +111,8 @@ def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model) 
             error = figures[f"{metric}_stderr,{pipeline}"]
             metrics[metric] = {"value": value, "stderr": error if isinstance(error, float) else None}
     tokens = [len(model.tok_encode(row["arguments"][0][0])) for row in rows]
-    settings, unfinished = task.config.generation_kwargs, 0
+    settings = task.config.generation_kwargs
+    unfinished = 0
     if task.OUTPUT_TYPE == "generate_until":
         replies = [reply for row in rows for reply in row["filtered_resps"]]
         lengths = [len(model.tok_encode(reply, add_special_tokens=False)) for reply in replies]

@@ -134,7 +134,9 @@ def loss_by_position(document: dict, results: list[list[float]]) -> dict[str, fl
     it.
     """
     (log_probs,) = results
-    metrics, first, end = {}, 1, 64
+    metrics = {}
+    first = 1
+    end = 64
     while len(log_probs) >= first + (end - first) / 2:
         part = log_probs[first - 1 : end - 1]
         metrics[f"loss@{first}"] = -sum(part) / len(part)

@@ -298,7 +298,8 @@ def _check_tied(model: Any, source: str | os.PathLike) -> None:
 
     Raise `UserError`.
     """
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    first = model.get_input_embeddings()
+    last = model.get_output_embeddings()
     tied = model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None)
     if tied and first is not None and last is not None and first.weight is not last.weight:
         raise UserError(

@@ -317,7 +317,8 @@ class IHAConfig(LlamaConfig):
                 f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
                 f"{self.num_attention_heads}; each key/value head serves the same number of query heads."
             )
-        pad, size = self.pad_token_id, self.vocab_size
+        pad = self.pad_token_id
+        size = self.vocab_size
         if pad is not None and not -size <= pad < size:
             raise ValueError(
                 f"pad_token_id={pad}; allowed are {-size} to {size - 1}, for vocab_size={size}, and None."

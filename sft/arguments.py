@@ -284,7 +284,8 @@ def _check_adapters(run: RunArguments) -> None:
 
 def _check_schedule(args: "TrainingArguments") -> None:
     """Refuse options that the schedule of the learning rate does not take. Raise `UserError`."""
-    schedule, options = args.lr_scheduler_type, args.lr_scheduler_kwargs
+    schedule = args.lr_scheduler_type
+    options = args.lr_scheduler_kwargs
     what = f"lr_scheduler_type {schedule} with lr_scheduler_kwargs {options}"
     if options and schedule in ("constant", "constant_with_warmup"):
         raise UserError(f"{what}: this schedule has no options.")

@@ -53,8 +53,10 @@ def draw(points: dict[str, list], path: Path) -> None:
 
 def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> str:
     """Return the model card of a final model, which says what it was made of and shows the curves of the run."""
-    output, args = Path(trainer.args.output_dir), trainer.args
-    start, data = run.model_name_or_path, source_name(run.dataset_name)
+    output = Path(trainer.args.output_dir)
+    args = trainer.args
+    start = run.model_name_or_path
+    data = source_name(run.dataset_name)
     from_scratch = run.preset is not None or is_untrained(start)
     source = f"random weights of the preset {run.preset}" if run.preset else source_name(start)
     facts = {
@@ -92,7 +94,8 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
 
 
 def _facts_of_the_run(trainer: RecipeTrainer, run: RunArguments, record: Record) -> dict[str, object]:
-    args, facts = trainer.args, {}
+    args = trainer.args
+    facts = {}
     held_out = evaluation_source(run, args)
     if held_out is not None:
         split = "" if held_out.split == "train" else f", split {held_out.split}"

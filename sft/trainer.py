@@ -242,7 +242,8 @@ class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
         # TRL takes rows that are tokenized as they are. So it prepares them in two steps here, and `check_cut` counts
         # whole rows between the two.
         whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
+        whole.max_length = None
+        whole.shuffle_dataset = False
         with refusing("a row: the chat template does not take it", TemplateError):
             dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
         cut_to = None if splits(args, packing) else args.max_length

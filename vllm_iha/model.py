@@ -124,7 +124,8 @@ class MixedAttention(VirtualAttention):
             for old, new in zip((*self.alpha, self.shares), (*alpha, shares)):
                 old.copy_(new)
         else:
-            self.alpha, self.shares = alpha, shares
+            self.alpha = alpha
+            self.shares = shares
         if self.has_sink:  # each key occurs P times in the softmax, so the sink is raised by log P
             if not hasattr(self, "sinks"):
                 self.sinks = self.impl.sinks

@@ -30,7 +30,8 @@ def bare_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
 
 
 def measure(tokens: int, pseudo_heads: int, backward: bool, repeats: int) -> dict:
-    iha, mha = Attention(num_pseudo_heads=pseudo_heads), Attention(attention_kinds="mha")
+    iha = Attention(num_pseudo_heads=pseudo_heads)
+    mha = Attention(attention_kinds="mha")
     forms = {
         "bare SDPA": (bare_sdpa, [torch.randn(1, 8, tokens * pseudo_heads, 64) for _ in range(3)], []),
         "layer": (iha, [torch.randn(1, tokens, 512)], iha.leaves()),

@@ -53,7 +53,8 @@ def schedules(tokens: int, pseudo_heads: int) -> dict[str, dict]:
 
 def attention_modules(fields: dict, tokens: int, backward: bool) -> tuple[Callable[[], None], float]:
     """Return a function that runs five attention modules, and its multiply-adds."""
-    modules, states = Attention(**fields), torch.randn(1, tokens, 512)
+    modules = Attention(**fields)
+    states = torch.randn(1, tokens, 512)
     config = modules.model.config
     costs = [attention(config, *layer, tokens) for layer in zip(config.attention_kinds, config.layer_types)]
     if backward:
@@ -69,7 +70,8 @@ def whole_model(fields: dict, tokens: int) -> tuple[Callable[[], None], float]:
 
 
 def measure(tokens: int, part: str, repeats: int) -> dict:
-    runs, products = {}, {}
+    runs = {}
+    products = {}
     for name, fields in schedules(tokens, PSEUDO_HEADS).items():
         if part == "model, forward":
             runs[name], products[name] = whole_model(fields, tokens)
