@@ -166,9 +166,8 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
     Raise `UserError` if a parameter is missing, unknown, of another shape than `config` gives it, not a
     floating-point tensor, or not finite.
     """
-    weights = {
-        name: tensor for name, tensor in weights.items() if not name.endswith(DERIVED) and ".kv_cache." not in name
-    }
+    weights = {name: tensor for name, tensor in weights.items() if not name.endswith(DERIVED)}
+    weights = {name: tensor for name, tensor in weights.items() if ".kv_cache." not in name}
     for name in [name for name in weights if name.endswith(STATIC_MAPS)]:
         static_map = weights.pop(name)
         identity = torch.eye(config.num_attention_heads).to(static_map)

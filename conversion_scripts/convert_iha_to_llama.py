@@ -127,11 +127,8 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
         return build(DiffLlamaForCausalLM, diffllama, model.state_dict(), model.dtype, model.generation_config)
     added = check_layers(model)
     architecture, config = stock_config(model)
-    state = {
-        name: tensor
-        for name, tensor in state_with_values(model).items()
-        if name not in added and not name.endswith(architecture.lacks)
-    }
+    state = {name: tensor for name, tensor in state_with_values(model).items() if name not in added}
+    state = {name: tensor for name, tensor in state.items() if not name.endswith(architecture.lacks)}
     rounded = 0
     for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):
         folds = iha.to_mha(model.config, state_with_values(layer.self_attn)) if kind == "iha" else {}

@@ -191,7 +191,8 @@ def _conclusion(text: str) -> str:
     text = re.sub(r"(?i)(answer(?: is)?)\W*\n", r"\1: ", text)
     sentences = re.split(r"(?i)(?<=[.!?])(?<!\d!)\s+|\n+|(?=\banswer)", text)
     says = re.compile(r"(?i)\d|\\\w|\$|^answer(?: is|\W*:)")
-    stated = [sentence for sentence in sentences if says.search(sentence) and not _ASIDE.match(sentence)]
+    stated = [sentence for sentence in sentences if says.search(sentence)]
+    stated = [sentence for sentence in stated if not _ASIDE.match(sentence)]
     if not stated or re.search(r"(?:\s[-=+*/×]|,|[.!?] [^\d\\\n]*[A-Za-z])$", text):  # the reply is truncated
         return ""
     named = [number for number, sentence in enumerate(stated) if sentence.lower().startswith("answer")]
@@ -252,6 +253,8 @@ def equal_answers(gold: tuple, answer: tuple) -> bool:
 
 # Code
 
+# The label of a block: "python", "Python3", "{.py}"
+_PYTHON = re.compile(r"\W*py(?:thon)?3?(?![\w-])", re.IGNORECASE)
 # Without these rules, fences in lists and behind tags count too.
 _MARKDOWN = MarkdownIt("commonmark").disable(["code", "html_block"])
 
@@ -268,7 +271,8 @@ def _names(code: str) -> tuple[set[str], set[str], set[str]]:
     used = set()
     for table in tables:
         tables.extend(table.get_children())
-        used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+        outer = [symbol for symbol in table.get_symbols() if symbol.is_global()]
+        used |= {symbol.get_name() for symbol in outer if symbol.is_referenced()}
     return defined, imported, used - set(dir(builtins))
 
 
@@ -288,18 +292,22 @@ def program(reply: str, names: set[str]) -> str:
     # A fence may stand behind prose: "Here is the code: ```python".
     reply = re.sub(r"(?m)(?<=\S)[ \t]+(?=```\w+\s*$)", "\n", final_part(reply))
     fences = [token for token in _MARKDOWN.parse(reply) if token.type == "fence"]
-    is_python = re.compile(r"\W*py(?:thon)?3?(?![\w-])", re.IGNORECASE)
-    labelled = [fence.content for fence in fences if is_python.match(fence.info)]
+    labelled = [fence.content for fence in fences if _PYTHON.match(fence.info)]
     if any(names & _names(block)[0] for block in labelled):
         blocks = labelled
     else:
-        blocks = [fence.content for fence in fences if is_python.match(fence.info) or not fence.info.strip()]
+        blocks = [fence.content for fence in fences if _may_be_python(fence.info)]
     if not blocks:
         return reply
     chosen = _blocks_that_define(blocks, names)
     if not chosen:  # an indented block continues the function of HumanEval's prompt
         return next((block for block in reversed(blocks) if re.match(r"[ \t]+\S", block)), blocks[-1])
     return "\n".join(chosen)
+
+
+def _may_be_python(label: str) -> bool:
+    """Return whether a block with this label may be Python: the label says so, or is empty."""
+    return _PYTHON.match(label) is not None or not label.strip()
 
 
 def _blocks_that_define(blocks: list[str], names: set[str]) -> list[str]:
@@ -312,7 +320,8 @@ def _blocks_that_define(blocks: list[str], names: set[str]) -> list[str]:
     chosen: set[int] = set()
     missing = names
     while True:
-        found = [i for i, provides in enumerate(provided) if i not in chosen and missing & provides]
+        providing = [i for i, provides in enumerate(provided) if missing & provides]
+        found = [i for i in providing if i not in chosen]
         if not found:
             return [blocks[i] for i in sorted(chosen)]
         chosen.add(found[-1])

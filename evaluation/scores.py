@@ -32,8 +32,11 @@ def majority(answers: Sequence, equal: Callable[[object, object], bool]):
     votes = [answer for answer in answers if answer is not None]
     distinct = [answer for index, answer in enumerate(votes) if answer not in votes[:index]]
 
+    def agree(answer, other) -> bool:
+        return other == answer or equal(answer, other)
+
     def count(answer) -> int:
-        return sum(votes.count(other) for other in distinct if other == answer or equal(answer, other))
+        return sum(votes.count(other) for other in distinct if agree(answer, other))
 
     return max(distinct, key=count, default=None)
 

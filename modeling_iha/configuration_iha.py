@@ -492,8 +492,9 @@ class IHAConfig(LlamaConfig):
     def to_dict(self) -> dict:
         # Keep the entries of a user's own classes. A name with "--" is of a repository of the Hub, and FSDP's wrapper
         # adds an entry of its own.
-        given = (getattr(self, "auto_map", None) or {}).items()
-        local = {auto: name for auto, name in given if auto in AUTO_MAP and "--" not in name}
+        given = getattr(self, "auto_map", None) or {}
+        known = {auto: name for auto, name in given.items() if auto in AUTO_MAP}
+        local = {auto: name for auto, name in known.items() if "--" not in name}
         users = {auto: name for auto, name in local.items() if name.split(".")[0] not in OUR_MODULES}
         return {**super().to_dict(), "auto_map": AUTO_MAP | users}
 

@@ -616,12 +616,17 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
     # CODEPATH: bases without windows, whose interleaved layers have one of their own (`sliding_window=...`).
     if not decoder.config.interleaved_window:
         return
-    empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
+    empty = {i for i, layer in enumerate(layers) if _is_empty_layer(layer)}
     if not empty:
         return
     for module in decoder.modules():
         if virtual_heads_class(module) is not None and getattr(module, "layer_idx", None) in empty:
             layers[module.layer_idx] = DynamicSlidingWindowLayer(decoder.config.interleaved_window + WINDOW_EDGE)
+
+
+def _is_empty_layer(layer: Any) -> bool:
+    """Return whether a cache's layer is a default one, without a window, that holds nothing yet."""
+    return type(layer) is DynamicLayer and not layer.is_initialized
 
 
 def base_model_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:

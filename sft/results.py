@@ -39,7 +39,11 @@ def write_curves(history: list[dict], output_dir: Path) -> None:
 
 def draw(points: dict[str, list], path: Path) -> None:
     """Draw a panel for each of the `CURVES` that was logged."""
-    shown = [name for name in CURVES if points[name] or points[f"eval_{name}"] or name == "loss"]
+    shown = []
+    for name in CURVES:
+        was_logged = points[name] or points[f"eval_{name}"]
+        if was_logged or name == "loss":
+            shown.append(name)
     figure, all_axes = plots.panels("Curves of the run", len(shown), 2)
     for axes, panel in zip(all_axes, shown):
         for name in (panel, f"eval_{panel}"):

@@ -77,9 +77,10 @@ class RecipeTrainer(Trainer):
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers chooses by names, and would decay vectors such as those of differential attention's lambda.
-        mixing = {id(value) for value in mixing_parameters(model)}
-        spared = {name for name, value in model.named_parameters() if value.dim() < 2 or id(value) in mixing}
-        return [name for name in super().get_decay_parameter_names(model) if name not in spared]
+        of_mixing = {id(value) for value in mixing_parameters(model)}
+        vectors = {name for name, value in model.named_parameters() if value.dim() < 2}
+        mixing = {name for name, value in model.named_parameters() if id(value) in of_mixing}
+        return [name for name in super().get_decay_parameter_names(model) if name not in vectors | mixing]
 
     def create_model_card(self, *_, **__) -> None:
         """Write nothing: TRL's card knows neither the data nor the base model, and final/ has a card of the run."""

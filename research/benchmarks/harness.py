@@ -157,7 +157,9 @@ def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
 
 def ratios(values: dict[str, float], base: str, what: str = "") -> dict[str, float]:
     """Return each value over that of `base`, or nothing if that is zero. `what` opens the name of each ratio."""
-    others = {name: value for name, value in values.items() if name != base and values[base]}
+    if not values[base]:
+        return {}
+    others = {name: value for name, value in values.items() if name != base}
     return {f"{what}{name} / {base}": value / values[base] for name, value in others.items()}
 
 

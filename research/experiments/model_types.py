@@ -59,13 +59,14 @@ EXACT = 2e-5
 CAUSAL = "AutoModelForCausalLM"
 MULTIMODAL = "AutoModelForMultimodalLM"
 OURS = ("iha", "interleaved")
+OTHER_CLASSES = [
+    name
+    for name, model_class in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != model_class
+]
 TYPES = {
     CAUSAL: [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in OURS],
-    MULTIMODAL: [
-        name
-        for name, model_class in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
-        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != model_class and name not in OURS
-    ],
+    MULTIMODAL: [name for name in OTHER_CLASSES if name not in OURS],
 }
 # The sizes of tiny models, by the names that configurations use. Windows and budgets are shorter than the input.
 NAMES = {
@@ -181,7 +182,8 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 def _shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     names = {field.name for field in dataclasses.fields(config)}
-    fields = {name: size for name, size in SIZES.items() if name in names or name in config.attribute_map}
+    sizes = names.union(config.attribute_map)
+    fields = {name: size for name, size in SIZES.items() if name in sizes}
     kinds = list(dict.fromkeys(config.layer_types or ())) if "layer_types" in names else []
     if len(kinds) > 1:  # one layer of each
         fields |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}

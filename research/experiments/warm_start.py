@@ -437,7 +437,8 @@ def plot(table: dict) -> Figure:
         places = [point[0] for point in runs[0]["curve"]]
         bands = [interval([run["curve"][i][1] for run in runs]) for i in range(len(places))]
         for axes, scale in ((steps, 1.0), (time, median(run["seconds"] for run in runs))):
-            x = [place * scale for place in places if axes is time or place <= table["steps"]]
+            shown = places if axes is time else [place for place in places if place <= table["steps"]]
+            x = [place * scale for place in shown]
             low, mean, high = (
                 [band["mean"] + sign * (band["half_width"] or 0.0) for band in bands][: len(x)] for sign in (-1, 0, 1)
             )
