@@ -31,8 +31,8 @@ from iha.errors import UserError, one_line, run_cli
 from iha.files import current_commit, expanded, sole_writer, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.cache_names import CACHE
+from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.masks import make_masks
-from modeling_iha.package import flop_matched_window
 from modeling_iha.virtual_masks import virtual_tokens_per_token
 from research.benchmarks import harness
 from research.benchmarks.harness import Attention, inference, training

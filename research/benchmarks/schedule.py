@@ -14,7 +14,7 @@ import torch
 from iha.errors import run_cli
 from iha.model_cost import attention, model
 from modeling_iha import IHAConfig
-from modeling_iha.package import flop_matched_window
+from modeling_iha.flop_matched_window import flop_matched_window
 from research.benchmarks.harness import (
     CONTEXT,
     Attention,

@@ -44,8 +44,8 @@ from iha import plots
 from iha.errors import UserError, run_cli
 from iha.files import file_sha256, sole_writer, whole_file
 from modeling_iha import interleave_heads
+from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.head_mixing import HeadCollapse
-from modeling_iha.package import flop_matched_window
 from research.experiments.language_models import read_text, rows_of, text_sha256
 from research.experiments.options import study_parser
 from research.experiments.protocol import MIXING_FACTOR, RATE_FACTOR, Rates, end, fit, loss_at, tune, walk
