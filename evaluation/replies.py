@@ -27,14 +27,17 @@ def final_part(reply: str) -> str:
 
 # Mathematics
 
+# "\boxed{" of \boxed{42}
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # The text between the boxes of one answer, as in x = \boxed{3} or x = \boxed{5}. It gives nothing back (*+), because
 # a search that tries every division of many blanks into neighbours does not end.
 _GAP = r"(?:[\s$&]|\\[()\[\]]|\\q?quad)*+"
+# " or x = " between the boxes of x = \boxed{3} or x = \boxed{5}
 _JOINT = re.compile(
     rf"{_GAP}(?:,|,?{_GAP}(?:\\text\{{\s*+)?\b(?:and|or)\b\s*+\}}?){_GAP}(?:[A-Za-z](?:_\{{?\d\}}?)?\s*=\s*)?"
 )
 _REST = r"[^\S\n]*+"  # blanks of the same line
+# "$1,200" of a last line "#### $1,200."
 _MARKER = re.compile(
     rf"(?<!#)####\s*+(-?\s*+\\?[$€£]?\s*+-?\s*+[\d,]*+(?:\.\d++|(?<=\d)){_REST}\\?%?)\.?{_REST}$", re.MULTILINE
 )
@@ -43,31 +46,45 @@ _MARKER = re.compile(
 _SIGNS = str.maketrans({"−": "-", "∞": r"\infty ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "`": ""})
 
 # The text around the number of an answer.
+# "\text" of 8\text{ in}, "\mathrm" of 5\,\mathrm{cm}
 _TEXT = r"\\(?:text(?:it|rm|sf|normal)?|math(?:rm|sf)|mbox)\s*"
+# "\$" of \$18, "\text{\$}" of \text{\$}18, "€" of 18€, "USD" of 18 USD
 _CURRENCY = re.compile(rf"{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds\b|\b(?:USD|EUR|GBP)\b")
+# "1,234.50", or "= 12 500" at the end of a formula
 _THOUSANDS = re.compile(r"(?:^|=)\s*-?\s*\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?(?=\s*(?:\Z|\$|\\[)\]]))")
+# "3 \times 6 =" of "3 \times 6 = 18"
 _SUM = re.compile(r"^(?:[-+*/×÷=\s\d.,()]|\\(?:times|cdot|div|\$))*=(?=\s*-?[\d., ]+$)")
+# "\text{ miles}" of 120\text{ miles}, "/\text{h}" of 60/\text{h}
 _UNIT_IN_TEXT = rf"\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}"
+# " miles per hour" of "60 miles per hour"
 _UNIT_IN_WORDS = r"(?<=\d)\s+([A-Za-z]{3,}(?:[ /-](?:[A-Za-z]{2,}|a))*)"
+# " km/h" of "60 km/h", " cm" of "12 cm^2"
 _UNIT_IN_SIGNS = r"(?<=\d)\s+((?:[kcm]?m|mi|ft|k?g|L)/(?:h|hr|min|s)|(?:[kcm]m|ft|in|yd)(?=\^\{?\d))"
+# Any of these at the end, with its power: " cm^2" of "12 cm^2"
 _UNIT = re.compile(rf"(?:{_UNIT_IN_TEXT}|{_UNIT_IN_WORDS}|{_UNIT_IN_SIGNS})(?:\^\{{?\d\}}?)?$")
+# Words after a number that are no unit: "more" of "5 more"
 _NO_UNITS = {"and", "or", "if", "more", "less", "fewer", "most", "least", "not", "plus", "minus"}
 _FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-# The result of a calculation, "84/12 = 7 dozen", is in the unit that was asked for.
+# "5 dozen", "3 million" of "$3 million". The result of a calculation, "84/12 = 7 dozen", is in the unit that was asked
+# for.
 _MULTIPLE = re.compile(
     rf"(?<![\d.,=])(?<!= )(?<!= \$)(\d[\d,]*(?:\.\d+)?)((?:[\s~$*]|\\[ ,;()]|{_TEXT}\{{)+)"
     rf"((?:\s*\b(?:{'|'.join(_FACTORS)})s?\b)+)",
     re.IGNORECASE,
 )
 
-# Parts of a reply without a box: formulas in lines of their own, sentences that do not say the answer, words that take
-# an answer back, and numbers that are no answer (bounds and ranges, times and ratios, "60k").
+# Parts of a reply without a box.
+# Formulas in lines of their own: "\[ x = 3 \]", "$$x = 3$$"
 _DISPLAY = re.compile(
     r"\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\begin\{((?:align|gather|eqnarray)\*?)\}(.*?)\\end\{\3\}", re.DOTALL
 )
+# Sentences that do not say the answer: "Note that 3 is prime.", "(A) 12"
 _ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)|\(?[A-E][.)]\s", re.IGNORECASE)
+# Words that take an answer back: "Wait, that is wrong."
 _CORRECTION = re.compile(r"\b(?:wait|in fact|actually)\b", re.IGNORECASE)
+# " $18." of "at most $18."
 _NUMBER = r"[\s*]*\$?\d[\d,.]*\$?(?=[\s.,;!?)*]|\Z)"
+# Numbers that are no answer: "at least 5", "between 3 and 7", "5 or more", "10:30", "60k"
 _NO_ANSWER = re.compile(
     rf"(?:n't|\b(?:not|over|under|than|up to|at (?:most|least)|between)){_NUMBER}(?:[\s*]*(?:and|or|to)\b{_NUMBER})?"
     rf"|\$?\d[\d,.]*(?:[\s*]*or|\$?[\s*]*to)\b(?:{_NUMBER}| (?:more|less|fewer))|\d+:\d+|\$?\d+k\b",
