@@ -22,7 +22,7 @@ help:
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (hours on one core); an interrupted run goes on"
-	@echo "make lint   ruff and mypy"
+	@echo "make lint   ruff, mypy and Transformers' linter of modeling files"
 	@echo "make clean  remove the environments and outputs/, with the runs of studies, comparisons and trainings in it"
 
 .venv/installed: setup.py pyproject.toml modeling_iha/tested_versions.py constraints.txt
@@ -73,6 +73,7 @@ lint: .venv/test-installed
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
+	$(RUN) tests/transformers_rules.py
 
 test: lint
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"

@@ -72,8 +72,12 @@ def main() -> None:
     if args.restart and OUTPUT.exists():
         shutil.rmtree(OUTPUT.resolve())
     start = time.monotonic()
-    source, converted, final = OUTPUT / "source", OUTPUT / "converted", OUTPUT / "sft/final"
-    train, test, checks = OUTPUT / "train.jsonl", OUTPUT / "test.jsonl", OUTPUT / "verify.json"
+    source = OUTPUT / "source"
+    converted = OUTPUT / "converted"
+    final = OUTPUT / "sft/final"
+    train = OUTPUT / "train.jsonl"
+    test = OUTPUT / "test.jsonl"
+    checks = OUTPUT / "verify.json"
 
     unpack(source)
     convert = ("conversion_scripts.convert_llama_to_iha", source, converted, "--num-pseudo-heads", "2")

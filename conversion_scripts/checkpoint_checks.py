@@ -85,7 +85,8 @@ def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
     refuse_pickles(directory, [path.name for path in entries])
     belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | _weight_names(directory)
     belongs |= {path.name for path in entries if any(fnmatchcase(path.name, name) for name in TOKENIZER_PATTERNS)}
-    at_root = [path for path in entries if path.is_file() and path.name in belongs]
+    known = [path for path in entries if path.name in belongs]
+    at_root = [path for path in known if path.is_file()]
     inner = [path for folder, pattern in FOLDERS.items() for path in sorted((directory / folder).glob(pattern))]
     _refuse_outside(directory, at_root + inner)
     taken = {path.name for path in at_root} | {path.parent.name for path in inner}

@@ -129,7 +129,9 @@ def build(
     )
     model, info = loaded
     check_filled(info, "The source")
-    model.name_or_path = model.config._name_or_path = ""  # adapters would record the base model "None"
+    # Otherwise adapters would record the base model "None".
+    model.name_or_path = ""
+    model.config._name_or_path = ""
     if generation_config is not None:
         model.generation_config = copy.deepcopy(generation_config)
     return model
@@ -161,14 +163,11 @@ def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
     """
     if find_source(source).gguf_file is not None:
         return
-    loaded = torch.finfo(dtype)
     rounded = [
         f"{name} first, in {tensor.dtype}"
         for file in weight_files(source)
         for name, tensor in load_state_dict(file, map_location="meta").items()
-        if tensor.is_floating_point()
-        # float16 and bfloat16 round each other: one has more digits, the other the larger range.
-        and (torch.finfo(tensor.dtype).eps < loaded.eps or torch.finfo(tensor.dtype).max > loaded.max)
+        if _is_rounded(tensor.dtype, dtype)
     ]
     if rounded:
         print(
@@ -176,6 +175,16 @@ def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
             "set dtype in its config.json, or --dtype where a command has it, to keep them.",
             file=sys.stderr,
         )
+
+
+def _is_rounded(stored: torch.dtype, loaded: torch.dtype) -> bool:
+    """Return whether the dtype `loaded` rounds floating-point weights of the dtype `stored`."""
+    if not stored.is_floating_point:
+        return False
+    has_more_digits = torch.finfo(stored).eps < torch.finfo(loaded).eps
+    has_larger_range = torch.finfo(stored).max > torch.finfo(loaded).max
+    # float16 and bfloat16 round each other: one has more digits, the other the larger range.
+    return has_more_digits or has_larger_range
 
 
 def read_tokenizer(src: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase | None:

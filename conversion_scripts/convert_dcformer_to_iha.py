@@ -45,7 +45,8 @@ FIELDS = {
 DEFAULTS = {"window_type": None, "mgate": False, "mgate_dim": 44, "query_wise": False, "use_dcmha": True}
 
 # The official patterns of local and global layers, by window_type. A named pattern has a fixed window.
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LOCAL = "sliding_attention"
+GLOBAL = "full_attention"
 WINDOW_TYPES = {
     **{name: [LOCAL, GLOBAL] for name in (None, "LG")},
     **{"LGLL": [LOCAL, GLOBAL, LOCAL, LOCAL], "LGL6": [LOCAL, GLOBAL, *[LOCAL] * 6]},
@@ -165,9 +166,8 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
     Raise `UserError` if a parameter is missing, unknown, of another shape than `config` gives it, not a
     floating-point tensor, or not finite.
     """
-    weights = {
-        name: tensor for name, tensor in weights.items() if not name.endswith(DERIVED) and ".kv_cache." not in name
-    }
+    weights = {name: tensor for name, tensor in weights.items() if not name.endswith(DERIVED)}
+    weights = {name: tensor for name, tensor in weights.items() if ".kv_cache." not in name}
     for name in [name for name in weights if name.endswith(STATIC_MAPS)]:
         static_map = weights.pop(name)
         identity = torch.eye(config.num_attention_heads).to(static_map)
@@ -197,7 +197,8 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
         for theirs, ours in PARAMETERS.items():
             state[ours] = weights.pop(theirs)
         for i in range(config.num_hidden_layers):
-            layer, prefix = f"model.layers.{i}.", f"layers.{i}."
+            layer = f"model.layers.{i}."
+            prefix = f"layers.{i}."
             for theirs, ours in LAYER_PARAMETERS.items():
                 if prefix + theirs in weights:  # the norms of queries and keys, and the FFN's gate, are optional
                     state[layer + ours] = weights.pop(prefix + theirs)

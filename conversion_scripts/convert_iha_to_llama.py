@@ -127,16 +127,14 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
         return build(DiffLlamaForCausalLM, diffllama, model.state_dict(), model.dtype, model.generation_config)
     added = check_layers(model)
     architecture, config = stock_config(model)
-    state = {
-        name: tensor
-        for name, tensor in state_with_values(model).items()
-        if name not in added and not name.endswith(architecture.lacks)
-    }
+    state = {name: tensor for name, tensor in state_with_values(model).items() if name not in added}
+    state = {name: tensor for name, tensor in state.items() if not name.endswith(architecture.lacks)}
     rounded = 0
     for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):
         folds = iha.to_mha(model.config, state_with_values(layer.self_attn)) if kind == "iha" else {}
         for name, value in folds.items():
-            folded = state[f"model.layers.{i}.self_attn.{name}"] = value.to(model.dtype)
+            folded = value.to(model.dtype)
+            state[f"model.layers.{i}.self_attn.{name}"] = folded
             rounded += model.dtype.itemsize < 4 and not torch.equal(folded.to(value.dtype), value)
     if rounded:
         advice = "convert with --dtype float32 for a conversion that is exact"

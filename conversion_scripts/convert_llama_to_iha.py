@@ -19,7 +19,7 @@ from iha.files import checked, typed
 from iha.kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
 from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.package import flop_matched_window
+from modeling_iha.flop_matched_window import flop_matched_window
 
 from .architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
 from .conversion import (
@@ -78,8 +78,16 @@ def iha_config(
         num_pseudo_heads=num_pseudo_heads,
         pseudo_positions="shared",
     )
-    exact_start(config, 0, torch.Generator(), "none")
+    check_exact_start(config)
     return config
+
+
+def check_exact_start(config: IHAConfig) -> None:
+    """Raise `UserError` if the options of the first layer's kind leave no exact start.
+
+    All layers of one kind have the same options, and "mha" has none.
+    """
+    exact_start(config, 0, torch.Generator(), "none")
 
 
 def exact_start(

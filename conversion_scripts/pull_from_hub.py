@@ -77,8 +77,9 @@ def _copy(wanted: list[str], cached: Path, directory: Path) -> None:
 def in_checkpoint(names: list[str]) -> tuple[list[str], list[str]]:
     """Return the file names that a load of a repository's root may read, and the other folders, which end in "/"."""
     folders = {name: name.partition("/")[0] for name in names if "/" in name}
-    wanted = [name for name in names if name not in folders or folders[name] in READ_FOLDERS]
-    return wanted, sorted({f"{folder}/" for folder in folders.values() if folder not in READ_FOLDERS})
+    unread = {folder for folder in folders.values() if folder not in READ_FOLDERS}
+    wanted = [name for name in names if folders.get(name) not in unread]
+    return wanted, sorted(f"{folder}/" for folder in unread)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

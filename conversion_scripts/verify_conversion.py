@@ -30,7 +30,8 @@ from .conversion import check_iha
 DEFAULT_TEXT = Path(__file__).with_name("verify_text.txt")
 # Rounding changes logits up to 100 by less than the first number, and larger ones by less than the second number times
 # the largest logit.
-MAX_LOGIT_DIFFERENCE, MAX_RELATIVE_DIFFERENCE = 1e-3, 1e-5
+MAX_LOGIT_DIFFERENCE = 1e-3
+MAX_RELATIVE_DIFFERENCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> tuple[float
     # In float64 the logits of all tokens would take too much memory.
     for expected, actual in zip(reference.split(64), logits.split(64)):
         largest.append((expected - actual).abs().max())
-        expected, actual = expected.double().log_softmax(-1), actual.double().log_softmax(-1)
+        expected = expected.double().log_softmax(-1)
+        actual = actual.double().log_softmax(-1)
         divergence += torch.nn.functional.kl_div(actual, expected, log_target=True, reduction="sum").item()
     return torch.stack(largest).max().item(), divergence / len(reference)
 

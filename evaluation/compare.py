@@ -121,7 +121,8 @@ def compare(reference: dict, other: dict) -> list[dict]:
 def draw(rows: list[dict], names: list[str], path: Path) -> None:
     """Draw the figures in per cent. The title says how many of the second run are above those of the first."""
     signs = [row["figures"][1]["value"] - row["figures"][0]["value"] for row in rows]
-    above, below = sum(sign > 0 for sign in signs), sum(sign < 0 for sign in signs)
+    above = sum(sign > 0 for sign in signs)
+    below = sum(sign < 0 for sign in signs)
     points: dict[str, list] = {
         name: [(100 * figure["value"], *[100 * (figure["stderr"] or 0)] * 2) for figure in figures]
         for name, figures in zip(names, zip(*(row["figures"] for row in rows)))

@@ -107,7 +107,8 @@ def text_windows(data_directory, length, windows=20, tokenizer=None, **_) -> dic
             "tokenizer.json."
         )
     whole = text("text/state_union.txt", data_directory)
-    found, start = [], 0
+    found = []
+    start = 0
     while len(found) < windows:
         # 16 characters for each token are enough: most texts have one token for four bytes.
         piece = whole[start : start + 16 * length]

@@ -103,7 +103,8 @@ class Model(HFLM):
 
     def check_prompts(self, task: str, requests: list[Instance]) -> None:
         """Raise `UserError` if a prompt and its reply do not fit into the context: lm-eval would cut the prompt."""
-        needed, limit = [], 0
+        needed = []
+        limit = 0
         for request in requests:
             if request.request_type == "loglikelihood":
                 tokens = sum(map(len, self._encode_pair(*request.args)))

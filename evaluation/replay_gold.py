@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_output_file(args.output, replace=True)
     if not args.confirm_run_unsafe_code:
         raise UserError(f"MBPP and HumanEval hold programs, which would run: give {run_code.FLAG}.")
-    results, started = {}, time.monotonic()
+    results = {}
+    started = time.monotonic()
     for name in REPLAYS:
         results[name] = replay(name, args.data, args.limit)
         print(f"{name}: {json.dumps(results[name])}", flush=True)

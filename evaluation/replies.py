@@ -27,14 +27,17 @@ def final_part(reply: str) -> str:
 
 # Mathematics
 
+# "\boxed{" of \boxed{42}
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # The text between the boxes of one answer, as in x = \boxed{3} or x = \boxed{5}. It gives nothing back (*+), because
 # a search that tries every division of many blanks into neighbours does not end.
 _GAP = r"(?:[\s$&]|\\[()\[\]]|\\q?quad)*+"
+# " or x = " between the boxes of x = \boxed{3} or x = \boxed{5}
 _JOINT = re.compile(
     rf"{_GAP}(?:,|,?{_GAP}(?:\\text\{{\s*+)?\b(?:and|or)\b\s*+\}}?){_GAP}(?:[A-Za-z](?:_\{{?\d\}}?)?\s*=\s*)?"
 )
 _REST = r"[^\S\n]*+"  # blanks of the same line
+# "$1,200" of a last line "#### $1,200."
 _MARKER = re.compile(
     rf"(?<!#)####\s*+(-?\s*+\\?[$€£]?\s*+-?\s*+[\d,]*+(?:\.\d++|(?<=\d)){_REST}\\?%?)\.?{_REST}$", re.MULTILINE
 )
@@ -43,31 +46,45 @@ _MARKER = re.compile(
 _SIGNS = str.maketrans({"−": "-", "∞": r"\infty ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "`": ""})
 
 # The text around the number of an answer.
+# "\text" of 8\text{ in}, "\mathrm" of 5\,\mathrm{cm}
 _TEXT = r"\\(?:text(?:it|rm|sf|normal)?|math(?:rm|sf)|mbox)\s*"
+# "\$" of \$18, "\text{\$}" of \text{\$}18, "€" of 18€, "USD" of 18 USD
 _CURRENCY = re.compile(rf"{_TEXT}\{{\\?\$\}}|\\?\$|[€£¥]|\\pounds\b|\b(?:USD|EUR|GBP)\b")
+# "1,234.50", or "= 12 500" at the end of a formula
 _THOUSANDS = re.compile(r"(?:^|=)\s*-?\s*\d{1,3}(?:[, ]\d{3})+(?:\.\d+)?(?=\s*(?:\Z|\$|\\[)\]]))")
+# "3 \times 6 =" of "3 \times 6 = 18"
 _SUM = re.compile(r"^(?:[-+*/×÷=\s\d.,()]|\\(?:times|cdot|div|\$))*=(?=\s*-?[\d., ]+$)")
+# "\text{ miles}" of 120\text{ miles}, "/\text{h}" of 60/\text{h}
 _UNIT_IN_TEXT = rf"\s*/?\s*{_TEXT}\{{([^{{}}\\\d]+)\}}"
+# " miles per hour" of "60 miles per hour"
 _UNIT_IN_WORDS = r"(?<=\d)\s+([A-Za-z]{3,}(?:[ /-](?:[A-Za-z]{2,}|a))*)"
+# " km/h" of "60 km/h", " cm" of "12 cm^2"
 _UNIT_IN_SIGNS = r"(?<=\d)\s+((?:[kcm]?m|mi|ft|k?g|L)/(?:h|hr|min|s)|(?:[kcm]m|ft|in|yd)(?=\^\{?\d))"
+# Any of these at the end, with its power: " cm^2" of "12 cm^2"
 _UNIT = re.compile(rf"(?:{_UNIT_IN_TEXT}|{_UNIT_IN_WORDS}|{_UNIT_IN_SIGNS})(?:\^\{{?\d\}}?)?$")
+# Words after a number that are no unit: "more" of "5 more"
 _NO_UNITS = {"and", "or", "if", "more", "less", "fewer", "most", "least", "not", "plus", "minus"}
 _FACTORS = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
-# The result of a calculation, "84/12 = 7 dozen", is in the unit that was asked for.
+# "5 dozen", "3 million" of "$3 million". The result of a calculation, "84/12 = 7 dozen", is in the unit that was asked
+# for.
 _MULTIPLE = re.compile(
     rf"(?<![\d.,=])(?<!= )(?<!= \$)(\d[\d,]*(?:\.\d+)?)((?:[\s~$*]|\\[ ,;()]|{_TEXT}\{{)+)"
     rf"((?:\s*\b(?:{'|'.join(_FACTORS)})s?\b)+)",
     re.IGNORECASE,
 )
 
-# Parts of a reply without a box: formulas in lines of their own, sentences that do not say the answer, words that take
-# an answer back, and numbers that are no answer (bounds and ranges, times and ratios, "60k").
+# Parts of a reply without a box.
+# Formulas in lines of their own: "\[ x = 3 \]", "$$x = 3$$"
 _DISPLAY = re.compile(
     r"\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\begin\{((?:align|gather|eqnarray)\*?)\}(.*?)\\end\{\3\}", re.DOTALL
 )
+# Sentences that do not say the answer: "Note that 3 is prime.", "(A) 12"
 _ASIDE = re.compile(r"\W*(?:note|check|to (?:double-)?check|verif)|\(?[A-E][.)]\s", re.IGNORECASE)
+# Words that take an answer back: "Wait, that is wrong."
 _CORRECTION = re.compile(r"\b(?:wait|in fact|actually)\b", re.IGNORECASE)
+# " $18." of "at most $18."
 _NUMBER = r"[\s*]*\$?\d[\d,.]*\$?(?=[\s.,;!?)*]|\Z)"
+# Numbers that are no answer: "at least 5", "between 3 and 7", "5 or more", "10:30", "60k"
 _NO_ANSWER = re.compile(
     rf"(?:n't|\b(?:not|over|under|than|up to|at (?:most|least)|between)){_NUMBER}(?:[\s*]*(?:and|or|to)\b{_NUMBER})?"
     rf"|\$?\d[\d,.]*(?:[\s*]*or|\$?[\s*]*to)\b(?:{_NUMBER}| (?:more|less|fewer))|\d+:\d+|\$?\d+k\b",
@@ -85,7 +102,9 @@ class Box(NamedTuple):
 
 def boxes(text: str) -> tuple[list[Box], bool]:
     """Return the boxes of `text`, and whether a box that does not end follows the last of them."""
-    found, position, is_open = [], 0, False
+    found = []
+    position = 0
+    is_open = False
     closing_braces = _closing_braces(text)
     for opening in _OPENING.finditer(text):
         if opening.start() < position:  # inside the box before
@@ -189,7 +208,8 @@ def _conclusion(text: str) -> str:
     text = re.sub(r"(?i)(answer(?: is)?)\W*\n", r"\1: ", text)
     sentences = re.split(r"(?i)(?<=[.!?])(?<!\d!)\s+|\n+|(?=\banswer)", text)
     says = re.compile(r"(?i)\d|\\\w|\$|^answer(?: is|\W*:)")
-    stated = [sentence for sentence in sentences if says.search(sentence) and not _ASIDE.match(sentence)]
+    stated = [sentence for sentence in sentences if says.search(sentence)]
+    stated = [sentence for sentence in stated if not _ASIDE.match(sentence)]
     if not stated or re.search(r"(?:\s[-=+*/×]|,|[.!?] [^\d\\\n]*[A-Za-z])$", text):  # the reply is truncated
         return ""
     named = [number for number, sentence in enumerate(stated) if sentence.lower().startswith("answer")]
@@ -234,7 +254,8 @@ def _letters(latex: str) -> set[str]:
 
 def _differ(first: str, second: str) -> bool:
     """Return whether answers differ in a way that math_verify ignores: 3r and 3R, or 44 in base 8 and in base 9."""
-    mine, yours = _letters(first), _letters(second)
+    mine = _letters(first)
+    yours = _letters(second)
     if any(letter.swapcase() in yours - mine for letter in mine - yours):
         return True
     bases = [re.search(r"\d_\{?(\d+)\}?$", answer) for answer in (first, second)]
@@ -249,6 +270,8 @@ def equal_answers(gold: tuple, answer: tuple) -> bool:
 
 # Code
 
+# The label of a block: "python", "Python3", "{.py}"
+_PYTHON = re.compile(r"\W*py(?:thon)?3?(?![\w-])", re.IGNORECASE)
 # Without these rules, fences in lists and behind tags count too.
 _MARKDOWN = MarkdownIt("commonmark").disable(["code", "html_block"])
 
@@ -265,7 +288,8 @@ def _names(code: str) -> tuple[set[str], set[str], set[str]]:
     used = set()
     for table in tables:
         tables.extend(table.get_children())
-        used |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
+        outer = [symbol for symbol in table.get_symbols() if symbol.is_global()]
+        used |= {symbol.get_name() for symbol in outer if symbol.is_referenced()}
     return defined, imported, used - set(dir(builtins))
 
 
@@ -285,12 +309,11 @@ def program(reply: str, names: set[str]) -> str:
     # A fence may stand behind prose: "Here is the code: ```python".
     reply = re.sub(r"(?m)(?<=\S)[ \t]+(?=```\w+\s*$)", "\n", final_part(reply))
     fences = [token for token in _MARKDOWN.parse(reply) if token.type == "fence"]
-    is_python = re.compile(r"\W*py(?:thon)?3?(?![\w-])", re.IGNORECASE)
-    labelled = [fence.content for fence in fences if is_python.match(fence.info)]
+    labelled = [fence.content for fence in fences if _PYTHON.match(fence.info)]
     if any(names & _names(block)[0] for block in labelled):
         blocks = labelled
     else:
-        blocks = [fence.content for fence in fences if is_python.match(fence.info) or not fence.info.strip()]
+        blocks = [fence.content for fence in fences if _may_be_python(fence.info)]
     if not blocks:
         return reply
     chosen = _blocks_that_define(blocks, names)
@@ -299,16 +322,23 @@ def program(reply: str, names: set[str]) -> str:
     return "\n".join(chosen)
 
 
+def _may_be_python(label: str) -> bool:
+    """Return whether a block with this label may be Python: the label says so, or is empty."""
+    return _PYTHON.match(label) is not None or not label.strip()
+
+
 def _blocks_that_define(blocks: list[str], names: set[str]) -> list[str]:
     """Return the last block that defines `names`, with the blocks that it needs, in their order."""
-    provided, used = [], []
+    provided = []
+    used = []
     for defined, imported, needed in map(_names, blocks):
         provided.append(defined | imported - names)  # a block that shows how to use the function may import it
         used.append(needed)
     chosen: set[int] = set()
     missing = names
     while True:
-        found = [i for i, provides in enumerate(provided) if i not in chosen and missing & provides]
+        providing = [i for i, provides in enumerate(provided) if missing & provides]
+        found = [i for i in providing if i not in chosen]
         if not found:
             return [blocks[i] for i in sorted(chosen)]
         chosen.add(found[-1])

@@ -60,7 +60,8 @@ def _changes(results: dict) -> list[str]:
 
 def _ours(results: dict, column: dict) -> dict | None:
     """Return our figure for a column of the paper's tables, or `None` if it was not measured as in the paper."""
-    task, metric = column["task"], column["metric"]
+    task = column["task"]
+    metric = column["metric"]
     if results["suite"] == "smoke":  # hand-made examples
         return None
     if task == "ruler":
@@ -86,7 +87,8 @@ def _paper_table(results: dict, table: dict) -> str:
 
 def markdown(results: dict) -> str:
     """Return the report, which says in lines of its own what was cut or left out."""
-    tasks, means = results["tasks"], results["ruler"]
+    tasks = results["tasks"]
+    means = results["ruler"]
     lines = [
         f"# {results['model']}: {results['suite']}\n",
         f"{results['parameters']:,} parameters, {results['model_dtype']}, seed {results['seed']}, "

@@ -111,7 +111,8 @@ def summarise(figures: dict, rows: list[dict], task: suites.Task, model: Model) 
             error = figures[f"{metric}_stderr,{pipeline}"]
             metrics[metric] = {"value": value, "stderr": error if isinstance(error, float) else None}
     tokens = [len(model.tok_encode(row["arguments"][0][0])) for row in rows]
-    settings, unfinished = task.config.generation_kwargs, 0
+    settings = task.config.generation_kwargs
+    unfinished = 0
     if task.OUTPUT_TYPE == "generate_until":
         replies = [reply for row in rows for reply in row["filtered_resps"]]
         lengths = [len(model.tok_encode(reply, add_special_tokens=False)) for reply in replies]
@@ -152,6 +153,13 @@ def note_left_out(directory: Path, tasks: Iterable[str]) -> None:
         )
 
 
+def _checksums(directory: Path | None) -> dict[str, str]:
+    """Return the SHA-256 of each data file in the directory `--data`."""
+    if directory is None:
+        return {}
+    return {name: data.file_sha256(directory / name) for name in data.MANIFEST if (directory / name).is_file()}
+
+
 def complete(args: argparse.Namespace) -> argparse.Namespace:
     """Return the command line with the suite's tasks and defaults filled in. Raise `UserError`."""
     for name in ("limit", "samples", "max_new_tokens", "batch_size"):
@@ -168,7 +176,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     for name in args.tasks or ():
         if name not in known:
             raise UserError(f"--tasks {name}: not a task of the suite {args.suite}: it has {', '.join(known)}.")
-    args.tasks = [task for task in known if not args.tasks or task in args.tasks]
+    asked = args.tasks or known
+    args.tasks = [task for task in known if task in asked]
     runs_code = [task for task in args.tasks if task in suites.CODE]
     if runs_code and not args.confirm_run_unsafe_code:
         raise UserError(
@@ -298,11 +307,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "first_device": record.get("device", model.device.type),
         "first_versions": record.get("versions", {}),
         "isolated_code": run_code.isolates(),
-        "data_sha256": {
-            name: data.file_sha256(args.data / name)
-            for name in data.MANIFEST
-            if args.data is not None and (args.data / name).is_file()
-        },
+        "data_sha256": _checksums(args.data),
         "seconds": round(time.monotonic() - started),
         "tasks": {
             name: summarise(answer["results"][name], samples[name], task, model) for name, task in tasks.items()

@@ -32,8 +32,11 @@ def majority(answers: Sequence, equal: Callable[[object, object], bool]):
     votes = [answer for answer in answers if answer is not None]
     distinct = [answer for index, answer in enumerate(votes) if answer not in votes[:index]]
 
+    def agree(answer, other) -> bool:
+        return other == answer or equal(answer, other)
+
     def count(answer) -> int:
-        return sum(votes.count(other) for other in distinct if other == answer or equal(answer, other))
+        return sum(votes.count(other) for other in distinct if agree(answer, other))
 
     return max(distinct, key=count, default=None)
 
@@ -134,7 +137,9 @@ def loss_by_position(document: dict, results: list[list[float]]) -> dict[str, fl
     it.
     """
     (log_probs,) = results
-    metrics, first, end = {}, 1, 64
+    metrics = {}
+    first = 1
+    end = 64
     while len(log_probs) >= first + (end - first) / 2:
         part = log_probs[first - 1 : end - 1]
         metrics[f"loss@{first}"] = -sum(part) / len(part)

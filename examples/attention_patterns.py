@@ -38,7 +38,8 @@ layer = min(modules) if args.layer is None else args.layer
 if layer not in modules or not 0 <= args.head < attentions[layer].shape[1]:
     count = attentions[min(modules)].shape[1]
     parser.error(f"expected a layer among {sorted(modules)} and a head from 0 to {count - 1}")
-module, num_pseudo_heads = modules[layer], model.config.num_pseudo_heads
+module = modules[layer]
+num_pseudo_heads = model.config.num_pseudo_heads
 # Virtual token n P + p is pseudo-head p of token n.
 weights = attentions[layer][0, args.head].unflatten(1, (-1, num_pseudo_heads)).unflatten(0, (-1, num_pseudo_heads))
 

@@ -389,6 +389,9 @@ def _model_index(results: dict) -> list[EvalResult]:
     They exclude the smoke suite, which says nothing about a model, and figures that are not comparable with published
     ones.
     """
+    if results["suite"] == "smoke":
+        return []
+    comparable = {name: task for name, task in results["tasks"].items() if "note" not in task}
     return [
         EvalResult(
             task_type="text-generation",
@@ -398,9 +401,8 @@ def _model_index(results: dict) -> list[EvalResult]:
             metric_value=figure["value"],
             metric_args={"examples": task["examples"], "standard_error": figure["stderr"]},
         )
-        for name, task in results["tasks"].items()
+        for name, task in comparable.items()
         for metric, figure in task["metrics"].items()
-        if results["suite"] != "smoke" and "note" not in task
     ]
 
 

@@ -140,9 +140,10 @@ def _unread(file: str, config: PreTrainedConfig) -> list[str]:
                 unread.append(f"rope.dimension_count={stated}")
     if getattr(config, "sliding_window", None) is None and header.get("attention.sliding_window") not in off:
         unread.append("attention.sliding_window")
+    biases = [name for name in names if name.endswith(".bias")]
     for field, part in (("attention_bias", ".attn_"), ("mlp_bias", ".ffn_")):
         if getattr(config, field, None) is False:
-            unread += [name for name in names if part in name and name.endswith(".bias")][:1]
+            unread += [name for name in biases if part in name][:1]
     return unread
 
 
@@ -298,7 +299,8 @@ def _check_tied(model: Any, source: str | os.PathLike) -> None:
 
     Raise `UserError`.
     """
-    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    first = model.get_input_embeddings()
+    last = model.get_output_embeddings()
     tied = model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None)
     if tied and first is not None and last is not None and first.weight is not last.weight:
         raise UserError(

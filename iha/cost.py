@@ -44,7 +44,8 @@ def of_interleaved(source: PreTrainedConfig, fields: dict) -> IHAConfig:
     entries = {name: value for name, value in source.to_dict().items() if name not in own}
     base_class: Any = type(source).__base__
     base = plain(base_class.from_dict(entries))
-    kinds, types = list(base.attention_kinds), list(base.layer_types)
+    kinds = list(base.attention_kinds)
+    types = list(base.layer_types)
     window = fields.get("sliding_window", source.interleaved_window)
     for name in source.interleaved_layers:
         layer = layer_number(name)

@@ -148,7 +148,8 @@ def signals_as_interrupts() -> Iterator[None]:
         raise KeyboardInterrupt(number)
 
     in_main_thread = threading.current_thread() is threading.main_thread()
-    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if in_main_thread and signal.getsignal(n) is signal.SIG_DFL]
+    changeable = (signal.SIGTERM, signal.SIGHUP) if in_main_thread else ()  # Python sets handlers nowhere else
+    numbers = [number for number in changeable if signal.getsignal(number) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, interrupt)
     try:

@@ -91,7 +91,9 @@ def score_matrix(
     `form` is that of `counted_pairs`. `per_pair` are further multiply-adds for each pair, `linear` is the number of
     parameters in linear maps of every token, and `cached_more` are further values cached for each token. The backward
     pass recomputes the blocks."""
-    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    heads = config.num_attention_heads
+    groups = config.num_key_value_heads
+    d = config.head_dim
     cached = cached_tokens(tokens, window, virtual_tokens_per_token(config))
     per_pair += 2 * heads * d
     forward = per_pair * counted_pairs(form, tokens, 1, window)

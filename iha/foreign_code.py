@@ -85,7 +85,8 @@ def code_elsewhere(entries: dict) -> list[str]:
     Transformers fetches a kernel from the Hub and runs it, whatever `trust_remote_code` says, and it reads
     `configuration_files` in the config's place.
     """
-    kernels = [(key, value) for key, value in _entries(entries) if "attn_implementation" in key and "/" in str(value)]
+    cores = [(key, value) for key, value in _entries(entries) if "attn_implementation" in key]
+    kernels = [(key, value) for key, value in cores if "/" in str(value)]
     return [f"{key} {value!r}" for key, value in kernels] + [key for key in entries if key == "configuration_files"]
 
 

@@ -14,7 +14,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from iha.files import whole_file
 
 
-WIDTH, DOTS_PER_INCH = 8, 100
+WIDTH = 8
+DOTS_PER_INCH = 100
 LINE = 0.24  # inches, of text
 # A mean, and how far its interval goes down and up.
 Point = tuple[float, float, float]

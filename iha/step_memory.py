@@ -27,7 +27,8 @@ class Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.now = 0
+        self.peak = 0
         self._alive: set[int] = set()
 
     def add(self, tensor: torch.Tensor) -> None:

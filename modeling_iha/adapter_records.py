@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .configuration_interleaved import FIELDS, MIXING_MODULES
 from .exact_start import deviations
 from .head_mixing import Mixing
+from .virtual_heads import virtual_heads_class
 
 
 RECORD_KEY = "interleaving"  # in the `auto_mapping` of an adapter's configuration; on disk "targets" stand beside it
@@ -170,22 +171,14 @@ def restore_targets(config: Any) -> None:
 
 
 def meet_adapter(model: PreTrainedModel, tuner: Any, config: Any) -> None:
-    """Put back what a saved configuration leaves out, and make it record the model when it is saved again.
+    """Prepare the configuration of an adapter for this model.
 
-    `tuner` is PEFT's, or None for a prompt. Raise a ValueError for an adapter that was trained on another model, or
-    that trains a part of the mixing."""
+    The configuration gets the targets that it left out on disk, and records the model when it is saved again. `tuner`
+    is PEFT's, or None for a prompt. Raise a ValueError for an adapter that was trained on another model, or that
+    trains a part of the mixing."""
     found = saved_record(config)
-    if found is not None:
-        restore_targets(config)
-    if tuner is not None:
-        # PEFT looks for its usual targets under the model type that is saved, "interleaved".
-        tuner._prepare_adapter_config(config, {**model.config.to_dict(), "model_type": model.config.model_type})
-
-    mixing = [name for name, module in model.named_modules() if isinstance(module, Mixing)]
-    mixing = [name for name in mixing if ".modules_to_save." not in name]  # those are copies of other adapters
-    saved_mixing = _saved_mixing(config, mixing)
-    _check_all_or_nothing(config, mixing, saved_mixing)
-    holds_mixing = bool(saved_mixing)
+    _complete_targets(config, model, tuner)
+    holds_mixing = _holds_mixing(config, model)
     if found is not None:
         _check_found_record(found, model, holds_mixing)
     moved = has_moved(model)
@@ -196,6 +189,24 @@ def meet_adapter(model: PreTrainedModel, tuner: Any, config: Any) -> None:
             "q_mix, k_mix, v_mix and collapse in modules_to_save."
         )
     _write_record(config, model, moved, holds_mixing)
+
+
+def _complete_targets(config: Any, model: PreTrainedModel, tuner: Any) -> None:
+    """Fill in the targets of an adapter: those that it left out on disk, or PEFT's usual ones for the model type."""
+    if saved_record(config) is not None:
+        restore_targets(config)
+    if tuner is not None:
+        # PEFT looks for its usual targets under the model type that is saved, "interleaved".
+        tuner._prepare_adapter_config(config, {**model.config.to_dict(), "model_type": model.config.model_type})
+
+
+def _holds_mixing(config: Any, model: PreTrainedModel) -> bool:
+    """Return whether an adapter trains and saves the mixing. Raise a ValueError if it is only a part of it."""
+    mixing = [name for name, module in model.named_modules() if isinstance(module, Mixing)]
+    mixing = [name for name in mixing if ".modules_to_save." not in name]  # those are copies of other adapters
+    saved_mixing = _saved_mixing(config, mixing)
+    _check_all_or_nothing(config, mixing, saved_mixing)
+    return bool(saved_mixing)
 
 
 def _saved_mixing(config: Any, mixing: list[str]) -> list[str]:
@@ -252,7 +263,7 @@ def has_moved(model: PreTrainedModel) -> bool:
     if model.config.virtual_heads == "paired":
         return True
     for attention in model.modules():
-        if not hasattr(attention, "q_mix"):
+        if virtual_heads_class(attention) is None:
             continue
         mixing = {name: getattr(attention, name) for name in MIXING_MODULES}
         mixing = {name: getattr(module, "original_module", module) for name, module in mixing.items()}

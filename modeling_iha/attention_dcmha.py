@@ -28,7 +28,8 @@ class CompositionWeights(nn.Module):
     def __init__(self, config: IHAConfig):
         super().__init__()
         options = config.options_of("dcmha")
-        self.rank, self.num_groups = options.rank, options.num_groups
+        self.rank = options.rank
+        self.num_groups = options.num_groups
         self.group_size = config.num_attention_heads // self.num_groups
         self.gate = nn.Linear(config.hidden_size, config.num_attention_heads, bias=False) if options.gate else None
         if self.rank > 0:

@@ -35,7 +35,8 @@ class HyperFeatureAttention(ScoreMatrixAttention):
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         options = config.options_of("hyper_feature")
-        self.linear, self.value_product = options.linear, options.value_product
+        self.linear = options.linear
+        self.value_product = options.value_product
         group_orders = options.of_heads(config.num_attention_heads)[:: self.num_key_value_groups]
         # Neighbouring groups of one order are computed together: (order, number of groups).
         self.runs = [(order, len(list(groups))) for order, groups in groupby(group_orders)]
@@ -75,7 +76,8 @@ class HyperFeatureAttention(ScoreMatrixAttention):
     def raw_scores(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         scores = []
         for run_query, run_key in zip(self.split_runs(query, self.num_key_value_groups), self.split_runs(key, 1)):
-            run_query, run_key = run_query.transpose(2, 3), run_key.transpose(2, 3)  # [batch, heads, A, N, w]
+            run_query = run_query.transpose(2, 3)  # [batch, heads, A, N, w]
+            run_key = run_key.transpose(2, 3)
             run_key = run_key.repeat_interleave(self.num_key_value_groups, dim=1)
             factors = torch.matmul(run_query, run_key.transpose(-1, -2)) * run_query.shape[-1] ** -0.5
             scores.append(product(factors, dim=2))

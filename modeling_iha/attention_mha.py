@@ -101,8 +101,10 @@ class MultiHeadAttention(LlamaAttention):
         query_states, key_states = self.map_heads(query_states, key_states)
         value_states = self.project_value(hidden_states).view(hidden_shape).transpose(1, 2)
         if self.config.use_qk_norm:
-            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
-        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
+            query_states = self.q_norm(query_states)
+            key_states = self.k_norm(key_states)
+        query_states = query_states.transpose(1, 2)
+        key_states = key_states.transpose(1, 2)
 
         if self.use_rope:
             query_states, key_states = self.rotate(query_states, key_states, *position_embeddings[self.rope_table])

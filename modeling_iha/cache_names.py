@@ -24,7 +24,8 @@ def pop_cache(kwargs: dict) -> Any:
     """Remove the cache, of either name, from the keywords of a call, and return it or `None`.
 
     Raise a ValueError if both names hold one."""
-    cache, former = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
+    cache = kwargs.pop("cache", None)
+    former = kwargs.pop("past_key_values", None)
     if cache is not None and former is not None:
         raise ValueError("cache and past_key_values are two names of one argument: pass one of them.")
     return former if cache is None else cache

@@ -317,7 +317,8 @@ class IHAConfig(LlamaConfig):
                 f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
                 f"{self.num_attention_heads}; each key/value head serves the same number of query heads."
             )
-        pad, size = self.pad_token_id, self.vocab_size
+        pad = self.pad_token_id
+        size = self.vocab_size
         if pad is not None and not -size <= pad < size:
             raise ValueError(
                 f"pad_token_id={pad}; allowed are {-size} to {size - 1}, for vocab_size={size}, and None."
@@ -491,8 +492,9 @@ class IHAConfig(LlamaConfig):
     def to_dict(self) -> dict:
         # Keep the entries of a user's own classes. A name with "--" is of a repository of the Hub, and FSDP's wrapper
         # adds an entry of its own.
-        given = (getattr(self, "auto_map", None) or {}).items()
-        local = {auto: name for auto, name in given if auto in AUTO_MAP and "--" not in name}
+        given = getattr(self, "auto_map", None) or {}
+        known = {auto: name for auto, name in given.items() if auto in AUTO_MAP}
+        local = {auto: name for auto, name in known.items() if "--" not in name}
         users = {auto: name for auto, name in local.items() if name.split(".")[0] not in OUR_MODULES}
         return {**super().to_dict(), "auto_map": AUTO_MAP | users}
 

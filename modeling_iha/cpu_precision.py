@@ -31,7 +31,8 @@ def in_product_dtype(attend: Callable) -> Callable:
     It is a function of queries, keys, values, a mask and keywords that returns outputs and weights."""
 
     def widened(query, key, value, attention_mask, **kwargs):
-        dtype, products = value.dtype, product_dtype(value)
+        dtype = value.dtype
+        products = product_dtype(value)
         if products == dtype:
             return attend(query, key, value, attention_mask, **kwargs)
         if isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point():

@@ -37,6 +37,7 @@ from .configuration_interleaved import (
     saved_base_type,
 )
 from .exact_start import deviations, exact_start
+from .flop_matched_window import flop_matched_window
 from .mixing_weights import state_with_values
 from .modeling_interleaved import (
     LOADED_MIXING,
@@ -56,7 +57,6 @@ from .modeling_interleaved import (
     use_virtual_cores,
     virtual_configs,
 )
-from .package import flop_matched_window
 from .virtual_core import stock_core
 from .virtual_masks import PREFIX, core_of
 
@@ -146,21 +146,21 @@ def interleave_heads(
     return model
 
 
-def _window_in_tokens(model: PreTrainedModel, sliding_window: int | str | None, num_pseudo_heads: int) -> int | None:
+def _window_in_tokens(model: PreTrainedModel, sliding_window: Any, num_pseudo_heads: int) -> int | None:
     """Return the window for interleaved layers in tokens. Raise a ValueError for one that cannot be."""
     if sliding_window != "paper":
-        return check_window(sliding_window, 'at least 2 tokens, "paper" or None')
+        check_window(sliding_window, 'at least 2 tokens, "paper" or None')
+        return sliding_window
     length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if length is None:
         raise ValueError(f"{model.config.model_type} has no max_position_embeddings: give the window in tokens.")
     return flop_matched_window(length, num_pseudo_heads)
 
 
-def check_window(sliding_window: Any, expected: str) -> int | None:
-    """Return a window, and raise a ValueError for one that is neither an integer of at least 2 nor `None`."""
+def check_window(sliding_window: Any, expected: str) -> None:
+    """Raise a ValueError for a window that is neither an integer of at least 2 nor `None`."""
     if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
         raise ValueError(f"sliding_window is {sliding_window!r}: expected {expected}.")
-    return sliding_window
 
 
 def _attach_and_compare(

@@ -467,7 +467,9 @@ def _prepare_decoder(
         requests = PagedRequests(decoder, cache, **kwargs)
         return args, kwargs | {"paged_requests": requests, "attention_mask": requests.attention_mask}
     check_causal(decoder.config, **kwargs)
-    cache = _prepared_cache(decoder, cache, kwargs.get("use_cache"))
+    if cache is None:
+        cache = _new_cache(decoder, kwargs.get("use_cache"))
+    keep_windows(decoder, cache)
     if cache is not None:
         kwargs[CACHE] = cache
     is_users_mask = _is_users_mask(**kwargs)
@@ -480,10 +482,10 @@ def _prepare_decoder(
     return args, kwargs
 
 
-def _prepared_cache(decoder: PreTrainedModel, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-    """Make the decoder's cache keep one token more than the window, and return it.
+def _new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None:
+    """Create the cache of a call to which none is given, or return `None` to leave that to the base model.
 
-    If the base model has windows and no cache is given, create it here."""
+    Only a base with windows needs it created here, because `keep_windows` changes it before the call."""
     if use_cache is None:
         use_cache = getattr(decoder.config, "use_cache", False)
     # With activation checkpointing the base makes no cache. We must not make one either, because Transformers finds
@@ -493,10 +495,7 @@ def _prepared_cache(decoder: PreTrainedModel, cache: Cache | None, use_cache: bo
         is_checkpointed = is_checkpointed and torch.is_grad_enabled()
     # RecurrentGemma resets its states where it makes a cache.
     makes_cache = use_cache and not is_checkpointed and not decoder._is_stateful
-    if cache is None and makes_cache and _window(decoder):
-        cache = DynamicCache(config=decoder.config)
-    keep_windows(decoder, cache)
-    return cache
+    return DynamicCache(config=decoder.config) if makes_cache and _window(decoder) else None
 
 
 def _is_users_mask(attention_mask: Any = None, input_ids: Any = None, inputs_embeds: Any = None, **kwargs) -> bool:
@@ -616,12 +615,17 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
     # CODEPATH: bases without windows, whose interleaved layers have one of their own (`sliding_window=...`).
     if not decoder.config.interleaved_window:
         return
-    empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
+    empty = {i for i, layer in enumerate(layers) if _is_empty_layer(layer)}
     if not empty:
         return
     for module in decoder.modules():
         if virtual_heads_class(module) is not None and getattr(module, "layer_idx", None) in empty:
             layers[module.layer_idx] = DynamicSlidingWindowLayer(decoder.config.interleaved_window + WINDOW_EDGE)
+
+
+def _is_empty_layer(layer: Any) -> bool:
+    """Return whether a cache's layer is a default one, without a window, that holds nothing yet."""
+    return type(layer) is DynamicLayer and not layer.is_initialized
 
 
 def base_model_class(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:

@@ -14,6 +14,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 
 from .attention_kinds import ATTENTION_CLASSES
 from .configuration_iha import MAX_LAYERS, IHAConfig
+from .flop_matched_window import flop_matched_window
 from .kind_options import OPTIONS_CLASSES
 
 
@@ -22,19 +23,6 @@ PACKAGE = Path(__file__).resolve().parent
 OUR_FIRST_LINE = b"# Copyright 2026 the modeling_iha authors."
 # Overrides that `from_dict` joins with the stored `rope_parameters`
 ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
-
-
-def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:
-    """Return W = N / (2 P^2), the window in tokens of a FLOP-matched schedule (IHA, Appendix C).
-
-    Four sliding IHA layers and a global one then attend to about as many pairs as five causal MHA layers."""
-    window = sequence_length // (2 * num_pseudo_heads**2)
-    if window < 2:
-        raise ValueError(
-            f"num_pseudo_heads={num_pseudo_heads} leaves no window at {sequence_length} tokens: W = N / (2 P^2) < 2. "
-            "Use fewer pseudo-heads, a longer context, or set sliding_window yourself."
-        )
-    return window
 
 
 def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:

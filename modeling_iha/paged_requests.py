@@ -39,7 +39,8 @@ class KeyLengths:
     is_compileable = False
 
     def __init__(self, past: int, keys_of_layers: list[int]):
-        self.past, self.keys_of_layers = past, keys_of_layers
+        self.past = past
+        self.keys_of_layers = keys_of_layers
 
     def get_query_offset(self, layer_idx: int) -> int:
         return self.past

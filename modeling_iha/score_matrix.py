@@ -196,7 +196,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
         window = documents_of(attention_mask).longest_span if is_first_key_mask(attention_mask) else None
 
         blocks = query_blocks(query_states, BLOCK, first_row)
-        outputs, weights = [], []
+        outputs = []
+        weights = []
         for rows in blocks:
             reached = slice(max(0, rows.start - self.past_queries), rows.stop)
             columns = block_columns(attention_mask, reached, offset, window, num_keys)

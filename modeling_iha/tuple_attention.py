@@ -55,7 +55,8 @@ class TupleAttention(ScoreMatrixAttention):
 
     def __init__(self, config: IHAConfig, layer_idx: int, tuple_size: int, sharing: bool):
         super().__init__(config, layer_idx)
-        self.tuple_size, self.sharing = tuple_size, sharing
+        self.tuple_size = tuple_size
+        self.sharing = sharing
         self.caches_like_llama = sharing
         if not sharing:
             stacked = tuple_size * config.num_key_value_heads * self.head_dim
@@ -113,7 +114,8 @@ class PairAttention(TupleAttention):
             biases: additive masks, [batch or 1, 1 or H, rows, columns of j] and [..., columns of k].
             pairs: bool [columns of j, columns of k], True for a pair to attend to.
         """
-        (key1, key2), (value1, value2) = keys, values
+        key1, key2 = keys
+        value1, value2 = values
         bias = biases[0].unsqueeze(-1) + biases[1].unsqueeze(-2)
         bias = bias.clamp_min(torch.finfo(bias.dtype).min).masked_fill(~pairs, torch.finfo(bias.dtype).min)
 
@@ -143,7 +145,8 @@ class PairAttention(TupleAttention):
         scores_per_query = batch * heads * reach[0] * max(reach[1], head_dim)
         blocks = query_blocks(query_states, queries_per_block(PAIR_BLOCK, scores_per_query, query_states.device))
 
-        outputs, weights = [], []
+        outputs = []
+        weights = []
         for rows in blocks:
             columns = [block_columns(attention_mask, rows, offset, window, num_keys) for window in self.windows]
             biases = []

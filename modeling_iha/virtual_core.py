@@ -164,7 +164,8 @@ def _attend_over_virtual_tokens(
     if attention_mask is None:
         # Several queries without a mask: nothing was cached before, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
-    virtual_window, dropout = kwargs.get("sliding_window"), kwargs.get("dropout")
+    virtual_window = kwargs.get("sliding_window")
+    dropout = kwargs.get("dropout")
     window = chunk_window(heads, query, key, value, attention_mask, virtual_window, dropout)
     if window is not None:
         kwargs["sliding_window"] = window

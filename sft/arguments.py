@@ -270,11 +270,9 @@ def evaluates(args: "TrainingArguments") -> bool:
 
 def _check_adapters(run: RunArguments) -> None:
     """Refuse keys of adapters for a run without them. Raise `UserError`."""
-    given = [
-        name
-        for name, declared in RunArguments.__dataclass_fields__.items()
-        if name.startswith(("lora_", "use_rslora", "use_dora")) and getattr(run, name) != declared.default
-    ]
+    fields = RunArguments.__dataclass_fields__
+    of_adapters = [name for name in fields if name.startswith(("lora_", "use_rslora", "use_dora"))]
+    given = [name for name in of_adapters if getattr(run, name) != fields[name].default]
     if given and not run.use_peft:
         raise UserError(
             f"{', '.join(given)}: without effect, as there are no adapters: set use_peft to true, or remove what is "
@@ -284,7 +282,8 @@ def _check_adapters(run: RunArguments) -> None:
 
 def _check_schedule(args: "TrainingArguments") -> None:
     """Refuse options that the schedule of the learning rate does not take. Raise `UserError`."""
-    schedule, options = args.lr_scheduler_type, args.lr_scheduler_kwargs
+    schedule = args.lr_scheduler_type
+    options = args.lr_scheduler_kwargs
     what = f"lr_scheduler_type {schedule} with lr_scheduler_kwargs {options}"
     if options and schedule in ("constant", "constant_with_warmup"):
         raise UserError(f"{what}: this schedule has no options.")

@@ -48,7 +48,8 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
 
     The trained checkpoint keeps it. Raise `UserError` for a recipe that does not fit the model.
     """
-    config, start = start_config(run), run.preset or run.model_name_or_path
+    config = start_config(run)
+    start = run.preset or run.model_name_or_path
     text_config = config.get_text_config(decoder=True)  # the same one, unless the model also reads images or sound
     changes = {name: getattr(run, name) for name in ("max_position_embeddings", "sliding_window")}
     if run.rope_theta is not None:
@@ -117,7 +118,9 @@ def rope_reach(config: IHAConfig) -> float:
 
 def _check_reach(config: IHAConfig, length: int) -> None:
     virtual = virtual_tokens_per_token(config) if config.pseudo_positions == "interleaved" else 1
-    reach, theta, dim = rope_reach(config), config.rope_of("full_attention")["rope_theta"], config.head_dim
+    reach = rope_reach(config)
+    theta = config.rope_of("full_attention")["rope_theta"]
+    dim = config.head_dim
     if length * virtual > reach and dim > 2:
         # The slowest of the dim / 2 rotations has the frequency theta^(2 / dim - 1).
         needed = theta * (length * virtual / reach) ** (dim / (dim - 2))
@@ -139,7 +142,8 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
         config._attn_implementation = run.attn_implementation
     model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
     if must_interleave:
-        layers, window = run.interleaved_layers, run.interleaved_window
+        layers = run.interleaved_layers
+        window = run.interleaved_window
         arguments = {"collapse": run.collapse, "mixing_scale": run.mixing_scale}
         with refusing("num_pseudo_heads, interleaved_layers, interleaved_window", ValueError):
             if layers is not None:
@@ -161,7 +165,8 @@ def prepare_model(
     run: RunArguments, args: TrainingArguments, config: PreTrainedConfig
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model of `load_base_model`, and its tokenizer with the recipe's chat template. Raise `UserError`."""
-    template, say = chat_template(args), args.distributed_state.print
+    template = chat_template(args)
+    say = args.distributed_state.print
     must_interleave = interleaves(config, run)
     model = random_model(run, config, args.seed) if run.preset else load_base_model(run, config)
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
@@ -170,7 +175,8 @@ def prepare_model(
         with refusing("mixing_scale", ValueError):
             set_mixing_scale(model, run.mixing_scale)
     if must_interleave:
-        layers, total = len(model.config.interleaved_layers), model.config.get_text_config().num_hidden_layers
+        layers = len(model.config.interleaved_layers)
+        total = model.config.get_text_config().num_hidden_layers
         window = model.config.interleaved_window or "none"
         say(f"Interleaved {layers} of {total} layers, P = {run.num_pseudo_heads}, window {window}.")
     if args.device.type == "cpu":
@@ -263,7 +269,8 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
 
 def _tied_embedding(model: PreTrainedModel) -> str | None:
     """Return the name of the input embedding if it is the output head too, and `None` otherwise."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     # The weights decide: a multimodal configuration has two fields for this, and they may differ.
     if head is None or head.weight is not embedding.weight:
         return None

@@ -35,7 +35,8 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
             f"one process sees {args.n_gpu} GPUs, and TRL trains on one GPU a process: start it by accelerate launch, "
             "or set CUDA_VISIBLE_DEVICES to one GPU."
         )
-    started, resolved = int(os.environ.get("WORLD_SIZE", 1)), args.distributed_state.distributed_type
+    started = int(os.environ.get("WORLD_SIZE", 1))
+    resolved = args.distributed_state.distributed_type
     if started != args.world_size:
         raise UserError(
             f"{started} processes were started, and each would train alone, as one of {args.world_size}: there is no "
@@ -79,7 +80,8 @@ def whole_model(trainer: Trainer) -> PreTrainedModel | None:
     FSDP2 replaces the model's class by one of its own. To save that class would write the code of PyTorch's FSDP into
     the checkpoint in place of the model's code.
     """
-    accelerator, model = trainer.accelerator, trainer.model
+    accelerator = trainer.accelerator
+    model = trainer.model
     if accelerator.distributed_type != DistributedType.FSDP:
         return accelerator.unwrap_model(model)
     weights = accelerator.get_state_dict(trainer.model_wrapped)

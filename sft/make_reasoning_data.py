@@ -146,7 +146,8 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
     # Generators do not check all of their options, and each raises exceptions of its own.
     with refusing(what, Exception):
         dataset = reasoning_gym.create_dataset(generator, seed=seed * SEED_STRIDE, size=draws, **options)
-    seen, made = set(excluded), []
+    seen = set(excluded)
+    made = []
     for index in range(draws):
         if len(made) == rows:
             return made

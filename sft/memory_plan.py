@@ -76,13 +76,15 @@ def plan(model: PreTrainedModel, adapters: LoraConfig | None, args: SFTConfig) -
 
 def check_memory(model: PreTrainedModel, run: RunArguments, args: SFTConfig) -> None:
     """Print the memory that a step takes on each device and what there is. Raise `UserError` if it does not fit."""
-    say, adapters = args.distributed_state.print, lora_config(run, model)
+    say = args.distributed_state.print
+    adapters = lora_config(run, model)
     try:
         planned = plan(model, adapters, args)
     except Exception as error:  # from routed experts, optimizers with kernels of their own, rows without a length
         say(f"Note: what this run takes in memory is not planned ({one_line(error):.200}).")
         return
-    needed, kept = planned.peak, planned.weights + planned.gradients + planned.optimizer
+    needed = planned.peak
+    kept = planned.weights + planned.gradients + planned.optimizer
     if args.world_size > 1 and asks_for_fsdp(args):  # it shards what is kept between steps
         replicas = args.parallelism_config.dp_replicate_size if args.parallelism_config else 1
         needed += kept // (args.world_size // replicas) - kept

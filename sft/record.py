@@ -202,7 +202,8 @@ def _print_changes(kept: Record, record: Record) -> None:
 
 def fixed_keys(record: Record) -> list[str]:
     """Return the keys of a recipe that a resumed run may not change."""
-    recipe, names = record["recipe"], list(FIXED_KEYS)
+    recipe = record["recipe"]
+    names = list(FIXED_KEYS)
     if recipe.get("packing") or Path(record["data"]["name"]).suffix in MIXTURES:
         names.append("max_length")  # packed rows and the shares of a mixture depend on it
     if recipe.get("packing"):

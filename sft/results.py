@@ -39,7 +39,11 @@ def write_curves(history: list[dict], output_dir: Path) -> None:
 
 def draw(points: dict[str, list], path: Path) -> None:
     """Draw a panel for each of the `CURVES` that was logged."""
-    shown = [name for name in CURVES if points[name] or points[f"eval_{name}"] or name == "loss"]
+    shown = []
+    for name in CURVES:
+        was_logged = points[name] or points[f"eval_{name}"]
+        if was_logged or name == "loss":
+            shown.append(name)
     figure, all_axes = plots.panels("Curves of the run", len(shown), 2)
     for axes, panel in zip(all_axes, shown):
         for name in (panel, f"eval_{panel}"):
@@ -53,8 +57,10 @@ def draw(points: dict[str, list], path: Path) -> None:
 
 def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> str:
     """Return the model card of a final model, which says what it was made of and shows the curves of the run."""
-    output, args = Path(trainer.args.output_dir), trainer.args
-    start, data = run.model_name_or_path, source_name(run.dataset_name)
+    output = Path(trainer.args.output_dir)
+    args = trainer.args
+    start = run.model_name_or_path
+    data = source_name(run.dataset_name)
     from_scratch = run.preset is not None or is_untrained(start)
     source = f"random weights of the preset {run.preset}" if run.preset else source_name(start)
     facts = {
@@ -92,7 +98,8 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
 
 
 def _facts_of_the_run(trainer: RecipeTrainer, run: RunArguments, record: Record) -> dict[str, object]:
-    args, facts = trainer.args, {}
+    args = trainer.args
+    facts = {}
     held_out = evaluation_source(run, args)
     if held_out is not None:
         split = "" if held_out.split == "train" else f", split {held_out.split}"

@@ -96,7 +96,8 @@ def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int
         with rendering(f"row {number}"):
             encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
         lengths.append(len(encoded["input_ids"]))
-    longest, positions = max(lengths), positions_of(model.config)
+    longest = max(lengths)
+    positions = positions_of(model.config)
     if positions is not None and longest + new_tokens > positions:
         raise UserError(
             f"the longest prompt has {longest} tokens and its reply may have {new_tokens} more, but the model has "
@@ -154,7 +155,8 @@ def check_rows(rows: list[dict], trust_rows: bool = False) -> list[list[dict]]:
     prompts = []
     for number, row in enumerate(rows, 1):
         *prompt, answer = to_messages(row, f"row {number}")
-        generator, entry = row.get("generator"), row.get("entry")
+        generator = row.get("generator")
+        entry = row.get("entry")
         if generator not in list(DATASETS) or not isinstance(entry, dict):
             raise UserError(
                 f"row {number}: expected the columns 'generator' and 'entry', as `python -m sft.make_reasoning_data` "

@@ -51,7 +51,8 @@ def share_sequence(trainer: Trainer) -> None:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from deepspeed.utils import groups
 
-    collate, core = trainer.data_collator, sizes.sp_handler.sp_attn_implementation
+    collate = trainer.data_collator
+    core = sizes.sp_handler.sp_attn_implementation
     collate.pad_to_multiple_of = trainer.args.pad_to_multiple_of or sizes.sp_size
 
     def tensors_of_rows(rows: list[dict]) -> dict[str, torch.Tensor]:

@@ -66,7 +66,8 @@ def check_saves(args: GRPOConfig) -> None:
 
     Raise `UserError`.
     """
-    replies, accumulated = batches_of_replies(args), args.gradient_accumulation_steps
+    replies = batches_of_replies(args)
+    accumulated = args.gradient_accumulation_steps
     if accumulated % replies == 0:
         return
     if args.save_strategy == SaveStrategy.STEPS:
@@ -81,7 +82,8 @@ def check_saves(args: GRPOConfig) -> None:
             "(num_iterations, steps_per_generation), and a checkpoint could lie between them, where no run could "
             f"resume: set it to a number that divides {replies}, or save_strategy to epoch."
         )
-    cycle, steps = replies // accumulated, getattr(args, key)
+    cycle = replies // accumulated
+    steps = getattr(args, key)
     if steps < 1 or steps % cycle != 0:  # below 1 it is a share of all steps
         raise UserError(
             f"{key}={steps:g}: {cycle} steps learn from the same replies (num_iterations, "

@@ -77,9 +77,10 @@ class RecipeTrainer(Trainer):
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers chooses by names, and would decay vectors such as those of differential attention's lambda.
-        mixing = {id(value) for value in mixing_parameters(model)}
-        spared = {name for name, value in model.named_parameters() if value.dim() < 2 or id(value) in mixing}
-        return [name for name in super().get_decay_parameter_names(model) if name not in spared]
+        of_mixing = {id(value) for value in mixing_parameters(model)}
+        vectors = {name for name, value in model.named_parameters() if value.dim() < 2}
+        mixing = {name for name, value in model.named_parameters() if id(value) in of_mixing}
+        return [name for name in super().get_decay_parameter_names(model) if name not in vectors | mixing]
 
     def create_model_card(self, *_, **__) -> None:
         """Write nothing: TRL's card knows neither the data nor the base model, and final/ has a card of the run."""
@@ -242,7 +243,8 @@ class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
         # TRL takes rows that are tokenized as they are. So it prepares them in two steps here, and `check_cut` counts
         # whole rows between the two.
         whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
+        whole.max_length = None
+        whole.shuffle_dataset = False
         with refusing("a row: the chat template does not take it", TemplateError):
             dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
         cut_to = None if splits(args, packing) else args.max_length

@@ -124,7 +124,8 @@ class MixedAttention(VirtualAttention):
             for old, new in zip((*self.alpha, self.shares), (*alpha, shares)):
                 old.copy_(new)
         else:
-            self.alpha, self.shares = alpha, shares
+            self.alpha = alpha
+            self.shares = shares
         if self.has_sink:  # each key occurs P times in the softmax, so the sink is raised by log P
             if not hasattr(self, "sinks"):
                 self.sinks = self.impl.sinks
@@ -173,6 +174,19 @@ OLD_CODE = (
     "The code of this model is older than the plugin, which would serve it without interleaved heads: load it with "
     "today's modeling_iha in Transformers and save it again."
 )
+
+
+def virtual_attention_class(module: nn.Module) -> type[VirtualAttention] | None:
+    """Return the class that attends for an attention module with virtual heads, or `None` for any other module.
+
+    Raise an error for a module that mixes heads by code older than `virtual_heads`."""
+    # A checkpoint brings its own copy of the classes that `virtual_heads` names, so the mixing tells the two apart.
+    has_mixing = hasattr(module, "q_mix")
+    if getattr(module, "virtual_heads", None) is not None:
+        return MixedAttention if has_mixing else PairedAttention
+    if has_mixing:
+        raise NotImplementedError(OLD_CODE)
+    return None
 
 
 class VirtualTransformers(Base):
@@ -230,12 +244,8 @@ class VirtualTransformers(Base):
 
         def attention(**kwargs) -> nn.Module:
             module = self.get_submodule(self.attention_fusers[extract_layer_index(kwargs["prefix"])][0])
-            if getattr(module, "virtual_heads", None) is None:
-                if hasattr(module, "q_mix"):
-                    raise NotImplementedError(OLD_CODE)
-                return stock(**kwargs)
-            virtual = MixedAttention if hasattr(module, "q_mix") else PairedAttention
-            return virtual(module, self.rotation, **kwargs)
+            virtual = virtual_attention_class(module)
+            return stock(**kwargs) if virtual is None else virtual(module, self.rotation, **kwargs)
 
         return attention
 

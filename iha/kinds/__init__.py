@@ -113,11 +113,8 @@ def own_modules(model: torch.nn.Module) -> list[str]:
     They are small and have starts of their own, so they train in full beside adapters.
     """
     modules = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
-    return sorted(
-        name
-        for name, module in modules.items()
-        if hasattr(module, "init_mechanism") and not isinstance(module, MultiHeadAttention)
-    )
+    with_starts = {name: module for name, module in modules.items() if hasattr(module, "init_mechanism")}
+    return sorted(name for name, module in with_starts.items() if not isinstance(module, MultiHeadAttention))
 
 
 def _first_sentence(documented: type) -> str:

@@ -33,7 +33,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of the scores with compositions, two of rank R for each stage (DCMHA, Section 3.3)."""
     options = config.options_of("dcmha")
     heads = config.num_attention_heads
-    groups, rank = options.num_groups, options.rank
+    groups = options.num_groups
+    rank = options.rank
     size = heads // groups
     stages = 2 if options.stages == "both" else 1
     sides = 2 if options.sides == "both" else 1

@@ -69,7 +69,9 @@ def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of Interleaved Head Attention between the projections: mixing, attention and collapse."""
-    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    heads = config.num_attention_heads
+    groups = config.num_key_value_heads
+    d = config.head_dim
     virtual = config.num_pseudo_heads
     per_head = config.pseudo_collapse == "per_head"
     cached = cached_tokens(tokens, window, virtual)

@@ -9,7 +9,9 @@ from . import Companion
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of multi-head attention between the projections."""
-    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    heads = config.num_attention_heads
+    groups = config.num_key_value_heads
+    d = config.head_dim
     cached = cached_tokens(tokens, window, virtual_tokens_per_token(config))
     return Cost(
         prefill=heads * d * score_products(form, tokens, 1, window),

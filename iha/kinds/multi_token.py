@@ -34,7 +34,8 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     options = config.options_of("multi_token")
     heads = config.num_attention_heads
     d = config.head_dim
-    convolved, mixed = _acts(options.convolution), _acts(options.head_mixing)
+    convolved = _acts(options.convolution)
+    mixed = _acts(options.head_mixing)
     past = len(convolved) * (options.query_kernel - 1)
     kernel = options.query_kernel * options.key_kernel
     group = options.head_group or heads

@@ -12,7 +12,9 @@ from . import Companion
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of paired heads between the projections: H / P heads over N * P virtual tokens."""
-    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    heads = config.num_attention_heads
+    groups = config.num_key_value_heads
+    d = config.head_dim
     virtual = config.num_pseudo_heads
     cached = cached_tokens(tokens, window, virtual)
     forward, training = (

@@ -37,7 +37,9 @@ SIZES = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 16384,
 }
-PSEUDO_HEADS, WINDOW, NEW_TOKENS = 2, 64, 8
+PSEUDO_HEADS = 2
+WINDOW = 64
+NEW_TOKENS = 8
 WINDOWS = ("none", "given", "own")
 BASE = "IHAForCausalLM"
 PASSES = ("forward", "training", "decoding")
@@ -50,7 +52,8 @@ def models(dtype: torch.dtype, window: str) -> dict[str, torch.nn.Module]:
     make = lambda: LlamaForCausalLM(LlamaConfig(**SIZES)).eval()  # noqa: E731
     if window == "own":
         make = lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=WINDOW)).eval()  # noqa: E731
-    plain, interleaved = make(), make()
+    plain = make()
+    interleaved = make()
     interleaved.load_state_dict(plain.state_dict())
     interleave_heads(interleaved, PSEUDO_HEADS, sliding_window=WINDOW if window == "given" else None)
     layers = {} if window == "none" else {"layer_types": "sliding_attention", "sliding_window": WINDOW}

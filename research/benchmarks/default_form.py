@@ -45,7 +45,8 @@ PARSER.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help
 PARSER.add_argument("--cases", nargs="+", help="parts to measure, such as forward or 'batch decoding' (all)")
 
 
-IDLE_LIMIT, BUSY_LIMIT = 1.05, 1.2
+IDLE_LIMIT = 1.05
+BUSY_LIMIT = 1.2
 RATIO = "default / sdpa"
 # What the runs of a case take together, if they are not fewer than --repeats.
 SECONDS = 5
@@ -91,7 +92,8 @@ def prepare(module: Attention, states: torch.Tensor, part: str) -> Callable[[], 
         return training(module, [states.clone()], module.leaves())
     if part == "forward":
         return inference(module, states)
-    cache, token = DynamicCache(), states[:, :1]
+    cache = DynamicCache()
+    token = states[:, :1]
     cache.update(*torch.randn(2, len(states), 8, states.shape[1], 64, dtype=states.dtype), 0)
 
     @torch.no_grad()
@@ -143,9 +145,10 @@ def over_the_limit(rows: list[dict]) -> list[dict]:
 def main() -> None:
     """Measure, or raise a `UserError` where the default loses."""
     args = PARSER.parse_args()
-    cases = [case for case in CASES if args.cases is None or case[0] in args.cases]
+    cases = CASES if args.cases is None else [case for case in CASES if case[0] in args.cases]
     path = args.out / "default_form" / f"{cpu_name()}.json"
-    rows, measured = read_json(path)["rows"] if path.exists() else [], []
+    rows = read_json(path)["rows"] if path.exists() else []
+    measured = []
     settings = product(args.dtypes, dict.fromkeys(args.threads), dict.fromkeys(args.busy), cases)
     for row in reported(measure(dtype, threads, busy, case, args.repeats) for dtype, threads, busy, case in settings):
         rows = [old for old in rows if any(old[key] != row[key] for key in SETTING)] + [row]

@@ -31,8 +31,8 @@ from iha.errors import UserError, one_line, run_cli
 from iha.files import current_commit, expanded, sole_writer, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
 from modeling_iha.cache_names import CACHE
+from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.masks import make_masks
-from modeling_iha.package import flop_matched_window
 from modeling_iha.virtual_masks import virtual_tokens_per_token
 from research.benchmarks import harness
 from research.benchmarks.harness import Attention, inference, training
@@ -61,7 +61,8 @@ LONGEST = 131072
 ENDED = "ended the process, or was stopped"
 # The longest that a form may take. A kernel or a compiler that hangs hears no signal: the process ends. (Dynamo alone
 # traces a decoder of 28 interleaved layers with gradients for a minute.)
-FORM_SECONDS, COMPILED_FORM_SECONDS = 90, 240
+FORM_SECONDS = 90
+COMPILED_FORM_SECONDS = 240
 # Seconds that the timed runs of a form take, and their fewest and most.
 TIMED_SECONDS, FEWEST_RUNS, MOST_RUNS = (0.5, 3, 20) if DEVICE == "cuda" else (0, 1, 1)
 # About 10 ms on a GPU.
@@ -96,7 +97,8 @@ def layers(case: dict, core: str, **fields) -> Work:
     A model makes masks and rotary tables once for all of its layers, so they are made here and not timed."""
     with torch.device(DEVICE):
         attention = Attention(dtype=DTYPE, attn_implementation=core, **sizes(case), **fields)
-    config, tokens = attention.model.config, case["tokens"]
+    config = attention.model.config
+    tokens = case["tokens"]
     costs = [cost.attention(config, *kind, tokens, "sdpa") for kind in zip(config.attention_kinds, config.layer_types)]
     products = sum(one.training if case["backward"] else one.prefill for one in costs)
     states = draw(1, tokens, config.hidden_size)
@@ -238,16 +240,19 @@ class InPlaceLayer(DynamicLayer):
     def __init__(self, model: IHAModel, index: int, batch: int, tokens: int):
         super().__init__()
         config = model.config
-        self.tokens, self.is_initialized = tokens, True
+        self.tokens = tokens
+        self.is_initialized = True
         self.is_sliding = config.layer_types[index] == "sliding_attention"
         self.sliding_window = tokens + 1
         if self.is_sliding:
             self.sliding_window = config.sliding_window + (virtual_tokens_per_token(config) > 1)
         shape = (batch, config.num_key_value_heads, self.sliding_window, config.head_dim)
-        self.keys, self.values = draw(*shape), draw(*shape)
+        self.keys = draw(*shape)
+        self.values = draw(*shape)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs) -> tuple:
-        self.keys[:, :, -1:], self.values[:, :, -1:] = key_states, value_states
+        self.keys[:, :, -1:] = key_states
+        self.values[:, :, -1:] = value_states
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -279,7 +284,8 @@ def replayed(function: Callable[[], None]) -> Callable[[], None]:
 
 def decode_step(case: dict, preset: str, **overrides) -> Work:
     """Build one new token after `tokens` cached ones."""
-    model, batch = paper_model(case, preset, **overrides).eval(), case["batch"]
+    model = paper_model(case, preset, **overrides).eval()
+    batch = case["batch"]
     layers = [InPlaceLayer(model.model, index, batch, case["tokens"]) for index in range(len(model.model.layers))]
     cache = Cache(layers=layers)
     read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
@@ -315,7 +321,8 @@ FORMS: dict[str, Callable[[dict], Forms]] = {
 
 def cases(part: str, dry: bool) -> list[dict]:
     """Return the cases of a part, the cheapest first; in a dry run tiny ones."""
-    paper, three = {"heads": 20, "head_dim": 128}, {"pseudo_heads": [2, 4, 20]}
+    paper = {"heads": 20, "head_dim": 128}
+    three = {"pseudo_heads": [2, 4, 20]}
     tiny = {"tokens": 128, "heads": 4, "head_dim": 8, "layers": 5}
     backward = [{"backward": False}, {"backward": True}]
     full = {

@@ -40,7 +40,8 @@ class Attention(torch.nn.Module):
         sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
         one = {"num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
         config = IHAConfig.from_preset("tiny", **{**sizes, **one, **overrides})
-        self.model, self.checkpointing = IHAModel._from_config(config, dtype=dtype).eval(), checkpointing
+        self.model = IHAModel._from_config(config, dtype=dtype).eval()
+        self.checkpointing = checkpointing
 
     def leaves(self) -> list[torch.nn.Parameter]:
         return [parameter for layer in self.model.layers for parameter in layer.self_attn.parameters()]
@@ -156,7 +157,9 @@ def extra_bytes(prepare: Callable, sizes: tuple, small: tuple) -> int:
 
 def ratios(values: dict[str, float], base: str, what: str = "") -> dict[str, float]:
     """Return each value over that of `base`, or nothing if that is zero. `what` opens the name of each ratio."""
-    others = {name: value for name, value in values.items() if name != base and values[base]}
+    if not values[base]:
+        return {}
+    others = {name: value for name, value in values.items() if name != base}
     return {f"{what}{name} / {base}": value / values[base] for name, value in others.items()}
 
 

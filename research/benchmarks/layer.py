@@ -6,6 +6,7 @@ with projections, RoPE, mixing and collapse. "mha layer" is Llama's.
 example: python -m research.benchmarks.layer --tokens 512 2048 --pseudo-heads 4 8
 """
 
+import math
 from itertools import product
 
 import torch
@@ -30,7 +31,8 @@ def bare_sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> to
 
 
 def measure(tokens: int, pseudo_heads: int, backward: bool, repeats: int) -> dict:
-    iha, mha = Attention(num_pseudo_heads=pseudo_heads), Attention(attention_kinds="mha")
+    iha = Attention(num_pseudo_heads=pseudo_heads)
+    mha = Attention(attention_kinds="mha")
     forms = {
         "bare SDPA": (bare_sdpa, [torch.randn(1, 8, tokens * pseudo_heads, 64) for _ in range(3)], []),
         "layer": (iha, [torch.randn(1, tokens, 512)], iha.leaves()),
@@ -63,11 +65,10 @@ def measure(tokens: int, pseudo_heads: int, backward: bool, repeats: int) -> dic
 
 def main() -> None:
     args = PARSER.parse_args()
-    rows = reported(
-        measure(tokens, pseudo_heads, backward, args.repeats)
-        for backward, tokens, pseudo_heads in product((False, True), args.tokens, args.pseudo_heads)
-        if not backward or tokens * pseudo_heads <= LONGEST_BACKWARD
-    )
+    sizes = list(product(args.tokens, args.pseudo_heads))
+    sizes_of_backward = [size for size in sizes if math.prod(size) <= LONGEST_BACKWARD]
+    settings = [(*size, False) for size in sizes] + [(*size, True) for size in sizes_of_backward]
+    rows = reported(measure(*setting, args.repeats) for setting in settings)
 
     write(args.out, "layer", rows, dtype="float32", predicted_by="multiply-adds")
 

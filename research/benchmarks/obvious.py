@@ -33,24 +33,29 @@ class Obvious(torch.nn.Module):
 
     def __init__(self, module: Attention, tokens: int) -> None:
         super().__init__()
-        self.attention, config = module.model.layers[0].self_attn, module.model.config
-        self.virtual, window = config.num_pseudo_heads, self.attention.sliding_window
+        self.attention = module.model.layers[0].self_attn
+        config = module.model.config
+        self.virtual = config.num_pseudo_heads
+        window = self.attention.sliding_window
         positions = torch.arange(tokens * self.virtual)
         angles = torch.outer(positions, module.model.rotary_emb.inv_freq).repeat(1, 2)
         dtype = self.attention.q_proj.weight.dtype
-        self.cos, self.sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        self.cos = angles.cos().to(dtype)
+        self.sin = angles.sin().to(dtype)
         distance = positions[:, None] - positions
         self.mask = None if window is None else (distance >= 0) & (distance < window * self.virtual)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return the output [batch, N, 512] of hidden states."""
-        layer, mixed = self.attention, []
+        layer = self.attention
+        mixed = []
         for name in ("q", "k", "v"):
             heads = getattr(layer, f"{name}_proj")(states).unflatten(-1, (8, 64))
             alpha = getattr(layer, f"{name}_mix").weight
             mixed.append(torch.einsum("bnmd,mhp->bhnpd", heads, alpha).flatten(2, 3))
         query, key, value = mixed
-        query, key = self.rotate(query), self.rotate(key)
+        query = self.rotate(query)
+        key = self.rotate(key)
         output = scaled_dot_product_attention(query, key, value, self.mask, is_causal=self.mask is None)
         output = torch.einsum("bhnpd,hp->bnhd", output.unflatten(2, (-1, self.virtual)), layer.collapse.weight)
         return layer.o_proj(output.flatten(2))
@@ -65,7 +70,8 @@ def measure(tokens: int, virtual: int, windowed: bool, part: str, dtype: str, th
     window = tokens // (2 * virtual**2) if windowed else None
     fields = {"layer_types": "sliding_attention", "sliding_window": window} if windowed else {}
     module = Attention(getattr(torch, dtype), num_pseudo_heads=virtual, **fields)
-    obvious, states = Obvious(module, tokens), torch.randn(1, tokens, 512, dtype=getattr(torch, dtype))
+    obvious = Obvious(module, tokens)
+    states = torch.randn(1, tokens, 512, dtype=getattr(torch, dtype))
     with torch.no_grad():
         torch.testing.assert_close(
             module(states), obvious(states), rtol=0.05, atol=1e-3 if dtype == "float32" else 0.05

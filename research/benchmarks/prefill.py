@@ -21,7 +21,9 @@ PARSER = arguments(__doc__, [4096, 8192, 16384, 32768, 65536])
 
 
 BASE = "5 mha"
-HEADS, PSEUDO_HEADS, WINDOW = 1, 2, 512
+HEADS = 1
+PSEUDO_HEADS = 2
+WINDOW = 512
 LOCAL_GLOBAL = ["sliding_attention"] * 4 + ["full_attention"]
 # In the order, and so the colours, of research/experiments/first_screen.py.
 FORMS = {

@@ -15,7 +15,7 @@ import torch
 from iha.errors import run_cli
 from iha.model_cost import attention, model
 from modeling_iha import IHAConfig
-from modeling_iha.package import flop_matched_window
+from modeling_iha.flop_matched_window import flop_matched_window
 from research.benchmarks.harness import (
     CONTEXT,
     Attention,
@@ -54,7 +54,8 @@ def schedules(tokens: int, pseudo_heads: int) -> dict[str, dict]:
 
 def attention_modules(fields: dict, tokens: int, backward: bool) -> tuple[Callable[[], None], float]:
     """Return a function that runs five attention modules, and its multiply-adds."""
-    modules, states = Attention(**fields), torch.randn(1, tokens, 512)
+    modules = Attention(**fields)
+    states = torch.randn(1, tokens, 512)
     config = modules.model.config
     costs = [attention(config, *layer, tokens) for layer in zip(config.attention_kinds, config.layer_types)]
     if backward:
@@ -70,7 +71,8 @@ def whole_model(fields: dict, tokens: int) -> tuple[Callable[[], None], float]:
 
 
 def measure(tokens: int, part: str, repeats: int) -> dict:
-    runs, products = {}, {}
+    runs = {}
+    products = {}
     for name, fields in schedules(tokens, PSEUDO_HEADS).items():
         if part == "model, forward":
             runs[name], products[name] = whole_model(fields, tokens)

@@ -28,7 +28,8 @@ from research.benchmarks.options import arguments
 
 PARSER = arguments(__doc__, None, repeats=5)
 PARSER.add_argument("server", choices=["batching", "vllm"])
-PSEUDO_HEADS, REQUESTS = 2, (1, 4, 16)
+PSEUDO_HEADS = 2
+REQUESTS = (1, 4, 16)
 NEW_TOKENS = {"batching": 24, "vllm": 12}
 Prompts = list[list[int]]
 

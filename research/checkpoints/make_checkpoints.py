@@ -66,7 +66,9 @@ def evaluated(checkpoint: Path, directory: Path, length: int, *tasks: str) -> di
 
 def convert(pseudo_heads: int, output: Path) -> Made:
     """Convert SmolLM2-135M-Instruct to IHA with P pseudo-heads, verify it against its source and evaluate it."""
-    source, checkpoint, verified = smollm2_gguf(), output / "checkpoint", output / "verify.json"
+    source = smollm2_gguf()
+    checkpoint = output / "checkpoint"
+    verified = output / "verify.json"
     command = ("conversion_scripts.convert_llama_to_iha", source, checkpoint, "--num-pseudo-heads", pseudo_heads)
     if not checkpoint.exists():
         verified.unlink(missing_ok=True)  # the figures of a former checkpoint
@@ -78,7 +80,8 @@ def convert(pseudo_heads: int, output: Path) -> Made:
 
 def train_tiny(kind: str, output: Path) -> Made:
     """Train a tiny model of one mechanism from scratch on the bytes of a story."""
-    untrained, run = output / "untrained", output / "run"
+    untrained = output / "untrained"
+    run = output / "run"
     run_command(untrained, "research.checkpoints.untrained", kind, untrained)
     # In the Year 2889, a short story by Jules Verne.
     story = Path(find_spec("reasoning_gym").origin).parent / "data" / "in_the_year_2889.txt"
@@ -130,7 +133,8 @@ def compare(name: str, made: Made, folder: Path) -> str:
     """Say how well a checkpoint agrees with its record in `folder`, or raise `UserError` if it does not."""
     if weights_sha256(made.checkpoint) == read_json(folder / "record.json", Record)["weights_sha256"]:
         return "the recorded weights, bit for bit"
-    found, recorded = losses(made.results), losses(read_results(folder))
+    found = losses(made.results)
+    recorded = losses(read_results(folder))
     apart = float(np.max([abs(found.get(key, math.inf) - loss) for key, loss in recorded.items()] or [math.inf]))
     if apart <= TOLERANCE:  # false for NaN
         return f"other bits than recorded; the losses differ by up to {apart:.4f} nats, within {TOLERANCE}"

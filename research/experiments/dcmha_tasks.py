@@ -38,7 +38,8 @@ from research.experiments.study import begin, correct_by_holm, differences, inte
 
 KINDS = ("mha", "paired_heads", "iha", "talking_heads", "dcmha", "multi_token")
 SMALL = sized(width=64, ffn=192, layers=2, heads=4, tokens=4, batch=64, steps=600, test=16)
-EVALUATIONS, HELD_OUT = 5, 8
+EVALUATIONS = 5
+HELD_OUT = 8
 EFFECT = 0.05  # share of answers
 FIRST_RATE = 2e-3
 
@@ -103,7 +104,8 @@ def draw(index: int, new: bool, generator: random.Random) -> tuple[list[list[str
     the odd one.
     """
     pattern, transformation, order = TASKS[index]
-    answers, source = ANSWERS[transformation], generator.choice(sources(index, new))
+    answers = ANSWERS[transformation]
+    source = generator.choice(sources(index, new))
     unit = next((unit for unit in UNITS if source in unit), list(answers))
     first = generator.choice([word for word in unit if answers[word] != answers[source]])
     alike = [word for word in unit if answers[word] == answers[first]]
@@ -142,7 +144,8 @@ def config_of_kind(kind: str) -> IHAConfig:
 def train(kind: str, seed: int, rate: float, mixing: float) -> dict:
     """Train a model. Return its share of wrong answers as it falls and, at the end, that of right ones by task."""
     generator = random.Random(seed)
-    model, per_task = new_model(config_of_kind(kind), config_of_kind("mha"), seed), SMALL["test"]
+    model = new_model(config_of_kind(kind), config_of_kind("mha"), seed)
+    per_task = SMALL["test"]
     held_out = random.Random(3001)
     tests = {
         name: encode([draw(i, name == "new", held_out) for i in range(len(TASKS)) for _ in range(per_task)])

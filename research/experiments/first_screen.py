@@ -32,7 +32,8 @@ HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before
 def plot(losses: dict, gpu: dict) -> Figure:
     """Plot the losses by steps and by time with 95% bands, and the ratios of the GPU by the context."""
     ends = {row["variant"]: row["loss"]["mean"] for row in losses["rows"]}
-    trained = [row for row in gpu["rows"] if row["part"] == "schedule" and row["backward"]]
+    schedules = [row for row in gpu["rows"] if row["part"] == "schedule"]
+    trained = [row for row in schedules if row["backward"]]
     costs = [row["ratios"]["paired heads: sdpa"] / row["ratios"]["windows alone: sdpa"] for row in trained]
     message = (
         f"After {losses['steps']} steps paired heads are {ends['global_local'] - ends['paired_4']:.2f} nats per byte "

@@ -32,10 +32,16 @@ from research.experiments.polynomial_filters import BareAttention
 from research.experiments.study import begin, points, run_once, spread, write
 
 
-CELLS, REACH, LABELS = 12, 2, 4
-AGENTS, OTHER_NUMBERS = 20, (2, 5, 10, 40)
-ROWS, STEPS = 512, 3000
-ONE_LAYER, TWO_LAYERS = 3e-2, 1e-3  # rates of Adam; at 1e-2 two layers end as far from the target
+CELLS = 12
+REACH = 2
+LABELS = 4
+AGENTS = 20
+OTHER_NUMBERS = (2, 5, 10, 40)
+ROWS = 512
+STEPS = 3000
+# Adam's learning rates. At 1e-2 two layers end as far from the target.
+ONE_LAYER = 3e-2
+TWO_LAYERS = 1e-3
 HEADS = 4  # of each of two layers
 
 
@@ -85,7 +91,8 @@ def collisions(name: str, rows: int, agents: int) -> Rows:
 
 def collisions_by_label(rows: int, agents: int) -> Rows:
     """Draw agents that collide with those of their own label, as one-hot labels and cells side by side."""
-    cells, labels = torch.randint(CELLS, (rows, agents)), torch.randint(LABELS, (rows, agents))
+    cells = torch.randint(CELLS, (rows, agents))
+    labels = torch.randint(LABELS, (rows, agents))
     effects = window()[cells[:, :, None], cells[:, None]] * (labels[:, :, None] == labels[:, None])
     x = torch.cat((torch.eye(LABELS)[labels], torch.eye(CELLS)[cells]), dim=2)
     return x.double(), effects.sum(dim=2)
@@ -128,7 +135,8 @@ def hyper_attention() -> Task:
 
 def two_layers() -> Task:
     """Return two layers of self-attention in the place of one of HyperFeatureAttention."""
-    width, head_dim = LABELS + CELLS, LABELS + CELLS
+    width = LABELS + CELLS
+    head_dim = width
     first = layer_of("hyper_feature", width, head_dim, HEADS, orders=1)
     second = layer_of("hyper_feature", HEADS * head_dim, head_dim, HEADS, orders=1)
     return Task([first, second], collisions_by_label, TWO_LAYERS)
@@ -147,7 +155,9 @@ TASKS = {
 def constructed(seed: int) -> dict[str, float]:
     """Return the largest error of each construction."""
     torch.manual_seed(seed)
-    one, features, three = self_attention("one-hot"), hyper_feature_attention(), hyper_attention()
+    one = self_attention("one-hot")
+    features = hyper_feature_attention()
+    three = hyper_attention()
     layer = one.layers[0].layer
     layer.q_proj.weight.copy_(window() * CELLS**0.5)
     layer.k_proj.weight.copy_(torch.eye(CELLS))

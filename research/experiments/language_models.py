@@ -62,7 +62,8 @@ def sized(width: int, ffn: int, layers: int, heads: int, **training: int) -> dic
 
 
 SMALL = sized(width=64, ffn=176, layers=5, heads=4, tokens_per_step=2048, steps=400)
-EVALUATIONS, HELD_OUT_ROWS = 10, 64
+EVALUATIONS = 10
+HELD_OUT_ROWS = 64
 
 
 def read_text() -> torch.Tensor:
@@ -121,8 +122,10 @@ def train(
 
     Return the seconds, and a curve of the step and the held-out loss.
     """
-    held_out, generator = len(text) // 10, torch.Generator().manual_seed(seed)
-    tokens, steps = size["tokens"], size["steps"]
+    held_out = len(text) // 10
+    generator = torch.Generator().manual_seed(seed)
+    tokens = size["tokens"]
+    steps = size["steps"]
     # In float32 the places in a long text would be rounded.
     starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS, dtype=torch.float64).long()
     validation = rows_of(text, starts, tokens)
@@ -156,7 +159,8 @@ def summary(
     name: str, size: dict, variants: dict[str, dict], rates: dict[str, Rates], runs: dict[str, list[dict]]
 ) -> dict:
     """Return a row of the table, with the differences from the first variant, the variant's own control and "mha"."""
-    config, seconds = config_of(size, **variants[name]), [run["seconds"] for run in runs[name]]
+    config = config_of(size, **variants[name])
+    seconds = [run["seconds"] for run in runs[name]]
     row = {
         "tokens": size["tokens"],
         "variant": name,

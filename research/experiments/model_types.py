@@ -48,22 +48,26 @@ from research.benchmarks.harness import environment
 from research.experiments.options import RESULTS, StudyParser
 
 
-PSEUDO_HEADS, NEW_TOKENS, IMAGE_TOKEN = 3, 8, 61
+PSEUDO_HEADS = 3
+NEW_TOKENS = 8
+IMAGE_TOKEN = 61
 GREEDY = {
     **{"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0},
     **{"return_dict_in_generate": True, "output_logits": True},
 }
 EXACT = 2e-5
 # The types that an Auto class knows, but for this package's. One of several media may have a class for text besides.
-CAUSAL, MULTIMODAL = "AutoModelForCausalLM", "AutoModelForMultimodalLM"
+CAUSAL = "AutoModelForCausalLM"
+MULTIMODAL = "AutoModelForMultimodalLM"
 OURS = ("iha", "interleaved")
+OTHER_CLASSES = [
+    name
+    for name, model_class in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != model_class
+]
 TYPES = {
     CAUSAL: [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in OURS],
-    MULTIMODAL: [
-        name
-        for name, model_class in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
-        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != model_class and name not in OURS
-    ],
+    MULTIMODAL: [name for name in OTHER_CLASSES if name not in OURS],
 }
 # The sizes of tiny models, by the names that configurations use. Windows and budgets are shorter than the input.
 NAMES = {
@@ -179,7 +183,8 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 def _shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     names = {field.name for field in dataclasses.fields(config)}
-    fields = {name: size for name, size in SIZES.items() if name in names or name in config.attribute_map}
+    sizes = names.union(config.attribute_map)
+    fields = {name: size for name, size in SIZES.items() if name in sizes}
     kinds = list(dict.fromkeys(config.layer_types or ())) if "layer_types" in names else []
     if len(kinds) > 1:  # one layer of each
         fields |= {"layer_types": kinds, "num_hidden_layers": len(kinds)}
@@ -194,7 +199,8 @@ def _shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def tiny_model(model_type: str, auto_class: str = CAUSAL) -> PreTrainedModel:
     """Return a random tiny model of a type, on SDPA where the type has it."""
-    config, from_config = tiny_config(model_type), getattr(transformers, auto_class).from_config
+    config = tiny_config(model_type)
+    from_config = getattr(transformers, auto_class).from_config
     torch.manual_seed(0)
     try:
         return from_config(config, attn_implementation="sdpa").eval()
@@ -208,7 +214,9 @@ def try_type(model_type: str, auto_class: str, directory: Path) -> dict:
     A model that is exact so far is saved in the directory, with moved weights and its outputs (see `load`)."""
     try:
         model = tiny_model(model_type, auto_class)
-        before, error_of_cache, trains = outputs(model), cache_error(model), trains_twice(model)
+        before = outputs(model)
+        error_of_cache = cache_error(model)
+        trains = trains_twice(model)
         check_base(model, before, getattr(transformers, auto_class))
     except Exception as error:
         return {"verdict": "not built", "reason": one_line(error)}
@@ -361,8 +369,10 @@ def image_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return a batch of one row of text with an image in the middle, padded on the left.
 
     Raise an exception where the model takes no image in the usual way."""
-    config, takes = model.config, signature(model.get_image_features).parameters
-    vision, generator = config.vision_config, torch.Generator().manual_seed(4)
+    config = model.config
+    takes = signature(model.get_image_features).parameters
+    vision = config.vision_config
+    generator = torch.Generator().manual_seed(4)
     if "image_grid_thw" in takes:
         pixels = getattr(vision, "in_channels", 3) * getattr(vision, "temporal_patch_size", 1) * vision.patch_size**2
         images = {"pixel_values": torch.randn(16, pixels, generator=generator)}

@@ -95,7 +95,9 @@ SIZES = {
 # The rate at which the tuning of a size begins, where it is not FIRST_RATE.
 BEGIN_AT = {256: 1e-3, 512: 1e-3}
 EFFECT = 0.01  # nats per byte
-WARM_STEPS, TIMED_STEPS, TIMED_ROUNDS = 3, 10, 11
+WARM_STEPS = 3
+TIMED_STEPS = 10
+TIMED_ROUNDS = 11
 LINES = {  # of the plot by time
     "mha": "global attention",
     "global_local": "windows alone (4 of 5 layers)",
@@ -165,7 +167,8 @@ def step_seconds(size: dict, text: torch.Tensor, names: Sequence[str]) -> dict[s
     places in memory change the time by some percent.
     """
     starts = torch.arange(size["batch"]) * size["tokens"] % (len(text) - size["tokens"])
-    rows, seconds = rows_of(text, starts, size["tokens"]), {name: [] for name in names}
+    rows = rows_of(text, starts, size["tokens"])
+    seconds = {name: [] for name in names}
     for _ in range(TIMED_ROUNDS):
         for name in names:
             model = model_on(text.device, size, name, 0)
@@ -222,7 +225,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     begin(args)
     if args.steps is not None and args.steps < EVALUATIONS:
         raise UserError(f"--steps {args.steps}: expected at least {EVALUATIONS}.")
-    size, text = size_of(SIZES[args.width], args.tokens), read_text(args.text, args.tokens)
+    size = size_of(SIZES[args.width], args.tokens)
+    text = read_text(args.text, args.tokens)
     size |= {} if args.steps is None else {"steps": args.steps}
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch sees no CUDA device here.")
@@ -230,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
     setting = {**size, "gpu": gpu, "text": Path(args.text).name, "text_sha256": text_sha256(text)}
     setting |= {"compiled": True} if args.device == "cuda" else {}
     text = text.to(args.device)
-    run, first = partial(one_run, size, text), BEGIN_AT.get(args.width)
+    run = partial(one_run, size, text)
+    first = BEGIN_AT.get(args.width)
     rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]), first)
     timed = args.output / f"seconds-{'-'.join(args.kinds)}.json"
     kept = {**setting, "machine": processor()}

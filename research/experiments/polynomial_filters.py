@@ -44,7 +44,8 @@ FEATURES = 3  # d, of the constructed layers
 CYCLE = networkx.cycle_graph(12, create_using=networkx.DiGraph)
 LEARNED_FILTERS = 9
 LEARNED_HEADS = {"mha": (1, 3, 5, 7, 8, 9), "iha": (1, 2, 3, 4)}
-STEPS, BATCH = 1500, 16
+STEPS = 1500
+BATCH = 16
 
 
 def linear_core(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +90,8 @@ class BareAttention(nn.Module):
         }
         config = IHAConfig.from_preset("tiny", **{**fields, **overrides})
         model = IHAModel._from_config(config, attn_implementation=core)
-        self.layer, self.rotary = model.layers[0].self_attn, model.rotary_emb
+        self.layer = model.layers[0].self_attn
+        self.rotary = model.rotary_emb
         self.layer.o_proj = nn.Identity()
 
     def by_head(self, *names: str) -> list[torch.Tensor]:
@@ -116,7 +118,8 @@ def adjacency(graph: networkx.Graph) -> np.ndarray:
 
 def powers(matrix: np.ndarray, count: int) -> list[np.ndarray]:
     """Return [I, A, ..., A^(count - 1)] in Python's integers, which have no largest one."""
-    matrix, result = matrix.astype(object), [np.eye(len(matrix), dtype=int).astype(object)]
+    matrix = matrix.astype(object)
+    result = [np.eye(len(matrix), dtype=int).astype(object)]
     while len(result) < count:
         result.append(result[-1] @ matrix)
     return result
@@ -164,8 +167,10 @@ def constructed(kind: str, matrix: np.ndarray, features: int, k: int, core: str 
 @torch.no_grad()
 def filter_bank(layer: BareAttention, x: torch.Tensor, k: int) -> torch.Tensor:
     """Return the first k blocks of the heads of a constructed layer, [k, rows, d], of X [rows, d]."""
-    module, features = layer.layer, x.shape[1]
-    heads, nodes = module.config.num_attention_heads, module.q_proj.in_features - features
+    module = layer.layer
+    features = x.shape[1]
+    heads = module.config.num_attention_heads
+    nodes = module.q_proj.in_features - features
     blocks = virtual_tokens_per_token(module.config)
     output = layer(embed(x[None], nodes))[0].unflatten(-1, (heads, -1))[..., : features * blocks]
     return output.reshape(len(x), heads * blocks, features).transpose(0, 1)[:k]
@@ -243,7 +248,8 @@ def learned(kind: str, heads: int, seeds: list[int]) -> dict:
 
 def plot(table: dict) -> Figure:
     """Plot heads and parameters of the constructions, and the errors of learned layers by their parameters."""
-    rows, counts = table["learned"], table["counts"]
+    rows = table["learned"]
+    counts = table["counts"]
     message = "k filters of a graph take ceil(sqrt(k)) interleaved heads; learned ones leave less at fewer parameters"
     figure, (heads, parameters, error) = plots.panels(message, 3, 3, 3.8)
     for kind, style in (("mha", "C0o-"), ("iha", "C1s-")):

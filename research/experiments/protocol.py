@@ -39,9 +39,12 @@ from modeling_iha.mixing_weights import mixing_parameters
 from research.experiments.study import differences, run_once
 
 
-TUNING_SEED, FEWEST_SEEDS = 1000, 6
+TUNING_SEED = 1000
+FEWEST_SEEDS = 6
 LEAST_SEEDS = 3  # of `--most-seeds`
-FIRST_RATE, RATE_FACTOR, MIXING_FACTOR = 4e-3, 2.0, 4.0
+FIRST_RATE = 4e-3
+RATE_FACTOR = 2.0
+MIXING_FACTOR = 4.0
 # Form of the cost model -> the budget that it counts.
 COUNTS = {"sdpa": "FLOPs", "paper": "FLOPs as the paper counts"}
 BUDGETS = ("steps", *COUNTS.values(), "time")
@@ -115,7 +118,9 @@ def fit(
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(AVERAGE))
-    curve, seconds, start = [], 0.0, time.process_time()
+    curve = []
+    seconds = 0.0
+    start = time.process_time()
     for step in range(steps + 1):
         if step % max(1, steps // evaluations) == 0 or step == steps:
             seconds += time.process_time() - start
@@ -142,9 +147,11 @@ def walk(loss_at: Callable[[float], float], start: float, factor: float) -> floa
     best = min(losses, key=losses.__getitem__)  # the first of equal ones
     if best == start:
         return start
-    step, lowest = best / start, losses[best]
+    step = best / start
+    lowest = losses[best]
     while (loss := loss_at(best * step)) < lowest:
-        best, lowest = best * step, loss
+        best = best * step
+        lowest = loss
     return best
 
 
@@ -245,7 +252,8 @@ def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: Iterable[f
         `base`. Both are compared at the total cost of the cheaper one: the cheaper one at its last step, the dearer
         one at the step where it has cost as much.
     """
-    costs, compared = [1.0, *flops], {}
+    costs = [1.0, *flops]
+    compared = {}
     if all(run["seconds"] for each in (name, base) for run in runs[each]):
         ours, theirs = (median(run["seconds"] for run in runs[each]) for each in (name, base))
         costs.append(ours / theirs)

@@ -44,10 +44,13 @@ VARIANTS: dict[str, dict] = {
     "iha_window": {"attention_kinds": ["iha", "mha"]},
 }
 SMALL = sized(width=64, ffn=128, layers=2, heads=2, rows_per_step=64, steps=1000)
-EVALUATIONS, HELD_OUT_ROWS = 20, 256
-EFFECT, FIRST_RATE = 0.02, 2e-3  # the first is a share of answers
+EVALUATIONS = 20
+HELD_OUT_ROWS = 256
+EFFECT = 0.02  # share of answers
+FIRST_RATE = 2e-3
 LETTERS = 6  # on each side of the grid
-FILLER, VALUES = 0, 32
+FILLER = 0
+VALUES = 32
 
 
 class Task(NamedTuple):
@@ -103,7 +106,8 @@ def train(
     at the step."""
     generator = torch.Generator().manual_seed(seed)
     held_out, labels = task.rows(HELD_OUT_ROWS, task.pairs, torch.Generator().manual_seed(3001))
-    asked, wrong = labels != -100, []
+    asked = labels != -100
+    wrong = []
 
     def loss() -> torch.Tensor:
         pairs = int(torch.randint(2, task.pairs + 1, (), generator=generator))
@@ -128,7 +132,8 @@ def one_run(task: Task, heads: int, name: str, seed: int, rate: float, mixing: f
 
 def summary(name: str, rates: dict, runs: dict[str, list[dict]]) -> dict:
     """Return a row of the table, with the difference from the first variant."""
-    base, ends = next(iter(runs)), [end(run) for run in runs[name]]
+    base = next(iter(runs))
+    ends = [end(run) for run in runs[name]]
     row = {
         "variant": name,
         **rates[name]._asdict(),
@@ -143,7 +148,8 @@ def summary(name: str, rates: dict, runs: dict[str, list[dict]]) -> dict:
 
 def plot(table: dict) -> Figure:
     """Plot the share of right answers by step, and its mean over the run."""
-    pairs, spelled = table["pairs"], "two letters" if table["grid"] else "one letter"
+    pairs = table["pairs"]
+    spelled = "two letters" if table["grid"] else "one letter"
     figure, (by_step, by_variant) = plots.panels(f"Recall of {pairs} pairs, keys of {spelled}", 2, 2, height=4)
     for name, curves in table["runs"].items():
         steps = [point[0] for point in curves[0]]

@@ -78,7 +78,8 @@ def batches(groups: list[Group], generator: torch.Generator) -> list[Group]:
 
 def from_degrees(task: str) -> float:
     """Return the share of right answers of a model that knows m and counts row i and column j, but follows no path."""
-    right = count = 0.0
+    right = 0.0
+    count = 0.0
     for entries, targets in draw(task, SIZE["examples"], torch.Generator().manual_seed(0)):
         m = math.isqrt(entries.shape[1])
         relations = entries.unflatten(1, (m, m))
@@ -127,7 +128,9 @@ def new_model(kind: str, seed: int) -> RelationModel:
 @torch.no_grad()
 def score(model: RelationModel, groups: list[Group]) -> tuple[float, float]:
     """Return the mean loss of all entries, and the share of right answers."""
-    loss = right = count = 0.0
+    loss = 0.0
+    right = 0.0
+    count = 0.0
     for entries, targets in groups:
         for inputs, answers in zip(entries.split(SIZE["batch"]), targets.split(SIZE["batch"])):
             logits = model(inputs)
@@ -147,8 +150,11 @@ def train(task: str, rate: float, kind: str, seed: int, epochs: int) -> dict:
     training, validation, test = (draw(task, SIZE[split], generator) for split in ("examples", "held_out", "held_out"))
     model = new_model(kind, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    curve, seconds = [], 0.0
-    lowest, best, weights = math.inf, 1, model.state_dict()
+    curve = []
+    seconds = 0.0
+    lowest = math.inf
+    best = 1
+    weights = model.state_dict()
     for epoch in range(1, epochs + 1):
         losses = []
         start = time.process_time()
@@ -163,7 +169,9 @@ def train(task: str, rate: float, kind: str, seed: int, epochs: int) -> dict:
         curve.append([epoch, fmean(losses), held_out, right])
         print(f"{task}, {kind}, rate {rate:g}, seed {seed}: epoch {epoch}, {right:.4f} right", flush=True)
         if held_out < lowest:
-            lowest, best, weights = held_out, epoch, deepcopy(model.state_dict())
+            lowest = held_out
+            best = epoch
+            weights = deepcopy(model.state_dict())
         if epoch - best >= SIZE["patience"]:
             break
     model.load_state_dict(weights)
@@ -193,7 +201,8 @@ def plot(table: dict) -> Figure:
     figure, (axes,) = plots.panels(message, height=4)
     for place, (kind, curves) in enumerate(table["runs"].items()):
         for seed, curve in enumerate(curves):  # a line each, because they may stop at different epochs
-            epochs, right = [point[0] for point in curve], [point[3] for point in curve]
+            epochs = [point[0] for point in curve]
+            right = [point[3] for point in curve]
             axes.plot(epochs, right, f"C{place}", marker=".", label=kind if seed == 0 else None)
     axes.axhline(table["from_degrees"], color="black", linewidth=0.8, label="counts of row and column alone")
     axes.set(xlabel="epoch", ylabel="right in validation (higher is better)")

@@ -136,7 +136,8 @@ def points(values: list[dict | None]) -> list[plots.Point | None]:
 
     def point(value: dict) -> plots.Point:
         half_width = value.get("half_width") or 0.0
-        low, high = value.get("min", value["mean"] - half_width), value.get("max", value["mean"] + half_width)
+        low = value.get("min", value["mean"] - half_width)
+        high = value.get("max", value["mean"] + half_width)
         return value["mean"], value["mean"] - low, high - value["mean"]
 
     return [value and point(value) for value in values]

@@ -23,8 +23,13 @@ from research.experiments.polynomial_filters import BareAttention, constructed, 
 from research.experiments.study import begin, write
 
 
-WIDTH, HEADS, TOKENS = 32, 4, 12  # of Theorem 2
-PSEUDO_HEADS, LENGTHS, SEQUENCES = range(1, 9), (4, 9, 16, 25), 20  # P; N, and sequences of each N and seed
+# The sizes for Theorem 2
+WIDTH = 32
+HEADS = 4
+TOKENS = 12
+PSEUDO_HEADS = range(1, 9)  # P
+LENGTHS = (4, 9, 16, 25)  # N
+SEQUENCES = 20  # of each N and seed
 
 
 def layer_of(kind: str, virtual: int, selected: int = 0, alternating: str = "", **overrides) -> BareAttention:
@@ -41,7 +46,8 @@ def layer_of(kind: str, virtual: int, selected: int = 0, alternating: str = "", 
 
 def outputs(layer: BareAttention, x: torch.Tensor, virtual: int, causal: bool, seed: int) -> torch.Tensor:
     """Return a layer's outputs for x [rows, tokens, width], with projections of a seed."""
-    generator, size = torch.Generator().manual_seed(seed), x.shape[1] * virtual
+    generator = torch.Generator().manual_seed(seed)
+    size = x.shape[1] * virtual
     for weight in (layer.layer.q_proj.weight, layer.layer.k_proj.weight, layer.layer.v_proj.weight):
         weight.normal_(std=x.shape[2] ** -0.5, generator=generator)
     mask = torch.ones(1, 1, size, size, dtype=torch.bool)
@@ -93,13 +99,17 @@ def residue_count(x: list[int], factor: int, modulus: int) -> torch.Tensor:
 
     The first head counts all residues, the second keeps the token's own. Residues that a and b tokens have give a b =
     ((a + b)^2 - a^2 - b^2) / 2 pairs, s^2 = ReLU(s) + 2 sum_t ReLU(s - t). A negative term turns these off."""
-    tokens, residues = len(x), torch.eye(modulus).double()[torch.tensor(x) % modulus]
+    tokens = len(x)
+    residues = torch.eye(modulus).double()[torch.tensor(x) % modulus]
     layer = BareAttention("mha", modulus + tokens, 2, max(tokens, modulus), "hard").double()
     query, key, value = (weight.zero_() for weight in layer.by_head("q_proj", "k_proj", "v_proj"))
-    query[1, :tokens, modulus:] = key[1, :tokens, modulus:] = torch.eye(tokens)
+    query[1, :tokens, modulus:] = torch.eye(tokens)
+    key[1, :tokens, modulus:] = torch.eye(tokens)
     value[:, :modulus, :modulus] = torch.eye(modulus) * torch.tensor([tokens, 1])[:, None, None]
     numbers, own = layer(torch.cat((residues, torch.eye(tokens)), dim=1)[None])[0].unflatten(-1, (2, -1)).unbind(1)
-    a, b, below = numbers[:, :modulus, None], numbers[:, None, :modulus], torch.arange(2 * tokens)
+    a = numbers[:, :modulus, None]
+    b = numbers[:, None, :modulus]
+    below = torch.arange(2 * tokens)
     residue = -factor * torch.arange(modulus)[:, None] - torch.arange(modulus)
     off = 2 * tokens * (1 - own[:, residue % modulus])[..., None]
     slopes = 2 - (below == 0).double()
@@ -116,7 +126,8 @@ def theorem_4(tokens: int, seeds: Sequence[int]) -> dict:
     for (name, count), seed, index in product(counts.items(), seeds, range(SEQUENCES)):
         draw = np.random.default_rng([seed, index])
         x = draw.integers(1, tokens + 1, tokens - ("less" in name)).tolist()
-        modulus, factor = int(draw.integers(2, tokens + 1)), int(draw.integers(2 * tokens + 1, 4 * tokens))
+        modulus = int(draw.integers(2, tokens + 1))
+        factor = int(draw.integers(2 * tokens + 1, 4 * tokens))
         exact = torch.tensor([sum((i + factor * a + b) % modulus == 0 for a, b in product(x, x)) for i in x])
         errors[name] = max(errors[name], (count(x, factor, modulus) - exact).abs().max().item())
     return {"tokens": tokens, "heads": {"iha": root(tokens), "mha": tokens, "mha, 2 heads": 2}, "error": errors}

@@ -45,8 +45,8 @@ from iha import plots
 from iha.errors import UserError, run_cli
 from iha.files import file_sha256, sole_writer, whole_file
 from modeling_iha import interleave_heads
+from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.head_mixing import HeadCollapse
-from modeling_iha.package import flop_matched_window
 from research.experiments.language_models import read_text, rows_of, text_sha256
 from research.experiments.options import study_parser
 from research.experiments.protocol import MIXING_FACTOR, RATE_FACTOR, Rates, end, fit, loss_at, tune, walk
@@ -62,13 +62,16 @@ from research.experiments.study import (
 )
 
 
-TOKENS, LAYERS, HEADS = 512, 5, 4
+TOKENS = 512
+LAYERS = 5
+HEADS = 4
 SIZE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": LAYERS}
 WINDOW = flop_matched_window(TOKENS, 2)
 PRETRAINING = {"steps": 3000, "rows": 4, "rate": 2e-3, "seed": 2000}
 SCRATCH = (0.25, 0.0625, 0.015625)
 STEPS = {"python": 120, "prose": 160, "lookup": 240}  # of a continuation
-ROWS, EVERY = 1, 40  # rows of a step, steps between two evaluations
+ROWS = 1  # of a step
+EVERY = 40  # steps between two evaluations
 HELD_OUT_ROWS = 32
 TUNING_SEEDS = (1000, 1001)
 FIRST_RATES = {"python": 2.5e-4, "prose": 2e-3, "lookup": 4e-3}
@@ -97,7 +100,8 @@ class Text:
     """Draw rows of a text, whose last tenth is held out."""
 
     def __init__(self, text: torch.Tensor):
-        self.text, self.end = text, len(text) - len(text) // 10
+        self.text = text
+        self.end = len(text) - len(text) // 10
 
     def train(self, rows: int, generator: torch.Generator) -> Batch:
         """Return rows of the first nine tenths, and the byte after each byte."""
@@ -118,7 +122,8 @@ class Lookup:
     The meaning of a pair is one of `letters` values, drawn once for all rows and seeds: the model learns the table,
     and has to look up two keys at once."""
 
-    letters, back = 28, 3
+    letters = 28
+    back = 3
 
     def __init__(self):
         self.table = torch.randint(self.letters, (self.letters, self.letters), generator=self._generator(3000))
@@ -129,7 +134,8 @@ class Lookup:
         meaning = self.table[keys, keys.roll(self.back, dims=1)]
         row = torch.stack([keys + ord("a"), meaning + ord("A")], dim=-1).flatten(1)
         labels = row.clone()
-        labels[:, ::2] = labels[:, : 2 * self.back] = -100
+        labels[:, ::2] = -100
+        labels[:, : 2 * self.back] = -100
         return row, labels.roll(-1, dims=1)
 
     def held_out(self) -> Batch:
@@ -165,7 +171,8 @@ def loss_of(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 @torch.no_grad()
 def score(model: PreTrainedModel, batch: Batch) -> list[float]:
     """Return the mean loss in nats and the share of labels that are the likeliest."""
-    losses, right = [], []
+    losses = []
+    right = []
     for rows, labels in zip(*(part.split(4) for part in batch), strict=True):
         logits = model(rows, use_cache=False).logits.float()
         counts = labels != -100
@@ -227,7 +234,8 @@ def alone(model: PreTrainedModel) -> tuple[PreTrainedModel, float]:
 
     The copy can be computed with one query for each token, for P pseudo-heads of keys and values.
     """
-    model, kept = copy.deepcopy(model), []
+    model = copy.deepcopy(model)
+    kept = []
     for module in model.modules():
         if isinstance(module, HeadCollapse):
             value = module.value().abs()
@@ -245,10 +253,12 @@ def pretrain(directory: Path, mixing: float | None = None) -> dict:
 
     With a multiple of the rate for its mixing, the model is interleaved first."""
     torch.manual_seed(PRETRAINING["seed"])
-    model, data = new_model(), data_of("python")
+    model = new_model()
+    data = data_of("python")
     if mixing:
         model = interleave_heads(model, 2, seed=PRETRAINING["seed"])
-    held_out, generator = data.held_out(), torch.Generator().manual_seed(PRETRAINING["seed"])
+    held_out = data.held_out()
+    generator = torch.Generator().manual_seed(PRETRAINING["seed"])
 
     def loss() -> torch.Tensor:
         return loss_of(model, data.train(PRETRAINING["rows"], generator))
@@ -275,8 +285,10 @@ def pretrained(directory: Path, mixing: float | None = None) -> tuple[Path, list
 
 def continuation(text: str, arm: str, steps: int, pretrained: Path, seed: int, rate: float, mixing: float) -> dict:
     """Train an arm from the pretrained weights; return its curve, the seconds, and the loss with one query."""
-    model, data = build(arm, load_file(pretrained), seed), data_of(text)
-    held_out, generator = data.held_out(), torch.Generator().manual_seed(seed)
+    model = build(arm, load_file(pretrained), seed)
+    data = data_of(text)
+    held_out = data.held_out()
+    generator = torch.Generator().manual_seed(seed)
     record: dict = {}
 
     def loss() -> torch.Tensor:
@@ -308,7 +320,8 @@ def tuned(text: str, arm: str, run: Callable[..., dict]) -> Rates:
     rate, mixing, _ = tune(end_of, mixes, FIRST_RATES[text])
     before = None
     while mixes and before != (rate, mixing):
-        before, of_mixing = (rate, mixing), rate * mixing
+        before = (rate, mixing)
+        of_mixing = rate * mixing
         rate = walk(lambda rate: end_of(rate, of_mixing / rate), rate, RATE_FACTOR)
         mixing = walk(partial(end_of, rate), of_mixing / rate, MIXING_FACTOR)
     return Rates(rate, mixing, tried)
@@ -323,7 +336,8 @@ def dearest(seconds: dict[str, float], steps: int) -> int:
 
 def run_text(args: argparse.Namespace, text: str, weights: dict[str, Path]) -> dict:
     """Tune and run all arms on a text, from the weights of each; return their rates and runs."""
-    directory, steps = args.output / text, STEPS[text]
+    directory = args.output / text
+    steps = STEPS[text]
     rows = {"tokens": TOKENS, "rows_of_a_step": ROWS, "held_out_rows": HELD_OUT_ROWS, "every": EVERY}
     setting = {**SIZE, "pretraining": PRETRAINING, "window": WINDOW, **rows, **data_setting(text)}
     starts = {arm: {"start_sha256": file_sha256(path)} for arm, path in weights.items()}
@@ -370,7 +384,8 @@ def outcome(text: str, run: dict, step: float) -> float:
 
 def compared(text: str, arm: list[dict], base: list[dict], budgets: dict[str, float]) -> dict:
     """Return how much an arm is above the base, after as many steps of the base as each budget gives."""
-    better, found = 1 if text == "lookup" else -1, {}
+    better = 1 if text == "lookup" else -1
+    found = {}
     for budget, step in budgets.items():
         ours = [outcome(text, run, STEPS[text]) for run in arm]
         difference = differences(ours, [outcome(text, run, step) for run in base])
@@ -385,7 +400,9 @@ def compared(text: str, arm: list[dict], base: list[dict], budgets: dict[str, fl
 
 def row_of(text: str, arm: str, of_text: dict) -> dict:
     """Return a row of the table."""
-    runs, rates, steps = of_text["runs"], of_text["rates"][arm], STEPS[text]
+    runs = of_text["runs"]
+    rates = of_text["rates"][arm]
+    steps = STEPS[text]
     seconds = {name: median(run["seconds"] for run in of_arm) for name, of_arm in runs.items()}
     row = {"arm": arm, **rates._asdict(), "start": runs[arm][0]["curve"][0][1:]}
     row["cost"] = seconds[arm] / seconds["mha"]
@@ -410,7 +427,8 @@ def score_of(text: str, scores: list[float]) -> float:
 
 def plot(table: dict) -> Figure:
     """Plot the loss of each arm by steps and by time, and the differences from `mha`."""
-    rows, text = table["rows"], table["text"]
+    rows = table["rows"]
+    text = table["text"]
     is_task = text == "lookup"
     (said,) = [row["minus_mha"]["steps"]["verdict"] for row in rows if row["arm"] == "iha_2"] or ["not run"]
     message = f'Interleaving a pretrained model before it learns "{text}" (P = 2), at equal steps: {said}'
@@ -420,7 +438,8 @@ def plot(table: dict) -> Figure:
         places = [point[0] for point in runs[0]["curve"]]
         bands = [interval([run["curve"][i][1] for run in runs]) for i in range(len(places))]
         for axes, scale in ((steps, 1.0), (time, median(run["seconds"] for run in runs))):
-            x = [place * scale for place in places if axes is time or place <= table["steps"]]
+            shown = places if axes is time else [place for place in places if place <= table["steps"]]
+            x = [place * scale for place in shown]
             low, mean, high = (
                 [band["mean"] + sign * (band["half_width"] or 0.0) for band in bands][: len(x)] for sign in (-1, 0, 1)
             )
@@ -449,12 +468,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--seeds {tuned_on[0]}: rates are tuned on this seed; choose others.")
     begin(args)
     path, curve = pretrained(args.output / "pretrained")
-    weights, interleaved = dict.fromkeys(args.arms, path), {}
+    weights = dict.fromkeys(args.arms, path)
+    interleaved = {}
     if "iha_2_scratch" in args.arms:
         tried = {mixing: pretrained(args.output / f"pretrained_{mixing:g}", mixing) for mixing in SCRATCH}
         interleaved = {mixing: curve for mixing, (_, curve) in tried.items()}
         weights["iha_2_scratch"], _ = min(tried.values(), key=lambda each: end({"curve": each[1]}))
-    before, after = curve[-7], curve[-1]  # [step, loss, accuracy]
+    before = curve[-7]  # [step, loss, accuracy]
+    after = curve[-1]
     setting = {
         **SIZE,
         "tokens": TOKENS,
