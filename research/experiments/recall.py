@@ -32,6 +32,7 @@ from iha.errors import UserError, run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.language_models import build, sized
 from research.experiments.options import protocol_parser
+from research.experiments.paired_heads import wide
 from research.experiments.protocol import compare_tuned, differences, end, fit, new_model
 from research.experiments.study import begin, correct_by_holm, interval, points, write
 
@@ -42,6 +43,9 @@ VARIANTS: dict[str, dict] = {
     **{kind: {"attention_kinds": ["mha", kind]} for kind in ("paired_heads", "iha", "talking_heads", "dcmha")},
     "paired_heads_window": {"attention_kinds": ["paired_heads", "mha"]},
     "iha_window": {"attention_kinds": ["iha", "mha"]},
+    # Controls of these two: ordinary heads whose positions lie as far apart, and paired heads at the plain positions
+    "wide_window": {"rope_parameters": wide(1, 2)["rope_parameters"]},
+    "paired_heads_shared_window": {"attention_kinds": ["paired_heads", "mha"], "pseudo_positions": "shared"},
 }
 SMALL = sized(width=64, ffn=128, layers=2, heads=2, rows_per_step=64, steps=1000)
 EVALUATIONS = 20
