@@ -154,15 +154,15 @@ def plot(table: dict) -> Figure:
     """Plot the share of right answers by step, and its mean over the run."""
     pairs = table["pairs"]
     spelled = "two letters" if table["grid"] else "one letter"
-    figure, (by_step, by_variant) = plots.panels(f"Recall of {pairs} pairs, keys of {spelled}", 2, 2, height=4)
+    figure, (by_step, by_variant) = plots.panels(f"Recall of {pairs} pairs, keys of {spelled}", 2, 2, height=5)
     for name, curves in table["runs"].items():
         steps = [point[0] for point in curves[0]]
         by_step.plot(steps, [1 - sum(p[2] for p in at) / len(at) for at in zip(*curves)], label=name)
     by_step.set(xlabel="step", ylabel="right answers, mean over seeds", ylim=(0, 1))
-    by_step.legend(fontsize="small")
+    by_step.legend(fontsize="x-small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     names = [row["variant"] for row in table["rows"]]
     plots.dots(by_variant, names, {"mean over the run": points([row["wrong"] for row in table["rows"]])}, (0, 1))
-    by_variant.set(xlabel="wrong answers over the run, 95% interval")
+    by_variant.set(xlabel="wrong over the run, 95% interval")
     return figure
 
 
