@@ -185,7 +185,6 @@ SECTIONS = {
     "Theorems 2 and 4": (("theorems",), list, ("2.5",)),
     "Interactions": (("interactions",), list, ("3,000", "10,000", "3e-3", "3.1", "4.9")),
     "Recall": (("recall",), list, ()),
-    "Rate of the mixing": (("mixing_rate",), list, ()),
     "The paper's own gains": ((), paper_more, ("1.96", "95%")),
 }
 
