@@ -52,15 +52,14 @@ for p, row in enumerate(left.subplots(num_pseudo_heads, num_pseudo_heads, squeez
         axes.set(title=f"query {p}, key {q}", xlabel="token", ylabel="token")
 if hasattr(module, "q_mix"):  # paired heads have no mixing
     group = args.head // (module.q_mix.weight.shape[0] // module.k_mix.weight.shape[0])
-    with torch.no_grad():
-        shares = {
-            "mixing of queries": module.q_mix.value()[:, args.head],
-            "of keys": module.k_mix.value()[:, group],
-            "of values": module.v_mix.value()[:, group],
-            "collapse": module.collapse.value()[args.head].unflatten(0, (-1, num_pseudo_heads)),
-        }
+    shares = {
+        "mixing of queries": module.q_mix.value()[:, args.head],
+        "of keys": module.k_mix.value()[:, group],
+        "of values": module.v_mix.value()[:, group],
+        "collapse": module.collapse.value()[args.head].unflatten(0, (-1, num_pseudo_heads)),
+    }
     for axes, (name, values) in zip(right.subplots(2, 2).flat, shares.items()):
-        image = axes.imshow(values, vmin=-1, vmax=1, cmap="RdBu")
+        image = axes.imshow(values.detach(), vmin=-1, vmax=1, cmap="RdBu")
         axes.set(title=name, xlabel="pseudo-head", ylabel="head", xticks=range(num_pseudo_heads))
     right.colorbar(image, ax=right.axes, shrink=0.6)
 figure.savefig(args.out)

@@ -32,6 +32,7 @@ from iha.errors import UserError, run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM
 from research.experiments.language_models import build, sized
 from research.experiments.options import protocol_parser
+from research.experiments.paired_heads import wide
 from research.experiments.protocol import compare_tuned, differences, end, fit, new_model
 from research.experiments.study import begin, correct_by_holm, interval, points, write
 
@@ -42,6 +43,9 @@ VARIANTS: dict[str, dict] = {
     **{kind: {"attention_kinds": ["mha", kind]} for kind in ("paired_heads", "iha", "talking_heads", "dcmha")},
     "paired_heads_window": {"attention_kinds": ["paired_heads", "mha"]},
     "iha_window": {"attention_kinds": ["iha", "mha"]},
+    # Controls of these two: ordinary heads whose positions lie as far apart, and paired heads at the plain positions
+    "wide_window": {"rope_parameters": wide(1, 2)["rope_parameters"]},
+    "paired_heads_shared_window": {"attention_kinds": ["paired_heads", "mha"], "pseudo_positions": "shared"},
 }
 SMALL = sized(width=64, ffn=128, layers=2, heads=2, rows_per_step=64, steps=1000)
 EVALUATIONS = 20
@@ -150,15 +154,15 @@ def plot(table: dict) -> Figure:
     """Plot the share of right answers by step, and its mean over the run."""
     pairs = table["pairs"]
     spelled = "two letters" if table["grid"] else "one letter"
-    figure, (by_step, by_variant) = plots.panels(f"Recall of {pairs} pairs, keys of {spelled}", 2, 2, height=4)
+    figure, (by_step, by_variant) = plots.panels(f"Recall of {pairs} pairs, keys of {spelled}", 2, 2, height=5)
     for name, curves in table["runs"].items():
         steps = [point[0] for point in curves[0]]
         by_step.plot(steps, [1 - sum(p[2] for p in at) / len(at) for at in zip(*curves)], label=name)
     by_step.set(xlabel="step", ylabel="right answers, mean over seeds", ylim=(0, 1))
-    by_step.legend(fontsize="small")
+    by_step.legend(fontsize="x-small", ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     names = [row["variant"] for row in table["rows"]]
     plots.dots(by_variant, names, {"mean over the run": points([row["wrong"] for row in table["rows"]])}, (0, 1))
-    by_variant.set(xlabel="wrong answers over the run, 95% interval")
+    by_variant.set(xlabel="wrong over the run, 95% interval")
     return figure
 
 

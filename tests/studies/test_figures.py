@@ -363,7 +363,7 @@ PARTS = {
     "IHA, Section 5: the schedule beats global attention": ["rows/iha_4/minus_base/FLOPs"],
     "IHA, Section 5: the schedule beats global and": ["rows/iha_4/minus_control/FLOPs"],
     "IHA, Appendix C": ["rows/attention, forward/predicted", "rows/attention, forward/ratios"],
-    "IHA, abstract": ["rows/iha/minus_base"],
+    "IHA, abstract": ["rows/iha_window/minus_base", "rows/iha/minus_base"],
     "IHA, Figures 3b": ["rows/iha/minus_base", "rows/iha/right", "rows/simplicial/right"],
     "DCMHA, Section 4.3: fixed": ["rows/dcmha/all/seen_minus_base"],
     "HA, Theorem 3.1": ["largest_error_of_constructions/self-attention"],

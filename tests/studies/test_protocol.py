@@ -315,7 +315,7 @@ def test_the_first_layer_of_a_recalling_model_sees_a_key_and_its_value(name, gri
     window = "full_attention" if name == "mha_global" else "sliding_attention"
     assert config.layer_types == [window, "full_attention"]
     assert config.sliding_window == (None if name == "mha_global" else 2 + grid)
-    kind = name.removesuffix("_global").removesuffix("_window")
+    kind = name.removesuffix("_global").removesuffix("_window").removesuffix("_shared").replace("wide", "mha")
     assert config.attention_kinds == ([kind, "mha"] if name.endswith("_window") else ["mha", kind])
 
 
