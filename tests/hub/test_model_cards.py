@@ -251,7 +251,7 @@ FOLDERS = sorted(path.parent.name for path in make_checkpoints.INDEX.glob("*/rec
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_a_card_says_what_the_cost_model_and_the_template_say(folder):
-    """Render the card again; how the model was made is the card's own, and its results may stand beside a twin's."""
+    """Render the card again; only how the model was made is the card's own."""
     path = make_checkpoints.INDEX / folder
     record, results = read_json(path / "record.json"), cards.read_results(path)
     card = ModelCard.load(path / "README.md")
@@ -260,15 +260,12 @@ def test_a_card_says_what_the_cost_model_and_the_template_say(folder):
     rendered = render_card(IHAConfig(**record["config"]), folder, **made_from, details=details)
     expected = ModelCard(with_results(rendered, folder, results))
     assert card.data.to_dict() == expected.data.to_dict()
-    evaluation = re.compile(r"^## Evaluation\n.*?(?=^## )", re.DOTALL | re.MULTILINE)
-    assert evaluation.sub("", card.text) == evaluation.sub("", expected.text)
-    for row in evaluation.search(expected.text)[0].splitlines():
-        assert " | ".join(row.split(" | ")[:3]) in card.text  # task, metric and figure
+    assert card.text == expected.text
 
 
 def test_every_folder_of_the_index_is_whole():
     folders = [path for path in make_checkpoints.INDEX.iterdir() if (path / "record.json").is_file()]
-    assert {path.name for path in folders} == make_checkpoints.RECIPES.keys() | {"smollm2-135m-iha-p2-sft"}
+    assert {path.name for path in folders} == make_checkpoints.RECIPES.keys()
     table = (make_checkpoints.INDEX / "README.md").read_text(encoding="utf-8")
     assert table.count("/README.md) | ") == len(folders)
     for folder in folders:
