@@ -1,9 +1,9 @@
 """Compare compiled training steps with uncompiled ones.
 
-The models are those of research/experiments/language_models.py: five layers of width 64 with 4 heads, and 2,048 bytes
-a step. Models with windows are the paper's schedule with P = 4, and paired heads in groups of 4. In padded rows, half
-of the rows begin with padding. The decoder is a Mistral of this size with a window of a sixteenth of a row, plain and
-after `interleave_heads` with P = 2. Its calls have an `attention_mask`, without which compiled masks are dense.
+The models are as small as those of the study `language_models`: five layers of width 64 with 4 heads, and 2,048 tokens
+a step. Those with windows are the paper's schedule and paired heads, both with P = 4. In padded rows, half of the rows
+begin with padding. The decoder is a Mistral of this size with a window of a sixteenth of a row, plain and after
+`interleave_heads` with P = 2. Its calls have an `attention_mask`, without which compiled masks are dense.
 It takes about ten minutes of one core, most of them for PyTorch's compiler, which needs a C++ compiler.
 
 example: python -m research.benchmarks.compiled --tokens 256 512
@@ -17,36 +17,45 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from iha.errors import run_cli
-from modeling_iha import IHAForCausalLM, interleave_heads
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
 from research.benchmarks.harness import medians, ratios, reported, write
 from research.benchmarks.options import arguments
-from research.experiments import language_models, paired_heads
 
 
 PARSER = arguments(__doc__, [256, 512], repeats=7)
 
-TOKENS_PER_STEP = language_models.SMALL["tokens_per_step"]
-BASE, PSEUDO_HEADS = "mha", 2
-PAIRED = "paired heads"
-FORMS = {
-    BASE: language_models.VARIANTS["mha"],
-    "schedule, P = 4": language_models.VARIANTS["iha_4"],
-    PAIRED: paired_heads.VARIANTS["paired_4"],
+TOKENS_PER_STEP = 2048
+SIZES = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
 }
-PLAIN_DECODER, DECODER = "Mistral", "interleaved Mistral"
+# Form -> the kind of the layers with a window, and how many windows a row has
+FORMS = {"mha": ("mha", None), "schedule, P = 4": ("iha", 32), "paired heads, P = 4": ("paired_heads", 64)}
+DECODER_WINDOWS = 16
 COMPILED = " compiled"
+
+
+def config_of(kind: str, windows: int | None, tokens: int) -> IHAConfig:
+    """Return the config of a form: four layers of a kind with windows and an ordinary one, or five ordinary ones."""
+    fields = {**SIZES, "num_pseudo_heads": 4, "max_position_embeddings": tokens}
+    if windows is None:
+        return IHAConfig(**fields, attention_kinds=kind)
+    layer_types = ["sliding_attention"] * 4 + ["full_attention"]
+    kinds = [kind] * 4 + ["mha"]
+    return IHAConfig(**fields, attention_kinds=kinds, layer_types=layer_types, sliding_window=tokens // windows)
 
 
 def models(family: str, tokens: int) -> dict[str, torch.nn.Module]:
     """Return the models of a family by name, with weights of their own."""
     torch.manual_seed(0)
-    size = {**language_models.SMALL, "tokens": tokens}
     if family == "IHAForCausalLM":
-        return {name: IHAForCausalLM(language_models.config_of(size, **fields)) for name, fields in FORMS.items()}
-    heads = size["fields"]["num_attention_heads"]
-    sizes = {"vocab_size": 256, "num_key_value_heads": heads, "sliding_window": tokens // 16, **size["fields"]}
-    plain = MistralForCausalLM(MistralConfig(**sizes))
-    return {PLAIN_DECODER: plain, DECODER: interleave_heads(copy.deepcopy(plain), PSEUDO_HEADS)}
+        return {name: IHAForCausalLM(config_of(*form, tokens)) for name, form in FORMS.items()}
+    plain = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=tokens // DECODER_WINDOWS))
+    return {"Mistral": plain, "interleaved Mistral": interleave_heads(copy.deepcopy(plain), 2)}
 
 
 def inputs(family: str, tokens: int, padded: bool) -> dict[str, torch.Tensor]:
