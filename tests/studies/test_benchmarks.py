@@ -54,6 +54,7 @@ def results(tmp_path_factory):
 def test_compiled_steps_beside_uncompiled_ones(tmp_path, monkeypatch):
     """Check the table alone; tests/modeling/test_compile.py compiles."""
     monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    monkeypatch.setattr(compiled, "TOKENS_PER_STEP", 256)
     monkeypatch.setattr(sys, "argv", ["any", "--tokens", "128", "--repeats", "1", "--out", str(tmp_path)])
     compiled.main()
     rows = json.loads((tmp_path / "compiled.json").read_text())["rows"]
