@@ -140,6 +140,7 @@ experiments: .venv/installed
 	$(STUDY).recall --most-seeds 6 $(TRACKED)
 	$(STUDY).recall --most-seeds 6 --grid \
 		--kinds mha paired_heads iha talking_heads paired_heads_window iha_window $(TRACKED)
+	$(STUDY).recall --most-seeds 6 --heads 4 --kinds mha paired_heads_window iha_window $(TRACKED)
 	$(STUDY).relation_composition $(TRACKED)
 	$(STUDY).warm_start --texts python --arms iha_1 iha_2 --seeds 10 11 12 13 14 15 16 17 18 19 $(TRACKED)
 	$(STUDY).warm_start --texts prose --seeds 10 11 12 13 14 15 16 17 18 19 $(TRACKED)

@@ -56,7 +56,13 @@ def span(values: list[float]) -> str:
 
 def setting_of(row: dict, fields: tuple[str, ...]) -> str:
     """Return the values of some fields as text; those of other fields than these speak for themselves."""
-    words = {"tokens": "{} tokens", "pseudo_heads": "P = {}", "window": "window: {}", "requests": "requests: {}"}
+    words = {
+        "tokens": "{} tokens",
+        "pseudo_heads": "P = {}",
+        "window": "window: {}",
+        "requests": "requests: {}",
+        "padding": "padding {}",
+    }
     return ", ".join(words.get(field, "{}").format(row[field]) for field in fields if row[field] is not None)
 
 
