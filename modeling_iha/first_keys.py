@@ -27,6 +27,7 @@ this file, and `in_window` of virtual_masks.py. The dtype is int32, because no o
 integers. (A `BlockMask` of FlexAttention is the only mask that is not a tensor.)"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -117,14 +118,9 @@ def first_keys_of_mask_function(
         return None  # there are no values to look at
     if q_offset != 0 or kv_offset != 0:
         return None  # tokens are cached, so query i is not token i
-    rows = torch.arange(batch_size, device=device)[:, None]
-    head = torch.zeros((), dtype=torch.long, device=device)
+    sees = partial(_sees, mask_function, batch_size)
     window = local_size or q_length
-
-    def sees(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return mask_function(rows, head, query, key).expand(batch_size, -1)
-
-    is_document_start = torch.nn.functional.pad(~sees(place[1:], place[:-1]), (1, 0), value=True)
+    is_document_start = _document_starts(mask_function, batch_size, place)
     first = torch.maximum(latest_document_start(is_document_start), place - window + 1)
     sees_first = sees(place, first).all()
     # No query sees the key before its first one, if there is one.
@@ -161,14 +157,24 @@ def compiled_first_keys_of_mask_function(
 
     The arguments are those of `virtual_mask`, in tokens. Compiled code cannot check the mask function by its values,
     so the caller knows that it makes a window or chunks of tokens (`is_known_when_compiled` of virtual_masks.py)."""
-    place = torch.arange(q_length, device=device)
-    rows = torch.arange(batch_size, device=device)[:, None]
-    head = torch.zeros((), dtype=torch.long, device=device)
-    # Each chunk of chunked attention is a document.
-    sees_one_before = mask_function(rows, head, place[1:], place[:-1]).expand(batch_size, -1)
-    is_document_start = torch.nn.functional.pad(~sees_one_before, (1, 0), value=True)
+    is_document_start = _document_starts(mask_function, batch_size, torch.arange(q_length, device=device))
     is_padding = None if attention_mask is None else attention_mask.to(device) == 0
     return compiled_first_keys(is_document_start, is_padding, num_pseudo_heads, local_size)
+
+
+def _sees(mask_function: Callable, batch_size: int, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return whether each query token sees its key token, boolean [batch, pairs].
+
+    `query` and `key` hold the places of the tokens, [pairs] or [batch, pairs]."""
+    rows = torch.arange(batch_size, device=query.device)[:, None]
+    head = torch.zeros((), dtype=torch.long, device=query.device)
+    return mask_function(rows, head, query, key).expand(batch_size, -1)
+
+
+def _document_starts(mask_function: Callable, batch_size: int, place: torch.Tensor) -> torch.Tensor:
+    """Return where a token does not see the token before it, boolean [batch, N], for the places of N tokens."""
+    sees_one_before = _sees(mask_function, batch_size, place[1:], place[:-1])
+    return torch.nn.functional.pad(~sees_one_before, (1, 0), value=True)
 
 
 def _resumes_after_padding(real: torch.Tensor, is_document_start: torch.Tensor) -> torch.Tensor:

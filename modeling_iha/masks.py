@@ -43,8 +43,8 @@ def make_masks(
     Also make the sliding layers of the cache keep the window's edge, before their lengths are read.
 
     Masks come from one of three places. On SDPA, in models whose kinds all attend on a stock core, `mask_of_window`
-    serves calls without `attention_mask`, `position_ids` and cached tokens, and `_compiled_masks`
-    serves compiled calls without a cache. Transformers' mask functions serve all others.
+    serves calls without `attention_mask`, `position_ids` and cached tokens. `_compiled_masks` serves compiled calls
+    without a cache, and Transformers' mask functions all others.
 
     Args:
         inputs_embeds: [batch, N, any]; gives batch, length, dtype and device.

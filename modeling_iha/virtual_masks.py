@@ -197,7 +197,7 @@ def is_known_when_compiled(
         return False
     if use_vmap or not allow_is_causal_skip:
         return False
-    # Nothing is cached, so query i is token i.
+    # Query i is token i only if no token is cached.
     has_no_cache = q_length == kv_length and isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0
     return has_no_cache and (attention_mask is None or attention_mask.shape[1] == q_length)
 

@@ -382,7 +382,11 @@ def test_layers_and_windows_of_the_paper():
             "TextGenerationPipeline is not a model: pass its `model`",
         ),
         (lambda: get_peft_model(decoder("llama"), LoraConfig()), {}, "before PEFT, FSDP"),
-        (lambda: IHAForCausalLM(IHAConfig(**SIZES)), {}, "load as a decoder"),
+        (
+            lambda: IHAForCausalLM(IHAConfig(**SIZES)),
+            {},
+            "IHAForCausalLM is not a class that Transformers' Auto classes load as a decoder",
+        ),
         (
             lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_ff=32, num_layers=1)),
             {},
