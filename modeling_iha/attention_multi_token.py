@@ -3,7 +3,7 @@
 """Define kind "multi_token" (Golovneva et al. 2025, Multi-Token Attention, arXiv 2504.00927)."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .cache_names import takes_cache
 from .configuration_iha import IHAConfig
-from .first_keys import is_first_key_mask
+from .first_keys import FirstKeys
 from .head_mixing import Mixing
 from .score_matrix import HeadMap, ScoreMatrixAttention
 from .virtual_masks import LOWEST, MASKED
@@ -153,7 +153,7 @@ class MultiTokenAttention(ScoreMatrixAttention):
         query_states: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | FirstKeys | None,
         first_column: int | torch.Tensor = 0,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -162,23 +162,24 @@ class MultiTokenAttention(ScoreMatrixAttention):
         # Without a mask no token is hidden, so the convolution counts every row of scores.
         kwargs["all_rows_count"] = attention_mask is None
         length = query_states.shape[2]
-        causal = is_first_key_mask(attention_mask) or (attention_mask is None and length > 1)
+        causal = attention_mask is None and length > 1
         # With a static cache `first_column` is a tensor. Rows before the first token see nothing.
         past_rows = min(self.past_queries, first_column) if isinstance(first_column, int) else self.past_queries
-        if causal or past_rows == 0:  # no token is cached
+        if isinstance(attention_mask, FirstKeys) or causal or past_rows == 0:  # no token is cached
             return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
         places = torch.arange(past_rows, device=cached.device) + first_column - past_rows
         past = cached.index_select(2, places.clamp_min(0)).unflatten(3, (-1, self.head_dim))
         query_states = torch.cat((past.transpose(2, 3).flatten(1, 2), query_states), dim=2)
-        if attention_mask is None:
-            attention_mask = torch.ones(1, 1, 1, key_states.shape[2], dtype=torch.bool, device=cached.device)
+        mask: Any = attention_mask
+        if mask is None:
+            mask = torch.ones(1, 1, 1, key_states.shape[2], dtype=torch.bool, device=cached.device)
         # A past query sees what the first new one sees, up to itself.
         later = torch.arange(key_states.shape[2], device=cached.device) > places[:, None]
-        hidden = False if attention_mask.dtype == torch.bool else LOWEST[attention_mask.dtype]
-        past_mask = attention_mask[..., :1, :].expand(*attention_mask.shape[:-2], past_rows, -1)
-        attention_mask = torch.cat((past_mask.masked_fill(later, hidden), attention_mask), dim=-2)
+        hidden = False if mask.dtype == torch.bool else LOWEST[mask.dtype]
+        past_mask = mask[..., :1, :].expand(*mask.shape[:-2], past_rows, -1)
+        mask = torch.cat((past_mask.masked_fill(later, hidden), mask), dim=-2)
         kwargs |= {"first_row": past_rows, "first_column": first_column - past_rows}
-        return super().attend(query_states, key_states, value_states, attention_mask, **kwargs)
+        return super().attend(query_states, key_states, value_states, mask, **kwargs)
 
     def attend_block(
         self,

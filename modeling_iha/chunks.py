@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from .first_keys import window_of_whole_rows
+from .first_keys import FirstKeys
 from .virtual_heads import VirtualHeads
 from .windows import StockCore, window_attention
 
@@ -50,16 +50,17 @@ def chunk_window(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: FirstKeys | None,
     window: int | None,
     dropout: float | None,
 ) -> int | None:
     """Return the window in virtual keys by which to attend chunk by chunk, or `None` to take whole rows.
 
-    `mask` is one of first keys or `None`, and `window` is that of the layer in virtual keys, or `None`."""
+    `window` is that of the layer in virtual keys, or `None`."""
     if not may_chunk(heads, query, key, value, dropout):
         return None
-    window = window_of_whole_rows(mask, window)
+    if mask is not None:
+        window = mask.window_of_whole_rows(window)
     if window is None or query.shape[2] <= chunk_tokens(heads, query, window):
         return None
     return window

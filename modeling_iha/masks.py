@@ -16,7 +16,7 @@ from .attention_mha import SERVER_CORES
 from .cache_edge import keep_window_edge
 from .cache_names import CACHE
 from .configuration_iha import IHAConfig
-from .first_keys import compiled_first_keys, plain_window_mask
+from .first_keys import FirstKeys, known_first_keys
 from .overlay import Overlay
 from .tracing import is_exported
 from .virtual_masks import (
@@ -171,7 +171,7 @@ def _compiled_masks(
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     num_pseudo_heads = virtual_tokens_per_token(config)
     return {
-        layer_type: compiled_first_keys(is_document_start, is_padding, num_pseudo_heads, windows[layer_type])
+        layer_type: known_first_keys(is_document_start, is_padding, num_pseudo_heads, windows[layer_type]).as_mask()
         for layer_type in dict.fromkeys(config.layer_types)
     }
 
@@ -183,7 +183,8 @@ def mask_of_window(config: IHAConfig, layer_type: str, inputs_embeds: torch.Tens
     if layer_type == "full_attention" or window is None or window >= length:
         return None
     num_pseudo_heads = virtual_tokens_per_token(config)
-    return plain_window_mask(length * num_pseudo_heads, window * num_pseudo_heads, inputs_embeds.device)
+    first_keys = FirstKeys(length * num_pseudo_heads, window * num_pseudo_heads)
+    return first_keys.as_mask(inputs_embeds.device)
 
 
 def check_inputs(

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils.generic import maybe_autocast
 
-from .first_keys import is_first_key_mask
 from .new_token import apply_mask, hide_in_place
 
 
@@ -68,9 +67,7 @@ class PairedHeads(NamedTuple):
         """Convert a mask per head [batch, H, N * P, K * P] to one per virtual head [batch, H / P, N * P, K * P].
 
         Row (n, p) of virtual head i is that of its head, p * (H / P) + i. Return any other mask unchanged."""
-        if not isinstance(mask, torch.Tensor) or is_first_key_mask(mask):
-            return mask
-        if mask.ndim != 4 or mask.shape[1] == 1:
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.shape[1] == 1:
             return mask
         rows = mask.unflatten(2, (-1, self.num_pseudo_heads))  # [batch, H, N, P (row), K * P]
         rows = rows.unflatten(1, (self.num_pseudo_heads, -1))  # [batch, P (head), H / P, N, P (row), K * P]

@@ -6,6 +6,7 @@ No stock core exposes them."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -14,7 +15,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .first_keys import documents_of, is_first_key_mask
+from .first_keys import FirstKeys, read_mask
 from .head_mixing import Mixing
 from .virtual_masks import token_mask, virtual_tokens_per_token
 
@@ -24,17 +25,16 @@ BLOCK = 128
 
 
 def block_bias(
-    mask: torch.Tensor | None, rows: slice, columns: slice, offset: int, device: torch.device
+    mask: torch.Tensor | FirstKeys | None, rows: slice, columns: slice, offset: int, device: torch.device
 ) -> torch.Tensor:
     """Return the float32 mask [batch or 1, 1 or H, rows, columns] to add to a block of scores, 0 for a visible key.
 
     Args:
-        mask: boolean or additive [batch or 1, 1 or H, N, keys], of first keys [batch, 1, N, 1], or `None` for causal
-            attention.
+        mask: boolean or additive [batch or 1, 1 or H, N, keys], first keys, or `None` for causal attention.
         offset: position of the first query among the keys; ignored with a dense mask.
     """
     lowest = torch.finfo(torch.float32).min
-    if mask is not None and not is_first_key_mask(mask):
+    if isinstance(mask, torch.Tensor):
         block = mask[..., rows, columns]
         if block.dtype != torch.bool:
             return block.float()
@@ -43,7 +43,7 @@ def block_bias(
     j = torch.arange(columns.start, columns.stop, device=device)
     visible = (j <= i)[None, None]
     if mask is not None:
-        visible = visible & (j >= mask[:, :, rows])
+        visible = visible & (j >= mask.first[:, None, rows, None])
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest)
 
 
@@ -64,23 +64,21 @@ def query_offset(length: int, num_keys: int) -> int:
     return num_keys - 1 if length == 1 else 0
 
 
-def block_columns(mask: torch.Tensor | None, rows: slice, offset: int, window: int | None, num_keys: int) -> slice:
+def block_columns(mask: Any, rows: slice, offset: int, window: int | None, num_keys: int) -> slice:
     """Return the keys that any query of a block may see, of those in a window of `window` keys.
 
     With a dense mask these are all keys."""
-    if _is_dense(mask):
+    if isinstance(mask, torch.Tensor):
         return slice(0, num_keys)
     first = 0 if window is None else max(0, rows.start + offset - window + 1)
     return slice(first, min(rows.stop + offset, num_keys))
 
 
-def most_columns(mask: torch.Tensor | None, num_rows: int, window: int | None, num_keys: int) -> int:
+def most_columns(mask: Any, num_rows: int, window: int | None, num_keys: int) -> int:
     """Return the most keys that `block_columns` gives a block of at most `num_rows` queries."""
-    return num_keys if window is None or _is_dense(mask) else min(num_keys, window + num_rows)
-
-
-def _is_dense(mask: torch.Tensor | None) -> bool:
-    return mask is not None and not is_first_key_mask(mask)
+    if window is None or isinstance(mask, torch.Tensor):
+        return num_keys
+    return min(num_keys, window + num_rows)
 
 
 def recomputed(function: Callable, num_blocks: int, *args, **kwargs):
@@ -176,7 +174,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
 
     def attend_in_product_dtype(self, query_states, key_states, value_states, attention_mask, **kwargs):
         """Attend as [`MultiHeadAttention.attend_in_product_dtype`] does, under the mask over tokens."""
-        attention_mask = token_mask(attention_mask, virtual_tokens_per_token(self.config))
+        attention_mask = token_mask(read_mask(attention_mask), virtual_tokens_per_token(self.config))
         return super().attend_in_product_dtype(query_states, key_states, value_states, attention_mask, **kwargs)
 
     def attend(
@@ -184,7 +182,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
         query_states: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | FirstKeys | None,
         first_row: int = 0,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -193,7 +191,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
         num_keys = key_states.shape[2]
         device = query_states.device
         offset = query_offset(length, num_keys)
-        window = documents_of(attention_mask).longest_span if is_first_key_mask(attention_mask) else None
+        window = attention_mask.documents().longest_span if isinstance(attention_mask, FirstKeys) else None
 
         blocks = query_blocks(query_states, BLOCK, first_row)
         outputs = []

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from .chunks import attend_in_chunks, chunk_window
-from .first_keys import is_first_key_mask, narrower, plain_window
+from .first_keys import FirstKeys, narrower, read_mask
 from .interleaving import virtual_kwargs
 from .new_token import uses_new_token_path
 from .overlay import Overlay
@@ -48,31 +48,31 @@ def virtual_attention(
 
     Args:
         core: the name of an attention function of Transformers, such as "sdpa".
-        attention_mask: over virtual tokens: `None`, first keys (first_keys.py), a dense mask, [batch, K * P] for a
-            flash core, or a `BlockMask`.
+        attention_mask: over virtual tokens: `None`, a tensor of first keys (first_keys.py), a dense mask,
+            [batch, K * P] for a flash core, or a `BlockMask`.
         rotation: (cos, sin) that rotate pseudo-heads within their token (see `MixedHeads`); `None` where they share
             its position.
         product_dtype: dtype for products with the cache, or `None` for the cache's own.
         kwargs: keyword arguments of the core, in tokens.
     """
     _check_mask(core, attention_mask)
+    mask = read_mask(attention_mask)
     num_queries = query.shape[2]
-    has_first_keys = is_first_key_mask(attention_mask)
-    if has_first_keys:
+    if isinstance(mask, FirstKeys):
         # First keys already hold the window of `sliding_window`. The layer's own one (`own_window`) is applied below.
         kwargs["sliding_window"] = None
         # Masks of first keys are made only when the cache was empty, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
     heads_class = virtual_heads_class(module)
     if heads_class is None:
-        return _attend_over_tokens(core, module, query, key, value, attention_mask, **kwargs)
+        return _attend_over_tokens(core, module, query, key, value, mask, **kwargs)
 
     num_keys = key.shape[2]
     # The window, in tokens, that `interleave_heads` or `pair_heads` gave these layers. `IHAConfig` has no such field:
     # its windows, and those of a base model, are in the mask and in `kwargs["sliding_window"]`.
     own_window = getattr(module.config, "interleaved_window", None)
     num_pseudo_heads = virtual_tokens_per_token(module.config)
-    attention_mask = layer_mask(attention_mask, core, own_window, num_pseudo_heads, num_queries, num_keys)
+    mask = layer_mask(mask, core, own_window, num_pseudo_heads, num_queries, num_keys)
     heads = heads_class.from_module(module, query, key, value, rotation)
     # Autocast leaves rotated queries and keys in float32.
     query = query.to(value.dtype)
@@ -80,14 +80,12 @@ def virtual_attention(
 
     # In compiled calls without a cache a single token has first keys too (`_compiled_masks`), and the path of one new
     # token does not read them.
-    is_new_token = num_queries == 1 and not has_first_keys
+    is_new_token = num_queries == 1 and not isinstance(mask, FirstKeys)
     can_use_base_keys = is_new_token and heads.takes_new_token
     if can_use_base_keys and uses_new_token_path(core, module.config, kwargs.get("dropout"), query, num_keys):
-        output = _attend_new_token(
-            heads, query, key, value, attention_mask, own_window, kwargs.get("scaling"), product_dtype
-        )
+        output = _attend_new_token(heads, query, key, value, mask, own_window, kwargs.get("scaling"), product_dtype)
         return output, None
-    return _attend_over_virtual_tokens(core, module, heads, query, key, value, attention_mask, own_window, **kwargs)
+    return _attend_over_virtual_tokens(core, module, heads, query, key, value, mask, own_window, **kwargs)
 
 
 def _attend_new_token(
@@ -117,15 +115,15 @@ def _without_unused_places(
 
 
 def _attend_over_tokens(
-    core: str, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs
+    core: str, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output and weights of a layer without virtual heads.
 
     The model's mask is over virtual tokens, and is converted to tokens first."""
     per_token = virtual_tokens_per_token(module.config)
     stock = stock_core(core, module, per_token)
-    mask = token_mask(attention_mask, per_token)
-    if is_first_key_mask(mask):
+    mask = token_mask(mask, per_token)
+    if isinstance(mask, FirstKeys):
         return first_key_attention(stock, query, key, value, mask, **kwargs)
     return stock(query, key, value, mask, **kwargs)
 
@@ -137,7 +135,7 @@ def _attend_over_virtual_tokens(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Any,
+    mask: Any,
     own_window: int | None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -154,24 +152,24 @@ def _attend_over_virtual_tokens(
     kwargs = virtual_kwargs(kwargs, num_pseudo_heads)
 
     # A dense mask or a `BlockMask` holds the whole pattern.
-    has_own_pattern = attention_mask is not None and not is_first_key_mask(attention_mask)
+    has_own_pattern = mask is not None and not isinstance(mask, FirstKeys)
     if "flash" in core or has_own_pattern:  # flash cores hide later keys by themselves
-        return heads.attend(stock, query, key, value, attention_mask, **kwargs)
+        return heads.attend(stock, query, key, value, mask, **kwargs)
     num_queries = query.shape[2]
-    if attention_mask is None and num_queries == 1:
+    if mask is None and num_queries == 1:
         mask = new_token_mask(key.shape[2], own_window, num_pseudo_heads, query.device)
         return heads.attend(stock, query, key, value, mask, **kwargs)
-    if attention_mask is None:
+    if mask is None:
         # Several queries without a mask: nothing was cached before, so query i is token i.
         key, value = _without_unused_places(key, value, num_queries)
     virtual_window = kwargs.get("sliding_window")
     dropout = kwargs.get("dropout")
-    window = chunk_window(heads, query, key, value, attention_mask, virtual_window, dropout)
+    window = chunk_window(heads, query, key, value, mask, virtual_window, dropout)
     if window is not None:
         kwargs["sliding_window"] = window
         return attend_in_chunks(heads, stock, query, key, value, **kwargs), None
-    attend = window_attention if attention_mask is None else first_key_attention
-    return heads.attend(partial(attend, stock), query, key, value, attention_mask, **kwargs)
+    attend = window_attention if mask is None else first_key_attention
+    return heads.attend(partial(attend, stock), query, key, value, mask, **kwargs)
 
 
 def layer_mask(
@@ -184,11 +182,10 @@ def layer_mask(
     tokens."""
     length = num_queries * num_pseudo_heads
     width = num_keys * num_pseudo_heads
-    if is_first_key_mask(mask):
-        # Dimension 2 is the number of queries. In a plain window it is the window instead (first_keys.py).
-        if plain_window(mask) is None and mask.shape[2] != length:
+    if isinstance(mask, FirstKeys):
+        if mask.length != length:
             raise ValueError(
-                f"attention_mask is of first keys of {mask.shape[2]} virtual tokens, and the layer has {length} on "
+                f"attention_mask is of first keys of {mask.length} virtual tokens, and the layer has {length} on "
                 f"{core!r}: {PASS_TO_THE_MODEL}"
             )
         return mask  # `first_key_attention` takes the window as an argument

@@ -32,10 +32,9 @@ from transformers.masking_utils import (
 from transformers.utils.import_utils import is_tracing
 
 from .first_keys import (
+    FirstKeys,
     compiled_first_keys_of_mask_function,
     first_keys_of_mask_function,
-    first_keys_over_tokens,
-    is_first_key_mask,
 )
 from .tracing import is_exported
 
@@ -127,11 +126,12 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     # Only decoders have this field. Vision and audio towers get Transformers' own mask below.
     if core == "sdpa" and hasattr(config, "num_pseudo_heads"):
         if is_known_when_compiled(config, attention_mask, **kwargs):
-            return compiled_first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
+            known = compiled_first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
+            return known.as_mask()
         first_keys = first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
         if first_keys is not None:
-            if first_keys.any():
-                return first_keys
+            if first_keys.first.any():
+                return first_keys.as_mask()
             if may_skip:
                 return None  # every first key is 0: plain causal attention
             # The caller wants a mask even if it is causal: a dense one is made below.
@@ -205,18 +205,18 @@ def is_known_when_compiled(
 def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
     """Return the mask over tokens for a layer that is not interleaved: that of the last pseudo-heads.
 
-    Raise a RuntimeError for a copy of a BlockMask, which lacks it."""
+    `mask` comes from `read_mask`. Raise a RuntimeError for a copy of a BlockMask, which lacks it."""
     if mask is None or num_pseudo_heads == 1:
         return mask
-    if not isinstance(mask, torch.Tensor):
+    if isinstance(mask, FirstKeys):
+        return mask.over_tokens(num_pseudo_heads)
+    if isinstance(mask, BlockMask):
         if not hasattr(mask, "of_tokens"):
             raise RuntimeError(
                 "Something, such as a hook of accelerate, copied the BlockMask of flex_attention, and the copy lacks "
                 "the mask of the layers that are not interleaved. Use sdpa, or interleave all layers."
             )
         return mask.of_tokens
-    if is_first_key_mask(mask):
-        return first_keys_over_tokens(mask, num_pseudo_heads)
     last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
     if mask.ndim == 2:
         return mask[:, last]
@@ -236,8 +236,8 @@ def in_window(mask: Any, virtual_window: int | None, past: int | torch.Tensor | 
         return mask
     if not isinstance(mask, torch.Tensor):
         raise ValueError("flex_attention takes no sliding_window of interleaved layers: use sdpa, eager or flash.")
-    if is_first_key_mask(mask) or mask.ndim == 2:
-        return mask  # their cores take the window as an argument
+    if mask.ndim == 2:
+        return mask  # flash cores take the window as an argument
     made_for, made = getattr(mask, "in_window", (None, None))
     if made_for == virtual_window:
         return made

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attend within windows and documents on a stock core, with a dense mask only where it is faster or needed.
 
-Masks are those of first_keys.py. Attention is computed in blocks of queries, document by document, or by PyTorch's
-FlashAttention. Lengths and windows are counted in the keys that the core sees, which are virtual tokens in a layer
-with virtual heads."""
+`FirstKeys` say which keys a query sees. Attention is computed in blocks of queries, document by document, or by
+PyTorch's FlashAttention. Lengths and windows are counted in the keys that the core sees, which are virtual tokens in a
+layer with virtual heads."""
 
 import inspect
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .first_keys import Documents, compiled_window, documents_of, narrower, plain_window
+from .first_keys import Documents, FirstKeys, narrower
 from .overlay import Overlay
 
 
@@ -53,19 +53,19 @@ def first_key_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    first_keys: torch.Tensor,
+    first_keys: FirstKeys,
     sliding_window: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output [batch, L, H, head_dim] of attention under a mask of first keys and a window.
+    """Return the output [batch, L, H, head_dim] of attention by first keys and within a window.
 
-    Query v sees the keys u with first_keys[v] <= u <= v and v - sliding_window < u. The first of these that applies is
+    Query v sees the keys u with first[v] <= u <= v and v - sliding_window < u. The first of these that applies is
     used:
 
-    - a plain window: PyTorch's FlashAttention on a GPU in half precision, and elsewhere `window_attention`
-    - compiled code that knows a window, of the layer or of `compiled_first_keys`, with more than DENSE_KEYS keys
-      outside it: blocks of all rows in one call. (The first keys themselves hold the window of the mask.)
-    - other compiled code, at most DENSE_KEYS keys, or a mask in which padding sees nothing: a dense mask
+    - only a window: PyTorch's FlashAttention on a GPU in half precision, and elsewhere `window_attention`
+    - compiled code that knows a window, of the layer or of the first keys, with more than DENSE_KEYS keys outside it:
+      blocks of all rows in one call
+    - other compiled code, at most DENSE_KEYS keys, or padding that sees nothing: a dense mask
     - documents on a GPU in half precision: PyTorch's FlashAttention
     - rows of one document: `window_attention`
     - other documents: `window_attention` for one after the other
@@ -74,16 +74,16 @@ def first_key_attention(
     Queries, keys and values are [batch, H or G, L, head_dim], and the core takes a boolean mask."""
     length = query.shape[2]
     states = (query, key, value)
-    if plain_window(first_keys) is not None:
-        return _attend_in_plain_window(stock, *states, first_keys, sliding_window, **kwargs)
-    if torch.compiler.is_compiling():  # it cannot read the values of the mask
+    if first_keys.first is None:
+        return _attend_in_only_a_window(stock, *states, first_keys, sliding_window, **kwargs)
+    if torch.compiler.is_compiling():  # it cannot read the values
         return _attend_when_compiled(stock, *states, first_keys, sliding_window, **kwargs)
     if length <= DENSE_KEYS:
-        return stock(*states, _dense_mask(first_keys, length, sliding_window), **kwargs)
-    documents = documents_of(first_keys)
+        return stock(*states, _dense_mask(first_keys, sliding_window), **kwargs)
+    documents = first_keys.documents()
     if documents.has_hidden_padding:
-        return stock(*states, _dense_mask(first_keys, length, sliding_window), **kwargs)
-    # No query sees more keys than `longest_span`, so within documents a window of that length is the mask's own.
+        return stock(*states, _dense_mask(first_keys, sliding_window), **kwargs)
+    # No query sees more keys than `longest_span`: within documents a window of that length hides what `first` hides.
     window = narrower(documents.longest_span, sliding_window)
     if _has_varlen_kernel(*states, **kwargs):
         return varlen_attention(documents, *states, window, **kwargs)
@@ -92,12 +92,12 @@ def first_key_attention(
     return _attend_by_document(stock, *states, documents, window, **kwargs)
 
 
-def _attend_in_plain_window(
-    stock: StockCore, query, key, value, mask: torch.Tensor, sliding_window: int | None, **kwargs
+def _attend_in_only_a_window(
+    stock: StockCore, query, key, value, first_keys: FirstKeys, sliding_window: int | None, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output of `first_key_attention` under a plain window."""
+    """Return the output of `first_key_attention` where first keys say only a window."""
     batch, _, length, _ = query.shape
-    window = narrower(plain_window(mask), sliding_window)
+    window = narrower(first_keys.window, sliding_window)
     if not _has_varlen_kernel(query, key, value, **kwargs):
         return window_attention(stock, query, key, value, None, window, **kwargs)
     bounds = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * length
@@ -106,24 +106,22 @@ def _attend_in_plain_window(
 
 
 def _attend_when_compiled(
-    stock: StockCore, query, key, value, first_keys: torch.Tensor, sliding_window: int | None, **kwargs
+    stock: StockCore, query, key, value, first_keys: FirstKeys, sliding_window: int | None, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the output of `first_key_attention` in compiled code under a mask that is no plain window."""
-    length = query.shape[2]
-    window = compiled_window(first_keys)
-    window = sliding_window if window is None else narrower(window, sliding_window)
-    if window is not None and length - window > DENSE_KEYS:
+    """Return the output of `first_key_attention` in compiled code, by the values of first keys."""
+    window = sliding_window if first_keys.window is None else narrower(first_keys.window, sliding_window)
+    if window is not None and first_keys.length - window > DENSE_KEYS:
         return _attend_in_padded_blocks(stock, query, key, value, window, first_keys, **kwargs)
-    return stock(query, key, value, _dense_mask(first_keys, length, sliding_window), **kwargs)
+    return stock(query, key, value, _dense_mask(first_keys, sliding_window), **kwargs)
 
 
-def _dense_mask(first_keys: torch.Tensor, length: int, window: int | None) -> torch.Tensor:
+def _dense_mask(first_keys: FirstKeys, window: int | None) -> torch.Tensor:
     """Return the boolean mask [batch, 1, L, L] of first keys and a window."""
-    first_keys = first_keys[:, :1]  # [batch, 1, L, 1]
-    place = torch.arange(length, device=first_keys.device)
+    first = first_keys.first[:, None]  # [batch, 1, L]
+    place = torch.arange(first_keys.length, device=first.device)
     distance = place[:, None] - place
-    is_padding = (first_keys > place[:, None]).transpose(-2, -1)  # [batch, 1, 1, L]
-    mask = (distance >= 0) & (place >= first_keys) & ~is_padding
+    is_padding = first > place
+    mask = (distance >= 0) & (place >= first[..., None]) & ~is_padding[..., None, :]
     if window is not None:
         mask = mask & (distance < window)
     return mask
@@ -346,12 +344,12 @@ def _block_mask(size: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 def _attend_in_padded_blocks(
-    stock: StockCore, query, key, value, window: int, first_keys: torch.Tensor | None = None, **kwargs
+    stock: StockCore, query, key, value, window: int, first_keys: FirstKeys | None = None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Return the output of `window_attention` by one call of the core, on rows joined and padded to whole blocks.
 
-    Compiled code takes this form, because one graph serves every length. `first_keys` [batch, any, L, 1] separate
-    documents and hide padding (see `compiled_first_keys`)."""
+    Compiled code takes this form, because one graph serves every length. `first_keys` separate documents and hide
+    padding."""
     batch, _, length, _ = query.shape
     device = query.device
     block = block_size(window)
@@ -368,7 +366,7 @@ def _attend_in_padded_blocks(
     # The first key of each query, among the tokens of all rows
     first = torch.arange(batch, device=device)[:, None] * length  # [batch, 1], the starts of the rows
     if first_keys is not None:
-        first = first + first_keys[:, 0, :, 0]  # [batch, L]
+        first = first + first_keys.first  # [batch, L]
     first = torch.nn.functional.pad(first.expand(batch, length).flatten(), (0, padding))  # [blocks * block]
     places = torch.arange(blocks * block, device=device)
     is_padding = first > places  # its first key comes after itself

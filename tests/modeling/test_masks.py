@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import IHAForCausalLM, interleave_heads
 from modeling_iha.cache_names import CACHE
-from modeling_iha.first_keys import documents_of, is_first_key_mask
+from modeling_iha.first_keys import is_first_key_mask, read_mask
 from modeling_iha.masks import make_masks
 from modeling_iha.virtual_masks import token_mask
 
@@ -364,7 +364,7 @@ def test_causal_attention_over_the_whole_input_builds_no_mask():
 def test_documents_and_windows_build_no_dense_mask_on_sdpa(geometry, rows):
     positions = torch.cat([torch.arange(length) for length in (200, 100, 1)]).expand(rows, -1)
     for mask in masks_for("sdpa", geometry, 301, device="cpu", positions=positions).values():
-        assert is_first_key_mask(mask) and len(documents_of(mask).bounds) == 3 * rows + 1
+        assert is_first_key_mask(mask) and len(read_mask(mask).documents().bounds) == 3 * rows + 1
     for layer_type, mask in masks_for("sdpa", geometry, 301, device="cpu").items():
         assert (mask is None) == (layer_type == "full_attention")
 

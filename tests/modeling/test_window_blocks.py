@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from modeling_iha import interleave_heads, windows
-from modeling_iha.first_keys import compiled_first_keys
+from modeling_iha.first_keys import FirstKeys, known_first_keys, read_mask
 from modeling_iha.windows import StockCore, first_key_attention, window_attention
 
 
@@ -94,7 +94,7 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
     module = torch.nn.Module()
     module.config, module.num_key_value_groups = small_config(), 2
     weight = torch.randn(2, length, 4, 6, generator=generator, dtype=torch.float64)
-    first_keys = torch.searchsorted(documents, documents).int()[:, None, :, None]
+    first_keys = FirstKeys(documents.shape[1], first=torch.searchsorted(documents, documents).int())
     core = StockCore(sdpa_attention_forward, module)
     output, _ = first_key_attention(core, query, key, value, first_keys, sliding_window=window, scaling=6**-0.5)
     expected = naive(query, key, value, documents, length if window is None else window)
@@ -102,6 +102,30 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
     gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
     for actual, target in zip(gradients, torch.autograd.grad((expected * weight).sum(), (query, key, value))):
         torch.testing.assert_close(actual, target)
+
+
+@pytest.mark.parametrize(("window", "has_values"), [(None, True), (1, True), (3, True), (1, False), (3, False)])
+def test_a_mask_says_what_its_first_keys_said(window, has_values):
+    """Read a mask of 2 rows of 5 tokens, P = 2, as each layout lays it out, and convert it to tokens."""
+    is_document_start = torch.tensor([[True, False, False, True, False], [True, True, False, False, False]])
+    over_tokens = known_first_keys(is_document_start, None, 1, window)
+    first_keys = known_first_keys(is_document_start, None, 2, window)
+    if not has_values:
+        over_tokens, first_keys = (FirstKeys(keys.length, keys.window) for keys in (over_tokens, first_keys))
+    read = read_mask(first_keys.as_mask("cpu"))
+    assert (read.length, read.window) == (10, None if window is None else 2 * window)
+    converted = read.over_tokens(2)
+    assert (converted.length, converted.window) == (5, window)
+    if not has_values:
+        assert read.first is None and converted.first is None
+        return
+    assert torch.equal(read.first, first_keys.first)
+    assert torch.equal(converted.first, over_tokens.first)
+    if window == 1:
+        return  # over tokens each one is a document of its own, and over virtual tokens it is not
+    for actual, expected in ((read, first_keys), (converted, over_tokens)):
+        assert actual.documents().bounds.tolist() == expected.documents().bounds.tolist()
+        assert actual.documents()[1:] == expected.documents()[1:]
 
 
 @pytest.mark.parametrize("left", [(13, 0), (13, 5)])
@@ -115,7 +139,7 @@ def test_a_mask_of_compiled_code_hides_padding_after_a_graph_break(small_blocks,
     real[1, 20:22] = False
     real[1, -3:] = False
     row_starts = (torch.arange(38) == 0).expand(2, -1)
-    first_keys = compiled_first_keys(row_starts, ~real, 1, window)
+    first_keys = known_first_keys(row_starts, ~real, 1, window)
     output, _ = first_key_attention(
         StockCore(sdpa_attention_forward, torch.nn.Module()), query, key, value, first_keys
     )
