@@ -89,6 +89,10 @@ class FirstKeys:
             return torch.empty(1, self.length, self.window, 0, dtype=torch.int32, device=device)
         return self.first[:, None, :, None].expand(-1, self.window or 1, -1, -1)
 
+    def may_hide_earlier_keys(self) -> bool:
+        """Return whether some query may not see all keys before it. Compiled code cannot tell, so there it may."""
+        return torch.compiler.is_compiling() or bool(self.first.any())
+
     def documents(self) -> Documents:
         """Return the documents. Finding them synchronizes with the GPU."""
         if self._documents is None and hasattr(self._mask, "documents"):

@@ -118,25 +118,50 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
     make_token_mask = partial(make_mask, mask_function=mask_function, attention_mask=attention_mask, **kwargs)
     if num_pseudo_heads == 1 and kwargs["q_length"] == 1:
         return make_token_mask()  # a new token has no first keys
-    may_skip = kwargs.get("allow_is_causal_skip", True)
-    if core == "sdpa" and may_skip and _may_need_no_mask(attention_mask, **kwargs):
+    if core == "sdpa":
+        may_skip = kwargs.get("allow_is_causal_skip", True)
         # Transformers decides this from shapes. The first keys are found from values, for which a GPU would wait.
-        if make_token_mask() is None:
+        if may_skip and _may_need_no_mask(attention_mask, **kwargs) and make_token_mask() is None:
             return None
-    # Only decoders have this field. Vision and audio towers get Transformers' own mask below.
-    if core == "sdpa" and hasattr(config, "num_pseudo_heads"):
-        if is_known_when_compiled(config, attention_mask, **kwargs):
-            known = compiled_first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
-            return known.as_mask()
-        first_keys = first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
-        if first_keys is not None:
-            if first_keys.first.any():
-                return first_keys.as_mask()
-            if may_skip:
-                return None  # every first key is 0: plain causal attention
-            # The caller wants a mask even if it is causal: a dense one is made below.
+        first_keys = _first_keys_of_call(config, mask_function, attention_mask, **kwargs)
+        if first_keys is not None and first_keys.may_hide_earlier_keys():
+            return first_keys.as_mask()
+        if first_keys is not None and may_skip:
+            return None  # plain causal attention
+        # A caller that wants a mask even if it is causal gets a dense one.
     if num_pseudo_heads == 1:
         return make_token_mask()
+    mask = _dense_virtual_mask(make_mask, num_pseudo_heads, mask_function, attention_mask, **kwargs)
+    if isinstance(mask, BlockMask):
+        # For layers that are not interleaved. A copy lacks it, and `token_mask` then raises an error.
+        mask.of_tokens = make_token_mask()
+    return mask
+
+
+def _first_keys_of_call(
+    config: PreTrainedConfig, mask_function: Callable, attention_mask: torch.Tensor | None, **kwargs
+) -> FirstKeys | None:
+    """Return the first keys of a call on SDPA, or `None` if its mask has to be dense.
+
+    The arguments are those of `virtual_mask`."""
+    if not hasattr(config, "num_pseudo_heads"):
+        return None  # Only decoders have this field. Vision and audio towers get Transformers' own mask.
+    num_pseudo_heads = virtual_tokens_per_token(config)
+    if is_known_when_compiled(config, attention_mask, **kwargs):
+        return compiled_first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
+    return first_keys_of_mask_function(num_pseudo_heads, mask_function, attention_mask, **kwargs)
+
+
+def _dense_virtual_mask(
+    make_mask: Callable,
+    num_pseudo_heads: int,
+    mask_function: Callable,
+    attention_mask: torch.Tensor | None,
+    **kwargs,
+) -> Any:
+    """Return the mask that `make_mask`, a mask function of Transformers, makes over virtual tokens.
+
+    The other arguments are those of `virtual_mask`, in tokens."""
 
     def sees(batch, head, query, key):
         query_token = query // num_pseudo_heads
@@ -156,11 +181,7 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
     sizes = ("q_length", "kv_length", "q_offset", "kv_offset", "local_size")
     kwargs |= {name: kwargs[name] * num_pseudo_heads for name in sizes if kwargs.get(name) is not None}
-    mask = make_mask(mask_function=sees, attention_mask=attention_mask, **kwargs)
-    if isinstance(mask, BlockMask):
-        # For layers that are not interleaved. A copy lacks it, and `token_mask` then raises an error.
-        mask.of_tokens = make_token_mask()
-    return mask
+    return make_mask(mask_function=sees, attention_mask=attention_mask, **kwargs)
 
 
 def _may_need_no_mask(attention_mask, q_length: int, kv_length: int, local_size: int | None = None, **kwargs) -> bool:

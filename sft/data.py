@@ -156,7 +156,7 @@ def _suffix(name: str) -> str:
     return Path(name.removesuffix(".gz")).suffix
 
 
-class Source(NamedTuple):
+class RowSource(NamedTuple):
     """Name rows: a file, or a split of a configuration of a directory or of a dataset on the Hub."""
 
     name: str
@@ -182,7 +182,7 @@ def check_source(name: str, split: str) -> None:
         raise UserError(f"{name}, split {split!r}: expected a file {', '.join(READERS)}, which has no split.")
 
 
-def check_split(source: Source, key: str, or_else: str = "") -> None:
+def check_split(source: RowSource, key: str, or_else: str = "") -> None:
     """Refuse a configuration or a split that a directory or a dataset on the Hub does not have.
 
     `key` is the key of the recipe that names the split, and `or_else` is another way out. Raise `UserError`, which

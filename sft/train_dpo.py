@@ -17,7 +17,7 @@ from iha.errors import UserError, run_cli
 from iha.files import typed
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import load_base_model, lora_config, prepare_model, run_config
-from sft.data import TURNS, UNREAD_COLUMNS, Messages, Source, load_rows, rendering, to_messages
+from sft.data import TURNS, UNREAD_COLUMNS, Messages, RowSource, load_rows, rendering, to_messages
 from sft.run import begun, train
 from sft.trainer import RecipeTrainer
 from sft.training_rows import evaluation_source, split_rows
@@ -71,7 +71,7 @@ def to_pair(row: dict, where: str) -> dict[str, list[dict[str, str]]]:
     return pair
 
 
-def load_pairs(source: Source) -> Dataset:
+def load_pairs(source: RowSource) -> Dataset:
     """Load the columns of `to_pair` from any source of `load_rows`."""
     return load_rows(*source, schema=lambda _: (to_pair, Features(dict.fromkeys(COLUMNS, TURNS))))
 
@@ -106,7 +106,7 @@ def build_trainer(run: RunArguments, args: DPOConfig) -> DPORecipeTrainer:
     """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
     if args.beta == 0:
         raise UserError("beta=0: expected a number above 0, because with 0 no answer is preferred.")
-    pairs = load_pairs(Source(run.dataset_name, run.dataset_train_split, run.dataset_config))
+    pairs = load_pairs(RowSource(run.dataset_name, run.dataset_train_split, run.dataset_config))
     source = evaluation_source(run, args)
     test_pairs = None if source is None else load_pairs(source)
     config = run_config(run, args)

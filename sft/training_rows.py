@@ -16,7 +16,7 @@ from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import RunArguments, evaluates
 from sft.data import (
     Rows,
-    Source,
+    RowSource,
     check_chat_template,
     check_source,
     check_split,
@@ -95,16 +95,16 @@ def splits(args: SFTConfig, packs: bool) -> bool:
     return packs and args.packing_strategy == "bfd_split"
 
 
-def evaluation_source(run: RunArguments, args: TrainingArguments) -> Source | None:
+def evaluation_source(run: RunArguments, args: TrainingArguments) -> RowSource | None:
     """Return where the rows to evaluate on are read from, or None if a run holds out rows or does not evaluate."""
     if run.eval_dataset_name:
-        return Source(run.eval_dataset_name, run.dataset_test_split or "train")
+        return RowSource(run.eval_dataset_name, run.dataset_test_split or "train")
     if run.eval_size or not evaluates(args):
         return None
-    return Source(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
+    return RowSource(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
 
 
-def _share_rows(one: Source, other: Source) -> bool:
+def _share_rows(one: RowSource, other: RowSource) -> bool:
     """Return whether two sources are known to have rows in common.
 
     Two different slices of a split are not compared."""
@@ -120,13 +120,13 @@ def _share_rows(one: Source, other: Source) -> bool:
     return False
 
 
-def _place(source: Source) -> str | Path:
+def _place(source: RowSource) -> str | Path:
     """Return where a dataset is, in one way for all names of a file."""
     path = Path(source.name)
     return path.resolve() if path.exists() else source.name
 
 
-def _same_config(one: Source, other: Source) -> bool:
+def _same_config(one: RowSource, other: RowSource) -> bool:
     """Return whether two sources of one dataset have the same configuration: none that is named is the default."""
     if one.config == other.config:
         return True
@@ -141,7 +141,7 @@ def check_splits(run: RunArguments, args: TrainingArguments) -> None:
     Raise `UserError`.
     """
     for name, _ in sources(run.dataset_name):
-        check_split(Source(name, run.dataset_train_split, run.dataset_config), "dataset_train_split")
+        check_split(RowSource(name, run.dataset_train_split, run.dataset_config), "dataset_train_split")
     held_out = evaluation_source(run, args)
     if held_out is not None:
         check_held_out(held_out, run)
@@ -149,9 +149,9 @@ def check_splits(run: RunArguments, args: TrainingArguments) -> None:
         check_split(held_out, "dataset_test_split", or_else)
 
 
-def check_held_out(held_out: Source, run: RunArguments) -> None:
+def check_held_out(held_out: RowSource, run: RunArguments) -> None:
     """Refuse to evaluate on rows that the run trains on. Raise `UserError`."""
-    learned = [Source(name, run.dataset_train_split, run.dataset_config) for name, _ in sources(run.dataset_name)]
+    learned = [RowSource(name, run.dataset_train_split, run.dataset_config) for name, _ in sources(run.dataset_name)]
     if any(_share_rows(held_out, source) for source in learned):
         raise UserError(
             f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set eval_size."
