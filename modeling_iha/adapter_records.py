@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .configuration_interleaved import FIELDS, MIXING_MODULES
 from .exact_start import deviations
-from .head_mixing import Mixing
+from .mixing import Mixing
 from .virtual_heads import virtual_heads_class
 
 

@@ -4,8 +4,8 @@
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .head_mixing import HeadCollapse, HeadMixing
 from .mixed_heads import MixedHeads
+from .mixing import HeadCollapse, HeadMixing
 
 
 class InterleavedHeadAttention(MultiHeadAttention):

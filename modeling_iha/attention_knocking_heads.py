@@ -7,7 +7,7 @@ from torch import nn
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .head_mixing import Mixing
+from .mixing import Mixing
 
 
 class SharedMap(Mixing):

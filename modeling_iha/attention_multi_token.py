@@ -14,7 +14,7 @@ from transformers.utils.import_utils import is_tracing
 from .cache_names import takes_cache
 from .configuration_iha import IHAConfig
 from .first_keys import FirstKeys
-from .head_mixing import Mixing
+from .mixing import Mixing
 from .score_matrix import HeadMap, ScoreMatrixAttention
 from .virtual_masks import LOWEST, MASKED
 

@@ -5,7 +5,7 @@
 import torch
 
 from .configuration_iha import IHAConfig
-from .head_mixing import Mixing
+from .mixing import Mixing
 from .score_matrix import ScoreMatrixAttention
 
 

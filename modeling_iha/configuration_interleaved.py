@@ -22,7 +22,7 @@ from .mixing_scale import check_scale
 if TYPE_CHECKING:
     # Transformers copies every file that an import names, also here. A configuration that is saved without a model, as
     # mergekit does, then brings the model's code too.
-    from .head_mixing import HeadMixing  # noqa: F401  # old versions copy only what this block names
+    from .mixing import HeadMixing  # noqa: F401  # old versions copy only what this block names
     from .modeling_interleaved import InterleavedModel  # noqa: F401
 
 

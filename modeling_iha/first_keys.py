@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers.utils.import_utils import is_tracing
 
+from .interleaving import in_virtual_tokens
+
 
 class Documents(NamedTuple):
     """Hold the documents that first keys describe."""
@@ -65,6 +67,7 @@ class FirstKeys:
         window: a window that is known without reading a value, or `None`. Compiled code has it as a constant. The
             values of `first` hold it too.
         first: the first keys, int32 [batch, L], or `None` if the window is all there is to say.
+        documents: the documents, or `None` if they are not known yet.
         mask: the tensor that these first keys were read from. The documents are kept on it for the other layers.
     """
 
@@ -89,9 +92,9 @@ class FirstKeys:
             return torch.empty(1, self.length, self.window, 0, dtype=torch.int32, device=device)
         return self.first[:, None, :, None].expand(-1, self.window or 1, -1, -1)
 
-    def may_hide_earlier_keys(self) -> bool:
-        """Return whether some query may not see all keys before it. Compiled code cannot tell, so there it may."""
-        return torch.compiler.is_compiling() or bool(self.first.any())
+    def is_plain_causal(self) -> bool:
+        """Return whether every query sees all earlier keys. Compiled code cannot read that, and gets False."""
+        return not torch.compiler.is_compiling() and not self.first.any()
 
     def documents(self) -> Documents:
         """Return the documents. Finding them synchronizes with the GPU."""
@@ -170,7 +173,7 @@ def known_first_keys(
     length = first.shape[1]
     if is_padding is not None:
         first = first.masked_fill(is_padding.repeat_interleave(num_pseudo_heads, dim=-1), length)
-    return FirstKeys(length, None if window is None else window * num_pseudo_heads, first)
+    return FirstKeys(length, in_virtual_tokens(window, num_pseudo_heads), first)
 
 
 def latest_document_start(is_document_start: torch.Tensor) -> torch.Tensor:
@@ -211,7 +214,7 @@ def first_keys_of_mask_function(
 
     The result is checked against the mask function at both ends of what each token sees, and at distances of powers of
     two. This is a sample: a mask function that differs only at other distances would be mistaken for one of these.
-    Transformers makes none such, and a mask of the user's goes through `mask_over_virtual_tokens`."""
+    Transformers has no such mask function, and a mask of the user's goes through `mask_over_virtual_tokens`."""
     place = torch.arange(q_length, device=device)
     if q_length == 1 or kv_length < q_length:
         return None
@@ -257,8 +260,8 @@ def compiled_first_keys_of_mask_function(
 ) -> FirstKeys:
     """Return the first keys of a mask function as `known_first_keys` makes them.
 
-    The arguments are those of `virtual_mask`, in tokens. Compiled code cannot check the mask function by its values,
-    so the caller knows that it makes a window or chunks of tokens (`is_known_when_compiled` of virtual_masks.py)."""
+    The arguments are those of `virtual_mask`, in tokens. Compiled code cannot check the mask function by its values:
+    the caller must know that it makes a window or chunks of tokens (`is_known_when_compiled` of virtual_masks.py)."""
     is_document_start = _document_starts(mask_function, batch_size, torch.arange(q_length, device=device))
     is_padding = None if attention_mask is None else attention_mask.to(device) == 0
     return known_first_keys(is_document_start, is_padding, num_pseudo_heads, local_size)

@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import maybe_autocast
+from transformers.utils.generic import is_flash_attention_requested, maybe_autocast
 
 from .attended import RECORDS
 from .cache_names import CACHE
@@ -103,11 +103,11 @@ def interleave_heads(
 ) -> PreTrainedModel:
     """Interleave the heads of a decoder in place (IHA, Algorithm 1).
 
-    The model computes the same as before up to rounding, with a `sliding_window` for inputs up to its length. Trainer,
-    TRL, PEFT and `generate` still take the model. `save_pretrained` writes a checkpoint that loads with
-    `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` where this package is not installed. As
-    in the base model, packed rows (`position_ids` that restart) are kept apart only without a cache: pass
-    `use_cache=False`, as TRL does.
+    Up to rounding the model's outputs do not change. With a `sliding_window` this holds for inputs that are not longer
+    than the window. Trainer, TRL, PEFT and `generate` still take the model. `save_pretrained` writes a checkpoint that
+    loads with `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` where this package is not
+    installed. As in the base model, packed rows (`position_ids` that restart) are kept apart only in calls without
+    `attention_mask` and without a cache: leave out the mask and pass `use_cache=False`, as TRL does.
 
     Args:
         model: any decoder of Transformers whose attention goes through its attention registry, also within a model
@@ -140,10 +140,18 @@ def interleave_heads(
     except Exception:
         restore_configs(own_configs)
         raise
+    set_interleaved_window(model, window)
+    return model
+
+
+def set_interleaved_window(model: PreTrainedModel, window: int | None) -> None:
+    """Give the interleaved layers a window in tokens, or `None` for none of their own, and choose the cores.
+
+    This follows the comparison with the base, which has no such window. The names of the cores depend on the window
+    (`differs_from_base`), so they are chosen last."""
     for virtual_config in virtual_configs(model):
         virtual_config.interleaved_window = window
     use_virtual_cores(model)
-    return model
 
 
 def _window_in_tokens(model: PreTrainedModel, sliding_window: Any, num_pseudo_heads: int) -> int | None:
@@ -177,18 +185,23 @@ def _attach_and_compare(
     Raise a ValueError, and detach it again, if the hidden states of the probe are not the `expected` ones."""
     config = model.config
     model_class = interleaved_class(_interleaved_class_name(model), config_class(config.model_type))
+    cause = None
     try:
         _make_interleaved(model, model_class, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
         difference = relative_difference(expected, probe(model))
         problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
+    except torch.OutOfMemoryError:  # not a property of the model type
+        detach(model)
+        raise
     except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
+        cause = error
         problem = one_line(error)
     if problem is not None:
         detach(model)
         raise ValueError(
             f"{config.model_type} does not compute the same with interleaved heads ({problem}), and is left as it "
             "was: docs/MODEL_TYPES.md lists the types that do."
-        )
+        ) from cause
 
 
 def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
@@ -330,7 +343,7 @@ def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, Attention
         states, error = _try_probe(model)
     if error is not None:
         model_type = model.config.model_type
-        raise ValueError(f"{model_type} does not run with a padding mask and a cache: {one_line(error)}")
+        raise ValueError(f"{model_type} does not run with a padding mask and a cache: {one_line(error)}") from error
     if not all(each.isfinite().all() for each in states):
         raise ValueError(
             f"{model.config.model_type} itself returns NaN or infinity for a padded batch: try another dtype or "
@@ -450,7 +463,7 @@ def probe(model: PreTrainedModel) -> list[torch.Tensor]:
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     model.eval()
-    if window and "flash" not in config._attn_implementation:
+    if window and not is_flash_attention_requested(config):
         config.sliding_window = min(window, 4)
     try:
         # Autocast would round more than the tolerance of the model's own dtype allows.

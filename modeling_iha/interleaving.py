@@ -102,6 +102,11 @@ def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torc
     return (position_ids[..., None] * num_pseudo_heads + offsets).flatten(-2)
 
 
+def in_virtual_tokens(window: int | None, num_pseudo_heads: int) -> int | None:
+    """Return a window in virtual tokens from one in tokens, or `None` where there is no window."""
+    return None if window is None else window * num_pseudo_heads
+
+
 def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
     """Convert to virtual tokens the keyword arguments that describe windows and packed documents.
 

@@ -195,7 +195,7 @@ def check_inputs(
     position_ids: torch.Tensor | None,
     **kwargs,
 ) -> None:
-    """Raise a ValueError for inputs that the model would misread.
+    """Raise a ValueError for inputs that the model would misread, in calls that are not traced or compiled.
 
     These are a `BlockMask`, packed documents that the core would silently join, and a mask or positions that do not
     fit the cache. Also warn of FlexAttention on a CPU.
@@ -210,7 +210,7 @@ def check_inputs(
     if not is_flash_attention_requested(config) and core not in ("eager", "flex_attention", "sdpa"):
         return  # Other cores, such as the paged ones, keep documents apart by themselves.
     if is_tracing(inputs_embeds) or inputs_embeds.is_meta:
-        return  # There are no values to look at.
+        return  # There are no values to look at: compiled calls with a mask join their documents.
     if attention_mask is not None and attention_mask.ndim != 2:
         return  # A custom mask decides.
 
@@ -278,7 +278,7 @@ def _real_tokens(attention_mask: torch.Tensor, position_ids: torch.Tensor, past:
 
 
 def _document_restarts(position_ids: torch.Tensor, attention_mask: torch.Tensor | None, past: int) -> torch.Tensor:
-    """Return before which tokens positions restart, which declares a document, boolean [batch, N - 1]."""
+    """Return where positions restart, boolean [batch, N - 1]. Entry i is true if token i + 1 begins a document."""
     if attention_mask is None:
         return position_ids.diff(dim=-1) < 1
     # `generate` counts from the first real token, so positions of padding may restart. Each real token is compared

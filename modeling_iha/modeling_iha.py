@@ -34,9 +34,9 @@ from .attention_kinds import ATTENTION_CLASSES
 from .attention_mha import MultiHeadAttention
 from .cache_names import CACHE, takes_cache
 from .configuration_iha import IHAConfig
-from .head_mixing import set_initial_scale
 from .interleaving import token_attentions
 from .masks import check_inputs, make_masks
+from .mixing import set_initial_scale
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .virtual_masks import check_causal

@@ -36,9 +36,9 @@ from .cache_edge import WINDOW_EDGE, keep_window_edge, lacks_window_edge
 from .cache_names import CACHE, IS_FROM_5_24, pop_cache
 from .configuration_interleaved import FIELDS, MIXING_MODULES, TASKS, InterleavedConfig, config_class, part_class
 from .first_keys import is_first_key_mask
-from .head_mixing import HeadCollapse, HeadMixing, set_initial_scale
 from .interleaving import token_attentions
 from .mixed_heads import MixedHeads
+from .mixing import HeadCollapse, HeadMixing, set_initial_scale
 from .mixing_scale import note_scale
 from .paged_requests import PagedRequests, init_requests
 from .pairing import PairedHeads
@@ -495,7 +495,7 @@ def _new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None
         is_checkpointed = is_checkpointed and torch.is_grad_enabled()
     # RecurrentGemma resets its states where it makes a cache.
     makes_cache = use_cache and not is_checkpointed and not decoder._is_stateful
-    return DynamicCache(config=decoder.config) if makes_cache and _window(decoder) else None
+    return DynamicCache(config=decoder.config) if makes_cache and _base_window(decoder) else None
 
 
 def _is_users_mask(attention_mask: Any = None, input_ids: Any = None, inputs_embeds: Any = None, **kwargs) -> bool:
@@ -516,7 +516,7 @@ def _check_no_window(decoder: PreTrainedModel, mask: torch.Tensor) -> None:
 
     Such a mask hides a token with all its pseudo-heads, and the model's own window does not (see `virtual_mask`). The
     difference is 0 at the exact start, and appears when the mixing learns."""
-    window = _window(decoder)
+    window = _base_window(decoder)
     if window and mask.shape[-1] > window:
         raise ValueError(
             f"attention_mask [batch, 1, queries, keys] has {mask.shape[-1]} keys, more than the window of {window}: a "
@@ -595,7 +595,8 @@ def _check_shows_own(mask: torch.Tensor, past: int) -> None:
         )
 
 
-def _window(decoder: PreTrainedModel) -> int | None:
+def _base_window(decoder: PreTrainedModel) -> int | None:
+    """Return the window of the base model in tokens, or `None`."""
     return getattr(decoder.config.get_text_config(decoder=True), "sliding_window", None)
 
 
@@ -607,7 +608,7 @@ def keep_windows(decoder: PreTrainedModel, cache: Cache | None) -> None:
     layers = getattr(cache, "layers", ())  # caches of encoders have none
     if not layers:
         return
-    window = _window(decoder)
+    window = _base_window(decoder)
     if window:
         # One mask serves all sliding layers, also those that are not interleaved.
         keep_window_edge(cache, window)

@@ -85,7 +85,7 @@ def new_token_attention(
             rotated = rotate(pseudo_query, cos.unsqueeze(1), sin.unsqueeze(1))  # by T_i
             # By T_j^T for every j: the tables of all j broadcast, [batch, H, P (i), P (j), head_dim].
             pseudo_query = rotate(rotated, cos, -sin)
-        # [batch, M, H * P * P, head_dim], one for each query pseudo-head i and key pseudo-head j
+        # [batch, G, H * P * P, head_dim], one for each query pseudo-head i and key pseudo-head j
         absorbed = (pseudo_query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
         parts = [_scores(absorbed, keys.to(fast_dtype)) for keys in key.split(slice_tokens, dim=2)]
         scores = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # `cat` copies one tensor too

@@ -39,23 +39,24 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     if name not in presets:
         raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, presets))}.")
     preset, _ = cls.get_config_dict(directory / f"{name}.json")
-    rope = {name: overrides.pop(name) for name in ROPE_FIELDS if name in overrides}
+    rope = {field: overrides.pop(field) for field in ROPE_FIELDS if field in overrides}
     fields = preset | overrides
+    kept = preset.keys() - overrides.keys()
     layers = fields["num_hidden_layers"]
     is_possible = isinstance(layers, int) and 0 < layers <= MAX_LAYERS  # any other number is refused below
-    for field in {"attention_kinds", "layer_types", "no_rope_layers"} & preset.keys() - overrides.keys():
+    for field in kept & {"attention_kinds", "layer_types", "no_rope_layers"}:
         if is_possible and isinstance(preset[field], list):
             fields[field] = list(islice(cycle(preset[field]), layers))
     length = fields["max_position_embeddings"]
     slides = "sliding_attention" in (fields.get("layer_types") or ())
-    if "sliding_window" in preset.keys() - overrides.keys():
+    if "sliding_window" in kept:
         fields["sliding_window"] = _following_window(preset, fields) if slides else None
     if slides and (fields.get("sliding_window") or 0) >= length:
         raise ValueError(
             f"sliding_window={fields['sliding_window']} is not shorter than max_position_embeddings={length}: give a "
             "shorter window, or a longer context."
         )
-    for token in {"bos_token_id", "eos_token_id"} & preset.keys() - overrides.keys():
+    for token in kept & {"bos_token_id", "eos_token_id"}:
         if (preset[token] or 0) >= fields["vocab_size"]:
             fields[token] = None
     return cls.from_dict(fields, **rope)

@@ -24,8 +24,9 @@ from .in_place import (
     relative_difference,
     remove_mixing,
     restore_configs,
+    set_interleaved_window,
 )
-from .modeling_interleaved import attach_virtual_heads, backbone_of, is_mixing, use_virtual_cores, virtual_configs
+from .modeling_interleaved import attach_virtual_heads, backbone_of, is_mixing
 
 
 def pair_heads(
@@ -73,12 +74,10 @@ def pair_heads(
     except Exception as error:
         detach(model)
         restore_configs(own_configs)
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError | torch.OutOfMemoryError):
             raise
         raise ValueError(f"The heads of {model.config.model_type} cannot be paired ({one_line(error)}).") from error
-    for config in virtual_configs(model):
-        config.interleaved_window = sliding_window
-    use_virtual_cores(model)
+    set_interleaved_window(model, sliding_window)
     warnings.warn(f"The heads of this {model.config.model_type} are paired, which changes its outputs: train it.")
     return model
 

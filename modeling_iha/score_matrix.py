@@ -16,7 +16,7 @@ from transformers.utils.import_utils import is_tracing
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .first_keys import FirstKeys, read_mask
-from .head_mixing import Mixing
+from .mixing import Mixing
 from .virtual_masks import token_mask, virtual_tokens_per_token
 
 

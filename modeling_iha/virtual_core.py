@@ -15,11 +15,11 @@ from transformers.utils.import_utils import is_tracing
 
 from .chunks import attend_in_chunks, chunk_window
 from .first_keys import FirstKeys, narrower, read_mask
-from .interleaving import virtual_kwargs
+from .interleaving import in_virtual_tokens, virtual_kwargs
 from .new_token import uses_new_token_path
 from .overlay import Overlay
 from .virtual_heads import VirtualHeads, virtual_heads_class
-from .virtual_masks import check_mask_type, in_window, token_mask, virtual_tokens_per_token
+from .virtual_masks import check_mask_type, in_window, is_flash_core, token_mask, virtual_tokens_per_token
 from .windows import StockCore, first_key_attention, window_attention
 
 
@@ -153,7 +153,7 @@ def _attend_over_virtual_tokens(
 
     # A dense mask or a `BlockMask` holds the whole pattern.
     has_own_pattern = mask is not None and not isinstance(mask, FirstKeys)
-    if "flash" in core or has_own_pattern:  # flash cores hide later keys by themselves
+    if is_flash_core(core) or has_own_pattern:  # flash cores hide later keys by themselves
         return heads.attend(stock, query, key, value, mask, **kwargs)
     num_queries = query.shape[2]
     if mask is None and num_queries == 1:
@@ -177,9 +177,9 @@ def layer_mask(
 ) -> Any:
     """Return the model's mask for a layer with virtual heads and, if it has one, a window of its own.
 
-    `window` is that window in tokens, or `None`. With it a dense mask is cut to the keys of the layer, and hides those
-    outside the window. First keys are returned unchanged. Raise a ValueError for a mask that is not over virtual
-    tokens."""
+    `window` is that window in tokens, or `None`. With one, a dense mask is sliced to the layer's keys, and keys
+    outside the window are hidden. First keys are returned unchanged. Raise a ValueError for a mask that is not over
+    virtual tokens."""
     length = num_queries * num_pseudo_heads
     width = num_keys * num_pseudo_heads
     if isinstance(mask, FirstKeys):
@@ -198,7 +198,7 @@ def layer_mask(
     elif isinstance(mask, torch.Tensor) and window is not None:
         # A mask of padding, for a flash core. The layer's own window may shorten its cache.
         mask = mask[:, -width:]
-    return in_window(mask, None if window is None else window * num_pseudo_heads)
+    return in_window(mask, in_virtual_tokens(window, num_pseudo_heads))
 
 
 def _check_size(mask: torch.Tensor, core: str, length: int, width: int) -> None:
@@ -214,7 +214,7 @@ def new_token_mask(num_keys: int, window: int | None, num_pseudo_heads: int, dev
     """Return the boolean mask [1, 1, P, keys * P] of one new token, for calls where the base model needs no mask."""
     visible = torch.ones(num_pseudo_heads, num_keys * num_pseudo_heads, dtype=torch.bool, device=device)
     mask = visible.tril((num_keys - 1) * num_pseudo_heads)[None, None]
-    return in_window(mask, None if window is None else window * num_pseudo_heads)
+    return in_window(mask, in_virtual_tokens(window, num_pseudo_heads))
 
 
 def stock_core(core: str, module: Any, num_pseudo_heads: int) -> StockCore:
@@ -237,7 +237,7 @@ def module_for_core(module: Any, core: str, num_pseudo_heads: int) -> Any:
     A flash core reads its name from the config, so it gets a config with that name. Each token has P virtual keys, so
     the sinks are raised by log P: the weights then stay the same where the P keys are equal (exact_start.py)."""
     overrides: dict = {}
-    if "flash" in core:
+    if is_flash_core(core):
         overrides["config"] = Overlay(module.config, _attn_implementation=core)
     if virtual_heads_class(module) is not None and getattr(module, "sinks", None) is not None:
         overrides["sinks"] = module.sinks + math.log(num_pseudo_heads)
@@ -248,7 +248,7 @@ def _check_mask(core: str, mask: Any):
     """Raise a ValueError for a mask that the core would ignore, or cannot take."""
     if core != "flex_attention":
         check_mask_type(mask)
-    if "flash" in core and isinstance(mask, torch.Tensor) and mask.ndim == 4:
+    if is_flash_core(core) and isinstance(mask, torch.Tensor) and mask.ndim == 4:
         raise ValueError(
             f"attn_implementation={core!r} takes no custom mask [batch, 1, queries, keys]: pass attention_mask "
             "[batch, keys], or use 'sdpa', 'eager' or 'flex_attention'."

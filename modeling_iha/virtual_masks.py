@@ -29,6 +29,7 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
     flash_attention_mask,
 )
+from transformers.utils.generic import is_flash_attention_requested
 from transformers.utils.import_utils import is_tracing
 
 from .first_keys import (
@@ -68,7 +69,7 @@ def register_masks(core: str) -> str:
             f"attn_implementation={core!r} makes no masks, which interleaved heads need: use 'sdpa', 'eager', "
             "'flex_attention' or a flash core."
         )
-    if ALL_MASK_ATTENTION_FUNCTIONS[core] is flash_attention_mask and "flash" not in core:
+    if ALL_MASK_ATTENTION_FUNCTIONS[core] is flash_attention_mask and not is_flash_core(core):
         raise ValueError(
             f"attn_implementation={core!r} takes the masks of FlashAttention, and Transformers and this package know "
             "such a core by 'flash' in its name: register it under another name, with 'flash' in it."
@@ -78,6 +79,11 @@ def register_masks(core: str) -> str:
         CORES[name] = core
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, partial(virtual_mask, core))
     return name
+
+
+def is_flash_core(core: str) -> bool:
+    """Return whether a core is one of FlashAttention. Transformers knows such cores by their names."""
+    return is_flash_attention_requested(requested_attention_implementation=core)
 
 
 def core_of(name: str) -> str:
@@ -124,11 +130,11 @@ def virtual_mask(core: str, config: PreTrainedConfig, mask_function: Callable, a
         if may_skip and _may_need_no_mask(attention_mask, **kwargs) and make_token_mask() is None:
             return None
         first_keys = _first_keys_of_call(config, mask_function, attention_mask, **kwargs)
-        if first_keys is not None and first_keys.may_hide_earlier_keys():
+        if first_keys is not None and not first_keys.is_plain_causal():
             return first_keys.as_mask()
         if first_keys is not None and may_skip:
-            return None  # plain causal attention
-        # A caller that wants a mask even if it is causal gets a dense one.
+            return None
+        # A caller that wants a mask even for plain causal attention gets a dense one.
     if num_pseudo_heads == 1:
         return make_token_mask()
     mask = _dense_virtual_mask(make_mask, num_pseudo_heads, mask_function, attention_mask, **kwargs)
@@ -226,7 +232,8 @@ def is_known_when_compiled(
 def token_mask(mask: Any, num_pseudo_heads: int) -> Any:
     """Return the mask over tokens for a layer that is not interleaved: that of the last pseudo-heads.
 
-    `mask` comes from `read_mask`. Raise a RuntimeError for a copy of a BlockMask, which lacks it."""
+    `mask` comes from `read_mask`. Raise a RuntimeError for a copied `BlockMask`, because a copy loses its mask over
+    tokens."""
     if mask is None or num_pseudo_heads == 1:
         return mask
     if isinstance(mask, FirstKeys):

@@ -111,7 +111,7 @@ def _attend_when_compiled(
     """Return the output of `first_key_attention` in compiled code, by the values of first keys."""
     window = sliding_window if first_keys.window is None else narrower(first_keys.window, sliding_window)
     if window is not None and first_keys.length - window > DENSE_KEYS:
-        return _attend_in_padded_blocks(stock, query, key, value, window, first_keys, **kwargs)
+        return _attend_in_padded_blocks(stock, query, key, value, window, first_keys, **kwargs), None
     return stock(query, key, value, _dense_mask(first_keys, sliding_window), **kwargs)
 
 
@@ -172,7 +172,7 @@ def window_attention(
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         return stock(query, key, value, mask[None, None], **kwargs)
     if torch.compiler.is_compiling():
-        return _attend_in_padded_blocks(stock, query, key, value, window, **kwargs)
+        return _attend_in_padded_blocks(stock, query, key, value, window, **kwargs), None
     if batch > 1 and num_heads * length <= JOINED_ROW and before == 0:
         return _attend_in_joined_rows(stock, query, key, value, window, **kwargs), None
     rows = zip(query.split(1), key.split(1), value.split(1))
@@ -206,8 +206,8 @@ def _attend_in_blocks(
     With a `row_length`, the L tokens are several rows of `row_length` tokens each, and no row sees another."""
     _, _, length, _ = query.shape
     num_keys = key.shape[2]
-    # The first `window` queries see key 0. They are computed causally and without a mask, for which key 0 has to be
-    # the own key of query 0. If the keys of a whole window come before the queries, there are no such queries.
+    # The first `window` queries see all keys before them, so they need no mask: query 0 is at key 0. If the keys of a
+    # whole window come before query 0, there are no such queries.
     num_first = window - (num_keys - length)
     block = min(block_size(window), length - num_first)
     num_last = (length - num_first) % block
@@ -220,8 +220,8 @@ def _attend_in_blocks(
         states = (first_queries.contiguous(), key[:, :, :window], value[:, :, :window])
         outputs.append(stock(*states, None, **kwargs)[0])
     mask = _block_mask(block, window, query.device)
-    # No query of these blocks sees key 0. Without it the keys would always be a slice, whose gradient is as long as
-    # all states. With it they are whole where `num_last` is 0.
+    # The blocks get key 0 too, which none of their queries sees. So the whole tensor is passed where `num_last` is 0:
+    # the gradient of a slice would be one more tensor as long as all states.
     end = num_keys - num_last
     states = (block_queries, key[:, :, :end], value[:, :, :end])
     outputs.append(_attend_in_equal_blocks(stock, *states, mask, num_first, row_length, **kwargs))
@@ -345,7 +345,7 @@ def _block_mask(size: int, window: int, device: torch.device) -> torch.Tensor:
 
 def _attend_in_padded_blocks(
     stock: StockCore, query, key, value, window: int, first_keys: FirstKeys | None = None, **kwargs
-) -> tuple[torch.Tensor, None]:
+) -> torch.Tensor:
     """Return the output of `window_attention` by one call of the core, on rows joined and padded to whole blocks.
 
     Compiled code takes this form, because one graph serves every length. `first_keys` separate documents and hide
@@ -377,7 +377,7 @@ def _attend_in_padded_blocks(
     mask = _block_mask(block, window, device) & (key_places >= first_of_query)  # [blocks, block, block + window]
     mask = mask & ~is_padding_of_block[:, None]
     output = _attend_with_folded_groups(stock, query, key, value, mask, **kwargs)[:total]
-    return output.unflatten(0, (batch, length)), None
+    return output.unflatten(0, (batch, length))
 
 
 def block_size(window: int) -> int:

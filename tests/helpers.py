@@ -166,7 +166,7 @@ IHA_CODE = {
     "kind_options.py",
     "options.py",
     "interleaving.py",
-    "head_mixing.py",
+    "mixing.py",
     "mixed_heads.py",
     "new_token.py",
     "tracing.py",

@@ -46,7 +46,7 @@ from iha.errors import UserError, run_cli
 from iha.files import file_sha256, sole_writer, whole_file
 from modeling_iha import interleave_heads
 from modeling_iha.flop_matched_window import flop_matched_window
-from modeling_iha.head_mixing import HeadCollapse
+from modeling_iha.mixing import HeadCollapse
 from research.experiments.language_models import read_text, rows_of, text_sha256
 from research.experiments.options import study_parser
 from research.experiments.protocol import MIXING_FACTOR, RATE_FACTOR, Rates, end, fit, loss_at, tune, walk

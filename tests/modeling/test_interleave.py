@@ -561,7 +561,7 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
                 "first_keys.py",
                 "modeling_interleaved.py",
                 "interleaving.py",
-                "head_mixing.py",
+                "mixing.py",
                 "mixed_heads.py",
                 "new_token.py",
                 "overlay.py",

@@ -25,7 +25,7 @@ from modeling_iha import (
     set_mixing_scale,
 )
 from modeling_iha.configuration_interleaved import MIXING_MODULES
-from modeling_iha.head_mixing import HeadMixing
+from modeling_iha.mixing import HeadMixing
 from modeling_iha.mixing_weights import state_with_values
 
 

@@ -87,7 +87,7 @@ class HeadMixing(Mixing):
         """Start every pseudo-head near its own head, so that the layer starts close to MHA.
 
         The paper gives no initialization. The noise makes the pseudo-heads differ."""
-        # OPT's configuration calls it `init_std`.
+        # Some configurations lack the field, such as OPT's, which has `init_std`.
         noise = torch.randn_like(self.weight) * getattr(config, "initializer_range", 0.02)
         identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
         self.init_weight("weight", identity.unsqueeze(-1) + noise)
