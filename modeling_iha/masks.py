@@ -159,15 +159,16 @@ def _compiled_masks(
     """Return the mask of each layer type for compiled code and a call without cache.
 
     As in Transformers, a document begins where `position_ids` do not increase by one. With an `attention_mask`
-    [batch, N] positions are not searched for documents, and the zeros of the mask are padding."""
-    batch, length, _ = inputs_embeds.shape
+    [batch, N] it begins where those of real tokens restart. Uncompiled calls refuse that (`check_inputs`), because
+    Transformers would join such documents, and compiled code cannot refuse what it reads from values."""
+    batch = len(inputs_embeds)
     if attention_mask is None:
         is_padding = None
-        is_document_start = torch.nn.functional.pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
+        starts_after = position_ids.diff(dim=-1) != 1
     else:
         is_padding = attention_mask.to(inputs_embeds.device) == 0
-        is_document_start = torch.arange(length, device=inputs_embeds.device)[None] == 0
-    is_document_start = is_document_start.expand(batch, -1)
+        starts_after = _document_restarts(position_ids, attention_mask, past=0)
+    is_document_start = torch.nn.functional.pad(starts_after, (1, 0), value=True).expand(batch, -1)
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     num_pseudo_heads = virtual_tokens_per_token(config)
     return {
@@ -210,7 +211,7 @@ def check_inputs(
     if not is_flash_attention_requested(config) and core not in ("eager", "flex_attention", "sdpa"):
         return  # Other cores, such as the paged ones, keep documents apart by themselves.
     if is_tracing(inputs_embeds) or inputs_embeds.is_meta:
-        return  # There are no values to look at: compiled calls with a mask join their documents.
+        return  # There are no values to look at.
     if attention_mask is not None and attention_mask.ndim != 2:
         return  # A custom mask decides.
 

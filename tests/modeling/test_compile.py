@@ -353,3 +353,18 @@ def test_one_compiled_token_is_causal(kind, monkeypatch):
     with torch.no_grad():
         output = compiled(input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False).logits
     assert_close(output, expected)
+
+
+@pytest.mark.parametrize("kind", ["iha", slow("mha")])
+def test_compiled_documents_stay_apart_under_a_mask(kind):
+    """Pack two documents in a row, each with padding after it, beside a row of one document with padding before it."""
+    fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "num_hidden_layers": 2}
+    model = random_model(small_config(**fields, layer_types=["sliding_attention", "full_attention"], sliding_window=3))
+    input_ids = random_ids(2, 12)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    real = torch.tensor([[1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        output = compiled(input_ids, attention_mask=real, position_ids=positions, use_cache=False).logits
+    for row, document in ((0, slice(0, 5)), (0, slice(6, 10)), (1, slice(3, 12))):
+        assert_close(output[row : row + 1, document], uncached_logits(model, input_ids[row : row + 1, document]))
