@@ -177,7 +177,10 @@ SECTIONS = {
     "HyperFeatureAttention": (("hyper_language",), list, ("27.97", "28.70")),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),
     "Relation composition": (
-        ("relation_composition", "relation_composition_seeds", "relation_composition_simplicial"),
+        (
+            *("relation_composition", "relation_composition_seeds", "relation_composition_simplicial"),
+            *("relation_composition_binary", "relation_composition_binary_epoch"),
+        ),
         relation_more,
         ("1e-4", "1.5 points", "0.5"),
     ),
@@ -364,6 +367,7 @@ PARTS = {
     "IHA, Section 5: the schedule beats global and": ["rows/iha_4/minus_control/FLOPs"],
     "IHA, Appendix C": ["rows/attention, forward/predicted", "rows/attention, forward/ratios"],
     "IHA, abstract": ["rows/iha_window/minus_base", "rows/iha/minus_base"],
+    "IHA, Figures 3a": ["rows/mha/right", "rows/iha/right", "rows/mha/right"],
     "IHA, Figures 3b": ["rows/iha/minus_base", "rows/iha/right", "rows/simplicial/right"],
     "DCMHA, Section 4.3: fixed": ["rows/dcmha/all/seen_minus_base"],
     "HA, Theorem 3.1": ["largest_error_of_constructions/self-attention"],
