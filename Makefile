@@ -142,11 +142,16 @@ experiments: .venv/installed
 		--kinds mha paired_heads iha talking_heads paired_heads_window iha_window $(TRACKED)
 	$(STUDY).recall --most-seeds 6 --heads 4 --kinds mha paired_heads_window iha_window $(TRACKED)
 	$(STUDY).relation_composition $(TRACKED)
+	$(STUDY).relation_composition --task binary --epochs 4 --kinds mha paired_heads talking_heads $(TRACKED)
 	$(STUDY).warm_start --texts python --arms iha_1 iha_2 --seeds 10 11 12 13 14 15 16 17 18 19 $(TRACKED)
 	$(STUDY).warm_start --texts prose --seeds 10 11 12 13 14 15 16 17 18 19 $(TRACKED)
 	$(STUDY).warm_start --texts lookup --arms iha_1 iha_2 iha_2_shared \
 		--seeds 30 31 32 33 34 35 36 37 38 39 40 41 42 43 44 $(TRACKED)
 	$(STUDY).language_models --most-seeds 6 $(TRACKED)
+	$(STUDY).paired_heads --most-seeds 6 --kinds global_local paired_4 wide_4_64 wide_4_16 mha iha_4 paired_4_shared \
+		iha_2 paired_2 wide_2_32 $(TRACKED)
+	$(STUDY).paired_heads --width 128 --tokens 512 --most-seeds 6 --kinds global_local wide_4_64 paired_4 paired_8 \
+		$(TRACKED)
 	$(STUDY).hyper_language --most-seeds 4 $(TRACKED)
 	$(STUDY).model_types
 
