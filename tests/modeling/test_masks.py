@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from modeling_iha import IHAForCausalLM, interleave_heads
 from modeling_iha.cache_names import CACHE
 from modeling_iha.first_keys import is_first_key_mask, read_mask
-from modeling_iha.masks import make_masks
+from modeling_iha.masks import _compiled_masks, make_masks
 from modeling_iha.virtual_masks import token_mask
 
 
@@ -116,6 +116,18 @@ def test_a_custom_mask_of_older_code_hides_as_well(kind, dtype):
     actual = model(input_ids, attention_mask=mask, use_cache=False).logits
     assert_close(actual[0, 3:], expected[0, 3:])
     assert_close(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("kind", ["hyper", "simplicial"])
+@torch.no_grad()
+def test_windows_of_pairs_end_at_the_last_key_that_a_mask_of_older_code_shows(kind):
+    """Hide later tokens with -10000, which is -9984 in bfloat16, the highest value that still hides."""
+    window = {"layer_types": "sliding_attention", "sliding_window": 3}
+    config = small_config(attention_kinds=kind, attention_options={kind: {"windows": [2, 3]}}, **window)
+    model, input_ids = random_model(config, dtype=torch.bfloat16), random_ids(1, 9)
+    mask = torch.full((1, 1, 9, 9), -10000.0, dtype=torch.bfloat16).triu(1)
+    expected = model(input_ids, use_cache=False).logits
+    assert_close(model(input_ids, attention_mask=mask, use_cache=False).logits, expected)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.long, (1, 1, 9, 9)), (torch.bool, (1, 9, 9)), (torch.long, (9,))])
@@ -319,6 +331,15 @@ def test_documents_with_padding_between_them_are_refused(core):
     model(**inputs, position_ids=positions(padding))  # one document with a hole
 
 
+@pytest.mark.parametrize("core", MASKED_CORES)
+@torch.no_grad()
+def test_documents_of_one_token_are_refused_with_a_mask(core):
+    """Their positions are equal, and never lower than the one before."""
+    model = geometry_model("global", core)
+    with pytest.raises(ValueError, match="Packed documents"):
+        model(random_ids(1, 3), attention_mask=torch.ones(1, 3), position_ids=torch.tensor([[0, 0, 0]]))
+
+
 @pytest.mark.parametrize("core", CORES)
 def test_documents_that_begin_at_different_positions(core):
     """Refuse them on a flash core, which takes the smallest position for the beginning of every document."""
@@ -367,6 +388,18 @@ def test_documents_and_windows_build_no_dense_mask_on_sdpa(geometry, rows):
         assert is_first_key_mask(mask) and len(read_mask(mask).documents().bounds) == 3 * rows + 1
     for layer_type, mask in masks_for("sdpa", geometry, 301, device="cpu").items():
         assert (mask is None) == (layer_type == "full_attention")
+
+
+@pytest.mark.parametrize("geometry", ["global", "hybrid"])
+def test_compiled_code_finds_the_documents_that_eager_code_finds(geometry):
+    """Call in eager code the function that makes the masks of compiled code."""
+    config = random_model(small_config(**GEOMETRIES[geometry])).config
+    embeds, positions = torch.empty(2, 10, 0), torch.cat((POSITIONS, torch.arange(10)[None]))
+    compiled = _compiled_masks(config, embeds, None, positions)
+    expected = masks_for("sdpa", geometry, 10, device="cpu", positions=positions)
+    assert compiled.keys() == expected.keys()
+    for layer_type, mask in expected.items():
+        assert torch.equal(read_mask(compiled[layer_type]).first, read_mask(mask).first)
 
 
 @pytest.mark.parametrize("window", [10, 11])
