@@ -334,10 +334,10 @@ def test_documents_with_padding_between_them_are_refused(core):
 @pytest.mark.parametrize("core", MASKED_CORES)
 @torch.no_grad()
 def test_documents_of_one_token_are_refused_with_a_mask(core):
-    """Their positions are equal, and never lower than the one before."""
+    """Take two such documents: their positions are equal, and no position is lower than the one before."""
     model = geometry_model("global", core)
     with pytest.raises(ValueError, match="Packed documents"):
-        model(random_ids(1, 3), attention_mask=torch.ones(1, 3), position_ids=torch.tensor([[0, 0, 0]]))
+        model(random_ids(1, 2), attention_mask=torch.ones(1, 2), position_ids=torch.tensor([[0, 0]]))
 
 
 @pytest.mark.parametrize("core", CORES)
