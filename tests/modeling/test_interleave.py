@@ -868,6 +868,15 @@ def test_what_first_keys_cannot_say_keeps_a_dense_mask(window, sdpa_masks):
         assert seen.tolist() == [*range(3 * 12 + 3 - 3 * window, 3 * 17), *range(3 * 30, 3 * 34)]
 
 
+def test_an_image_of_two_tokens_keeps_a_dense_mask():
+    """The only later token that a token sees is the next one. Padding on the left could be first keys."""
+    config = interleave_heads(decoder("llama"), 2).config
+    kwargs = {CACHE: None, "block_sequence_ids": torch.tensor([[-1, -1, 0, 0, -1]])}
+    mask = create_causal_mask(config, torch.zeros(1, 5, 32), torch.tensor([[0, 1, 1, 1, 1]]), **kwargs)
+    assert list(mask.shape) == [1, 1, 10, 10]
+    assert mask[0, 0, 2 * 2].nonzero().flatten().tolist() == [2, 3, 4, 6, 7]
+
+
 @pytest.mark.parametrize("core", ["sdpa", "eager"])
 @pytest.mark.parametrize("window", [None, 4])
 def test_a_mask_of_the_users_own(core, window):
