@@ -19,6 +19,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, load_adapter, remove_interleaving, save_mixing, set_mixing_scale
+from modeling_iha.adapter_records import has_moved
 from modeling_iha.mixing_weights import mixing_parameters
 from modeling_iha.modeling_interleaved import MIXING_MODULES
 
@@ -466,3 +467,10 @@ def test_a_trained_start_counts_as_trained(base, tmp_path):
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=INSTRUCTION):
         PeftModel.from_pretrained(plain(base), tmp_path)
+
+
+def test_a_mixing_that_cannot_be_read_counts_as_trained():
+    """Read no value on the meta device, where offloaded weights are."""
+    model = interleave_heads(decoder("llama"), 2)
+    assert not has_moved(model)
+    assert has_moved(model.to("meta"))

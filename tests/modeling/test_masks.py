@@ -319,6 +319,15 @@ def test_a_mask_may_cover_tokens_to_come(core):
         model(**inputs, attention_mask=torch.cat((torch.ones_like(padding), to_come), dim=1))
 
 
+@torch.no_grad()
+def test_a_mask_without_the_newest_tokens_is_refused_on_a_static_cache():
+    model, input_ids = geometry_model("global"), random_ids(1, 7)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(input_ids[:, :3], attention_mask=ONES[:, :3], **{CACHE: cache})
+    with pytest.raises(ValueError, match="4 tokens come after 3 cached ones.*has fewer than 7 columns"):
+        model(input_ids[:, 3:], attention_mask=ONES[:, :6], **{CACHE: cache})
+
+
 @pytest.mark.parametrize("core", MASKED_CORES)
 @torch.no_grad()
 def test_documents_with_padding_between_them_are_refused(core):
