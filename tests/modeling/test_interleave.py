@@ -417,6 +417,17 @@ def test_trainer_and_pipelines_know_a_causal_language_model(make, tmp_path):
     assert "not supported" not in log.out
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-5), (torch.float32, 1e-3), (torch.float16, 0.05), (torch.bfloat16, 0.05)],
+    ids=str,
+)
+def test_a_difference_beyond_what_a_dtype_rounds_is_refused(dtype, tolerance, monkeypatch):
+    monkeypatch.setattr("modeling_iha.in_place.relative_difference", lambda expected, actual: 1.01 * tolerance)
+    with pytest.raises(ValueError, match="hidden states differ by"):
+        interleave_heads(decoder("llama").to(dtype), 2)
+
+
 def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
