@@ -19,6 +19,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, load_adapter, remove_interleaving, save_mixing, set_mixing_scale
+from modeling_iha.adapter_records import has_moved
 from modeling_iha.mixing_weights import mixing_parameters
 from modeling_iha.modeling_interleaved import MIXING_MODULES
 
@@ -419,11 +420,11 @@ def test_a_prompt_beside_an_untrained_mixing_is_one_of_the_base(base, tmp_path):
 
 
 def test_an_adapter_comes_after_the_interleaving(base):
-    config = LoraConfig(r=2, target_modules=["q_proj"])
+    config = LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[0])
     adapted, wrapped = plain(base), get_peft_model(plain(base), copy.deepcopy(config))
     peft.inject_adapter_in_model(copy.deepcopy(config), adapted)
     for model in (adapted, wrapped.get_base_model()):
-        with pytest.raises(ValueError, match=r"has an adapter .*: call interleave_heads before PEFT adds one"):
+        with pytest.raises(ValueError, match=r"has an adapter \(Linear\): call interleave_heads before PEFT adds one"):
             interleave_heads(model, 2)
         assert type(model) is LlamaForCausalLM
     interleave_heads(wrapped.merge_and_unload(), 2)
@@ -466,3 +467,10 @@ def test_a_trained_start_counts_as_trained(base, tmp_path):
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=INSTRUCTION):
         PeftModel.from_pretrained(plain(base), tmp_path)
+
+
+def test_a_mixing_that_cannot_be_read_counts_as_trained():
+    """Read no value on the meta device, where offloaded weights are."""
+    model = interleave_heads(decoder("llama"), 2)
+    assert not has_moved(model)
+    assert has_moved(model.to("meta"))

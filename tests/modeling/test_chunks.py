@@ -113,12 +113,14 @@ def test_paired_heads_are_views_and_take_no_chunks(chunked):
     assert windows == []
 
 
-@pytest.mark.parametrize(("heads", "tokens"), [(8, 256), (1, 2048), (4096, 64)])
-def test_a_chunk_has_two_megabytes_and_a_window(heads, tokens):
-    """Take heads of 64 in float32, P = 4, and a window of 64 tokens."""
+@pytest.mark.parametrize(
+    ("heads", "window", "tokens"), [(8, 64, 256), (1, 64, 2048), (4096, 64, 64), (4096, 32, 32), (4096, 31, 32)]
+)
+def test_a_chunk_has_two_megabytes_a_window_and_32_tokens(heads, window, tokens):
+    """Take heads of 64 in float32, and P = 4."""
     states = torch.empty(1, heads, 1, 64, device="meta")
     mixed = type("Heads", (), {"num_pseudo_heads": 4})
-    assert chunks.chunk_tokens(mixed, states, 4 * 64) == tokens
+    assert chunks.chunk_tokens(mixed, states, 4 * window) == tokens
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -130,9 +132,10 @@ def test_checkpointing_draws_the_dropout_of_the_forward(chunked, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     outputs = []
     model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: outputs.append(output[0]))
-    chunked(4)
+    windows = chunked(4)
     input_ids = random_ids(1, 13)
     model(input_ids, labels=input_ids).loss.backward()
+    assert windows == []
     assert len(outputs) == 2 and outputs[0].detach().equal(outputs[1].detach())
     with torch.no_grad():
         model.eval()(input_ids)

@@ -417,6 +417,17 @@ def test_trainer_and_pipelines_know_a_causal_language_model(make, tmp_path):
     assert "not supported" not in log.out
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-5), (torch.float32, 1e-3), (torch.float16, 0.05), (torch.bfloat16, 0.05)],
+    ids=str,
+)
+def test_a_difference_beyond_what_a_dtype_rounds_is_refused(dtype, tolerance, monkeypatch):
+    monkeypatch.setattr("modeling_iha.in_place.relative_difference", lambda expected, actual: 1.01 * tolerance)
+    with pytest.raises(ValueError, match="hidden states differ by"):
+        interleave_heads(decoder("llama").to(dtype), 2)
+
+
 def test_meta_models_and_inexact_ones_are_refused(monkeypatch):
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**SIZES))
@@ -866,6 +877,15 @@ def test_what_first_keys_cannot_say_keeps_a_dense_mask(window, sdpa_masks):
     if window is not None:
         seen = (in_window(mask, 3 * window) == 0)[0, 0, 3 * 12 + 2].nonzero().flatten()
         assert seen.tolist() == [*range(3 * 12 + 3 - 3 * window, 3 * 17), *range(3 * 30, 3 * 34)]
+
+
+def test_an_image_of_two_tokens_keeps_a_dense_mask():
+    """The only later token that a token sees is the next one. Padding on the left could be first keys."""
+    config = interleave_heads(decoder("llama"), 2).config
+    kwargs = {CACHE: None, "block_sequence_ids": torch.tensor([[-1, -1, 0, 0, -1]])}
+    mask = create_causal_mask(config, torch.zeros(1, 5, 32), torch.tensor([[0, 1, 1, 1, 1]]), **kwargs)
+    assert list(mask.shape) == [1, 1, 10, 10]
+    assert mask[0, 0, 2 * 2].nonzero().flatten().tolist() == [2, 3, 4, 6, 7]
 
 
 @pytest.mark.parametrize("core", ["sdpa", "eager"])

@@ -33,7 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from modeling_iha import IHAForCausalLM, interleave_heads
 from modeling_iha.cache_names import CACHE
 from modeling_iha.first_keys import is_first_key_mask, read_mask
-from modeling_iha.masks import make_masks
+from modeling_iha.masks import _compiled_masks, make_masks
 from modeling_iha.virtual_masks import token_mask
 
 
@@ -116,6 +116,18 @@ def test_a_custom_mask_of_older_code_hides_as_well(kind, dtype):
     actual = model(input_ids, attention_mask=mask, use_cache=False).logits
     assert_close(actual[0, 3:], expected[0, 3:])
     assert_close(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("kind", ["hyper", "simplicial"])
+@torch.no_grad()
+def test_windows_of_pairs_end_at_the_last_key_that_a_mask_of_older_code_shows(kind):
+    """Hide later tokens with -10000, which is -9984 in bfloat16, the highest value that still hides."""
+    window = {"layer_types": "sliding_attention", "sliding_window": 3}
+    config = small_config(attention_kinds=kind, attention_options={kind: {"windows": [2, 3]}}, **window)
+    model, input_ids = random_model(config, dtype=torch.bfloat16), random_ids(1, 9)
+    mask = torch.full((1, 1, 9, 9), -10000.0, dtype=torch.bfloat16).triu(1)
+    expected = model(input_ids, use_cache=False).logits
+    assert_close(model(input_ids, attention_mask=mask, use_cache=False).logits, expected)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.long, (1, 1, 9, 9)), (torch.bool, (1, 9, 9)), (torch.long, (9,))])
@@ -307,6 +319,15 @@ def test_a_mask_may_cover_tokens_to_come(core):
         model(**inputs, attention_mask=torch.cat((torch.ones_like(padding), to_come), dim=1))
 
 
+@torch.no_grad()
+def test_a_mask_without_the_newest_tokens_is_refused_on_a_static_cache():
+    model, input_ids = geometry_model("global"), random_ids(1, 7)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(input_ids[:, :3], attention_mask=ONES[:, :3], **{CACHE: cache})
+    with pytest.raises(ValueError, match="4 tokens come after 3 cached ones.*has fewer than 7 columns"):
+        model(input_ids[:, 3:], attention_mask=ONES[:, :6], **{CACHE: cache})
+
+
 @pytest.mark.parametrize("core", MASKED_CORES)
 @torch.no_grad()
 def test_documents_with_padding_between_them_are_refused(core):
@@ -317,6 +338,15 @@ def test_documents_with_padding_between_them_are_refused(core):
     with pytest.raises(ValueError, match="Packed documents"):
         model(**inputs, position_ids=torch.tensor([[0, 1, 2, 0, 0, 1, 2]]))
     model(**inputs, position_ids=positions(padding))  # one document with a hole
+
+
+@pytest.mark.parametrize("core", MASKED_CORES)
+@torch.no_grad()
+def test_documents_of_one_token_are_refused_with_a_mask(core):
+    """Take two such documents: their positions are equal, and no position is lower than the one before."""
+    model = geometry_model("global", core)
+    with pytest.raises(ValueError, match="Packed documents"):
+        model(random_ids(1, 2), attention_mask=torch.ones(1, 2), position_ids=torch.tensor([[0, 0]]))
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -367,6 +397,18 @@ def test_documents_and_windows_build_no_dense_mask_on_sdpa(geometry, rows):
         assert is_first_key_mask(mask) and len(read_mask(mask).documents().bounds) == 3 * rows + 1
     for layer_type, mask in masks_for("sdpa", geometry, 301, device="cpu").items():
         assert (mask is None) == (layer_type == "full_attention")
+
+
+@pytest.mark.parametrize("geometry", ["global", "hybrid"])
+def test_compiled_code_finds_the_documents_that_eager_code_finds(geometry):
+    """Call in eager code the function that makes the masks of compiled code."""
+    config = random_model(small_config(**GEOMETRIES[geometry])).config
+    embeds, positions = torch.empty(2, 10, 0), torch.cat((POSITIONS, torch.arange(10)[None]))
+    compiled = _compiled_masks(config, embeds, None, positions)
+    expected = masks_for("sdpa", geometry, 10, device="cpu", positions=positions)
+    assert compiled.keys() == expected.keys()
+    for layer_type, mask in expected.items():
+        assert torch.equal(read_mask(compiled[layer_type]).first, read_mask(mask).first)
 
 
 @pytest.mark.parametrize("window", [10, 11])

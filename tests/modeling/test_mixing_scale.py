@@ -133,6 +133,16 @@ def test_a_saved_model_says_its_true_scale(name, tmp_path):
     assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "half")).equal(logits(half))
 
 
+def test_a_model_with_one_mixing_weight_says_its_scale(tmp_path):
+    options = {"convolution": None, "head_mixing": "pre", "head_group": 2}
+    fields = {"attention_kinds": "multi_token", "attention_options": {"multi_token": options}, "num_hidden_layers": 1}
+    model = random_model(small_config(**fields, mixing_scale=2.0))
+    assert len(mixing_parameters(model)) == 1
+    model.config.mixing_scale = 1.0
+    model.save_pretrained(tmp_path)
+    assert model.config.mixing_scale == 2
+
+
 def test_a_rounded_scale_is_written_as_it_was_given(tmp_path):
     model = interleave_heads(decoder("llama").bfloat16(), 2, mixing_scale=0.1)
     model.save_pretrained(tmp_path)

@@ -20,6 +20,7 @@ from helpers import (
 )
 from transformers import StaticCache
 
+from modeling_iha import IHAForCausalLM
 from modeling_iha.cache_names import CACHE
 
 
@@ -81,6 +82,18 @@ def test_nothing_leaks(name, core):
     moved = change.abs().amax(dim=(0, 2))
     assert moved[list(blind)].max() < 1e-12
     assert all(moved[i] > 1e-6 for i in seeing)
+
+
+@torch.no_grad()
+def test_a_token_that_a_mask_hides_from_itself_keeps_its_row():
+    """Compare a layer at its start with multi-head attention, which it equals under such a mask too."""
+    mha = random_model(kind_config("mha", rms_norm_eps=0.1))
+    model = IHAForCausalLM(multi_token(KERNELS)).eval()
+    model.load_state_dict(mha.state_dict(), strict=False)
+    visible = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    visible[..., 5, 5] = False
+    inputs = {"input_ids": random_ids(1, 9), "attention_mask": visible}
+    assert_close(uncached_logits(model, **inputs), uncached_logits(mha, **inputs))
 
 
 @pytest.mark.parametrize(("every", "layers"), [(1, range(8)), (2, [1, 3, 5, 7]), (3, [1, 4, 7]), (4, [2, 6])])
