@@ -22,6 +22,7 @@ from research.experiments.study import differences
 LINES = {
     "width 64, code, P = 4": ("paired_heads", "paired_4"),
     "width 64, code, P = 4, 1,600 steps": ("paired_heads_1600", "paired_4"),
+    "width 64, code, P = 4, rows of 512 bytes": ("paired_heads_512_600", "paired_4"),
     "width 64, prose, P = 4": ("paired_heads_prose", "paired_4"),
     "width 128, code, P = 4": ("paired_heads_512_128", "paired_4"),
     "width 128, code, P = 8": ("paired_heads_512_128", "paired_8"),

@@ -128,6 +128,7 @@ def relation_more() -> list[Number]:
 PAIRED = (
     "paired_heads",
     "paired_heads_1600",
+    "paired_heads_512_600",
     "paired_heads_512_128",
     "paired_heads_512_256_600",
     "paired_heads_1024_512_800_packages_cuda",
