@@ -356,6 +356,8 @@ def _try_probe(model: PreTrainedModel) -> tuple[list[torch.Tensor], Exception | 
     """Return the hidden states of the probe, or the error that the base model's code raises."""
     try:
         return probe(model), None
+    except torch.OutOfMemoryError:  # not a property of the model type
+        raise
     except Exception as error:  # whatever it does with a mask or a cache
         return [], error
 

@@ -49,10 +49,11 @@ def pair_heads(
         sliding_window: a window for these layers in tokens, or `None` for the base model's own. With W / P tokens a
             layer attends to as many pairs as a plain one with W.
 
-    The virtual tokens of a token share its RoPE position, as the base model rotates its heads. That loses a quarter of
-    what heads with positions of their own gain over windows alone at equal steps, and leaves the gain at equal time
-    undecided (docs/FORMS.md, a small model on code). Return the model. Raise a ValueError, and leave the model as it
-    was, where its heads cannot be paired."""
+    The virtual tokens of a token share its RoPE position, as the base model rotates its heads. A small model that
+    learned code lost a quarter of its gain over windows alone at equal steps by this, and its gain at equal time is
+    undecided (docs/FORMS.md). In `IHAForCausalLM` each head has a position of its own.
+
+    Return the model. Raise a ValueError, and leave the model as it was, where its heads cannot be paired."""
     check_window(sliding_window, "at least 2 tokens, or None")
     own_configs = config_attributes(model)
     interleave_heads(model, num_pseudo_heads, layers, seed=None, mixing_scale=1.0)

@@ -206,8 +206,8 @@ def _attend_in_blocks(
     With a `row_length`, the L tokens are several rows of `row_length` tokens each, and no row sees another."""
     _, _, length, _ = query.shape
     num_keys = key.shape[2]
-    # The first `window` queries see all keys before them, so they need no mask: query 0 is at key 0. If the keys of a
-    # whole window come before query 0, there are no such queries.
+    # The first `window` queries see all keys before them. They need no mask, because query 0 is at key 0. If the keys
+    # of a whole window come before query 0, there are no such queries.
     num_first = window - (num_keys - length)
     block = min(block_size(window), length - num_first)
     num_last = (length - num_first) % block

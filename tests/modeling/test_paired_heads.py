@@ -21,15 +21,17 @@ from helpers import (
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 from references import reference_attention
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 
 from iha.processes import run_in_clean_process
 from modeling_iha import (
     IHAConfig,
     IHAForCausalLM,
+    in_place,
     interleave_heads,
     load_adapter,
     pair_heads,
+    paired_decoders,
     remove_interleaving,
     save_mixing,
 )
@@ -313,6 +315,26 @@ def test_a_probe_that_differs_is_noticed(monkeypatch):
     with pytest.raises(ValueError, match="The heads of llama cannot be paired "):
         pair_heads(model, 2)
     assert not hasattr(model.config, "interleaved_layers")
+
+
+@pytest.mark.parametrize("probes", range(5))
+def test_a_lack_of_memory_is_no_fault_of_the_model_type(probes, monkeypatch):
+    """Run out of memory after so many probes: `interleave_heads` runs three, and `pair_heads` two more."""
+    run = in_place.probe
+    calls = []
+
+    def probe(model):
+        calls.append(model)
+        if len(calls) > probes:
+            raise torch.OutOfMemoryError("no memory")
+        return run(model)
+
+    for module in (in_place, paired_decoders):
+        monkeypatch.setattr(module, "probe", probe)
+    model = decoder("llama")
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        pair_heads(model, 2)
+    assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "sdpa")
 
 
 # Adapters
