@@ -30,7 +30,7 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
-    """Return the cost of the scores with compositions, two of rank R for each stage (DCMHA, Section 3.3)."""
+    """Return the cost of the scores with compositions, two of rank R and two gates for each stage (DCMHA, App. E)."""
     options = config.options_of("dcmha")
     heads = config.num_attention_heads
     groups = options.num_groups
@@ -42,7 +42,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     weights = groups * inner * (config.hidden_size + 2 * rank * size) + options.gate * heads * config.hidden_size
     base = options.base_map * heads * size
     cached = (options.sides != "query") * stages * heads * (2 * rank + options.gate)
-    per_pair = stages * (sides * 2 * rank * heads + base)
+    per_pair = stages * (sides * (2 * rank + options.gate) * heads + base)
     return score_matrix(config, tokens, window, form, per_pair, stages * sides * weights, cached) + Cost(
         parameters=stages * base
     )

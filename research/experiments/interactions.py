@@ -3,9 +3,9 @@
 Agents sit on a ring of cells, and the target of each is minus the number of agents, itself included, within a distance
 (the paper's colliding agents, Sections 3 and 7).
 
-Constructed, with layers of the package: self-attention for this target (Theorem 3.1); HyperFeatureAttention of order 2
-where only agents of the same label collide (Section 5); HyperAttention of order 3 for any function of three
-(Theorem G.4, without sharing).
+Constructed, with layers of the package: self-attention for a random function of two cells (Theorem 3.1), and, from
+sinusoidal embeddings, for one of their difference (Theorem B.6); HyperFeatureAttention of order 2 where only agents of
+the same label collide (Section 5); HyperAttention of order 3 for any function of three (Theorem G.4, without sharing).
 
 Learned, from random weights: the same three, self-attention from one-hot and from sinusoidal embeddings, and two
 layers of self-attention where only agents of the same label collide, which Remark F.6 says they cannot represent.
@@ -82,10 +82,10 @@ def embedding(name: str) -> torch.Tensor:
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
-def collisions(name: str, rows: int, agents: int) -> Rows:
-    """Draw agents that collide with each other, by an embedding of their cells."""
+def interacting(name: str, effect: torch.Tensor, rows: int, agents: int) -> Rows:
+    """Draw agents that affect each other by `effect` [CELLS, CELLS], with an embedding of their cells."""
     cells = torch.randint(CELLS, (rows, agents))
-    effects = window()[cells[:, :, None], cells[:, None]]  # [rows, agents, agents]
+    effects = effect[cells[:, :, None], cells[:, None]]  # [rows, agents, agents]
     return embedding(name)[cells], effects.sum(dim=2)
 
 
@@ -120,7 +120,7 @@ class Task(NamedTuple):
 
 def self_attention(name: str) -> Task:
     """Return a layer of self-attention, which is HyperFeatureAttention of order 1, for an embedding."""
-    return Task([layer_of("hyper_feature", CELLS, CELLS, orders=1)], partial(collisions, name))
+    return Task([layer_of("hyper_feature", CELLS, CELLS, orders=1)], partial(interacting, name, window()))
 
 
 def hyper_feature_attention() -> Task:
@@ -152,17 +152,29 @@ TASKS = {
 
 
 @torch.no_grad()
+def constructed_self_attention(name: str, effect: torch.Tensor) -> Task:
+    """Return the layer that represents `effect` [CELLS, CELLS] from an embedding."""
+    task = self_attention(name)._replace(draw=partial(interacting, name, effect))
+    vectors = embedding(name)
+    layer = task.layers[0].layer
+    layer.q_proj.weight.copy_(vectors.T @ effect.T @ vectors * CELLS**0.5)
+    layer.k_proj.weight.copy_(torch.eye(CELLS))
+    layer.v_proj.weight[0] = vectors.sum(dim=0)  # the value of every cell is 1
+    return task
+
+
+@torch.no_grad()
 def constructed(seed: int) -> dict[str, float]:
     """Return the largest error of each construction."""
     torch.manual_seed(seed)
-    one = self_attention("one-hot")
+    differences = (torch.arange(CELLS)[:, None] - torch.arange(CELLS)) % CELLS
+    effects = {
+        "one-hot": torch.randn(CELLS, CELLS).double(),
+        "sinusoidal": torch.randn(CELLS).double()[differences],
+    }
+    of_pairs = {name: constructed_self_attention(name, effect) for name, effect in effects.items()}
     features = hyper_feature_attention()
     three = hyper_attention()
-    layer = one.layers[0].layer
-    layer.q_proj.weight.copy_(window() * CELLS**0.5)
-    layer.k_proj.weight.copy_(torch.eye(CELLS))
-    layer.v_proj.weight[0] = 1
-
     layer = features.layers[0].layer
     layer.q_proj.weight[:LABELS, :LABELS] = torch.eye(LABELS).double() * CELLS**0.5
     layer.k_proj.weight[:LABELS, :LABELS] = torch.eye(LABELS)
@@ -179,7 +191,8 @@ def constructed(seed: int) -> dict[str, float]:
         values[0] = 1
 
     tasks = {
-        "self-attention": one,
+        "self-attention": of_pairs["one-hot"],
+        "self-attention, sinusoidal": of_pairs["sinusoidal"],
         "HyperFeatureAttention, order 2": features,
         "HyperAttention, order 3": three,
     }

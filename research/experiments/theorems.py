@@ -117,6 +117,12 @@ def residue_count(x: list[int], factor: int, modulus: int) -> torch.Tensor:
     return (both - first - second).sum(dim=(1, 2)) / 2
 
 
+def parameters(kind: str, tokens: int) -> int:
+    """Return the number of parameters of the proof's attention layer for so many tokens."""
+    layer = constructed(kind, np.eye(tokens, dtype=int), 1, tokens, "hard")
+    return sum(map(torch.numel, layer.parameters()))
+
+
 @torch.no_grad()
 def theorem_4(tokens: int, seeds: Sequence[int]) -> dict:
     """Return the largest differences from loops over all pairs, also with a token less than the layer is built for."""
@@ -130,7 +136,12 @@ def theorem_4(tokens: int, seeds: Sequence[int]) -> dict:
         factor = int(draw.integers(2 * tokens + 1, 4 * tokens))
         exact = torch.tensor([sum((i + factor * a + b) % modulus == 0 for a, b in product(x, x)) for i in x])
         errors[name] = max(errors[name], (count(x, factor, modulus) - exact).abs().max().item())
-    return {"tokens": tokens, "heads": {"iha": root(tokens), "mha": tokens, "mha, 2 heads": 2}, "error": errors}
+    return {
+        "tokens": tokens,
+        "heads": {"iha": root(tokens), "mha": tokens, "mha, 2 heads": 2},
+        "parameters": {kind: parameters(kind, tokens) for kind in ("iha", "mha")},
+        "error": errors,
+    }
 
 
 def plot(table: dict) -> Figure:

@@ -12,6 +12,7 @@ from helpers import (
     FP64,
     assert_attention_matches,
     assert_gradients_match,
+    attention_of_first_layer,
     gradients,
     kind_config,
     largest_saved_tensor,
@@ -80,6 +81,38 @@ def test_every_option_matches_reference(options):
     model, input_ids = random_model(config, dtype=torch.float64), random_ids(2, 11)
     cached = logits_in_chunks(model, input_ids, [5, 1, 1, 3, 1])
     assert relative_error(cached, uncached_logits(model, input_ids)) < FP64
+
+
+@pytest.mark.parametrize("stage", ["pre", "post"])
+def test_static_composition_equals_composed_projections(stage):
+    """Build heads of H times the width by concatenation, as Theorems 2.1 (scores) and 2.2 (weights) of DCMHA do.
+
+    In equation (2), of Theorem 2.2, the map has to be transposed: by its own proof A'_j is the sum of C_ij A_i, and
+    the composition of Section 2 is the sum of C_ji A_i.
+    """
+    options = {"stages": stage, "rank": 0, "gate": False, "base_map": True}
+    model = random_model(dcmha_config(options, num_key_value_heads=4, no_rope_layers=[0]), dtype=torch.float64)
+    layer = model.model.layers[0].self_attn
+    states, output = attention_of_first_layer(model, input_ids=random_ids(1, 7), use_cache=False)
+    heads = range(4)
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+    query, key, value = (projection(states)[0].unflatten(-1, (4, -1)).unbind(1) for projection in projections)
+    rows_of_output = layer.o_proj.weight.T
+    composition = layer.get_submodule(f"{stage}_base").value()[0].T  # C: A'_h is the sum of C[h, j] A_j
+    future = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    expected = torch.zeros_like(output[0])
+    for h in heads:
+        if stage == "pre":
+            queries = torch.cat([composition[h, j] * query[j] for j in heads], dim=-1)
+            keys = torch.cat(key, dim=-1)
+            values, to_output = value[h], rows_of_output.chunk(4)[h]
+        else:
+            queries, keys = query[h], key[h]
+            values = torch.cat([composition[j, h] * value[j] for j in heads], dim=-1)
+            to_output = rows_of_output
+        scores = queries @ keys.T * layer.head_dim**-0.5
+        expected += scores.masked_fill(future, -math.inf).softmax(dim=-1) @ values @ to_output
+    assert relative_error(output[0], expected) < FP64
 
 
 # Training

@@ -8,7 +8,7 @@ from research.experiments import interactions
 
 def test_constructions_are_exact():
     errors = interactions.constructed(seed=0)
-    assert len(errors) == 3 and max(errors.values()) < 1e-12
+    assert len(errors) == 4 and max(errors.values()) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["one-hot", "sinusoidal"])

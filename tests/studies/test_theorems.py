@@ -36,6 +36,11 @@ def test_the_inclusion_is_strict_from_p_2_on_by_the_values_of_section_4_1_alone(
 def test_three_constructions_count_pairs_exactly_at_the_length_they_are_built_for(table):
     for row in table["theorem_4"]:
         assert row["heads"] == {"iha": 2 + (row["tokens"] > 4), "mha": row["tokens"], "mha, 2 heads": 2}
+        heads, width = row["heads"]["iha"], row["tokens"] + 1  # a token's value beside its one-hot position
+        head_dim = row["tokens"] + row["tokens"] % 2
+        mixing = 3 * heads**3 + heads**3  # P = H
+        assert row["parameters"]["iha"] == 3 * heads * head_dim * width + mixing
+        assert row["parameters"]["mha"] == 3 * row["tokens"] * head_dim * width
         assert row["error"].pop("iha, a token less") >= 1
         assert max(row["error"].values()) < 1e-9
 
