@@ -196,7 +196,8 @@ def gpu_lines(result: dict) -> list[str]:
             for form, seconds in row["seconds"].items()
         }
         cells |= {form: ["failed", "", error.split(".")[0]] for form, error in row["failed"].items()}
-        lines += ["", f"## {gpu_setting(row)}", f"Commit {row['commit']}.", ""]
+        commit = commit_of(row)
+        lines += ["", f"## {gpu_setting(row)}", f"{commit[0].upper()}{commit[1:]}.", ""]
         lines += table(["", "ms", "ratio", "GB"], cells)
     return lines
 

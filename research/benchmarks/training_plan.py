@@ -31,11 +31,19 @@ SIZES = {
     "vocab_size": 32768,
     "max_position_embeddings": 16384,
 }
-SCHEDULE = {
-    "attention_kinds": ["iha", "mha"],
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 128,
-}
+
+
+def schedule(pseudo_heads: int) -> dict:
+    """Return the fields of a model in which every other layer has the paper's window of N / (2 P^2), N = 1,024."""
+    return {
+        "num_pseudo_heads": pseudo_heads,
+        "num_key_value_heads": 8,
+        "attention_kinds": ["iha", "mha"],
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 1024 // (2 * pseudo_heads**2),
+    }
+
+
 # Model type ("llama", or "iha" with fields of its config), P of interleaved heads, and keys of the recipe.
 FORMS: dict[str, tuple[dict | None, int, dict]] = {
     "Llama": (None, 1, {}),
@@ -47,7 +55,10 @@ FORMS: dict[str, tuple[dict | None, int, dict]] = {
     "IHA, P = 2": ({"num_pseudo_heads": 2, "num_key_value_heads": 8}, 1, {}),
     "IHA, P = 4": ({"num_pseudo_heads": 4, "num_key_value_heads": 8}, 1, {}),
     "IHA, P = H": ({"num_pseudo_heads": 8, "num_key_value_heads": 8}, 1, {}),
-    "IHA, schedule": ({"num_pseudo_heads": 2, "num_key_value_heads": 8, **SCHEDULE}, 1, {}),
+    **{
+        f"IHA, schedule, P = {name}": (schedule(pseudo_heads), 1, {})
+        for name, pseudo_heads in (("2", 2), ("4", 4), ("H", 8))
+    },
 }
 
 

@@ -13,6 +13,7 @@ from helpers import (
     random_model,
     reference_logits,
     relative_error,
+    set_core,
     small_config,
     train_mixing,
     uncached_logits,
@@ -69,15 +70,22 @@ def test_what_goes_in_chunks(chunked):
     assert windows == [12, 12]
     tokens = model.generate(input_ids, max_new_tokens=4, do_sample=False)
     assert windows == [12, 12, 12] and torch.equal(tokens, greedy(model, input_ids, 4))
+    # The places of a static cache that hold no token yet are hidden, so its rows are no whole ones.
+    static = model.generate(input_ids, max_new_tokens=4, do_sample=False, cache_implementation="static")
+    assert torch.equal(static, tokens) and windows == [12, 12, 12]
 
     windows.clear()
     assert_close(model(input_ids, use_cache=False).logits, whole)  # with gradients
     padded = ones.clone()
     padded[0, :3] = 0
-    uncached_logits(model, input_ids, attention_mask=padded)
-    uncached_logits(model, input_ids, **packing([7, 7], rows=2)[0])
+    packed = packing([7, 7], rows=2)[0]
+    logits = uncached_logits(model, input_ids, attention_mask=padded), uncached_logits(model, input_ids, **packed)
     uncached_logits(model, input_ids[:, :5])  # one chunk
     assert windows == []
+    set_core(model, "eager")
+    real = padded.bool()
+    assert_close(logits[0][real], uncached_logits(model, input_ids, attention_mask=padded)[real])
+    assert_close(logits[1], uncached_logits(model, input_ids, **packed))
 
 
 def test_frozen_weights_go_in_chunks_and_learned_ones_do_not(chunked):

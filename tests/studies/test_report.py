@@ -30,6 +30,13 @@ def test_a_table_of_earlier_code_is_marked(tmp_path, monkeypatch):
     assert report.commit_of({"commit": first}) == f"commit {first[:7]}{marked}"
     assert report.commit_of({"commit": f"{second}-dirty"}) == f"commit {second[:7]} with local changes{marked}"
     assert report.commit_of({"commit": third}) == f"commit {third[:7]}"
+    row = {"part": "decoding", "tokens": 8, "seconds": {"mha": 1.0}, "ratios": {}, "peak_bytes": {"mha": 1}}
+    rows = [{**row, "failed": {}, "commit": each[:7]} for each in (first, third)]
+    page = report.gpu_lines({"device": "a GPU", "torch": "2", "transformers": "5", "rows": rows})
+    assert [line for line in page if line.startswith("Commit")] == [
+        f"Commit {first[:7]}{marked}.",
+        f"Commit {third[:7]}.",
+    ]
     assert report.commit_of({"commit": "unknown"}) == report.commit_of({}) == "commit not recorded"
     lacking = f"commit {'f' * 7} (which this copy lacks: not compared)"
     assert report.commit_of({"commit": "f" * 40}) == lacking
