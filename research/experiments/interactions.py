@@ -7,6 +7,8 @@ Constructed, with layers of the package: self-attention for a random function of
 sinusoidal embeddings, for one of their difference (Theorem B.6); HyperFeatureAttention of order 2 where only agents of
 the same label collide (Section 5); HyperAttention of order 3 for any function of three (Theorem G.4, without sharing).
 
+Drawn: how often the numbers of agents in each cell, a matrix of rows and cells, have full column rank (Theorem E.2).
+
 Learned, from random weights: the same three, self-attention from one-hot and from sinusoidal embeddings, and two
 layers of self-attention where only agents of the same label collide, which Remark F.6 says they cannot represent.
 Errors are mean squares, as shares of the variance of the target: of training (Theorems 4.4 and G.7), on new rows
@@ -38,6 +40,8 @@ LABELS = 4
 AGENTS = 20
 OTHER_NUMBERS = (2, 5, 10, 40)
 ROWS = 512
+DRAWS = 1000
+FEW_ROWS = (12, 24, 48, 96)
 STEPS = 3000
 # Adam's learning rates. At 1e-2 two layers end as far from the target.
 ONE_LAYER = 3e-2
@@ -203,6 +207,13 @@ def constructed(seed: int) -> dict[str, float]:
     return errors
 
 
+def full_rank(rows: int, agents: int) -> float:
+    """Return the share of DRAWS in which the counts [rows, CELLS] of agents by cell have full column rank."""
+    cells = torch.randint(CELLS, (DRAWS, rows, agents), generator=torch.Generator().manual_seed(0))
+    counts = torch.nn.functional.one_hot(cells, CELLS).sum(dim=2).double()
+    return (torch.linalg.matrix_rank(counts) == CELLS).double().mean().item()
+
+
 def interaction_error(layer: BareAttention, name: str) -> torch.Tensor:
     """Return the mean square of how far the interaction of learned self-attention is from the constructed one."""
     query, key, value = (layer.layer.get_submodule(f"{each}_proj").weight for each in "qkv")
@@ -274,7 +285,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "steps": STEPS,
         "seeds": args.seeds,
     }
-    write(args, plot, **setting, largest_error_of_constructions=largest, learned=found)
+    ranks = {
+        f"{agents} agents": {f"{rows} rows": full_rank(rows, agents) for rows in FEW_ROWS} for agents in (2, AGENTS)
+    }
+    write(args, plot, **setting, largest_error_of_constructions=largest, full_rank=ranks, learned=found)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,14 @@ def test_embeddings_are_orthonormal(name):
     torch.testing.assert_close(vectors @ vectors.T, torch.eye(interactions.CELLS).double())
 
 
+def test_counts_of_random_rows_have_full_rank_where_there_are_enough():
+    """Take twelve cells: eleven rows are too few, and two agents touch too few cells in twelve rows."""
+    assert interactions.full_rank(11, agents=20) == 0
+    assert interactions.full_rank(12, agents=20) > 0.99
+    few, more = interactions.full_rank(12, agents=2), interactions.full_rank(24, agents=2)
+    assert 0 < few < 0.1 and 0.7 < more < 0.9
+
+
 def test_interactions_are_learned_in_small(run_study, monkeypatch):
     """Take a ring of 4 cells, whose interactions a few steps find, for other numbers of agents too."""
     sizes = {"CELLS": 4, "REACH": 0, "LABELS": 2, "AGENTS": 4, "OTHER_NUMBERS": (2, 6), "STEPS": 400}
