@@ -383,6 +383,7 @@ PARTS = {
     "HA, Theorems 4.4": ["learned/self-attention, one-hot/training", "learned/self-attention, one-hot/new rows"],
     "HA, Theorem 4.8": ["learned/self-attention, one-hot/2 agents"],
     "HA, Corollaries 4.9": ["learned/self-attention, one-hot/interaction"],
+    "HA, Theorem E.2": ["full_rank/2 agents/12 rows", "full_rank/2 agents/48 rows", "full_rank/20 agents/12 rows"],
     "HA, Section 5": ["largest_error_of_constructions/HyperFeatureAttention, order 2"],
     "HA, Remark F.6": [
         "learned/two layers of self-attention/training",
