@@ -109,7 +109,8 @@ def diffllama_config(config: IHAConfig) -> DiffLlamaConfig:
     for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
         if (kind, layer_type) != ("diff", "full_attention"):
             raise UserError(f"Layer {i} is of kind {kind!r}, {layer_type}; expected 'diff', full_attention.")
-    for field, value in {"gated_mlp": True, "mlp_bias": False, "use_qk_norm": False}.items():
+    only = {"gated_mlp": True, "mlp_gate_groups": None, "mlp_bias": False, "use_qk_norm": False}
+    for field, value in {**only, "no_rope_layers": [1] * config.num_hidden_layers}.items():
         if getattr(config, field) != value:
             raise UserError(f"The model has {field}={getattr(config, field)}; a DiffLlama has {field}={value} only.")
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "attention_bias", "head_dim")}

@@ -5,7 +5,6 @@ The file of a kind in iha/kinds/ gives the values at which its parameters start.
 
 import copy
 import json
-import math
 import os
 from collections.abc import Sequence
 from typing import Literal
@@ -14,7 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from iha.arguments import check_attention, check_conversion, convert_arguments
-from iha.errors import UserError, run_cli
+from iha.errors import UserError, refusing, run_cli
 from iha.files import checked, typed
 from iha.kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
@@ -145,10 +144,8 @@ def convert_model(
         raise UserError(f"kind {kind!r} with these options has no weights that mix heads: leave out mixing_scale.")
     if has_mixing:
         mixing_scale = 40.0 if mixing_scale is None else mixing_scale
-        stored = torch.tensor(mixing_scale, dtype=source.dtype).item()
-        if not 0 < stored < math.inf:
-            raise UserError(f"mixing_scale={mixing_scale:g} is {stored:g} in {source.dtype}: choose another number.")
-        set_mixing_scale(model, mixing_scale)
+        with refusing("mixing_scale", ValueError):
+            set_mixing_scale(model, mixing_scale)
     return model
 
 

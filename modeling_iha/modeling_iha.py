@@ -368,7 +368,9 @@ class IHATaskHead:
     than the one imported above."""
 
     def __init__(self, config: IHAConfig):
-        AutoModel.register(type(config), IHAModel, exist_ok=True)
+        # `register` replaces what is there, without a word. No public name says if a user has registered a class.
+        if type(config) not in AutoModel._model_mapping:
+            AutoModel.register(type(config), IHAModel)
         super().__init__(config)  # type: ignore[call-arg]  # the next base class is the generic head
 
 

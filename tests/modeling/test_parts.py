@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import decoder, random_ids, train_mixing
+from helpers import decoder, random_ids, small_config, train_mixing
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -16,7 +16,7 @@ from transformers import (
 
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
-from modeling_iha import interleave_heads, remove_interleaving
+from modeling_iha import IHAConfig, IHAForSequenceClassification, IHAModel, interleave_heads, remove_interleaving
 from modeling_iha.configuration_interleaved import MIXING_MODULES
 from research.experiments.model_types import tiny_model
 
@@ -93,3 +93,29 @@ def test_the_package_knows_the_mixing_of_a_checkpoints_own_code(scale, tmp_path)
     answer = run_in_clean_process(OWN_CODE, {"places": places, "root": str(ROOT)})
     assert answer[:3] == [12, 12, "transformers.models.llama.modeling_llama"]
     assert answer[3].startswith("The mixing was trained: its entries are up to")
+
+
+class UsersConfig(IHAConfig):
+    model_type = "users-iha"
+
+
+class UsersDecoder(IHAModel):
+    config_class = UsersConfig
+
+
+class UsersClassifier(IHAForSequenceClassification):
+    config_class = UsersConfig
+
+
+def test_a_classifier_keeps_the_decoder_that_a_user_registered(monkeypatch):
+    """Register a class for a config of the user's own, and another one for ours."""
+    registered = dict(AutoModel._model_mapping._extra_content)
+    monkeypatch.setattr(AutoModel._model_mapping, "_extra_content", registered)
+    AutoModel.register(UsersConfig, UsersDecoder)
+    assert type(UsersClassifier(UsersConfig.from_preset("tiny")).model) is UsersDecoder
+
+    class Other(IHAModel): ...
+
+    AutoModel.register(IHAConfig, Other, exist_ok=True)
+    assert type(IHAForSequenceClassification(small_config()).model) is Other
+    assert registered[IHAConfig] is Other
