@@ -9,6 +9,7 @@ example: python -m research.benchmarks.report
 
 import argparse
 import subprocess
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -32,6 +33,8 @@ timed once, without a warm-up: prefill beyond 16,384 tokens and the backward pas
 research.benchmarks.report` writes this page from them, and `make bench` measures all of them again
 except serving_vllm. [GPUs have pages of their own](gpu/README.md)."""
 # Benchmark -> the fields that tell its columns apart; by default all of a setting.
+# So many changed files of the model a page names, and more it counts.
+FEW = 5
 COLUMNS = {"any_decoder": ("pass", "window"), "obvious": ("pass", "window", "tokens")}
 # Presets by the names that a plot gives them and the schedules.
 GPU_FORMS = {"global-local": "windows alone", "paired-heads": "paired heads"}
@@ -85,16 +88,19 @@ def ratios_of(name: str, result: dict) -> tuple[str, list[str], dict[str, list[l
 
 
 def commit_of(result: dict) -> str:
-    """Return which commit a table measured, as far as it says, and whether the model's code has changed since."""
+    """Return which commit a table measured, as far as it says, and which files of the model have changed since."""
     if result.get("commit", "unknown") == "unknown":
         return "commit not recorded"
     commit = result["commit"].removesuffix("-dirty")
-    command = ["git", "-C", str(ROOT), "diff", "--quiet", commit, "HEAD", "--", "modeling_iha"]
+    command = ["git", "-C", str(ROOT), "diff", "--name-only", commit, "HEAD", "--", "modeling_iha"]
     try:
-        code = subprocess.run(command, capture_output=True).returncode
-    except OSError:  # there is no git
-        code = None
-    since = {0: "", 1: " (`modeling_iha` has changed since)"}.get(code, " (which this copy lacks: not compared)")
+        changed = subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):  # there is no git, or no such commit
+        since = " (which this copy lacks: not compared)"
+    else:
+        named = ", ".join(Path(path).name for path in changed)
+        where = f": {named}" if len(changed) <= FEW else f" in {len(changed)} files"
+        since = f" (`modeling_iha` has changed since{where})" if changed else ""
     dirty = " with local changes" if result["commit"].endswith("-dirty") else ""
     return f"commit {commit[:7]}{dirty}{since}"
 

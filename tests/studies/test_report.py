@@ -26,7 +26,7 @@ def test_a_table_of_earlier_code_is_marked(tmp_path, monkeypatch):
     subprocess.run(["git", "init", "-q", tmp_path], check=True)
     monkeypatch.setattr(report, "ROOT", tmp_path)
     first, second, third = [commit(name) for name in ("modeling_iha/a.py", "README.md", "modeling_iha/a.py")]
-    marked = " (`modeling_iha` has changed since)"
+    marked = " (`modeling_iha` has changed since: a.py)"
     assert report.commit_of({"commit": first}) == f"commit {first[:7]}{marked}"
     assert report.commit_of({"commit": f"{second}-dirty"}) == f"commit {second[:7]} with local changes{marked}"
     assert report.commit_of({"commit": third}) == f"commit {third[:7]}"
@@ -38,6 +38,10 @@ def test_a_table_of_earlier_code_is_marked(tmp_path, monkeypatch):
         f"Commit {third[:7]}.",
     ]
     assert report.commit_of({"commit": "unknown"}) == report.commit_of({}) == "commit not recorded"
+    with monkeypatch.context() as patches:
+        patches.setattr(report, "FEW", 0)
+        counted = report.commit_of({"commit": first})
+    assert counted == f"commit {first[:7]} (`modeling_iha` has changed since in 1 files)"
     lacking = f"commit {'f' * 7} (which this copy lacks: not compared)"
     assert report.commit_of({"commit": "f" * 40}) == lacking
     monkeypatch.setenv("PATH", "")
