@@ -32,9 +32,9 @@ timed once, without a warm-up: prefill beyond 16,384 tokens and the backward pas
 4,096. The JSON files hold seconds, bytes, threads and what the cost model predicts. `python -m
 research.benchmarks.report` writes this page from them, and `make bench` measures all of them again
 except serving_vllm. [GPUs have pages of their own](gpu/README.md)."""
-# Benchmark -> the fields that tell its columns apart; by default all of a setting.
 # So many changed files of the model a page names, and more it counts.
 FEW = 5
+# Benchmark -> the fields that tell its columns apart; by default all of a setting.
 COLUMNS = {"any_decoder": ("pass", "window"), "obvious": ("pass", "window", "tokens")}
 # Presets by the names that a plot gives them and the schedules.
 GPU_FORMS = {"global-local": "windows alone", "paired-heads": "paired heads"}
