@@ -140,6 +140,7 @@ experiments: .venv/installed
 	$(STUDY).recall --most-seeds 6 $(TRACKED)
 	$(STUDY).recall --most-seeds 6 --grid \
 		--kinds mha paired_heads iha talking_heads paired_heads_window iha_window $(TRACKED)
+	$(STUDY).recall --most-seeds 6 --pairs 8 --kinds mha paired_heads_window iha_window wide_window $(TRACKED)
 	$(STUDY).recall --most-seeds 6 --heads 4 --kinds mha paired_heads_window iha_window $(TRACKED)
 	$(STUDY).relation_composition $(TRACKED)
 	$(STUDY).relation_composition --task binary --epochs 4 --kinds mha paired_heads talking_heads $(TRACKED)

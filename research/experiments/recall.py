@@ -9,8 +9,8 @@ The models have two layers. In every variant but `mha_global` the first has a wi
 or with `--grid` 3, and so joins a value to the key before it, as the short convolutions of Zoology's later models do.
 The second is global. A variant's kind stands in the second layer, and the first is "mha"; in `paired_heads_window` and
 `iha_window` it stands in the first, and the second is "mha", as in the models that docs/FROM_SCRATCH.md trains. At the
-size of SMALL "mha" learns the task in half a minute of one core; `mha_global`, 64 keys or
-more, and 8 pairs take longer than the two minutes that were tried (docs/LOG.md).
+size of SMALL "mha" learns the task in half a minute of one core; `mha_global` and 64 keys or more take longer than the
+two minutes that were tried (docs/LOG.md).
 
 The protocol is that of protocol.py. The study compares the share of wrong answers with `--pairs` pairs, averaged over
 the evaluations of a run, because at the end a run may be in the middle of a sudden rise. The smallest difference worth

@@ -188,7 +188,7 @@ SECTIONS = {
     "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
     "Theorems 2 and 4": (("theorems",), list, ("2.5",)),
     "Interactions": (("interactions",), list, ("3,000", "10,000", "3e-3", "3.1", "4.9")),
-    "Recall": (("recall", "recall_grid", "recall_4_heads"), list, ()),
+    "Recall": (("recall", "recall_grid", "recall_8", "recall_4_heads"), list, ()),
     "The paper's own gains": ((), paper_more, ("1.96", "95%")),
 }
 
@@ -371,6 +371,7 @@ PARTS = {
     "IHA, abstract": [
         "rows/iha_window/minus_base",
         "rows/iha/minus_base",
+        "rows/iha_window/minus_base",
         "rows/iha_window/wrong_at_end",
         "rows/mha/wrong_at_end",
         "rows/mha_global/wrong_at_end",
