@@ -227,8 +227,9 @@ class IHAConfig(LlamaConfig):
             (Definition 3).
         mixing_scale (`float`, *optional*, defaults to 1.0):
             The weights that mix heads are stored as start + s * change, and this is s: they learn at s times the
-            optimizer's rate (see `Mixing` of mixing.py). From scratch with 1 the start is 0; converters take 40. A
-            saved checkpoint keeps its own, which only `set_mixing_scale` may change.
+            optimizer's rate (see `Mixing` of mixing.py). A new model with 1 stores the weights themselves, because
+            its start is 0. Converters take 40. A saved checkpoint keeps its own scale, which only `set_mixing_scale`
+            may change.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
