@@ -84,11 +84,17 @@ def theorem_2(virtual: int, seeds: Sequence[int]) -> dict:
     }
 
 
-def proof_count(kind: str, tokens: int, x: list[int], factor: int, modulus: int) -> torch.Tensor:
-    """Return CPM-3 by the proof's layer for so many tokens, and a ReLU for each pair of what it collects."""
+def proof_layer(kind: str, tokens: int) -> BareAttention:
+    """Return the proof's layer, which collects at each of so many tokens the values of all."""
     layer = constructed(kind, np.eye(tokens, dtype=int)[:, range(-1, tokens - 1)], 1, tokens, "hard")
     if kind == "iha":
         layer.layer.v_proj.weight *= root(tokens)  # the H keys of the highest score share the weight
+    return layer
+
+
+def proof_count(kind: str, tokens: int, x: list[int], factor: int, modulus: int) -> torch.Tensor:
+    """Return CPM-3 by the proof's layer for so many tokens, and a ReLU for each pair of what it collects."""
+    layer = proof_layer(kind, tokens)
     collected = filter_bank(layer, torch.tensor(x).double()[:, None], tokens)[..., 0].T  # x[i + t] at token i
     pairs = collected[:, :1, None] + factor * collected[:, :, None] + collected[:, None]
     return torch.relu(1 - pairs.remainder(modulus)).sum(dim=(1, 2))
@@ -117,15 +123,12 @@ def residue_count(x: list[int], factor: int, modulus: int) -> torch.Tensor:
     return (both - first - second).sum(dim=(1, 2)) / 2
 
 
-def parameters(kind: str, tokens: int) -> int:
-    """Return the number of parameters of the proof's attention layer for so many tokens."""
-    layer = constructed(kind, np.eye(tokens, dtype=int), 1, tokens, "hard")
-    return sum(map(torch.numel, layer.parameters()))
-
-
 @torch.no_grad()
 def theorem_4(tokens: int, seeds: Sequence[int]) -> dict:
-    """Return the largest differences from loops over all pairs, also with a token less than the layer is built for."""
+    """Return the largest differences from loops over all pairs, also with a token less than the layer is built for.
+
+    The table also has the parameters of the proof's layers.
+    """
     counts = {"iha": partial(proof_count, "iha", tokens), "mha": partial(proof_count, "mha", tokens)}
     counts |= {"mha, 2 heads": residue_count, "iha, a token less": counts["iha"]}
     errors = dict.fromkeys(counts, 0.0)
@@ -139,7 +142,7 @@ def theorem_4(tokens: int, seeds: Sequence[int]) -> dict:
     return {
         "tokens": tokens,
         "heads": {"iha": root(tokens), "mha": tokens, "mha, 2 heads": 2},
-        "parameters": {kind: parameters(kind, tokens) for kind in ("iha", "mha")},
+        "parameters": {kind: sum(map(torch.numel, proof_layer(kind, tokens).parameters())) for kind in ("iha", "mha")},
         "error": errors,
     }
 
