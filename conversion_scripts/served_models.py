@@ -52,7 +52,7 @@ class NotingModelManager(model_manager.ModelManager):
 
     def _load_processor(self, model_id_and_revision: str, *arguments: Any, **options: Any) -> Any:
         processor: Any = super()._load_processor(model_id_and_revision, *arguments, **options)
-        if processor.chat_template is None:
+        if getattr(processor, "chat_template", "") is None:  # a processor of images alone has no such field
             reason = f"{model_id_and_revision.partition('@')[0]} has no chat template"
             print(f"{reason}: it answers /v1/completions, and no chats (/v1/chat/completions, /v1/responses).")
             refused = HTTPException(400, f"{reason}: send the text to /v1/completions.")
@@ -73,7 +73,8 @@ def limit_tokens(model: PreTrainedModel, inputs: Any, generation_config: Generat
     prompt = len(ids) if isinstance(ids, list) else ids.shape[-1]
     if prompt >= context:
         raise HTTPException(400, f"The prompt has {prompt} tokens, and the model's context has {context}: shorten it.")
-    generation_config.max_new_tokens = min(generation_config.max_new_tokens, context - prompt)
+    room = context - prompt
+    generation_config.max_new_tokens = min(generation_config.max_new_tokens or room, room)
 
 
 class WithinContext:
