@@ -4,6 +4,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -103,10 +104,11 @@ def new_config(config_class: type[Config], **fields) -> Config:
 def preset_config(name: str, **fields) -> IHAConfig:
     """Return a preset with `fields` in place of its own, or raise `UserError` if there is none or they do not fit."""
     # Transformers stores a field that it does not know, and nothing reads it.
-    known = IHAConfig()
+    known = IHAConfig.__dataclass_fields__
     for field in fields:
-        if not hasattr(known, field):
-            raise UserError(f"{field!r} is not a field that a preset sets: remove it.")
+        if field not in known:
+            nearest = ", ".join(get_close_matches(field, known, n=3, cutoff=0.4)) or "none"
+            raise UserError(f"IHAConfig has no field {field!r}; similar fields: {nearest}. docs/API.md lists all.")
     try:
         return IHAConfig.from_preset(name, **fields)
     except (StrictDataclassError, TypeError, ValueError) as error:

@@ -5,9 +5,10 @@ from typing import Any
 
 import transformers
 from fastapi import HTTPException
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationConfig, PreTrainedModel
+from transformers.cli.serving import model_manager, utils
 
-from iha.checkpoints import check_filled, check_no_adapter, load_config_dict
+from iha.checkpoints import check_filled, check_no_adapter, lacks_tokenizer, load_config_dict, positions_of
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from modeling_iha.modeling_interleaved import InterleavedMixin
@@ -46,6 +47,54 @@ class WholeCausalLM(WholeModel, AutoModelForCausalLM): ...
 class WholeMultimodalLM(WholeModel, AutoModelForMultimodalLM): ...
 
 
+class NotingModelManager(model_manager.ModelManager):
+    """Answer chats by status 400 if a model has no chat template. Transformers' server answers 500."""
+
+    def _load_processor(self, model_id_and_revision: str, *arguments: Any, **options: Any) -> Any:
+        processor: Any = super()._load_processor(model_id_and_revision, *arguments, **options)
+        if getattr(processor, "chat_template", "") is None:  # a processor of images alone has no such field
+            reason = f"{model_id_and_revision.partition('@')[0]} has no chat template"
+            print(f"{reason}: it answers /v1/completions, and no chats (/v1/chat/completions, /v1/responses).")
+            refused = HTTPException(400, f"{reason}: send the text to /v1/completions.")
+
+            def refuse(*_: Any, **__: Any) -> None:
+                raise refused
+
+            processor.apply_chat_template = refuse
+        return processor
+
+
+def limit_tokens(model: PreTrainedModel, inputs: Any, generation_config: GenerationConfig) -> None:
+    """End a reply where the model's context ends. Raise `HTTPException` for a prompt that leaves no room for one."""
+    context = positions_of(model.config)
+    if context is None:
+        return
+    ids = inputs["input_ids"]
+    prompt = len(ids) if isinstance(ids, list) else ids.shape[-1]
+    if prompt >= context:
+        raise HTTPException(400, f"The prompt has {prompt} tokens, and the model's context has {context}: shorten it.")
+    room = context - prompt
+    generation_config.max_new_tokens = min(generation_config.max_new_tokens or room, room)
+
+
+class WithinContext:
+    """Keep requests within the context of a model. Transformers' server does not know it."""
+
+    def generate_streaming(self, model, processor, inputs, gen_config, **others):
+        limit_tokens(model, inputs, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, **others)  # type: ignore[misc]
+
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, **others):
+        limit_tokens(model, inputs, gen_config)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, **others)  # type: ignore[misc]
+
+
+class OneByOne(WithinContext, utils.GenerateManager): ...
+
+
+class Continuous(WithinContext, utils.CBGenerateManager): ...
+
+
 def check_served(source: str, revision: str | None = None) -> None:
     """Refuse the name of a model, as the server takes it, that cannot be served. Raise `UserError`.
 
@@ -59,14 +108,19 @@ def check_served(source: str, revision: str | None = None) -> None:
         source, _, revision = source.partition("@")
     check_no_adapter(source, revision)
     load_config_dict(source, revision)
+    if lacks_tokenizer(source):
+        raise UserError(f"{source} holds no tokenizer: save one with the weights (tokenizer.save_pretrained).")
 
 
 def find_models() -> None:
     """Give `transformers` the names by which its server looks for the classes of this package.
 
-    The server takes a class from the module `transformers` by its name and has no registry. Only `serve` calls this,
-    in a process of its own.
+    The server takes a class from its modules by its name and has no registry. Only `serve` calls this, in a process
+    that does nothing else.
     """
     for name in ("IHAForCausalLM", "InterleavedForCausalLM"):
         setattr(transformers, name, WholeCausalLM)
     transformers.AutoModelForMultimodalLM = WholeMultimodalLM  # for a base that takes images
+    model_manager.ModelManager = NotingModelManager
+    utils.GenerateManager = OneByOne
+    utils.CBGenerateManager = Continuous

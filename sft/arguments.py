@@ -54,7 +54,7 @@ PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
 # The class of a trainer's arguments -> further unused keys. sft/train.py tokenizes whole rows and cuts them on the
 # right.
 UNUSED_WITH = {
-    "SFTConfig": ("completion_only_loss", "dataset_kwargs", "dataset_text_field", "truncation_mode", "trust_rows"),
+    "SFTConfig": ("completion_only_loss", "dataset_kwargs", "truncation_mode", "trust_rows"),
     # `sync_ref_model` changes the reference model, which no checkpoint saves. `precompute_ref_log_probs` caches its
     # results under a key of the rows and the weights, although they depend on the recipe too. A preset is refused
     # because preferences and rewards teach random weights nothing.

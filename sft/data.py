@@ -138,9 +138,17 @@ def _to_prompt_turns(row: dict, where: str) -> dict:
 
 
 def schema_of(first: dict) -> tuple[Callable[[dict, str], dict], Features]:
-    """Return the function that converts the rows of a source with this first row, and the columns of its results."""
+    """Return the function that converts the rows of a source with this first row, and the columns of its results.
+
+    Raise `UserError` for a row without a column that is read.
+    """
     held = {name for name, value in first.items() if value is not None}
-    if held & TURN_KEYS.keys() or not held & {"text", "completion"}:
+    if not held & {*TURN_KEYS, "text", "completion"}:
+        raise UserError(
+            f"expected rows with 'conversations' or 'messages', or plain text in 'text', or 'prompt' with "
+            f"'completion'; row 1 has {sorted(held)}. For plain text in another column set dataset_text_field."
+        )
+    if held & TURN_KEYS.keys():
         return lambda row, where: {"messages": to_messages(row, where)}, Features({"messages": TURNS})
     if "text" in held:
         return _to_text, Features({"text": Value("string")})
@@ -172,6 +180,13 @@ def names_file(name: str) -> bool:
 def is_one_row(name: str) -> bool:
     """Return whether a source is a text file, which is one document."""
     return Path(name).is_file() and READERS.get(_suffix(name)) == "text"
+
+
+def holds_text_files(name: str) -> bool:
+    """Return whether a source is a text file, or a directory with text files and no other rows."""
+    if not Path(name).is_dir():
+        return is_one_row(name)
+    return {READERS.get(_suffix(file.name)) for file in Path(name).rglob("*")} - {None} == {"text"}
 
 
 def check_source(name: str, split: str) -> None:
@@ -217,26 +232,28 @@ def load_rows(
     config: str | None = None,
     streaming: bool = False,
     schema: Schema = schema_of,
+    text_column: str = "text",
 ) -> Rows:
     """Load and convert the rows of a source, which the datasets library caches.
 
     Args:
-        name: a .jsonl, .parquet or .txt file (one document), also compressed by gzip, or a directory or id on the Hub
-            that `load_dataset` takes. It reads .txt files of a directory line by line.
+        name: a .jsonl, .parquet or .txt file, also compressed by gzip, or a directory or id on the Hub that
+            `load_dataset` takes. A .txt file, also one of a directory, is one document.
         split: a split of the dataset. A file has only "train".
         config: a configuration of the dataset, or None for its default one.
         streaming: whether rows are read as they are used.
         schema: chooses how rows are converted (see `Schema`).
+        text_column: the column of plain text. Text files have no columns.
 
     Raise `UserError` for a missing or empty source and for a bad row.
     """
     check_source(name, split)
     source = {"path": name, "name": config, "split": split}
     if Path(name).is_file():
-        reader = READERS[_suffix(name)]
-        whole = {"sample_by": "document"} if is_one_row(name) else {}
         # `data_files` takes patterns, and rows[1].jsonl would be one for rows1.jsonl.
-        source = {"path": reader, "data_files": glob.escape(name), "split": "train", **whole}
+        source = {"path": READERS[_suffix(name)], "data_files": glob.escape(name), "split": "train"}
+    if holds_text_files(name):
+        source["sample_by"] = "document"
     try:
         rows = load_dataset(**source, streaming=streaming)
         first = next(iter(rows), None)
@@ -246,7 +263,13 @@ def load_rows(
         raise UserError(f"{name}, split {split!r}, cannot be read: {one_line(error.__cause__ or error)}") from error
     if first is None:
         raise UserError(f"{name}: it holds no rows.")
-    convert, features = schema(first)
+    if text_column != "text" and not holds_text_files(name):
+        if text_column not in first:
+            raise UserError(f"{name} has no column {text_column!r}: its columns are {', '.join(first)}.")
+        rows = rows.select_columns(text_column).rename_column(text_column, "text")
+        first = {"text": first[text_column]}
+    with refusing(name, UserError):
+        convert, features = schema(first)
     read = {*features, "system"}
     if "messages" in features:
         read |= TURN_KEYS.keys()

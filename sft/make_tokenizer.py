@@ -1,16 +1,18 @@
-"""Train a tokenizer on a text file: byte-level BPE, which encodes any text, with the special tokens of chats.
+"""Train a tokenizer on the rows of a run: byte-level BPE, which encodes any text, with the special tokens of chats.
 
 example: python -m sft.make_tokenizer train.txt outputs/tokenizer --vocab-size 1024
 """
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from iha.errors import UserError, refusing, run_cli
+from iha.errors import UserError, run_cli
 from iha.files import check_new_directory, expanded, new_directory
 
 
@@ -34,32 +36,39 @@ def byte_tokenizer(special: Sequence[str] = SPECIAL) -> PreTrainedTokenizerFast:
     return wrapped(tokenizer, special)
 
 
-def train_tokenizer(text: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer of at most `vocab_size` tokens on a text file, special tokens included."""
+def lines_of(rows: Iterable[dict]) -> Iterator[str]:
+    """Yield the lines of all texts in rows that `sft.data.load_rows` returned."""
+    for row in rows:
+        for value in row.values():
+            for text in [value] if isinstance(value, str) else [turn["content"] for turn in value]:
+                yield from io.StringIO(text)
+
+
+def train_tokenizer(lines: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of at most `vocab_size` tokens on lines of text, special tokens included."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(SPECIAL), initial_alphabet=BYTES)
-    # Python reads "\r\n" as "\n", as the datasets library does when a run reads the text.
-    with open(text, encoding="utf-8") as lines:
-        tokenizer.train_from_iterator(lines, trainer)
+    tokenizer.train_from_iterator(lines, trainer)
     return wrapped(tokenizer)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write a tokenizer. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=expanded, help="file to train on")
+    parser.add_argument("text", type=os.path.expanduser, help="rows to train on, as for dataset_name of sft.train")
     parser.add_argument("dst", type=expanded, help="new directory")
     parser.add_argument("--vocab-size", type=int, default=8192, help="number of tokens (default 8192)")
+    parser.add_argument("--dataset_text_field", default="text", help="column of plain text (default text)")
     args = parser.parse_args(argv)
     least = len(SPECIAL) + len(BYTES)
     if args.vocab_size < least:
         raise UserError(f"--vocab-size {args.vocab_size}: expected at least {least}, the bytes and special tokens.")
-    if not args.text.is_file():
-        raise UserError(f"{args.text}: no such file.")
     check_new_directory(args.dst)  # before the minutes of training
-    with refusing(f"{args.text} is not text in UTF-8", Exception):  # the library's own type has no other base
-        tokenizer = train_tokenizer(args.text, args.vocab_size)
+    from sft.data import load_rows, sources  # they need packages that `byte_tokenizer` does without
+
+    parts = [load_rows(name, text_column=args.dataset_text_field) for name, _ in sources(args.text)]
+    tokenizer = train_tokenizer(lines_of(chain(*parts)), args.vocab_size)
     with new_directory(args.dst) as directory:
         tokenizer.save_pretrained(directory)
     print(f"Wrote {args.dst}, {len(tokenizer):,} tokens")

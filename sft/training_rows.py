@@ -209,8 +209,13 @@ def training_rows(
     the first rows are held out. This happens before packing, so packing does not change which rows are held out.
     """
     names, shares = zip(*sources(run.dataset_name))
+    column = {"text_column": args.dataset_text_field}
+    args.dataset_text_field = "text"  # the column of the rows that `load_rows` returns, which TRL reads
     with args.main_process_first():
-        parts = [load_rows(name, run.dataset_train_split, run.dataset_config, run.dataset_streaming) for name in names]
+        parts = [
+            load_rows(name, run.dataset_train_split, run.dataset_config, run.dataset_streaming, **column)
+            for name in names
+        ]
         check_template(parts[0].features, tokenizer, args)
         max_length = None if splits(args, args.packing) else args.max_length  # TRL cuts rows to this length
         rows = parts[0] if len(parts) == 1 else mix(parts, shares, tokenizer, max_length, args.seed)
@@ -218,7 +223,7 @@ def training_rows(
         if held_out is not None:
             # A streamed dataset must not be downloaded, and to load one split as a whole would download all splits.
             is_streamed = run.dataset_streaming and held_out.name == run.dataset_name
-            eval_rows = read_all(load_rows(*held_out, streaming=is_streamed))
+            eval_rows = read_all(load_rows(*held_out, streaming=is_streamed, **column))
             if eval_rows.features != parts[0].features:
                 raise UserError(
                     f"the rows of {held_out.name} to evaluate on have the columns {', '.join(eval_rows.features)}, "

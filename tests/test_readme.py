@@ -9,12 +9,14 @@ import runpy
 import shlex
 import subprocess
 import sys
+import urllib.request
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import DOCUMENTS, decoder, small_config
+from servers import answering
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer, preset_config, saved
 from transformers import Trainer
@@ -187,11 +189,24 @@ def assert_shows(shown: str, printed: str) -> None:
     )
 
 
+def test_the_first_screen_prints_its_losses_and_its_model_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "LICENSE").symlink_to(ROOT / "LICENSE")
+    [(_, training, shown), (_, generation, _), *_] = steps(README)
+    exec(compile(training, "README.md", "exec"), {})
+    losses = [[float(line.split()[1]) for line in text.splitlines()] for text in (shown, capsys.readouterr().out)]
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    exec(compile(generation, "README.md", "exec"), {})
+    written = capsys.readouterr().out
+    assert written.startswith("The license ") and len(written) > 20
+
+
 def test_the_readme_prints_what_it_shows(tmp_path, monkeypatch, capsys):
     # A checkout in which the Hub's checkpoint is a local directory.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    (tmp_path / "sft").symlink_to(ROOT / "sft")
+    for name in ("sft", "LICENSE"):
+        (tmp_path / name).symlink_to(ROOT / name)
     save_tiny_weights(tmp_path / SOURCE)
     (tmp_path / SOURCE / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
 
@@ -342,6 +357,15 @@ TINY_SCRATCH = {
 }
 
 
+def curl_request(command: str, server: str) -> urllib.request.Request:
+    """Return the request of a curl command of the documents, to another server."""
+    words = shlex.split(command)
+    header = words[words.index("-H") + 1].split(": ")
+    return urllib.request.Request(
+        words[1].replace("http://localhost:8000", server), words[words.index("-d") + 1].encode(), dict([header])
+    )
+
+
 def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
@@ -357,12 +381,21 @@ def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
             exec(compile(block, "FROM_SCRATCH.md", "exec"), {})
             continue
         for command in block.replace("\\\n", " ").splitlines():
+            if command.startswith("iha serve"):
+                served = shlex.split(command)[2]
+                continue
+            if command.startswith("curl"):
+                with answering(served) as url:
+                    said = json.load(urllib.request.urlopen(curl_request(command, url), timeout=60))
+                assert said["usage"]["completion_tokens"] > 0
+                ran.append("iha serve")
+                continue
             command = re.sub("^iha ", "python -m iha.cli ", command)
             if "-m research." in command:  # tests/studies runs it in small
                 continue
             ran.append(command.split()[2])
             run(command, TINY_SCRATCH)
-    assert {*TINY_SCRATCH, "sft.make_model", "iha.cli"} == {*ran}
+    assert {*TINY_SCRATCH, "sft.make_model", "iha.cli", "iha serve"} == {*ran}
     card = (tmp_path / "run" / "final" / "README.md").read_text(encoding="utf-8")
     assert "rained from scratch" in card and (tmp_path / "run" / "final" / "curves.png").exists()
     assert "def main(" in capsys.readouterr().out

@@ -70,11 +70,36 @@ def test_clients_of_openai_are_answered_at_once(options, checkpoint, model):
     assert answers == [answer(model, chat) for chat in chats]
 
 
+@pytest.mark.parametrize("options", [[], CONTINUOUS], ids=["one by one", "continuous batching"])
+def test_a_request_that_cannot_be_answered_gets_the_reason(options, checkpoint, tmp_path, capfd):
+    """Chat with a model without a chat template, and send it more tokens than its context of 64."""
+    plain = shutil.copytree(checkpoint, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    edit_config(plain, max_position_embeddings=64)
+    with answering(str(plain), *options) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
+        request = {"model": str(plain), "temperature": 0}
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as error:
+                chat = [{"role": "user", "content": "the"}]
+                client.chat.completions.create(messages=chat, max_tokens=2, stream=stream, **request)
+            assert "no chat template: send the text to /v1/completions" in error.value.response.json()["detail"]
+            with pytest.raises(openai.BadRequestError) as error:
+                client.completions.create(prompt="the people of the state " * 20, stream=stream, **request)
+            assert "has 100 tokens, and the model's context has 64" in error.value.response.json()["detail"]
+        [choice] = client.completions.create(prompt="the", max_tokens=400, **request).choices
+        assert choice.finish_reason in ("length", "stop")
+        usage = client.completions.create(prompt="the", **request).usage
+        assert usage.total_tokens <= 64
+    assert "it answers /v1/completions, and no chats" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "error"),
     [
         (lambda path: edit_weights(path, lambda weights: weights.pop("model.norm.weight")), "missing keys model.norm"),
         (lambda path: edit_config(path, _attn_implementation="org/kernel"), "'org/kernel' would load what is not"),
+        (lambda path: [file.unlink() for file in path.glob("*token*")], "holds no tokenizer: save one"),
         (lambda path: (path / "config.json").rename(path / "adapter_config.json"), "holds a LoRA adapter .*: merge"),
     ],
 )

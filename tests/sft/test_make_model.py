@@ -42,6 +42,24 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
     assert "base_model" not in completed_card(tmp_path / "one", "me/one", "mit", None)  # and it asks for none
 
 
+def test_a_tokenizer_is_trained_on_what_a_run_takes(tmp_path, cli):
+    lines = ["All that\n", "\n", "glisters is not gold.\n"]
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("".join(lines[:2]))
+    (tmp_path / "texts" / "b.txt").write_text(lines[2])
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"content": "".join(lines), "id": 1}) + "\n")
+    (tmp_path / "text.txt").write_text("".join(lines))
+    found = []
+    for name, words in (("text.txt", ()), ("texts", ()), ("rows.jsonl", ("--dataset_text_field", "content"))):
+        code, out, _ = cli(make_tokenizer, tmp_path / name, tmp_path / f"of-{name}", "--vocab-size", 280, *words)
+        assert code == 0
+        found.append(AutoTokenizer.from_pretrained(tmp_path / f"of-{name}").get_vocab())
+    assert found[0] == found[1] == found[2]
+    (tmp_path / "empty.txt").touch()
+    code, _, errors = cli(make_tokenizer, tmp_path / "empty.txt", tmp_path / "of-nothing")
+    assert code == 1 and "empty.txt" in last_line(errors) and not (tmp_path / "of-nothing").exists()
+
+
 @pytest.mark.slow  # three minutes
 def test_five_million_parameters_learn_from_four_megabytes_in_two_hundred_steps(tmp_path, cli):
     """Go the way of docs/FROM_SCRATCH.md on the source of Python's standard library."""
@@ -84,7 +102,9 @@ def test_an_end_token_that_pads_is_learned():
         (("absent", "start"), "There is no preset 'absent'"),
         (("tiny", "start", "--set", "num_hidden_layers"), "expected FIELD=VALUE"),
         (("tiny", "start", "--set", "num_attention_heads=7"), "not a multiple of num_attention_heads=7"),
-        (("tiny", "start", "--set", "foo=3"), "'foo' is not a field that a preset sets"),
+        (("tiny", "start", "--set", "n_layers=3"), "IHAConfig has no field 'n_layers'"),
+        (("tiny", "start", "--set", "num_layers=3"), "similar fields: num_hidden_layers"),
+        (("tiny", "start", "--set", "num_labels=3"), "IHAConfig has no field 'num_labels'"),  # a property
         (("tiny", "start", "--tokenizer", "."), "holds no tokenizer"),
     ],
 )

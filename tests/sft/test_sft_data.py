@@ -263,6 +263,33 @@ def test_plain_text_is_learned_whole_and_ends(tmp_path):
         assert row["labels"] == row["input_ids"]
 
 
+def test_the_files_of_a_directory_are_documents(tmp_path):
+    texts = ["One.\n\nTwo.\n", "Three.\r\n", "\nFour."]
+    (tmp_path / "texts").mkdir()  # the cache is in tmp_path
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number}.txt").write_bytes(text.encode())
+    (tmp_path / "texts" / "notes.md").write_text("no rows")
+    for streaming in (False, True):
+        found = [row["text"] for row in load_rows(str(tmp_path / "texts"), streaming=streaming)]
+        assert found == [text.replace("\r\n", "\n") for text in texts]
+
+
+def test_another_column_is_named_and_read_by_an_option(tmp_path):
+    path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", [{"content": "abc", "id": 1}]), byte_tokenizer()
+    tokenizer.chat_template = None
+    plain = {"assistant_only_loss": False}
+    with pytest.raises(UserError, match=r"rows.jsonl: expected .*has \['content', 'id'\].*dataset_text_field"):
+        rows_of_run(*run_of(path, tmp_path, **plain), tokenizer)
+    with pytest.raises(UserError, match="rows.jsonl has no column 'body': its columns are content, id"):
+        rows_of_run(*run_of(path, tmp_path, dataset_text_field="body", **plain), tokenizer)
+    for streaming in ({}, {"dataset_streaming": True, "max_steps": 1}):
+        run, args = run_of(path, tmp_path, dataset_text_field="content", **plain, **streaming)
+        [row] = trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset
+        assert tokenizer.decode(row["input_ids"]) == "abc<|im_end|>"
+    words = sizes("model", path, tmp_path / "run", dataset_text_field="content")
+    assert RecipeParser(SFTConfig, "").parse(["--config", recipe("demo"), *words])[1].dataset_text_field == "content"
+
+
 def test_columns_that_are_not_read_are_said(tmp_path, capsys):
     for row in ({"text": "a", "prompt": "b"}, {"messages": TURNS[:2], "prompt": "b"}):
         list(load_rows(write_jsonl(tmp_path / "rows.jsonl", [row])))
