@@ -39,8 +39,6 @@ help:
 .venv/test-installed: .venv/installed tests/fetch_transformers_tests.py
 	@echo "Installing what the tests need (about two minutes)"
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev]"
-	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/deepspeed \
-		deepspeed einops hjson msgpack ninja py-cpuinfo
 	$(RUN) tests/fetch_transformers_tests.py
 	@touch $@
 
