@@ -100,9 +100,6 @@ FIXED_KEYS = (
     "chat_template",
     "eos_token",
     "pad_token",
-    "num_generations",
-    "generation_batch_size",
-    "num_iterations",
 )
 
 

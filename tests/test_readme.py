@@ -36,7 +36,6 @@ TINY_ARGUMENTS = {
     "sft.train": ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"],
     "sft.score_reasoning": ["--max-new-tokens", "8"],
     "sft.make_reasoning_data": ["--rows", "20"],
-    **{f"sft.train_{name}": ["--use_cpu", "true"] for name in ("dpo", "grpo")},
 }
 # Examples of helps that run here. Of the others the arguments are read: they take hours, a GPU or a network, or are
 # recipes, which tests/sft trains.
