@@ -39,7 +39,7 @@ TINY_ARGUMENTS = {
 }
 # Examples of helps that run here. Of the others the arguments are read: they take hours, a GPU or a network, or are
 # recipes, which tests/sft trains.
-RUN = ("sft.make_reasoning_data", "sft.score_reasoning", "sft.memory_plan")
+RUN = ("sft.make_reasoning_data", "sft.score_reasoning")
 
 
 def anchor(heading: str) -> str:
@@ -344,8 +344,7 @@ TINY_SCRATCH = {
 def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    # To count the memory of a step takes seconds: test_memory_plan.py and test_cost.py do.
-    monkeypatch.setattr("sft.memory_plan.check_memory", lambda *_: None)
+    # To count the memory of a step takes seconds: test_cost.py does.
     monkeypatch.setattr("iha.cost.of_training", lambda *_: StepMemory(1, 1, 1, 1))
     (tmp_path / "sft").symlink_to(ROOT / "sft")
     (tmp_path / "train.txt").write_text(README)

@@ -32,9 +32,6 @@ from sft import train  # noqa: E402
 from sft.trainer import SFTRecipeTrainer  # noqa: E402
 
 
-CHECK_MEMORY = train.check_memory
-
-
 def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
     return {
@@ -89,8 +86,6 @@ def train_run(plan: dict) -> None:
         for name, value in plan.get("environment", {}).items():
             patch.setenv(name, value)
         hasten_runs(patch)
-        if "last" in plan:
-            patch.setattr(train, "check_memory", CHECK_MEMORY)  # which one run prints
         patch.setattr(SFTRecipeTrainer, "__init__", make_with_recorder)
         if "last" not in plan:  # the next plan needs the process group
             patch.setattr(Accelerator, "end_training", lambda self: None)

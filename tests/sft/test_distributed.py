@@ -149,8 +149,6 @@ def launched(request, workplace) -> Path:
 def test_two_processes_train_like_one(launched):
     record = assert_same_run(launched, "ddp")
     assert (record["class"], record["sharded"]) == ("IHAForCausalLM", set())
-    printed = [(launched / f"ddp.pt.{rank}").read_text() for rank in (0, 1)]
-    assert [text.count("A step takes ") for text in printed] == [1, 0]
 
 
 @pytest.mark.parametrize("name", ["shards", pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
