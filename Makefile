@@ -18,7 +18,7 @@ help:
 	@echo "make test-newest   the core tests on the newest versions of everything, installed by README's lines (8 minutes, 6 GB)"
 	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
 	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
-	@echo "make bench  measure speed and memory; writes research/benchmarks/results (about 50 minutes; leave the machine alone)"
+	@echo "make bench  measure speed and memory; writes research/benchmarks/results (leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (hours on one core); an interrupted run goes on"
@@ -39,8 +39,6 @@ help:
 .venv/test-installed: .venv/installed tests/fetch_transformers_tests.py
 	@echo "Installing what the tests need (about two minutes)"
 	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e ".[scripts,evaluation,dev]"
-	$(RUN) -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade --target .venv/deepspeed \
-		deepspeed einops hjson msgpack ninja py-cpuinfo
 	$(RUN) tests/fetch_transformers_tests.py
 	@touch $@
 
@@ -117,7 +115,7 @@ test-vllm: .venv-vllm/installed
 # From the cheapest to the dearest, so that what is broken shows early. default_form ends with an error where the
 # default loses, so it is measured last, after a report of the others.
 bench: .venv/installed
-	@set -e; for name in decode_model layer obvious prefill schedule any_decoder training_plan compiled "serving batching" report default_form report; do \
+	@set -e; for name in decode_model layer prefill schedule report default_form report; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m research.benchmarks.$$name --out research/benchmarks/results; \
 	done
 
@@ -138,16 +136,9 @@ experiments: .venv/installed
 	$(STUDY).polynomial_filters $(TRACKED)
 	$(STUDY).dcmha_tasks --most-seeds 6 $(TRACKED)
 	$(STUDY).recall --most-seeds 6 $(TRACKED)
-	$(STUDY).recall --most-seeds 6 --grid \
-		--kinds mha paired_heads iha talking_heads paired_heads_window iha_window $(TRACKED)
 	$(STUDY).recall --most-seeds 6 --pairs 8 --kinds mha paired_heads_window iha_window wide_window $(TRACKED)
-	$(STUDY).recall --most-seeds 6 --heads 4 --kinds mha paired_heads_window iha_window $(TRACKED)
 	$(STUDY).relation_composition $(TRACKED)
 	$(STUDY).relation_composition --task binary --epochs 4 --kinds mha paired_heads talking_heads $(TRACKED)
-	$(STUDY).warm_start --texts python --arms iha_1 iha_2 --seeds 10 11 12 13 14 15 16 17 18 19 $(TRACKED)
-	$(STUDY).warm_start --texts prose --seeds 10 11 12 13 14 15 16 17 18 19 $(TRACKED)
-	$(STUDY).warm_start --texts lookup --arms iha_1 iha_2 iha_2_shared \
-		--seeds 30 31 32 33 34 35 36 37 38 39 40 41 42 43 44 $(TRACKED)
 	$(STUDY).language_models --most-seeds 6 $(TRACKED)
 	$(STUDY).paired_heads --most-seeds 6 --kinds global_local paired_4 wide_4_64 wide_4_16 mha iha_4 paired_4_shared \
 		iha_2 paired_2 wide_2_32 $(TRACKED)

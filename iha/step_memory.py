@@ -80,10 +80,8 @@ class StepMemory(NamedTuple):
     peak: int
 
 
-def count_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[], None], backwards: int = 1
-) -> StepMemory:
-    """Count a first step, and then `backwards` backward passes of the next, under a FakeTensorMode."""
+def count_step(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[], None]) -> StepMemory:
+    """Count a first step, and then the backward pass of the next, under a FakeTensorMode."""
     counter = Counter()
     for tensor in (*model.parameters(), *model.buffers()):
         counter.add(tensor)
@@ -94,8 +92,7 @@ def count_step(
         whole = counter.now
         optimizer.zero_grad()
         kept = counter.now
-        for _ in range(backwards):
-            backward()
+        backward()
     return StepMemory(weights, whole - kept, kept - weights, counter.peak)
 
 

@@ -48,42 +48,17 @@ UNUSED_KEYS = (
     "save_only_model",  # such a checkpoint cannot be resumed
     "ignore_data_skip",  # a resumed run would repeat rows
     "auto_find_batch_size",  # each size that is tried would train the first steps again
+    # sft/train.py tokenizes whole rows and cuts them on the right.
+    "completion_only_loss",
+    "dataset_kwargs",
+    "truncation_mode",
 )
 # Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
-# The class of a trainer's arguments -> further unused keys. sft/train.py tokenizes whole rows and cuts them on the
-# right.
-UNUSED_WITH = {
-    "SFTConfig": ("completion_only_loss", "dataset_kwargs", "truncation_mode", "trust_rows"),
-    # `sync_ref_model` changes the reference model, which no checkpoint saves. `precompute_ref_log_probs` caches its
-    # results under a key of the rows and the weights, although they depend on the recipe too. A preset is refused
-    # because preferences and rewards teach random weights nothing.
-    "DPOConfig": (
-        "eval_dataset_name",
-        "dataset_streaming",
-        "sync_ref_model",
-        "precompute_ref_log_probs",
-        "trust_rows",
-        "peak_tflops",
-        *PRESET_KEYS,
-    ),
-    "GRPOConfig": (
-        "eval_dataset_name",
-        "dataset_streaming",
-        "dataset_config",
-        "dataset_train_split",
-        "dataset_test_split",
-        "sync_ref_model",
-        "use_vllm",
-        "peak_tflops",
-        *PRESET_KEYS,
-    ),
-}
 # Bounds of numbers, which the trainers do not check before they train.
 ABOVE_0 = ("mixing_scale", "rope_theta", "peak_tflops")
 LEAST = {
     "learning_rate": 0,
-    "beta": 0,
     "num_pseudo_heads": 1,
     "max_position_embeddings": 1,
     "sliding_window": 2,
@@ -136,7 +111,6 @@ class RunArguments(ScriptArguments, ModelConfig):
     max_position_embeddings: int | None = key("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = key("RoPE base to train with, which the trained checkpoint keeps.")
     sliding_window: int | None = key("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
-    trust_rows: bool = key("Whether GRPO may use verifiers that run fields of its rows, or a reply, as code.", False)
     peak_tflops: float | None = key(
         "Peak of one device in TFLOP/s, in the type it computes in (H100, bf16: 989): the run logs its utilization."
     )
@@ -166,7 +140,7 @@ class RecipeParser(TrlParser):
     def __init__(self, config_class: "type[TrainingArguments]", usage: str) -> None:
         super().__init__((RunArguments, config_class), usage=usage.replace("%", "%%"), allow_abbrev=False)
         for action in self._actions:
-            if action.dest in UNUSED_KEYS + UNUSED_WITH[config_class.__name__]:
+            if action.dest in UNUSED_KEYS:
                 action.help = SUPPRESS  # `parse` refuses these
 
     def parse(self, argv: Sequence[str] | None) -> "tuple[RunArguments, TrainingArguments]":
@@ -178,16 +152,15 @@ class RecipeParser(TrlParser):
         _check_file(words)
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
-        if getattr(args, "chat_template_path", None) is not None:  # TRL reads it too
+        if args.chat_template_path is not None:  # TRL reads it too
             args.chat_template_path = os.path.expanduser(args.chat_template_path)
         if self.bf16_is_off:
             args.distributed_state.print(
                 "Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32."
             )
         _choose_start(run, words)
-        unused = UNUSED_KEYS + UNUSED_WITH[type(args).__name__]
         for name, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
-            if name in unused and _value(name, run, args) != declared.default:
+            if name in UNUSED_KEYS and _value(name, run, args) != declared.default:
                 instead = " To publish the result, use conversion_scripts.push_to_hub." if "hub" in name else ""
                 raise UserError(f"{name} is not used here: remove the key.{instead}")
         for name in ABOVE_0:
@@ -339,8 +312,7 @@ def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
 
 def chat_template(args: "TrainingArguments") -> str | None:
     """Return the text of the recipe's chat template, or None if it names none."""
-    # Only SFTConfig has the key: other trainers use the model's template.
-    path = getattr(args, "chat_template_path", None)
+    path = args.chat_template_path
     return None if path is None else read_chat_template(os.path.expanduser(path))
 
 

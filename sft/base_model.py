@@ -73,7 +73,7 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
         raise UserError(f"The recipe does not fit {start}: {one_line(error.__cause__ or error)}") from error
     _check_pseudo_heads(config, run)
     positions = positions_of(config)
-    length = getattr(args, "max_length", None) or positions  # GRPO limits answers, not prompts
+    length = args.max_length or positions
     if positions is not None and length > positions:
         raise UserError(
             f"max_length={length} is beyond the model's {positions} positions: set max_position_embeddings to "

@@ -2,14 +2,12 @@
 
 import os
 
-from accelerate import init_empty_weights
+from accelerate import ParallelismConfig, init_empty_weights
 from accelerate.utils import DistributedType
 from peft import PeftModel, get_peft_model
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from iha.errors import UserError
-from sft.arguments import RunArguments
-from sft.sequence_parallel import check_shared_sequence
+from iha.errors import UserError, refusing
 
 
 CONFIGS = "sft/accelerate_configs"
@@ -24,7 +22,7 @@ def asks_for_fsdp(args: TrainingArguments) -> bool:
     return bool(args.fsdp) or _flag("ACCELERATE_USE_FSDP")
 
 
-def check_launch(run: RunArguments, args: TrainingArguments) -> None:
+def check_launch(args: TrainingArguments) -> None:
     """Refuse, before a model is loaded, a launch that would train something else than it says. Raise `UserError`.
 
     The launcher's request is in environment variables, and the state that resulted in `args.distributed_state`. If
@@ -69,7 +67,13 @@ def check_launch(run: RunArguments, args: TrainingArguments) -> None:
             f"the accelerate config asks for mixed_precision: {args.mixed_precision}, and the recipe has neither bf16 "
             "nor fp16: give --mixed_precision no to accelerate launch, or set bf16 or fp16 in the recipe."
         )
-    check_shared_sequence(run, args)
+    with refusing("parallelism_config", ValueError):  # for sizes that exclude each other
+        sizes = args.parallelism_config or ParallelismConfig()  # the launcher's, which it reads by itself
+    if max(sizes.cp_size, sizes.tp_size, sizes.sp_size) > 1:
+        raise UserError(
+            "context and sequence parallelism drop windows and the boundaries of packed documents, and tensor "
+            "parallelism cannot share attention that mixes all heads: set cp_size, sp_size and tp_size to 1."
+        )
 
 
 def whole_model(trainer: Trainer) -> PreTrainedModel | None:

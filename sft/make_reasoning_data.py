@@ -48,6 +48,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--exclude", type=expanded, help="a file that this command wrote: its questions are not used again"
     )
+    parser.add_argument("--prompts", action="store_true", help="write rows without answers, for `trl grpo`")
     args = parser.parse_args(argv)
     names = [name for name, _ in args.options]
     twice = {name for name in names if names.count(name) > 1}
@@ -170,6 +171,16 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
     raise UserError(f"generator {generator!r} with options {options} has only {len(made)} more questions, not {rows}.")
 
 
+def as_prompt(row: dict) -> dict:
+    """Return a row of `make_rows` as TRL's GRPOTrainer takes it: `prompt`, and what the verifier needs.
+
+    `entry` is JSON, because as a column it would have the keys of all generators in each row.
+    """
+    system = {"role": "system", "content": row["system"]}
+    question = {"role": "user", "content": row["conversations"][0]["value"]}
+    return {"prompt": [system, question], "generator": row["generator"], "entry": json.dumps(row["entry"])}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the file the command line asks for, whole or not at all. Raise `UserError`."""
     args = parse_arguments(argv)
@@ -179,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_output_file(args.out)
     excluded = {row["entry"]["question"] for row in read_jsonl(args.exclude, Made)} if args.exclude else set()
     rows = make_rows(args.rows, args.seed, args.generator, dict(args.options), excluded)
-    write_jsonl(args.out, rows)
+    write_jsonl(args.out, [as_prompt(row) for row in rows] if args.prompts else rows)
     print(f"{len(rows)} rows of {args.generator}: {args.out}")
 
 

@@ -100,9 +100,6 @@ FIXED_KEYS = (
     "chat_template",
     "eos_token",
     "pad_token",
-    "num_generations",
-    "generation_batch_size",
-    "num_iterations",
 )
 
 
@@ -223,7 +220,7 @@ def _as_words(value: Any) -> list[str]:
 
 
 def rows_of_a_step(record: Record) -> int:
-    """Return how many rows all processes of a run take in a step, counting each process of a shared row."""
+    """Return how many rows all processes of a run take in a step."""
     recipe = record["recipe"]
     return recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] * record["processes"]
 

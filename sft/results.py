@@ -14,7 +14,7 @@ from sft.training_rows import evaluation_source
 
 FINAL = "final"  # the directory of the final model
 # Figures that have a panel in curves.png, together with those of the evaluation, if they were logged.
-CURVES = ("loss", "bits_per_byte", "tokens_per_second", "model_flops_utilization", "rewards/margins", "reward", "kl")
+CURVES = ("loss", "bits_per_byte", "tokens_per_second", "model_flops_utilization")
 # Keys of a recipe that every card names. It names other keys if they differ from their defaults.
 CARD_KEYS = (
     "learning_rate",

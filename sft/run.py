@@ -32,7 +32,7 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
     Raise `UserError` for a launch that would train something else, for a run that has finished, for a directory or a
     checkpoint of a run on another model or other data, and while another run writes there.
     """
-    check_launch(run, args)
+    check_launch(args)
     args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
     args.dataloader_pin_memory &= args.device.type != "cpu"  # PyTorch warns at every epoch that it cannot
     output = Path(args.output_dir)

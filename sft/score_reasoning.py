@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -89,6 +90,22 @@ def is_right(reply: str, generator: str, entry: dict) -> bool:
         return False
 
 
+def correctness(completions: list[list[dict]], generator: list[str], entry: list[str], **_) -> list[float]:
+    """Return 1 for each reply that `is_right`, else 0: the reward of sft/recipes/grpo/trl.yaml.
+
+    `generator` and `entry` are columns of `python -m sft.make_reasoning_data --prompts`. Raise `UserError` for a
+    verifier that may run a reply or fields of the row as code, and for one that accepts nonsense.
+    """
+    entries = [json.loads(text) for text in entry]
+    for name, example in dict(zip(generator, entries, strict=True)).items():
+        if runs_rows(name):
+            raise UserError(f"the verifier of {name!r} may run a reply as code: choose another generator.")
+        if any(is_right(text, name, example) for text in NONSENSE):
+            raise UserError(f"the verifier of {name!r} accepts nonsense: choose another generator.")
+    replies = (reply["content"] for (reply,) in completions)
+    return [float(is_right(*each)) for each in zip(replies, generator, entries, strict=True)]
+
+
 def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int) -> None:
     """Refuse chat prompts that leave no room for `new_tokens` more tokens in the model's positions."""
     lengths = []
@@ -165,7 +182,7 @@ def check_rows(rows: list[dict], trust_rows: bool = False) -> list[list[dict]]:
         if runs_rows(generator) and not trust_rows:
             raise UserError(
                 f"row {number}: the verifier of {generator!r} may run fields of the row as code. If you made the rows "
-                "or trust those who did, give --trust-rows (sft.train_grpo: trust_rows: true)."
+                "or trust those who did, give --trust-rows."
             )
         if not is_right(answer["content"], generator, entry):
             raise UserError(f"row {number}: the verifier of {generator!r} does not accept the row's own answer.")

@@ -19,7 +19,6 @@ from iha.model_cost import flops_of_a_token
 from modeling_iha import IHAConfig
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_of_turn
-from sft.memory_plan import check_memory
 from sft.run import begun, train
 from sft.trainer import SFTRecipeTrainer
 from sft.training_rows import are_texts, check_length, check_packing, check_rows, training_rows, whole_text_bytes
@@ -44,7 +43,7 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
     model, tokenizer = prepare_model(run, args, run_config(run, args))
     check_packing(model, args)
     peak = None if run.peak_tflops is None else peak_tokens_per_second(model.config, run, args)
-    check_memory(model, run, args)
+    adapters = lora_config(run, model)
     train_rows, eval_rows = training_rows(run, args, tokenizer)
     if not are_texts(train_rows.features):
         stop_at_end_of_turn(model, tokenizer, args.distributed_state.print)
@@ -54,7 +53,7 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
         train_dataset=train_rows,
         eval_dataset=eval_rows,
         processing_class=tokenizer,
-        peft_config=lora_config(run, model),
+        peft_config=adapters,
     )
     check_length(trainer)
     if isinstance(trainer.train_dataset, IterableDataset):

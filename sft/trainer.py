@@ -26,7 +26,6 @@ from iha.errors import UserError, refusing
 from iha.files import whole_file
 from modeling_iha.mixing_weights import mixing_parameters
 from sft.distributed import whole_model
-from sft.sequence_parallel import share_sequence
 from sft.training_rows import check_cut, check_learned, splits
 
 
@@ -73,7 +72,6 @@ class RecipeTrainer(Trainer):
             super().__init__(*args, **kwargs)
         self.args.logging_nan_inf_filter = False  # the mean of an evaluation would leave out what is NaN
         self._losses: torch.Tensor | int = 0  # the sum of a step's micro-batches
-        share_sequence(self)
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers chooses by names, and would decay vectors such as those of differential attention's lambda.

@@ -112,7 +112,6 @@ LONGEST = (
     "test_replaced",
     "test_generate_api",
     "test_push",
-    "test_memory_plan",
     "test_quantized",
     "test_recipes",
     "test_pull",

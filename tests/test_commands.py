@@ -35,7 +35,7 @@ FOLDERS = (
     "research",
     "vllm_iha",
 )
-BY_PATH = ("sft/train.py", "sft/train_dpo.py", "sft/train_grpo.py", "evaluation/run.py")
+BY_PATH = ("sft/train.py", "evaluation/run.py")
 # TRL's parser shows their keys, and needs PyTorch for it.
 COMMANDS = sorted(
     path

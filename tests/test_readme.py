@@ -38,11 +38,10 @@ TINY_ARGUMENTS = {
     "sft.train": ["--max_steps", "2", "--max_length", "512", "--max_position_embeddings", "512"],
     "sft.score_reasoning": ["--max-new-tokens", "8"],
     "sft.make_reasoning_data": ["--rows", "20"],
-    **{f"sft.train_{name}": ["--use_cpu", "true"] for name in ("dpo", "grpo")},
 }
 # Examples of helps that run here. Of the others the arguments are read: they take hours, a GPU or a network, or are
 # recipes, which tests/sft trains.
-RUN = ("sft.make_reasoning_data", "sft.score_reasoning", "sft.memory_plan")
+RUN = ("sft.make_reasoning_data", "sft.score_reasoning")
 
 
 def anchor(heading: str) -> str:
@@ -369,8 +368,7 @@ def curl_request(command: str, server: str) -> urllib.request.Request:
 def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
-    # To count the memory of a step takes seconds: test_memory_plan.py and test_cost.py do.
-    monkeypatch.setattr("sft.memory_plan.check_memory", lambda *_: None)
+    # To count the memory of a step takes seconds: test_cost.py does.
     monkeypatch.setattr("iha.cost.of_training", lambda *_: StepMemory(1, 1, 1, 1))
     (tmp_path / "sft").symlink_to(ROOT / "sft")
     (tmp_path / "train.txt").write_text(README)

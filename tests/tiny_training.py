@@ -117,9 +117,8 @@ def recipe(name: str) -> str:
 
 
 def hasten_runs(patch: pytest.MonkeyPatch) -> None:
-    """Have a run draw no figure, count no memory and collect no garbage, which take as long as its steps."""
+    """Have a run draw no figure and collect no garbage, which take as long as its steps."""
     patch.setattr("sft.results.draw", lambda points, path: path.touch())
-    patch.setattr("sft.train.check_memory", lambda *_: None)
     patch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: None))
 
 

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,8 +36,6 @@ OUTPUT = Path("outputs/checkpoints")
 # Nats a token, of each loss in results.json.
 TOLERANCE = 0.05
 LIBRARIES = ("torch", "transformers", "trl", "safetensors", "tokenizers", "gguf", "lm_eval", "reasoning-gym")
-# Ordinary attention, the paper's, and a kind that changes the scores and caches more.
-TINY = ("mha", "iha", "dcmha")
 CURVES = "![Curves of the run](curves.png)"
 
 
@@ -62,12 +59,12 @@ def evaluated(checkpoint: Path, directory: Path, length: int) -> dict:
     return read_results(directory)
 
 
-def convert(pseudo_heads: int, output: Path) -> Made:
-    """Convert SmolLM2-135M-Instruct to IHA with P pseudo-heads, verify it against its source and evaluate it."""
+def convert(output: Path) -> Made:
+    """Convert SmolLM2-135M-Instruct to IHA with two pseudo-heads, verify it against its source and evaluate it."""
     source = smollm2_gguf()
     checkpoint = output / "checkpoint"
     verified = output / "verify.json"
-    command = ("conversion_scripts.convert_llama_to_iha", source, checkpoint, "--num-pseudo-heads", pseudo_heads)
+    command = ("conversion_scripts.convert_llama_to_iha", source, checkpoint, "--num-pseudo-heads", 2)
     if not checkpoint.exists():
         verified.unlink(missing_ok=True)  # the figures of a former checkpoint
     run_command(checkpoint, *command)
@@ -76,11 +73,11 @@ def convert(pseudo_heads: int, output: Path) -> Made:
     return Made(checkpoint, results, {"verified": read_json(verified)})
 
 
-def train_tiny(kind: str, output: Path) -> Made:
-    """Train a tiny model of one mechanism from scratch on the bytes of a story."""
+def train_tiny(output: Path) -> Made:
+    """Train a tiny model of "iha" layers from scratch on the bytes of a story."""
     untrained = output / "untrained"
     run = output / "run"
-    run_command(untrained, "research.checkpoints.untrained", kind, untrained)
+    run_command(untrained, "research.checkpoints.untrained", "iha", untrained)
     # In the Year 2889, a short story by Jules Verne.
     story = Path(find_spec("reasoning_gym").origin).parent / "data" / "in_the_year_2889.txt"
     what = ("--model_name_or_path", untrained, "--dataset_name", story, "--output_dir", run)
@@ -97,11 +94,8 @@ def training(run: Path) -> dict:
     return {"losses": read_json(run / "loss.json"), **made_of}
 
 
-# From the cheapest to the dearest.
-RECIPES = {
-    **{f"tiny-{kind}": partial(train_tiny, kind) for kind in TINY},
-    **{f"smollm2-135m-iha-p{heads}": partial(convert, heads) for heads in (2, 4)},
-}
+# One that is trained, and one that is converted.
+RECIPES = {"tiny-iha": train_tiny, "smollm2-135m-iha-p2": convert}
 
 
 # The records

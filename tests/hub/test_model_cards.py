@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_made_again_is_verified_again(tmp_path, monkeypatch
         if checkpoint_is_gone:
             (tmp_path / "checkpoint").unlink()
         ran.clear()
-        make_checkpoints.convert(2, tmp_path)
+        make_checkpoints.convert(tmp_path)
         assert len(ran) == steps
 
 

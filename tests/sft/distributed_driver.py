@@ -17,7 +17,6 @@ gc.disable()  # as conftest.py does
 if __name__ == "__main__":
     sys.modules["bitsandbytes"] = None  # PEFT would import it, and it Inductor, for seconds
 
-import fake_flash  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from accelerate import Accelerator, PartialState  # noqa: E402
@@ -27,14 +26,10 @@ from tiny_training import hasten_runs  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 from transformers.distributed import DistributedConfig  # noqa: E402
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from modeling_iha import IHAForCausalLM  # noqa: E402
 from sft import train  # noqa: E402
 from sft.trainer import SFTRecipeTrainer  # noqa: E402
-
-
-CHECK_MEMORY = train.check_memory
 
 
 def whole_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -49,16 +44,10 @@ def sharded_names(model: torch.nn.Module) -> set[str]:
 
 
 class Recorder(TrainerCallback):
-    """Record the wrapped model, its input and the gradients of the first step, and stop a run as Ctrl-C does."""
+    """Record the wrapped model and the gradients of the first step, and stop a run as Ctrl-C does."""
 
     def __init__(self, plan: dict) -> None:
         self.plan = plan
-
-    def on_train_begin(self, args, state, control, model, **kwargs):
-        def keep_shape(module, args):
-            self.input_shape = tuple(args[0].shape)
-
-        model.get_input_embeddings().register_forward_pre_hook(keep_shape)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step + 1 == self.plan.get("interrupted_at"):
@@ -70,7 +59,6 @@ class Recorder(TrainerCallback):
         names = {id(value): name for name, value in model.named_parameters()}
         record = {
             "class": type(model).__name__,
-            "input_shape": self.input_shape,
             "sharded": sharded_names(model),
             "gradients": whole_gradients(model),
             "groups": [
@@ -83,10 +71,10 @@ class Recorder(TrainerCallback):
 
 
 def train_run(plan: dict) -> None:
-    """Call sft/train.py with {"arguments": [...], "record": file}, and "flash_attention_2" as in fake_flash.py.
+    """Call sft/train.py with {"arguments": [...], "record": file}.
 
-    The plan may also hold "environment", "interrupted_at" (a step), and "packages", a directory with DeepSpeed; "last"
-    is for a run that ends the process group, as the command does. What a process prints is beside the record.
+    The plan may also hold "environment" and "interrupted_at" (a step); "last" is for a run that ends the process
+    group, as the command does. What a process prints is in a file next to the record.
     """
     make = SFTRecipeTrainer.__init__
 
@@ -97,14 +85,7 @@ def train_run(plan: dict) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in plan.get("environment", {}).items():
             patch.setenv(name, value)
-        if "packages" in plan:
-            patch.syspath_prepend(plan["packages"])
-            compile_nothing()
         hasten_runs(patch)
-        if "last" in plan:
-            patch.setattr(train, "check_memory", CHECK_MEMORY)  # which one run prints
-        fake_flash.install(patch)
-        patch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", ALL_ATTENTION_FUNCTIONS["flash_attention_2"])
         patch.setattr(SFTRecipeTrainer, "__init__", make_with_recorder)
         if "last" not in plan:  # the next plan needs the process group
             patch.setattr(Accelerator, "end_training", lambda self: None)
@@ -113,10 +94,6 @@ def train_run(plan: dict) -> None:
                 train.main(plan["arguments"])
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    if "deepspeed" in sys.modules:
-        from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
-        parallel_state_sp._release_sequence_parallel_groups()
 
 
 def tensor_parallel_step(plan: dict) -> None:
@@ -141,13 +118,6 @@ def shard_on_cpu() -> None:
             self.distributed_type = DistributedType.MULTI_GPU
 
     PartialState.__init__ = start_as_accelerator
-
-
-def compile_nothing() -> None:
-    """Have DeepSpeed do without its shared-memory operator, which it would compile for minutes."""
-    import deepspeed.ops
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 if __name__ == "__main__":

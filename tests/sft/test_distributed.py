@@ -5,11 +5,8 @@ and weights after the last step of Adam to 1e-6.
 """
 
 import json
-import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,24 +19,19 @@ from safetensors.torch import load_file
 from tiny_training import decoder, preset_config, recipe, saved, sizes, training_rows, write_jsonl
 
 from iha.errors import ROOT, UserError
-from modeling_iha import IHAConfig, IHAForCausalLM, pair_heads
+from modeling_iha import IHAForCausalLM, pair_heads
 from sft import train
-from sft.arguments import RunArguments
 from sft.distributed import check_launch
 from sft.trainer import RECORD
 
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
 CONFIGS = ROOT / "sft" / "accelerate_configs"
-RUN = RunArguments(model_name_or_path="model", dataset_name="rows")
 MIXING = sorted(
     f"model.layers.{layer}.self_attn.{module}.weight"
     for layer in range(2)
     for module in ("q_mix", "k_mix", "v_mix", "collapse")
 )
-
-# Only the processes that need DeepSpeed find it there: where it is installed, accelerate imports it each time.
-DEEPSPEED = Path(sys.prefix) / "deepspeed"
 
 
 def launcher_environment(config: str, *options: str) -> dict[str, str]:
@@ -72,27 +64,23 @@ def workplace(tmp_path_factory) -> Path:
 
 INTERLEAVED = ("llama", "qwen3_moe")
 PAIRED = ("paired", "paired_llama")
-# Each process brings a batch of its own to its group, and gloo wants them of one length.
-SHARED = {"attn_implementation": "flash_attention_2", "pad_to_multiple_of": 128}
-# Run -> its model, and the keys of its recipe in one process and in two, which train on four rows a step together. Of
-# those that share a sequence each brings the same row.
+# Run -> its model, and the keys of its recipe in one process and in two, which train on four rows a step together.
 RUNS = {
     "ddp": ("plain", {"mixing_scale": 10}),  # with a buffer of starts
     "absent": ("absent", {}),
     "shards": ("tied", {"max_steps": 4}),
     "lora": ("plain", {"use_peft": "true", "lora_dropout": 0}),
     **{name: (name, {"num_pseudo_heads": 2}) for name in (*INTERLEAVED, *PAIRED)},
-    "ulysses": ("window", {**SHARED, "packing": "true"}),
 }
 
 
 def arguments(place: Path, name: str, processes: int, **overrides) -> list[str]:
     """Return the arguments of one of the RUNS in so many processes."""
     model, keys = RUNS[name]
-    batch = 1 if name.startswith("ulysses") else 4 // processes
-    values = {"per_device_train_batch_size": batch, "max_steps": 2, "save_total_limit": 2, **keys, **overrides}
+    values = {"per_device_train_batch_size": 4 // processes, "max_steps": 2, "save_total_limit": 2}
     output = place / (name if processes > 1 else f"{name}.one")
-    return ["--config", recipe("demo"), *sizes(place / model, place / "rows.jsonl", output, **values)]
+    overrides = {**values, **keys, **overrides}
+    return ["--config", recipe("demo"), *sizes(place / model, place / "rows.jsonl", output, **overrides)]
 
 
 def in_one_process(place: Path, name: str) -> dict:
@@ -135,8 +123,7 @@ def launched(request, workplace) -> Path:
     """Do in this process what `accelerate launch` does, once; its processes print to the same terminal.
 
     They make runs under FSDP2, the first with sharded state dicts, interrupted and resumed, a step under tensor
-    parallelism, where DeepSpeed is installed one that shares packed rows, and a run under DDP. Models whose tests are
-    not selected are left out.
+    parallelism, and a run under DDP. Models whose tests are not selected are left out.
     """
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     runs = {
@@ -144,8 +131,6 @@ def launched(request, workplace) -> Path:
         "lora": {},
         **{name: {} for name in (*INTERLEAVED, *PAIRED) if name in asked},
     }
-    if DEEPSPEED.exists():
-        runs["ulysses"] = {"environment": launcher_environment("fsdp2_ulysses.yaml"), "packages": str(DEEPSPEED)}
     runs["ddp"] = {"environment": {"ACCELERATE_USE_FSDP": "false"}, "last": True}
     runs = {name: {"arguments": arguments(workplace, name, 2), **plan} for name, plan in runs.items()}
     tensor_parallel = {"model": str(workplace / "plain"), "ids": torch.arange(24).view(2, 12).tolist()}
@@ -164,8 +149,6 @@ def launched(request, workplace) -> Path:
 def test_two_processes_train_like_one(launched):
     record = assert_same_run(launched, "ddp")
     assert (record["class"], record["sharded"]) == ("IHAForCausalLM", set())
-    printed = [(launched / f"ddp.pt.{rank}").read_text() for rank in (0, 1)]
-    assert [text.count("A step takes ") for text in printed] == [1, 0]
 
 
 @pytest.mark.parametrize("name", ["shards", pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
@@ -225,13 +208,6 @@ def test_tensor_parallelism_shares_the_ffn_and_computes_the_same(launched):
     assert record["sharded"] == ffn | {"lm_head.weight", "model.embed_tokens.weight"}
 
 
-@pytest.mark.skipif(not DEEPSPEED.exists(), reason="DeepSpeed is not in .venv/deepspeed, where make test installs it")
-def test_ulysses_shares_the_sequence_and_computes_the_same(launched):
-    record = assert_same_run(launched, "ulysses")
-    assert record["class"] == "FSDPIHAForCausalLM"
-    assert record["input_shape"] == (1, 64)  # half of a row
-
-
 # Launches that are refused -------------------------------------------------------------------------------------------
 
 
@@ -256,7 +232,6 @@ def as_launched(patch, environment: dict[str, str], state: DistributedType, proc
 
 CPU, GPU, ONE = DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.NO
 ALONE = "2 processes were started, and each would train alone.* --use_cpu true"
-CONTEXT, TENSOR = (["--parallelism_config_sp_size=1", f"--parallelism_config_{name}_size=2"] for name in ("cp", "tp"))
 
 
 @pytest.mark.parametrize(
@@ -269,8 +244,6 @@ CONTEXT, TENSOR = (["--parallelism_config_sp_size=1", f"--parallelism_config_{na
         ("fsdp2.yaml", ["--fsdp_cpu_ram_efficient_loading", "true"], GPU, 2, "cpu_ram_efficient.* shares no buffers"),
         ("ddp.yaml", [], ONE, 1, ALONE),
         ("ddp.yaml", ["--cpu"], ONE, 1, "several processes.*started one.*MULTI_CPU"),
-        ("fsdp2_ulysses.yaml", CONTEXT, GPU, 2, "context parallelism.* drops windows"),
-        ("fsdp2_ulysses.yaml", TENSOR, GPU, 2, "tensor parallelism.* mixes all heads"),
     ],
 )
 def test_a_launch_that_would_train_something_else_is_refused(monkeypatch, config, options, state, processes, named):
@@ -278,7 +251,7 @@ def test_a_launch_that_would_train_something_else_is_refused(monkeypatch, config
     if "--cpu" not in options:
         environment["WORLD_SIZE"] = "1" if "--num_processes" in options else "2"  # torchrun's
     with pytest.raises(UserError, match=named):
-        check_launch(RUN, as_launched(monkeypatch, environment, state, processes))
+        check_launch(as_launched(monkeypatch, environment, state, processes))
 
 
 @pytest.mark.parametrize(
@@ -290,38 +263,25 @@ def test_the_configs_are_accepted_where_they_do_what_they_say(monkeypatch, confi
     environment = launcher_environment(config) if config else {"MASTER_ADDR": "10.0.0.1"}
     if processes > 1:
         environment["WORLD_SIZE"] = str(processes)
-    check_launch(RUN, as_launched(monkeypatch, environment, state, processes))
+    check_launch(as_launched(monkeypatch, environment, state, processes))
 
 
-FLASH = "flash_attention_2"
-
-
-@pytest.mark.parametrize(
-    "kinds, core, named",
-    [
-        ("iha", FLASH, None),
-        ("iha", None, "drops windows .*sdpa.*flash_attention_2"),
-        ("iha", "flash_attention_3", "sp_attn_implementation: expected .*flash_attention_3"),
-        (["iha", "diff"], FLASH, "not with diff"),
-        ("paired_heads", FLASH, "not with paired_heads"),
-    ],
-)
-def test_sharing_rows_is_refused_where_it_would_lose_something(monkeypatch, tmp_path, kinds, core, named):
-    IHAConfig.from_preset("tiny", attention_kinds=kinds).save_pretrained(tmp_path)
-    environment = launcher_environment("fsdp2_ulysses.yaml")
+@pytest.mark.parametrize("name", ["cp", "sp", "tp"])
+def test_parallelism_that_would_compute_something_else_is_refused(monkeypatch, name):
+    options = ["--use_fsdp", "--fsdp_version=2", "--use_parallelism_config", f"--parallelism_config_{name}_size=2"]
+    environment = launcher_environment("fsdp2.yaml", *options)
     args = as_launched(monkeypatch, {**environment, "WORLD_SIZE": "2"}, GPU, 2)
-    run = replace(RUN, model_name_or_path=str(tmp_path), attn_implementation=core)
-    with pytest.raises(UserError, match=named) if named else nullcontext():
-        check_launch(run, args)
+    with pytest.raises(UserError, match=f"drop windows.* mixes all heads: set .*{name}_size"):
+        check_launch(args)
 
 
 def test_deepspeed_and_several_gpus_in_one_process_are_refused(monkeypatch):
     args = as_launched(monkeypatch, {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}, GPU, 2)
     with pytest.raises(UserError, match="DeepSpeed is not supported: use FSDP2"):
-        check_launch(RUN, args)
+        check_launch(args)
     args.n_gpu = 2
     with pytest.raises(UserError, match="one process sees 2 GPUs"):
-        check_launch(RUN, args)
+        check_launch(args)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from iha.checkpoints import end_tokens
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
 from modeling_iha import IHAConfig, IHAForCausalLM
-from sft import make_reasoning_data, memory_plan, score_reasoning, train
+from sft import make_reasoning_data, score_reasoning, train
 from sft.base_model import stop_at_end_of_turn
 from sft.data import load_rows
 
@@ -97,7 +97,6 @@ def test_a_template_without_an_end_of_turn_is_said(capsys):
 def test_an_impossible_run_is_refused_before_it_starts(
     overrides, named, reads_rows, tiny, rows_file, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(train, "check_memory", memory_plan.check_memory)  # other runs of the tests go without
     if not reads_rows:
         monkeypatch.setattr(train, "training_rows", lambda *_: pytest.fail("the rows were read"))
     with pytest.raises(UserError, match=named):

@@ -8,9 +8,9 @@ from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, interrupted_at, recipe, sizes, write_jsonl
 from trl import SFTConfig
 
-from iha.errors import ROOT, UserError
+from iha.errors import UserError
 from iha.files import read_json, write_json
-from sft import train, train_dpo
+from sft import train
 from sft.arguments import RecipeParser
 from sft.data import load_rows
 from sft.record import make_record
@@ -244,24 +244,3 @@ def test_a_run_does_not_continue_on_another_configuration_or_split(tmp_path, tin
     card = (tmp_path / "run" / "final" / "README.md").read_text()
     assert "| Held-out data | sums, split test |" in card and "| `dataset_config` | easy |" in card
     assert read_json(tmp_path / "run" / RECORD, dict)["recipe"]["dataset_config"] == "easy"
-
-
-def test_preferences_are_evaluated_on_a_split(tmp_path, tiny):
-    user, good, bad = (
-        {"role": role, "content": text}
-        for role, text in (
-            ("user", "1+1?"),
-            ("assistant", "2"),
-            ("assistant", "3"),
-        )
-    )
-    pairs = tmp_path / "pairs"
-    pairs.mkdir()
-    for split, count in (("train", 4), ("test", 3)):
-        rows = [{"prompt": [user], "chosen": [good], "rejected": [bad]}] * count
-        write_jsonl(pairs / f"{split}.jsonl", rows)
-    keys = {"eval_size": 0, "eval_strategy": "steps"}
-    file = str(ROOT / "sft" / "recipes" / "dpo" / "dpo.yaml")
-    words = ["--config", file, *sizes(tiny, str(pairs), tmp_path / "run", **keys)]
-    trainer = train_dpo.build_trainer(*RecipeParser(train_dpo.DPOConfig, "").parse(words))
-    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (4, 3)

@@ -1,6 +1,11 @@
-"""Test that TRL's own trainers of preferences and rewards, and PEFT, load remote code and take a step."""
+"""Test that TRL's own trainers and commands, and PEFT, load remote code and train."""
 
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,15 +16,19 @@ from helpers import (
     random_ids,
     random_model,
     small_config,
+    train_mixing,
     uncached_logits,
 )
 from peft import LoraConfig, get_peft_model
 from tiny_sources import tiny_tokenizer
-from tiny_training import one_step
+from tiny_training import byte_config, decoder, one_step, saved, write_jsonl
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from iha.errors import ROOT
 from iha.processes import run_in_clean_process
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAForCausalLM, interleave_heads
 from modeling_iha.attention_iha import InterleavedHeadAttention
+from sft import make_reasoning_data
 
 
 WORDS = sorted(word for word in tiny_tokenizer().get_vocab() if word.isalpha())
@@ -28,6 +37,7 @@ PREFERENCES = [
     for i in range(1, 7)
 ]
 
+COLUMNS, ROLES = ("prompt", "chosen", "rejected"), ("user", "assistant", "assistant")
 MIXING = sorted(InterleavedHeadAttention.mixing_modules)
 
 
@@ -81,3 +91,66 @@ for trainer_class, config_class in ((DPOTrainer, DPOConfig), (RewardTrainer, Rew
     assert math.isfinite(answer["RewardTrainer"]["loss"])
     modules = [module for trainer in answer.values() for module in trainer["modules"]]
     assert all(module.startswith("transformers_modules.") for module in modules)
+
+
+def trl(name: str, directory: Path, *words: str) -> tuple[list[dict], PreTrainedModel]:
+    """Run a recipe of TRL's own command on the model and the data in a directory, which stands for the checkout.
+
+    Return what it logged and the model that it saved."""
+    values = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "run", "max_steps": 3}
+    values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "logging_steps": 1, "save_steps": 3}
+    values |= {"learning_rate": 1e-3, "bf16": "false"}
+    given = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    command = [Path(sys.executable).with_name("trl"), name, "--config", ROOT / "sft" / "recipes" / name / "trl.yaml"]
+    (directory / "sft").symlink_to(ROOT / "sft")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(
+        [*command, "--trust_remote_code", "--use_cpu", *given, *words],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    state = json.loads((directory / "run" / "checkpoint-3" / "trainer_state.json").read_text())
+    steps = [entry for entry in state["log_history"] if "learning_rate" in entry]
+    assert len(steps) == 3 and all(math.isfinite(entry["loss"]) for entry in steps)
+    return steps, AutoModelForCausalLM.from_pretrained(directory / "run", trust_remote_code=True)
+
+
+def assert_every_weight_moved(before: torch.nn.Module, after: torch.nn.Module) -> None:
+    trained = dict(after.named_parameters())
+    assert not [name for name, value in before.named_parameters() if torch.equal(value, trained[name])]
+
+
+def test_trls_command_prefers_answers_by_our_recipe(tmp_path):
+    """Train an interleaved Llama, whose mixing is far from its start: the plain base is another reference."""
+    model = interleave_heads(decoder("llama"), 2)
+    train_mixing(model, 0.5)
+    saved(model, tmp_path / "model")
+    pairs = [
+        {name: [{"role": role, "content": text}] for name, role, text in zip(COLUMNS, ROLES, texts, strict=True)}
+        for texts in (("1+1?", "2", "3"), ("2+2?", "4", "22"), ("Who?", "I", "They"), ("Why?", "So", "Not so"))
+    ]
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "train.jsonl", pairs)
+    steps, trained = trl("dpo", tmp_path)
+    # Before the first step the model is its reference.
+    assert abs(steps[0]["rewards/chosen"]) < 1e-5 < 1e-3 < abs(steps[-1]["rewards/chosen"])
+    assert type(trained).__name__ == "InterleavedForCausalLM"
+    assert_every_weight_moved(model, trained)
+
+
+def test_trls_command_learns_from_rewards_by_our_recipe(tmp_path):
+    """A model with random weights is never right, so a second reward is for its text alone."""
+    model = random_model(byte_config(**GEOMETRIES["hybrid"], max_position_embeddings=1024))
+    saved(model, tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    make_reasoning_data.main([str(tmp_path / "data" / "train.jsonl"), "--rows", "6", "--prompts"])
+    reward = "[sum(map(ord, reply['content'])) % 7 / 7 for (reply,) in completions]"
+    (tmp_path / "of_text.py").write_text(f"def reward(completions, **_):\n    return {reward}\n")
+    rewards = ("--reward_funcs", "sft.score_reasoning.correctness", "of_text.reward")
+    steps, trained = trl("grpo", tmp_path, "--num_generations", "2", "--max_completion_length", "8", *rewards)
+    assert {step["rewards/correctness/mean"] for step in steps} == {0} and abs(steps[0]["kl"]) < 1e-6
+    assert any(step["rewards/reward/mean"] > 0 for step in steps)
+    assert_every_weight_moved(model, trained)

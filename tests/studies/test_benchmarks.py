@@ -2,7 +2,6 @@
 
 import json
 import sys
-from itertools import product
 
 import pytest
 import torch
@@ -11,23 +10,18 @@ from tiny_sources import tiny_source
 from iha.errors import ROOT, UserError
 from modeling_iha import cpu_precision
 from research.benchmarks import (
-    any_decoder,
-    compiled,
     decode_model,
     default_form,
     gpu,
     layer,
-    obvious,
     prefill,
     report,
     schedule,
-    serving,
-    training_plan,
 )
 
 
 TOKENS = 128
-COMMANDS = [layer, prefill, schedule, training_plan, decode_model]
+COMMANDS = [layer, prefill, schedule, decode_model]
 
 
 @pytest.fixture(scope="module")
@@ -37,64 +31,18 @@ def results(tmp_path_factory):
     tiny_source("llama").save_pretrained(directory / "llama")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(decode_model, "smollm2_gguf", lambda: directory / "llama")
-        monkeypatch.setattr(training_plan, "FORMS", {"P = 2": training_plan.FORMS["P = 2"]})
-        for sizes in (training_plan.SIZES, any_decoder.SIZES):
-            monkeypatch.setitem(sizes, "hidden_size", 128)
-            monkeypatch.setitem(sizes, "intermediate_size", 128)
-        for script in (prefill, training_plan):  # one process less for each form
-            monkeypatch.setattr(script, "extra_bytes", lambda prepare, sizes, small: prepare(*small)() or 1)
-        for script in (*COMMANDS, any_decoder, obvious):
+        # One process less for each form
+        monkeypatch.setattr(prefill, "extra_bytes", lambda prepare, sizes, small: prepare(*small)() or 1)
+        for script in COMMANDS:
             options = ["--tokens", str(TOKENS), "--repeats", "1", "--out", str(directory)]
-            options += ["--threads", "1", "--dtypes", "float32"] if script in (any_decoder, obvious) else []
             monkeypatch.setattr(sys, "argv", ["any", *options])
             script.main()
     return directory
 
 
-def test_compiled_steps_beside_uncompiled_ones(tmp_path, monkeypatch):
-    """Check the table alone; tests/modeling/test_compile.py compiles."""
-    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
-    monkeypatch.setattr(compiled, "TOKENS_PER_STEP", 256)
-    monkeypatch.setattr(sys, "argv", ["any", "--tokens", "128", "--repeats", "1", "--out", str(tmp_path)])
-    compiled.main()
-    rows = json.loads((tmp_path / "compiled.json").read_text())["rows"]
-    assert [(row["family"], row["padding"] is None) for row in rows] == [
-        ("IHAForCausalLM", True),
-        ("IHAForCausalLM", False),
-        ("Mistral", False),
-    ]
-    for row in rows:
-        names = [name for name in row["seconds"] if not name.endswith(" compiled")]
-        pairs = {f"{name} compiled / {name}" for name in names}
-        others = {f"{name}{form} / {names[0]}{form}" for name in names[1:] for form in ("", " compiled")}
-        assert row["ratios"].keys() == pairs | others and all(ratio > 0 for ratio in row["ratios"].values())
-
-
 def test_nothing_that_git_tracks_is_written_unless_told():
-    for script in (*COMMANDS, any_decoder, compiled, obvious, default_form, gpu, serving):
-        assert script.PARSER.parse_args(["vllm"] if script is serving else []).out.is_relative_to(ROOT / "outputs")
-
-
-def test_a_layer_computes_what_the_obvious_implementation_does(results):
-    """Expect a row for each case; `obvious` compares the outputs before it times them."""
-    rows = json.loads((results / "obvious.json").read_text())["rows"]
-    assert {(row["pass"], row["pseudo_heads"], row["window"] is not None) for row in rows} == set(
-        product(("forward", "training"), (2, 4), (False, True))
-    )
-    assert all(row["ratios"][obvious.RATIO] > 0 for row in rows)
-
-
-def test_continuous_batching_beside_padded_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving, "load", lambda: tiny_source("llama"))
-    monkeypatch.setattr(serving, "prompts", lambda count: [[1] * (index + 1) for index in range(count)])
-    monkeypatch.setattr(serving, "REQUESTS", (1, 2))
-    monkeypatch.setitem(serving.NEW_TOKENS, "batching", 2)
-    monkeypatch.setattr(sys, "argv", ["any", "batching", "--repeats", "1", "--out", str(tmp_path)])
-    serving.main()
-    rows = json.loads((tmp_path / "serving_batching.json").read_text())["rows"]
-    assert [row["requests"] for row in rows] == [1, 2]
-    managers = [f"a {which} manager / padded generate" for which in ("kept", "new")]
-    assert all(list(row["ratios"]) == managers for row in rows)
+    for script in (*COMMANDS, default_form, gpu):
+        assert script.PARSER.parse_args([]).out.is_relative_to(ROOT / "outputs")
 
 
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.__name__)

@@ -9,7 +9,7 @@ import pytest
 from iha import plots
 from iha.errors import UserError
 from research.benchmarks import harness
-from research.experiments import model_types, paired_heads, recall, relation_composition, study, warm_start
+from research.experiments import model_types, paired_heads, recall, relation_composition, study
 from research.experiments.options import path_from_root
 
 
@@ -79,7 +79,6 @@ def test_a_recorded_command_names_no_place_of_this_machine(tmp_path):
     [
         (relation_composition, ["--epochs", "0"], "--epochs 0: expected at least 1"),
         (recall, ["--heads", "0"], "--heads 0: expected an even number"),
-        (warm_start, ["--seeds", "3", "1000"], "--seeds 1000: rates are tuned on this seed"),
         (model_types, ["--types", "llama", "lama"], "--types lama: expected names that docs/MODEL_TYPES.md lists"),
     ],
 )
