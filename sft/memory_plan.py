@@ -8,6 +8,12 @@ import copy
 import os
 from collections.abc import Sequence
 
+from iha.errors import UserError, check_packages, one_line, run_cli
+
+
+if __name__ == "__main__":
+    run_cli(lambda: check_packages("datasets", "peft", "trl"))
+
 import psutil
 import torch
 from peft import LoraConfig, get_peft_model
@@ -16,7 +22,6 @@ from transformers import PreTrainedModel, Trainer
 from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from iha.errors import UserError, one_line, run_cli
 from iha.step_memory import StepMemory, count_step
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, run_config
