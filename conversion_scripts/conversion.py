@@ -4,7 +4,6 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -24,7 +23,7 @@ from iha.checkpoints import (
     load_tokenizer,
     weight_files,
 )
-from iha.errors import UserError, one_line
+from iha.errors import UserError, one_line, similar
 from iha.files import expanded, new_directory, typed
 from iha.sources import find_source
 from modeling_iha import IHAConfig
@@ -107,8 +106,7 @@ def preset_config(name: str, **fields) -> IHAConfig:
     known = IHAConfig.__dataclass_fields__
     for field in fields:
         if field not in known:
-            nearest = ", ".join(get_close_matches(field, known, n=3, cutoff=0.4)) or "none"
-            raise UserError(f"IHAConfig has no field {field!r}; similar fields: {nearest}. docs/API.md lists all.")
+            raise UserError(f"IHAConfig has no field {field!r}{similar(field, known)}. docs/API.md lists all.")
     try:
         return IHAConfig.from_preset(name, **fields)
     except (StrictDataclassError, TypeError, ValueError) as error:

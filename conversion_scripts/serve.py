@@ -24,8 +24,7 @@ def start(**options: Any) -> None:
 
     Raise `UserError` for a model that it cannot serve, and where its packages are not installed."""
     if not is_serve_available():
-        how = 'pip install "modeling-iha[serve]"; in a checkout give -e ".[serve]"'
-        raise UserError(f"the packages of the server are not installed: {how}.")
+        raise UserError('the packages of the server are not installed: run pip install -e ".[serve]" in the checkout.')
     from . import served_models  # imported only when the options are known to be right
 
     served_models.find_models()

@@ -28,6 +28,11 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from iha.errors import UserError, check_packages, refusing, run_cli
+
+
+if __name__ == "__main__":
+    run_cli(lambda: check_packages("lm_eval", "datasets", "markdown_it", "math_verify", "wonderwords"))
 
 import lm_eval
 import torch
@@ -40,7 +45,6 @@ from evaluation.model import Model, device_type
 from iha import thoughts
 from iha.cards import source_name
 from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype, vocabulary_of
-from iha.errors import UserError, refusing, run_cli
 from iha.files import current_commit, expanded, read_json, sole_writer, write_json, write_jsonl
 from iha.foreign_code import note_foreign_code
 

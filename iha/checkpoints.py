@@ -56,7 +56,7 @@ _ADVICE = {
     "trust_remote_code=True": "only code of its own could load it, and no command here runs the code of a checkpoint "
     "(`python -m conversion_scripts.convert_dcformer_to_iha` converts DCFormer without its code)",
     "deserializing header": "safetensors are damaged, or only a pointer of Git LFS: fetch it again (git lfs pull)",
-    "gguf>=": 'GGUF files need the package gguf: pip install "modeling-iha[scripts]"',
+    "gguf>=": 'GGUF files need the package gguf: run pip install -e ".[scripts]" in the checkout',
     "Weights only load failed": "it is damaged, or a pickle of more than tensors, which is not read because it could "
     "run any code",
 }

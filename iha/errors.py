@@ -6,13 +6,17 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parents[1]
+# The extras of setup.py that bring a package, if they are not "scripts".
+EXTRAS = {"uvicorn": "serve"}
+EXTRAS |= dict.fromkeys(("lm_eval", "markdown_it", "math_verify", "wonderwords"), "scripts,evaluation")
 
 
 class UserError(Exception):
@@ -69,9 +73,7 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
         return f"the Hub does not answer: {one_line(error)}"
     name = (getattr(error, "name", None) or "").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and name and find_spec(name) is None:
-        extras = "serve" if name == "uvicorn" else "scripts,evaluation"
-        how = f'pip install "modeling-iha[{extras}]"; in a checkout give -e ".[{extras}]"'
-        return f"the package {name} is not installed: {how}."
+        return missing(name)
     calls = traceback.extract_tb(error.__traceback__)
     # In an installation our own files are in site-packages too.
     ours = [call for call in calls if "site-packages" not in call.filename] or calls
@@ -82,6 +84,25 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
         traceback.print_exception(error, file=file)
         what += f", as does {file.name}"
     return f"{what}."
+
+
+def missing(package: str) -> str:
+    """Return the message about a package that is not installed."""
+    extras = EXTRAS.get(package, "scripts")
+    return f'the package {package} is not installed: run pip install -e ".[{extras}]" in the checkout.'
+
+
+def check_packages(*names: str) -> None:
+    """Raise `UserError` if a package of a command is not installed, before the imports of its file fail."""
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(missing(name))
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about a name that is not known: the names that are similar."""
+    found = get_close_matches(name, known, n=3, cutoff=0.4)
+    return f"; similar: {', '.join(found)}" if found else ""
 
 
 def one_line(error: BaseException) -> str:

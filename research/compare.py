@@ -22,7 +22,12 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from iha.errors import ROOT, UserError, refusing, run_cli
+from iha.errors import ROOT, UserError, check_packages, refusing, run_cli
+
+
+if __name__ == "__main__":
+    run_cli(lambda: check_packages("matplotlib", "scipy"))
+
 from iha.files import read_json
 from iha.step_memory import of_training
 from research.experiments import paired_heads

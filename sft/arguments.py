@@ -16,7 +16,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, TrlParser
 
-from iha.errors import UserError, refusing
+from iha.errors import UserError, refusing, similar
 from iha.files import UniqueKeyLoader, read_text
 from sft.data import names_file
 
@@ -187,8 +187,22 @@ class RecipeParser(TrlParser):
                 if action.choices and each is not None and each not in action.choices:
                     raise UserError(f"{action.dest}={each}: expected one of {', '.join(map(str, action.choices))}.")
 
+    def _check_key(self, name: str) -> None:
+        """Raise `UserError` for a key that neither TRL nor this package declares."""
+        known = [action.dest for action in self._actions if action.help != SUPPRESS]
+        if name not in known:
+            raise UserError(f"There is no key {name!r}{similar(name, known)}. --help lists all.")
+
+    def set_defaults_with_config(self, **config) -> list[str]:
+        for name in config:
+            self._check_key(name)
+        return super().set_defaults_with_config(**config)
+
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
         namespace, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("--"):
+                self._check_key(word.removeprefix("--").partition("=")[0].replace("-", "_"))
         # TRL would refuse bf16, its own default, on such a machine.
         cannot = not namespace.use_cpu and not is_torch_bf16_gpu_available()
         self.bf16_is_off = cannot and namespace.bf16 is True

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from iha.errors import UserError, refusing, run_cli
+from iha.errors import UserError, check_packages, refusing, run_cli
 from iha.files import check_output_file, expanded, read_jsonl, write_jsonl
 from iha.thoughts import after_thoughts
 
@@ -59,6 +59,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
+    run_cli(lambda: check_packages("reasoning_gym"))
 
 import reasoning_gym
 from typing_extensions import TypedDict

@@ -10,7 +10,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path
 
-from iha.errors import UserError, run_cli, time_limit
+from iha.errors import UserError, check_packages, run_cli, time_limit
 from iha.files import check_output_file, expanded, open_regular, read_jsonl, write_json
 
 
@@ -45,6 +45,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     run_cli(parse_arguments)  # before the imports below, which take seconds
+    run_cli(lambda: check_packages("reasoning_gym"))
 
 import reasoning_gym
 import torch

@@ -10,11 +10,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from iha.errors import UserError, check_packages, run_cli
+
+
+if __name__ == "__main__":
+    run_cli(lambda: check_packages("datasets", "peft", "trl"))
+
 from datasets import IterableDataset
 from transformers import PreTrainedConfig
 from trl import SFTConfig
 
-from iha.errors import UserError, run_cli
 from iha.model_cost import flops_of_a_token
 from modeling_iha import IHAConfig
 from sft.arguments import RecipeParser, RunArguments

@@ -101,6 +101,26 @@ def test_a_command_answers_help_with_an_example(path, monkeypatch, capsys):
         assert documented_options(name) <= {*re.findall(r"--[\w-]+", out)}
 
 
+@pytest.mark.parametrize(
+    ("command", "package", "extra"),
+    [
+        ("sft.train", "trl", "scripts"),
+        ("sft.make_reasoning_data", "reasoning_gym", "scripts"),
+        ("sft.score_reasoning", "reasoning_gym", "scripts"),
+        ("research.compare", "matplotlib", "scripts"),
+        ("evaluation.run", "lm_eval", "scripts,evaluation"),
+    ],
+)
+def test_a_missing_extra_is_one_line(command, package, extra, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    words = {"sft.make_reasoning_data": ["x.jsonl", "--rows", "1"], "sft.score_reasoning": ["model", os.devnull]}
+    monkeypatch.setattr(sys, "argv", [command, *words.get(command, [])])
+    with pytest.raises(SystemExit):
+        runpy.run_module(command, run_name="__main__")
+    how = f'run pip install -e ".[{extra}]" in the checkout.'
+    assert capsys.readouterr().err == f"Error: the package {package} is not installed: {how}\n"
+
+
 def test_a_path_of_the_command_line_may_begin_with_the_home_directory():
     """Parse paths by `expanded` or a function that calls it: no shell replaces the "~" of --output=~/x."""
     files = [path for folder in (*FOLDERS, "docs") for path in (ROOT / folder).rglob("*.py")]

@@ -127,7 +127,7 @@ def test_a_model_that_a_client_names_is_refused_with_the_reason(checkpoint, tmp_
 def test_a_server_whose_packages_are_missing_is_refused(checkpoint, monkeypatch):
     monkeypatch.setattr(serve, "is_serve_available", lambda: False)
     monkeypatch.setattr("sys.argv", ["serve", checkpoint])
-    with pytest.raises(UserError, match=r"not installed: pip install \"modeling-iha\[serve\]\""):
+    with pytest.raises(UserError, match=r"not installed: run pip install -e \"\.\[serve\]\""):
         serve.main()
 
 
