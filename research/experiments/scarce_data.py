@@ -89,7 +89,7 @@ SIZES = {
 TOKENS = {64: 256, 512: 1024}  # of a row
 EFFECT = 0.01  # nats per byte, the smallest difference worth having
 SEEDS = 6
-# Rate, decay and epochs of the runs of the tuning. The form is judged at the epoch that is best on the second text. Less
+# Rate, decay and epochs of the runs of the tuning. A form is judged at the epoch that is best on the second text. Less
 # decay (0.3 and 0.6) was worse in a first search, of windows alone and on the same seed.
 GRID = [(4e-3, 1.0, 12), (2e-3, 1.0, 12), (4e-3, 2.0, 12), (2e-3, 2.0, 12)]
 AVERAGE = 0.99  # of the running mean of the weights, by step: about an epoch of 100 kB
@@ -324,6 +324,8 @@ def summary(size: dict, form: str, choices: dict[str, Choice], runs: dict[str, l
         if difference["half_width"] is not None:
             row["detectable"] = detectable(difference)
             row["verdict"] = verdict(difference, EFFECT, better=-1)
+    if "schedule" in runs and form in ("paired_4", "wider", "two_models"):  # what else its time can buy
+        row["minus_schedule"] = differences(losses(form), losses("schedule"))
     return row
 
 
@@ -374,6 +376,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.kinds = [form for form in FORMS if form in args.kinds]
     usual = {"bytes": 100_000, "width": 64, "device": "cpu"}
     args.study += "".join(f"_{getattr(args, name)}" for name, value in usual.items() if getattr(args, name) != value)
+    args.study += "".join(f"_{value:g}" for value in args.given or ())
     begin(args)
     if TUNING_SEED in args.seeds:
         raise UserError(f"--seeds {TUNING_SEED}: this seed chooses the settings, and has no part in the results.")

@@ -120,8 +120,16 @@ def test_a_run_of_the_tuning_ends_where_it_cannot_win(losses, best, expected):
     assert scarce_data.is_hopeless(curve, Setting(1.0, 0.1, 4), best) == expected
 
 
-def test_the_study_in_small(run_study, tmp_path):
+def test_the_study_in_small(run_study, tmp_path, monkeypatch):
     """Tune two forms, then add a seed: only its runs are made. The seed of the tuning is never reported."""
+    judged = set()
+
+    def watch(size, texts, device, form, seed, setting, evaluated, *best):
+        judged.add((seed, evaluated))
+        return train(size, texts, device, form, seed, setting, evaluated, *best)
+
+    train = scarce_data.train
+    monkeypatch.setattr(scarce_data, "train", watch)
     sizes = {
         "SIZES": {64: sized(width=16, ffn=48, layers=5, heads=4, tokens_per_step=256)},
         "TOKENS": {64: 64},
@@ -133,6 +141,7 @@ def test_the_study_in_small(run_study, tmp_path):
     one, two = ([*words, "--seeds", *seeds] for seeds in (("0",), ("0", "1")))
     table, made = run_study(scarce_data, one, sizes, {"HELD_OUT": 500}, two)
     assert made == [2 * 2 + 4, 2]
+    assert judged == {(1000, "choice"), (0, "third"), (1, "third")}
     files = {path.stem for path in (tmp_path / "runs").glob("*.json")}
     tuned = {name for name in files if name.endswith("-1000")}
     assert len(tuned) == 4 and len(files - tuned) == 6
@@ -150,6 +159,17 @@ def test_the_study_in_small(run_study, tmp_path):
     assert len(schedule["minus_windows"]["values"]) == 2 and "minus_windows" not in windows
     assert two_models["parameters"] == 2 * windows["parameters"] and no_decay["tried"] == []
     assert "verdict" in schedule and "verdict" not in two_models  # one seed has no interval
+    (against,) = two_models["minus_schedule"]["values"]
+    assert against == two_models["loss"]["values"][0] - ends[0]
+
+
+def test_given_settings_are_not_tuned(tmp_path, monkeypatch):
+    monkeypatch.setattr(scarce_data, "train", lambda *given: {"curve": [[1, 2.0, 3.0]], "seconds": 1.0})
+    words = ["--given", "0.001", "2", "1", "--kinds", "windows", "--seeds", "7"]
+    scarce_data.main([*words, "--output", str(tmp_path / "runs"), "--results", str(tmp_path)])
+    assert [path.name for path in (tmp_path / "runs").glob("*.json")] == ["windows-0.001-2-1-7.json"]
+    table = json.loads((tmp_path / "scarce_data_0.001_2_1.json").read_text())
+    assert table["rows"][0]["loss"]["values"] == [3.0]
 
 
 def test_options_that_would_spoil_the_results(tmp_path):
