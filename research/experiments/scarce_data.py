@@ -92,6 +92,7 @@ SEEDS = 6
 # Rate, decay and epochs of the runs of the tuning. A form is judged at the epoch that is best on the second text. Less
 # decay (0.3 and 0.6) was worse in a first search, of windows alone and on the same seed.
 GRID = [(4e-3, 1.0, 12), (2e-3, 1.0, 12), (4e-3, 2.0, 12), (2e-3, 2.0, 12)]
+LONGER = [(2e-3, 2.0, 24)]  # the form is free in its epoch alone
 AVERAGE = 0.99  # of the running mean of the weights, by step: about an epoch of 100 kB
 MIXING = 4.0  # the multiple of the rate with which the mixing learns, as in the pilot
 ROWS = {"choice": 64, "third": 128}  # that are evaluated
@@ -275,10 +276,10 @@ def is_hopeless(curve: list[list[float]], setting: Setting, best: float) -> bool
     return len(losses) >= 0.75 * setting.epochs and losses[-1] > best + 0.06
 
 
-def tune(run_of: Callable[[Setting, float], dict]) -> Choice:
-    """Return the best of GRID and its best epoch, by the loss on the second text in `run_of(setting, best)`."""
+def tune(run_of: Callable[[Setting, float], dict], grid: list[tuple]) -> Choice:
+    """Return the best of a grid and its best epoch, by the loss on the second text in `run_of(setting, best)`."""
     tried = []
-    for setting in map(Setting._make, GRID):
+    for setting in map(Setting._make, grid):
         best = min((each[4] for each in tried), default=math.inf)
         losses = [point[2] if math.isfinite(point[2]) else math.inf for point in run_of(setting, best)["curve"]]
         tried.append([*setting, losses.index(min(losses)) + 1, min(losses), len(losses)])
@@ -371,11 +372,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bytes", type=int, default=100_000, help="length of the text of training (100000)")
     parser.add_argument("--width", type=int, default=64, choices=SIZES, help="width of the model (64)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="(cpu)")
+    parser.add_argument("--longer", action="store_true", help="runs of 24 epochs, all with the same rate and decay")
     parser.add_argument("--given", nargs=3, type=float, metavar=("RATE", "DECAY", "EPOCHS"), help="tune nothing")
     args = parser.parse_args(argv)
     args.kinds = [form for form in FORMS if form in args.kinds]
     usual = {"bytes": 100_000, "width": 64, "device": "cpu"}
     args.study += "".join(f"_{getattr(args, name)}" for name, value in usual.items() if getattr(args, name) != value)
+    grid = LONGER if args.longer else GRID
+    args.study += "_longer" * args.longer
     args.study += "".join(f"_{value:g}" for value in args.given or ())
     begin(args)
     if TUNING_SEED in args.seeds:
@@ -403,7 +407,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return Choice(choices["windows"].setting._replace(epochs=epochs), epochs, [])
         if form in CONTROLS:
             return choices["windows"]._replace(tried=[])
-        return tune(lambda chosen, best: result(form, TUNING_SEED, chosen, "choice", best))
+        return tune(lambda chosen, best: result(form, TUNING_SEED, chosen, "choice", best), grid)
 
     if missing := [form for form in args.kinds if form in CONTROLS and "windows" not in args.kinds]:
         raise UserError(f"--kinds {missing[0]}: this control takes the setting of windows, which is missing.")

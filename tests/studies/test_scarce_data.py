@@ -87,7 +87,7 @@ def test_the_mixing_does_not_decay_and_learns_faster():
     assert len(mixes["params"]) == 16 and mixes["lr"] > decayed["lr"]
 
 
-def test_the_best_setting_is_chosen_with_its_best_epoch(monkeypatch):
+def test_the_best_setting_is_chosen_with_its_best_epoch():
     curves = {
         Setting(1.0, 0.1, 3): [3.0, 2.0, 2.5],
         Setting(2.0, 0.1, 3): [math.nan],
@@ -99,8 +99,7 @@ def test_the_best_setting_is_chosen_with_its_best_epoch(monkeypatch):
         bests.append(best)
         return {"curve": [[number, 0.0, loss] for number, loss in enumerate(curves[setting], start=1)]}
 
-    monkeypatch.setattr(scarce_data, "GRID", list(curves))
-    choice = scarce_data.tune(run_of)
+    choice = scarce_data.tune(run_of, list(curves))
     assert choice[:2] == (Setting(3.0, 0.1, 3), 3) and bests == [math.inf, 2.0, 2.0]
     assert [each[3:] for each in choice.tried] == [[2, 2.0, 3], [1, math.inf, 1], [3, 1.8, 3]]
 
