@@ -192,6 +192,7 @@ def paper_more() -> list[Number]:
     ]
 
 
+SCARCE = ("scarce_data", "scarce_data_longer")
 SHARES = (20, 40, 60, 80, 100)  # of the steps, in percent
 WARM_STARTS = ("warm_start_python", "warm_start_prose", "warm_start_lookup")
 # Heading -> tables, what is computed from them, and the figures of the set-up and of the papers.
@@ -199,6 +200,7 @@ SECTIONS = {
     "Warm start": (WARM_STARTS, list, ("3e-5", "2e-3", "4e-3", "1,000")),
     "Language models": (("language_models",), list, ()),
     "Paired heads": (PAIRED, paired_more, ("0.01", "-0.03", *(f"{share}%" for share in SHARES))),
+    "Scarce data": (SCARCE, list, ("3.222", "3.214", "3.200", "57.5", "101.9", "0.008", "3.3%")),
     "HyperFeatureAttention": (("hyper_language",), list, ("27.97", "28.70")),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),
     "Relation composition": (
@@ -261,6 +263,24 @@ def test_differences_of_language_models_and_what_is_undecided(heading, tables):
     assert [line for line in lines if line.startswith("| `")] == expected
 
 
+def scarce_lines(study: str) -> Iterator[str]:
+    """Yield the line of each form that learned a short text: its setting, its loss, and that minus windows alone."""
+    for row in table(study)["rows"]:
+        cells = [f"{row['rate']:g}, {row['decay']:g}, {row['judged_at']}", text(row["loss"])]
+        if "minus_windows" in row:
+            difference = row["minus_windows"]
+            cells += [f"{text(difference)}{' ?' * (difference['p_holm'] > 0.05)}", f"{row['cost']:.2f}"]
+        else:
+            cells += ["–", "1.00"]
+        yield " | ".join([f"| `{row['form']}`", *cells]) + " |"
+
+
+def test_differences_where_data_is_scarce():
+    lines = section("research/experiments/README.md", "Scarce data").splitlines()
+    expected = [line for study in SCARCE for line in scarce_lines(study)]
+    assert [line for line in lines if line.startswith("| `")] == expected
+
+
 def lead_lines() -> Iterator[str]:
     """Yield the lines of the table of the lead over training."""
     yield f"| models | rates | {' | '.join(f'{share}%' for share in SHARES)} |"
@@ -319,10 +339,11 @@ def test_the_gains_of_each_form():
         ("README.md", "Train from random weights"),
         ("README.md", "What we measured"),
         ("docs/FORMS.md", "What each form gains"),
+        ("docs/FORMS.md", "When data is scarce"),
     ],
 )
 def test_intervals_of_the_guides_are_those_of_the_tables(document, heading):
-    studies = (*PAIRED, *WARM_STARTS)
+    studies = (*PAIRED, *WARM_STARTS, *SCARCE)
     known = [*paired_more(), *(each for study in studies for each in numbers(table(study)))]
     found = [figure for figure in FIGURE.findall(section(document, heading)) if figure[1]]
     assert len(found) > 1
