@@ -145,6 +145,7 @@ experiments: .venv/installed
 	$(STUDY).paired_heads --width 128 --tokens 512 --most-seeds 6 --kinds global_local wide_4_64 paired_4 paired_8 \
 		$(TRACKED)
 	$(STUDY).hyper_language --most-seeds 4 $(TRACKED)
+	$(STUDY).scarce_data $(TRACKED)
 	$(STUDY).model_types
 
 clean:

@@ -58,9 +58,9 @@ from research.experiments.study import (
     interval,
     points,
     run_once,
+    verdict,
     write,
 )
-from research.experiments.warm_start import verdict
 
 
 FORMS: dict[str, dict] = {

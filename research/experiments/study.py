@@ -141,3 +141,15 @@ def points(values: list[dict | None]) -> list[plots.Point | None]:
         return value["mean"], value["mean"] - low, high - value["mean"]
 
     return [value and point(value) for value in values]
+
+
+def verdict(difference: dict, effect: float, better: int) -> str:
+    """Say what an interval means; `better` is the sign of a gain."""
+    if difference["half_width"] is None:
+        return "undecided"
+    low, high = (difference["mean"] + sign * difference["half_width"] for sign in (-1, 1))
+    if -effect < low and high < effect:
+        return "does not matter"
+    if low > 0 or high < 0:
+        return "helps" if difference["mean"] * better > 0 else "hurts"
+    return "undecided"
