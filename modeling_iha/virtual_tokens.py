@@ -24,7 +24,7 @@ The shapes of all files are in these symbols:
     K  keys of a call, cached ones included
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -247,6 +247,26 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     else:
         scores = scores + mask
     return (scores - scores.logsumexp(dim=(-2, -1), keepdim=True)).exp()
+
+
+def token_attentions(
+    attentions: tuple[torch.Tensor, ...], num_tokens: int, paired: Sequence[bool]
+) -> tuple[torch.Tensor, ...]:
+    """Return attention maps over tokens, [batch, H, N, K], of a call with `num_tokens` tokens N.
+
+    Maps over virtual tokens, [batch, H, N * P, K * P], are summed over the P of a key and averaged over the P of a
+    query. In a layer of `paired` heads, [batch, H / P, N * P, K * P], each virtual query belongs to one head, so
+    the rows are returned to their heads and not averaged. Other maps stay as they are."""
+    maps = []
+    for weights, is_paired in zip(attentions, paired, strict=True):
+        size = weights.shape[-2] // num_tokens  # P, or 1 in a layer without virtual tokens
+        by_key = weights.unflatten(-1, (-1, size)).sum(-1)
+        by_query = by_key.unflatten(-2, (-1, size))  # [batch, heads, N, P, K]
+        if is_paired:
+            maps.append(by_query.movedim(3, 1).flatten(1, 2))
+        else:
+            maps.append(by_query.mean(-2))
+    return tuple(maps)
 
 
 # Caches
