@@ -102,55 +102,104 @@ def sdpa_in_blocks(
     if unknown:
         raise ValueError(f"attn_implementation={NAME!r} does not support {unknown[0]}: use 'eager'.")
 
-    starts = document_starts(attention_mask, position_ids, batch, length, query.device)
+    starts = None
+    if attention_mask is None and position_ids is not None:  # Transformers takes either for documents
+        starts = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1)
+    options = {"dropout": dropout, "scaling": scaling}
     if attention_mask is None and has_varlen_kernel(query, value, dropout):
         return attend_by_varlen(query, key, value, starts, sliding_window, scaling), None
+    if torch.compiler.is_compiling() or attention_mask is not None or (starts is not None and starts[:, 1:].any()):
+        return attend_in_joined_rows(query, key, value, attention_mask, starts, sliding_window, **options), None
+    rows = zip(query.split(1), key.split(1), value.split(1))
+    outputs = [attend_in_a_row(module, *row, sliding_window, **options) for row in rows]
+    return (torch.cat(outputs) if batch > 1 else outputs[0]), None
 
-    # All rows are joined into one of `total` tokens, so that overlapping blocks of keys are views. The first key that
-    # a query may see keeps rows and documents apart.
+
+def attend_in_a_row(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, **options
+) -> torch.Tensor:
+    """Return the output of one row that is one document.
+
+    Its first `window` queries need no mask, and all blocks after them have the same one."""
+    first, others = query.split((window, query.shape[2] - window), dim=2)
+    # Copy the first queries: autograd would keep the whole tensor behind a view.
+    begin, _ = sdpa_attention_forward(
+        module, first.contiguous(), key[:, :, :window], value[:, :, :window], None, **options
+    )
+    block = block_size(window)
+    queries = torch.arange(block, device=query.device)[:, None] + window
+    keys = torch.arange(window + block, device=query.device)
+    mask = (queries - window < keys) & (keys <= queries)
+    end = attend_in_blocks(others.squeeze(0), key.squeeze(0), value.squeeze(0), mask[None], window, **options)
+    return torch.cat((begin, end[None]), dim=1)
+
+
+def attend_in_joined_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    window: int,
+    **options,
+) -> torch.Tensor:
+    """Return the output of rows with documents (`starts`, boolean [batch, length]) or padding, joined into one row.
+
+    The first key that each query may see keeps rows and documents apart. One graph serves compiled calls."""
+    batch, _, length, _ = query.shape
+    block = block_size(window)
     total = batch * length
-    block = max(LEAST_BLOCK, sliding_window // 4)
-    count = -(-total // block)
-    rest = count * block - total
-    place = torch.arange(count * block, device=query.device)
-    document = torch.where(pad(starts.flatten(), (0, rest), value=True), place, 0).cummax(dim=0).values
-    first = torch.maximum(document, place - sliding_window + 1).view(count, block, 1)
-    queries = place.view(count, block, 1)
-    keys = queries[:, :1] - sliding_window + torch.arange(sliding_window + block, device=query.device)
+    rest = -total % block
+    place = torch.arange(total + rest, device=query.device)
+    if starts is None:
+        start = place // length * length
+    else:
+        start = torch.where(pad(starts.flatten(), (0, rest), value=True), place, 0).cummax(dim=0).values
+    first = torch.maximum(start, place - window + 1).unflatten(0, (-1, block, 1))
+    queries = place.unflatten(0, (-1, block, 1))
+    keys = queries[:, :1] - window + torch.arange(window + block, device=query.device)
     mask = (first <= keys) & (keys <= queries)  # [count, block, window + block]
     if attention_mask is not None:
-        real = pad(attention_mask.flatten(), (sliding_window, rest)).unfold(0, sliding_window + block, block)
+        real = pad(attention_mask.flatten(), (window, rest)).unfold(0, window + block, block)
         mask = mask & (real[:, None] | (keys == queries))  # padding sees itself, so that no row of the mask is empty
-
-    groups = key.shape[1]
-    query = pad(join_rows(query), (0, 0, 0, rest)).unflatten(1, (count, block)).unflatten(0, (groups, -1))
-    query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [count, G, H / G * block, head_dim]
-    key = overlapping_blocks(pad(join_rows(key), (0, 0, sliding_window, rest)), block, sliding_window)
-    value = overlapping_blocks(pad(join_rows(value), (0, 0, sliding_window, rest)), block, sliding_window)
-    mask = mask.repeat(1, heads // groups, 1)[:, None]
-    outputs = [
-        scaled_dot_product_attention(*parts, dropout_p=dropout, scale=scaling)
-        for parts in zip(*(states.split(blocks_per_call(query)) for states in (query, key, value, mask)))
-    ]
-    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    output = output.unflatten(2, (-1, block)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
-    return output[:total].unflatten(0, (batch, length)), None
+    key, value = (pad(join_rows(states), (0, 0, window, 0)) for states in (key, value))
+    return attend_in_blocks(join_rows(query), key, value, mask, window, **options).unflatten(0, (batch, length))
 
 
-def document_starts(
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    batch: int,
-    length: int,
-    device: torch.device,
+def attend_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    window: int,
+    dropout: float,
+    scaling: float | None,
 ) -> torch.Tensor:
-    """Return where a row or a document begins, boolean [batch, length].
+    """Return the output [length, H, head_dim] of blocks of queries, each with the keys that its window reaches.
 
-    A call with a mask has no documents, as in Transformers."""
-    if attention_mask is None and position_ids is not None:
-        starts = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True)
-        return starts.expand(batch, -1)
-    return (torch.arange(length, device=device) == 0).expand(batch, -1)
+    Queries are [H, length, head_dim], and keys and values [G, window + length, head_dim] begin `window` keys before
+    them. `mask` is boolean, [blocks or 1, block, window + block]."""
+    heads, length, _ = query.shape
+    groups = key.shape[0]
+    block = mask.shape[1]
+    if rest := -length % block:
+        query, key, value = (pad(states, (0, 0, 0, rest)) for states in (query, key, value))
+    # The heads of a group become rows of one head, because SDPA would copy the keys for each of them.
+    query = query.unflatten(1, (-1, block)).unflatten(0, (groups, -1))  # [G, H / G, blocks, block, head_dim]
+    query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [blocks, G, H / G * block, head_dim]
+    key, value = (overlapping_blocks(states, block, window) for states in (key, value))
+    mask = mask.repeat(1, heads // groups, 1)[:, None].expand(len(query), -1, -1, -1)
+    size = blocks_per_call(query)
+    parts = zip(query.split(size), key.split(size), value.split(size), mask.split(size))
+    outputs = [scaled_dot_product_attention(*part, dropout_p=dropout, scale=scaling) for part in parts]
+    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    output = output.unflatten(2, (-1, block)).permute(0, 3, 1, 2, 4)  # [blocks, block, G, H / G, head_dim]
+    return output.flatten(2, 3).flatten(0, 1)[:length]
+
+
+def block_size(window: int) -> int:
+    """Return the number of queries in a block. Larger blocks copy fewer keys, and compute more pairs outside of it."""
+    return max(LEAST_BLOCK, window // 4)
 
 
 def join_rows(states: torch.Tensor) -> torch.Tensor:
@@ -206,17 +255,27 @@ def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) 
 
 
 def attend_by_varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, window: int, scaling: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor | None,
+    window: int,
+    scaling: float | None,
 ) -> torch.Tensor:
     """Compute `sdpa_in_blocks` by one call of FlashAttention on the documents of all rows."""
     batch, heads, length, _ = query.shape
     if "enable_gqa" not in signature(varlen_attn).parameters:  # PyTorch 2.11
         key, value = (states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key, value))
     options = {} if key.shape[1] == heads else {"enable_gqa": True}
-    bounds = pad(starts.flatten().nonzero().flatten(), (0, 1), value=batch * length).int()
+    if starts is None:
+        bounds = torch.arange(batch + 1, device=query.device, dtype=torch.int32) * length
+    else:
+        bounds = pad(starts.flatten().nonzero().flatten(), (0, 1), value=batch * length).int()
     states = [each.to(value.dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     # `length` is an upper bound of the longest document: to find it a GPU would wait once more.
-    output = varlen_attn(*states, bounds, bounds, length, length, scale=scaling, window_size=(window - 1, 0), **options)
+    output = varlen_attn(
+        *states, bounds, bounds, length, length, scale=scaling, window_size=(window - 1, 0), **options
+    )
     return output.unflatten(0, (batch, length))
 
 
