@@ -113,7 +113,7 @@ def test_a_command_answers_help_with_an_example(path, monkeypatch, capsys):
 )
 def test_a_missing_extra_is_one_line(command, package, extra, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, package, None)
-    words = {"sft.make_reasoning_data": ["x.jsonl", "--rows", "1"], "sft.score_reasoning": ["model", os.devnull]}
+    words = {"sft.make_reasoning_data": ["x.jsonl", "--rows", "1"], "sft.score_reasoning": ["model", __file__]}
     monkeypatch.setattr(sys, "argv", [command, *words.get(command, [])])
     with pytest.raises(SystemExit):
         runpy.run_module(command, run_name="__main__")
