@@ -34,6 +34,8 @@ research.benchmarks.report` writes this page from them, and `make bench` measure
 [GPUs have their own pages](gpu/README.md)."""
 # So many changed files of the model a page names, and more it counts.
 FEW = 5
+# Benchmark -> the fields that tell its columns apart; by default all of a setting.
+COLUMNS = {"any_decoder": ("pass", "window"), "obvious": ("pass", "window", "tokens")}
 # Presets by the names that a plot gives them and the schedules.
 GPU_FORMS = {"global-local": "windows alone", "paired-heads": "paired heads"}
 GPU_FORMS |= {f"iha, P = {virtual}": f"schedule, P = {virtual}" for virtual in (2, 4, 20)}
@@ -67,13 +69,13 @@ def setting_of(row: dict, fields: tuple[str, ...]) -> str:
     return ", ".join(words.get(field, "{}").format(row[field]) for field in fields if row[field] is not None)
 
 
-def ratios_of(result: dict) -> tuple[str, list[str], dict[str, list[list[float]]]]:
+def ratios_of(name: str, result: dict) -> tuple[str, list[str], dict[str, list[list[float]]]]:
     """Return what all ratios are over (else ""), the settings, and the ratios in each setting by their name."""
     values: dict[str, dict[str, list[float]]] = {}
     columns: dict[str, None] = {}
     for row in result["rows"]:
         fields = tuple(key for key, value in row.items() if not isinstance(value, dict))
-        setting = setting_of(row, fields)
+        setting = setting_of(row, COLUMNS.get(name, fields))
         for ratio, value in row["ratios"].items():
             kind, _, rest = ratio.rpartition("memory: ")
             column = f"memory, {setting}" if rest != ratio else setting
@@ -105,7 +107,7 @@ def commit_of(result: dict) -> str:
 
 def benchmark_lines(name: str, result: dict) -> list[str]:
     """Return the section of a benchmark: how it was measured, its ratios, and their plot."""
-    base, columns, found = ratios_of(result)
+    base, columns, found = ratios_of(name, result)
     lines = {ratio: [span(values) for values in lists] for ratio, lists in found.items()}
     return [
         f"## {name}",
@@ -127,7 +129,7 @@ def spread(values: list[float]) -> plots.Point | None:
 
 def plot(name: str, result: dict) -> Figure:
     """Plot each ratio as a dot for each setting, from the lowest to the highest."""
-    base, columns, found = ratios_of(result)
+    base, columns, found = ratios_of(name, result)
     points = {column: [spread(lists[place]) for lists in found.values()] for place, column in enumerate(columns)}
     figure, (axes,) = plots.panels(f"{name}: below 1 the first takes less", height=1 + 0.45 * len(found))
     plots.dots(axes, list(found), points, mark=1)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import product
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from tiny_sources import tiny_source
 from iha.errors import ROOT, UserError
 from modeling_iha import cpu_precision
 from research.benchmarks import (
+    any_decoder,
+    compiled,
     decode_model,
     default_form,
     gpu,
     layer,
+    obvious,
     prefill,
     report,
     schedule,
@@ -31,18 +35,49 @@ def results(tmp_path_factory):
     tiny_source("llama").save_pretrained(directory / "llama")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(decode_model, "smollm2_gguf", lambda: directory / "llama")
+        for name in ("hidden_size", "intermediate_size"):
+            monkeypatch.setitem(any_decoder.SIZES, name, 128)
         # One process less for each form
         monkeypatch.setattr(prefill, "extra_bytes", lambda prepare, sizes, small: prepare(*small)() or 1)
-        for script in COMMANDS:
+        for script in (*COMMANDS, any_decoder, obvious):
             options = ["--tokens", str(TOKENS), "--repeats", "1", "--out", str(directory)]
+            options += ["--threads", "1", "--dtypes", "float32"] if script in (any_decoder, obvious) else []
             monkeypatch.setattr(sys, "argv", ["any", *options])
             script.main()
     return directory
 
 
+def test_compiled_steps_beside_uncompiled_ones(tmp_path, monkeypatch):
+    """Check the table alone; tests/modeling/test_compile.py compiles."""
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: model)
+    monkeypatch.setattr(compiled, "TOKENS_PER_STEP", 256)
+    monkeypatch.setattr(sys, "argv", ["any", "--tokens", "128", "--repeats", "1", "--out", str(tmp_path)])
+    compiled.main()
+    rows = json.loads((tmp_path / "compiled.json").read_text())["rows"]
+    assert [(row["family"], row["padding"] is None) for row in rows] == [
+        ("IHAForCausalLM", True),
+        ("IHAForCausalLM", False),
+        ("Mistral", False),
+    ]
+    for row in rows:
+        names = [name for name in row["seconds"] if not name.endswith(" compiled")]
+        pairs = {f"{name} compiled / {name}" for name in names}
+        others = {f"{name}{form} / {names[0]}{form}" for name in names[1:] for form in ("", " compiled")}
+        assert row["ratios"].keys() == pairs | others and all(ratio > 0 for ratio in row["ratios"].values())
+
+
 def test_nothing_that_git_tracks_is_written_unless_told():
-    for script in (*COMMANDS, default_form, gpu):
+    for script in (*COMMANDS, any_decoder, compiled, obvious, default_form, gpu):
         assert script.PARSER.parse_args([]).out.is_relative_to(ROOT / "outputs")
+
+
+def test_a_layer_computes_what_the_obvious_implementation_does(results):
+    """Expect a row for each case; `obvious` compares the outputs before it times them."""
+    rows = json.loads((results / "obvious.json").read_text())["rows"]
+    assert {(row["pass"], row["pseudo_heads"], row["window"] is not None) for row in rows} == set(
+        product(("forward", "training"), (2, 4), (False, True))
+    )
+    assert all(row["ratios"][obvious.RATIO] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda script: script.__name__)
