@@ -154,6 +154,8 @@ experiments: .venv/installed
 	$(STUDY).paired_heads --width 128 --tokens 512 --most-seeds 6 --kinds global_local wide_4_64 paired_4 paired_8 \
 		$(TRACKED)
 	$(STUDY).hyper_language --most-seeds 4 $(TRACKED)
+	$(STUDY).scarce_data $(TRACKED)
+	$(STUDY).scarce_data --given 0.002 2 24 --kinds windows schedule paired_4 --seeds 0 1 $(TRACKED)
 	$(STUDY).model_types
 
 clean:

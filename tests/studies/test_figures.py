@@ -168,7 +168,7 @@ def paper_more() -> list[Number]:
     ]
 
 
-SCARCE = ("scarce_data", "scarce_data_longer")
+SCARCE = ("scarce_data", "scarce_data_0.002_2_24")
 SHARES = (20, 40, 60, 80, 100)  # of the steps, in percent
 WARM_STARTS = ("warm_start_python", "warm_start_prose", "warm_start_lookup")
 # Heading -> tables, what is computed from them, and the figures of the set-up and of the papers.
