@@ -146,6 +146,7 @@ experiments: .venv/installed
 		$(TRACKED)
 	$(STUDY).hyper_language --most-seeds 4 $(TRACKED)
 	$(STUDY).scarce_data $(TRACKED)
+	$(STUDY).scarce_data --given 0.002 2 24 --kinds windows schedule paired_4 --seeds 0 1 $(TRACKED)
 	$(STUDY).model_types
 
 clean:

@@ -14,7 +14,8 @@ second text. The results are losses on a third text, which no choice has seen. T
 
 All models but the wider one have as many parameters. The learning rate falls to zero over the second half of a run,
 and what is evaluated is a running mean of the weights. The table of 100 kB takes one core about two hours. A later
-command can add forms and seeds: finished runs are not repeated.
+command can add forms and seeds: finished runs are not repeated. With `--longer` runs have 24 epochs, all at one rate
+and decay: the forms differ in the epoch at which they are judged. No table of it exists yet.
 
 On a GPU (`--device cuda`) models are compiled and learn in bfloat16 autocast. There a text of 10 MB is the code of
 PyTorch's package, because the standard library is too short, and `--given RATE DECAY EPOCHS` saves the tuning. One
@@ -334,7 +335,7 @@ def plot(table: dict) -> Figure:
     """Plot the losses by epoch and by time, and the differences from windows alone at each form's best."""
     rows = table["rows"]
     size = f"{table['bytes'] / 1000:,.0f} kB of Python, width {table['fields']['hidden_size']}"
-    message = f"Losses in nats per byte by epoch and by time, and at each form's best: {size}"
+    message = f"Losses in nats per byte by epoch and by time, and the differences at the dots: {size}"
     figure, (by_epoch, training, by_time, best) = plots.panels(message, 4, 2, height=3.2)
     for row in rows:
         curves = table["runs"][row["form"]]
@@ -352,13 +353,13 @@ def plot(table: dict) -> Figure:
             if axes is not training:
                 at = row["judged_at"] - 1
                 axes.plot(places[at], losses[at], marker="o", markersize=4, color=line.get_color())
-    lowest = min(row["loss"]["mean"] for row in rows)
+    lowest = min(min(line.get_ydata()) for line in by_epoch.get_lines())
     by_epoch.set(xlabel="epochs", ylabel="loss on the third text", ylim=(lowest - 0.02, lowest + 0.4))
     by_time.set(xlabel=f"training seconds on {table['gpu'] or 'a CPU, one thread'}")
     by_time.set(ylabel="loss on the third text", ylim=(lowest - 0.02, lowest + 0.4))
     training.set(xlabel="epochs", ylabel="loss in training", ylim=(None, lowest + 0.4))
     others = [row for row in rows if "minus_windows" in row]
-    series = {"at its best": points([row["minus_windows"] for row in others])}
+    series = {"at the dots": points([row["minus_windows"] for row in others])}
     plots.dots(best, [row["form"] for row in others], series, mark=0)
     best.set(xlabel="loss minus that of windows alone")
     return figure
