@@ -27,9 +27,9 @@ from iha.errors import UserError, one_line, similar
 from iha.files import expanded, new_directory, typed
 from iha.sources import find_source
 from modeling_iha import IHAConfig
-from modeling_iha.configuration_iha import SIZES
 
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Config fields that have the same name and meaning in IHA and in all architectures that are converted by them.
 SHARED_FIELDS = (
     *SIZES,

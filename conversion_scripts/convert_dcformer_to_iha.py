@@ -21,7 +21,7 @@ from iha.checkpoints import check_finite, load_config_dict, load_generation_conf
 from iha.errors import UserError, run_cli
 from iha.files import typed
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.configuration_iha import MAX_LAYERS
+from iha.checkpoints import MAX_LAYERS
 
 from .conversion import (
     Size,

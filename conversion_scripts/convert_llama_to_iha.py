@@ -17,7 +17,7 @@ from iha.errors import UserError, refusing, run_cli
 from iha.files import checked, typed
 from iha.kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.flop_matched_window import flop_matched_window
 
 from .architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers

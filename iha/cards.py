@@ -33,8 +33,8 @@ from iha.kinds import Companion, companion_of, described, own_modules
 from iha.model_cost import model as cost_of_model
 from iha.model_cost import with_mha
 from modeling_iha import IHAConfig, mixing_parameters
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.virtual_masks import virtual_tokens_per_token
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
+from iha.flops import virtual_tokens_per_token
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")

@@ -44,11 +44,12 @@ from iha.files import expanded, file_sha256, read_json
 from iha.foreign_code import code_elsewhere
 from iha.sources import LOADED, find_source
 from modeling_iha import cpu_precision
-from modeling_iha.configuration_iha import MAX_LAYERS
 
 
 # The names of tokenizer files start with one of these (Transformers, SentencePiece, BPE and Mistral).
 TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
+
+MAX_LAYERS = 10_000  # a damaged config.json may ask for lists that fill the memory
 
 # A part of the advice of other libraries that no command here can follow -> the text that replaces the advice. No path
 # holds it by accident.

@@ -22,7 +22,7 @@ from iha.model_cost import attention, ffn, head, model, with_mha
 from iha.step_memory import of_training
 from modeling_iha import IHAConfig
 from modeling_iha.configuration_interleaved import FIELDS
-from modeling_iha.virtual_masks import virtual_tokens_per_token
+from iha.flops import virtual_tokens_per_token
 
 
 def changed(config: IHAConfig, **fields) -> IHAConfig:

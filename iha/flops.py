@@ -2,8 +2,17 @@
 
 from dataclasses import astuple, dataclass
 
+from transformers import PreTrainedConfig
+
 from modeling_iha import IHAConfig
-from modeling_iha.virtual_masks import virtual_tokens_per_token
+
+
+def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
+    """Return the number of virtual tokens that the layers with virtual tokens of a model make of each token."""
+    kinds = getattr(config, "attention_kinds", None)  # only `IHAConfig` has the field
+    if kinds is not None and {"iha", "paired_heads"}.isdisjoint(kinds):
+        return 1
+    return getattr(config, "num_pseudo_heads", 1)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .adapters import load_adapter, save_mixing
 from .configuration_iha import IHAConfig
-from .in_place import LocalInterleavedConfig, interleave_heads, remove_interleaving
-from .mixing_weights import mixing_parameters, set_mixing_scale
 from .modeling_iha import (
     IHAForCausalLM,
     IHAForQuestionAnswering,
@@ -26,7 +23,6 @@ from .modeling_iha import (
     IHAPreTrainedModel,
 )
 from .package import from_preset, save_pretrained
-from .paired_decoders import pair_heads
 
 
 __version__ = "0.1.0"  # setup.py reads it
@@ -38,7 +34,6 @@ IHAConfig.save_pretrained = save_pretrained
 IHAConfig._auto_class = None
 
 AutoConfig.register(IHAConfig.model_type, IHAConfig)
-AutoConfig.register(LocalInterleavedConfig.model_type, LocalInterleavedConfig)
 AutoModel.register(IHAConfig, IHAModel)
 AutoModelForCausalLM.register(IHAConfig, IHAForCausalLM)
 AutoModelForSequenceClassification.register(IHAConfig, IHAForSequenceClassification)
@@ -54,11 +49,4 @@ __all__ = [
     "IHAForTokenClassification",
     "IHAModel",
     "IHAPreTrainedModel",
-    "interleave_heads",
-    "load_adapter",
-    "mixing_parameters",
-    "pair_heads",
-    "remove_interleaving",
-    "save_mixing",
-    "set_mixing_scale",
 ]

@@ -99,7 +99,7 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         for stage in ("pre", "post"):
             composes = options.stages in ("both", stage)
             # W_b of Equation 7; its start, the identity, is the skip connection that it replaces.
-            base = HeadMap(self.num_groups, group_size) if composes and options.base_map else None
+            base = HeadMap(self.num_groups, group_size, config.mixing_scale) if composes and options.base_map else None
             setattr(self, f"{stage}_base", base)
             for side in ("query", "key"):
                 weighs = composes and dynamic and options.sides in ("both", side)

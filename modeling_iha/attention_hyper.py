@@ -9,9 +9,8 @@ from transformers.utils.generic import maybe_autocast
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .score_matrix import block_bias, join, query_blocks, query_offset, recomputed
+from .score_matrix import MASKED, block_bias, join, query_blocks, query_offset, recomputed
 from .tuple_attention import PairAttention, TupleAttention, queries_per_block
-from .virtual_masks import MASKED
 
 
 # The linear form holds the running sums of this many tokens at a time.

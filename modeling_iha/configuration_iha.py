@@ -4,24 +4,24 @@
 
 from copy import deepcopy
 from dataclasses import fields
-from difflib import get_close_matches
-from math import inf, nan
 from typing import TYPE_CHECKING, Any
 
-from .tested_versions import check_transformers
+from .transformers_versions import OLDEST  # noqa: F401  # before other imports, so that its error comes first
 
-
-# This comes before the other imports, so that an unsupported Transformers gives this error and not an ImportError.
-check_transformers()
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .kind_options import OPTIONS_CLASSES
-from .mixing_scale import check_scale
+from .options import KindOptions
+from .options_dcmha import CompositionOptions
+from .options_diff import DifferentialOptions
+from .options_gated import GateOptions
+from .options_hyper import HyperOptions
+from .options_hyper_feature import FeatureOptions
+from .options_knocking_heads import KnockingOptions
+from .options_paired_heads import PairedHeadsOptions
+from .options_pairs import PairOptions
 
 
 if TYPE_CHECKING:
@@ -30,6 +30,21 @@ if TYPE_CHECKING:
     from .modeling_iha import IHAModel  # noqa: F401
 
 
+# The options of each kind, one to a line. A checkpoint ships the lines of its own kinds.
+OPTIONS_CLASSES = {
+    "mha": KindOptions,
+    "iha": KindOptions,
+    "talking_heads": KindOptions,
+    "diff": DifferentialOptions,
+    "diff_v2": KindOptions,
+    "gated": GateOptions,
+    "knocking_heads": KnockingOptions,
+    "hyper_feature": FeatureOptions,
+    "hyper": HyperOptions,
+    "simplicial": PairOptions,
+    "dcmha": CompositionOptions,
+    "paired_heads": PairedHeadsOptions,
+}
 # The classes a checkpoint can be loaded as. Every saved config.json names all of them, whichever class saved it.
 AUTO_MAP = {
     "AutoConfig": "configuration_iha.IHAConfig",
@@ -39,160 +54,16 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_iha.IHAForTokenClassification",
     "AutoModelForQuestionAnswering": "modeling_iha.IHAForQuestionAnswering",
 }
-OUR_MODULES = {reference.split(".")[0] for reference in AUTO_MAP.values()}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Fields that hold one of a few words.
-CHOICES = {
-    "pseudo_positions": ("interleaved", "shared"),
-    "pseudo_collapse": ("per_head", "all_heads"),
-    "hidden_act": tuple(ACT2FN),
-}
-MAX_LAYERS = 10_000  # a damaged config.json may ask for lists that fill the memory
-# A saved config.json names all of them.
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Numbers of the config and of its `rope_parameters`. Others have rules of their own.
-ABOVE_ZERO = {
-    "rms_norm_eps",
-    "mixing_scale",
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "short_factor",
-    "long_factor",
-}
-LISTS = {"short_factor", "long_factor"}  # one number for each pair of dimensions
-AT_LEAST_ZERO = {"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
-ROPE_FIELDS = ("rope_parameters", "rope_theta", "rope_scaling")  # the last two are of older files
+CHOICES = {"pseudo_positions": ("interleaved", "shared"), "pseudo_collapse": ("per_head", "all_heads")}
 
 
-def _refuse_misspelt(fields: dict) -> None:
-    """Raise a ValueError for a name that appears to mean a field of a config.
-
-    Transformers keeps or ignores unknown fields, so a misspelt one would have no effect. We refuse names that are
-    close to a field (`num_pseudo_head`), and names made of some words of one of ours (`pseudo_heads`). No library that
-    we know adds such a field."""
-    known = dict.fromkeys((*IHAConfig.__annotations__, *LlamaConfig.__annotations__))
-    for name, value in fields.items():
-        meant = get_close_matches(name, known, n=1, cutoff=0.9)
-        words = set(name.split("_"))
-        if not meant and any(words <= set(field.split("_")) for field in IHAConfig.__annotations__):
-            meant = [field for field in known if words <= set(field.split("_"))]
-        if meant:
-            names = " or ".join(map(repr, meant))
-            raise ValueError(f"There is no field {name!r} ({name}={value!r}); did you mean {names}?")
-
-
-def _join_rope(overrides: dict, stored: dict) -> None:
-    """Replace RoPE's overrides of a stored configuration by one, `rope_parameters`, with a `rope_theta`.
-
-    Transformers would ignore a `rope_theta` beside `rope_parameters`, and take its default of 10,000 where an override
-    states none. `stored` are the `rope_parameters` of the configuration. Raise a ValueError for overrides that
-    contradict one another."""
-    if "rope_scaling" in overrides:
-        if "rope_parameters" in overrides:
-            raise ValueError("rope_scaling beside rope_parameters: put both into rope_parameters.")
-        overrides["rope_parameters"] = overrides.pop("rope_scaling")
-    if "rope_parameters" in overrides:
-        overrides["rope_parameters"] = overrides["rope_parameters"] or {"rope_type": "default"}
-    if "rope_theta" in overrides:
-        theta = overrides.pop("rope_theta")
-        parameters = overrides.get("rope_parameters") or stored
-        if any(name in parameters for name in LAYER_TYPES):
-            raise ValueError("rope_theta: each layer type has a base of its own; give them in rope_parameters.")
-        if "rope_parameters" in overrides:
-            _refuse_another_base(theta, parameters)
-        overrides["rope_parameters"] = parameters | {"rope_theta": theta}
-    parameters = overrides.get("rope_parameters")
-    if not isinstance(parameters, dict) or not stored:
-        return
-    if any(name in parameters for name in LAYER_TYPES):
-        completed = {name: _with_theta(own, stored.get(name, stored)) for name, own in parameters.items()}
-        overrides["rope_parameters"] = completed
-    else:
-        overrides["rope_parameters"] = _with_theta(parameters, stored)
-
-
-def _with_rope_parameters(config_dict: dict) -> dict:
-    """Return the fields of a file with those of older versions for RoPE joined into `rope_parameters`."""
-    rope = {name: config_dict[name] for name in ROPE_FIELDS if config_dict.get(name) is not None}
-    if rope.get("rope_scaling") == rope.get("rope_parameters"):
-        rope.pop("rope_scaling", None)  # the file has both names, for older and newer versions
-    _join_rope(rope, {})
-    others = {name: value for name, value in config_dict.items() if name not in ROPE_FIELDS}
-    return others | rope
-
-
-def _refuse_another_base(rope_theta: float, parameters: dict) -> None:
-    """Raise a ValueError for a `rope_theta` beside RoPE parameters that state another one."""
-    stated = parameters.get("rope_theta", rope_theta)
-    if stated != rope_theta or any(name in parameters for name in LAYER_TYPES):
-        raise ValueError(f"rope_theta={rope_theta} beside rope_parameters={parameters}: give one base, in these.")
-
-
-def _with_theta(parameters: Any, stored: dict) -> Any:
-    """Return RoPE parameters with the `rope_theta` of the stored ones where they state none."""
-    if not isinstance(parameters, dict) or "rope_theta" in parameters:
-        return parameters
-    if "rope_theta" not in stored:
-        raise ValueError(
-            f"rope_parameters={parameters} has no rope_theta, and the layer types of the configuration have a base "
-            "each: state one."
-        )
-    return parameters | {"rope_theta": stored["rope_theta"]}
-
-
-def _check_number(name: str, value: Any, where: str = "") -> None:
-    """Raise a ValueError if a numeric field holds NaN, infinity, a number out of its range, or no number.
-
-    Fields that are not numeric are ignored."""
-    numbers = value if name in LISTS and isinstance(value, list) else [value]
-    # No comparison with NaN is true.
-    numbers = [number if type(number) in (int, float) else nan for number in numbers]
-    if name in ABOVE_ZERO:
-        expected = "a number above 0"
-        are_valid = [0 < number < inf for number in numbers]
-    elif name in AT_LEAST_ZERO:
-        expected = "a number, at least 0"
-        are_valid = [0 <= number < inf for number in numbers]
-    elif name == "attention_dropout":
-        expected = "a number, at least 0 and below 1"
-        are_valid = [0 <= number < 1 for number in numbers]
-    elif name == "partial_rotary_factor":
-        expected = "a number from 0 to 1"
-        are_valid = [0 <= number <= 1 for number in numbers]
-    else:
-        return
-    if not all(are_valid):
-        raise ValueError(f"{where}{name}={value!r}; it must be {expected}.")
-
-
-def _fields_of_first_layers(config_dict: dict, given: dict) -> dict:
-    """Return the fields of a config.json that change if only its first layers are kept, without those in `given`.
-
-    If all kept layers have one type, its RoPE parameters become those of the model. If none has a window,
-    `sliding_window` becomes `None`."""
-    changed = {}
-    for name in ("attention_kinds", "layer_types", "no_rope_layers"):
-        if isinstance(config_dict.get(name), list):
-            changed[name] = config_dict[name][: given["num_hidden_layers"]]
-    kept_types = set(changed.get("layer_types", LAYER_TYPES))
-    rope_parameters = config_dict.get("rope_parameters") or {}
-    if len(kept_types) == 1 and kept_types <= rope_parameters.keys():
-        (layer_type,) = kept_types
-        changed["rope_parameters"] = rope_parameters[layer_type]
-    if "sliding_attention" not in kept_types:
-        changed["sliding_window"] = None
-    return {name: value for name, value in changed.items() if name not in given}
-
-
-def _expand_pattern(pattern: str | list, num_layers: int) -> list:
+def expand_pattern(pattern: str | list, num_layers: int) -> list:
     """Return one entry per layer for a single name or a short repeating pattern.
 
-    Any other list is returned unchanged, and `_validate_layer_list` checks its length. A model of one layer gets the
-    first entry of any list, so that a preset's pattern can be used."""
+    Any other list is returned unchanged, and its length is checked later. A model of one layer gets the first entry of
+    any list, so that a preset's pattern can be used."""
     pattern = [pattern] if isinstance(pattern, str) else list(pattern)
     # A pattern that repeats less than twice is more likely a list of the wrong length.
     if pattern and (2 * len(pattern) <= num_layers or num_layers == 1):
@@ -207,8 +78,8 @@ class IHAConfig(LlamaConfig):
 
     Args:
         attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
-            Attention mechanism of each layer, such as `"iha"` or `"mha"` (Llama's attention); `OPTIONS_CLASSES` of
-            kind_options.py lists all. It is one name for all layers, a short repeating pattern, or one name per layer,
+            Attention mechanism of each layer, such as `"iha"` or `"mha"` (Llama's attention); `OPTIONS_CLASSES`
+            lists all. It is one name for all layers, a short repeating pattern, or one name per layer,
             and is stored as a list.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
             Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`, given and stored as
@@ -244,8 +115,11 @@ class IHAConfig(LlamaConfig):
             One entry per layer, or a short repeating pattern such as `[1, 1, 1, 0]`: 1 for a layer with RoPE
             (default), 0 for one in which neither a token nor a pseudo-head has a position.
         attention_options (`dict[str, dict]`, *optional*):
-            Options of single mechanisms, `{kind: {option: value}}`. `OPTIONS_CLASSES` of kind_options.py names the
-            class that describes the options of each kind.
+            Options of single mechanisms, `{kind: {option: value}}`. `OPTIONS_CLASSES` names the class that describes
+            the options of each kind.
+
+    As in every configuration of Transformers, other keywords (`num_layers`) are stored and have no effect;
+    `from_preset` raises an error for them.
 
     ```python
     >>> from modeling_iha import IHAConfig, IHAForCausalLM
@@ -279,25 +153,12 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
-        _refuse_misspelt(kwargs)
-        if kwargs.get("per_layer_config"):
-            raise ValueError("per_layer_config: IHAConfig states what layers differ in by lists, such as layer_types.")
-        if self.head_dim is None and (self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads):
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads={self.num_attention_heads}; "
-                "choose one that is, or set head_dim."
-            )
-        if self.num_hidden_layers > MAX_LAYERS:
-            raise ValueError(f"num_hidden_layers={self.num_hidden_layers}; it must be at most {MAX_LAYERS}.")
-        self.attention_kinds = _expand_pattern(self.attention_kinds, self.num_hidden_layers)
-        self.layer_types = _expand_pattern(self.layer_types or "full_attention", self.num_hidden_layers)
-        self.no_rope_layers = _expand_pattern(self.no_rope_layers or [1], self.num_hidden_layers)
+        self.attention_kinds = expand_pattern(self.attention_kinds, self.num_hidden_layers)
+        self.layer_types = expand_pattern(self.layer_types or "full_attention", self.num_hidden_layers)
+        self.no_rope_layers = expand_pattern(self.no_rope_layers or [1], self.num_hidden_layers)
         self.num_pseudo_heads = self.num_attention_heads if self.num_pseudo_heads is None else self.num_pseudo_heads
         self.attention_options = {} if self.attention_options is None else self.attention_options
-
-        self._refuse_two_ropes(**kwargs)
         self.rope_parameters = deepcopy(self.rope_parameters)  # Transformers completes it in place
-        self._validate_rope_types()
         super().__post_init__(**kwargs)
         if self.mlp_gate_groups is not None:
             self.base_model_tp_plan = {}  # a gate scales whole groups of channels, which a column shard would cut
@@ -306,11 +167,10 @@ class IHAConfig(LlamaConfig):
             self.rope_parameters.pop("rope_theta", None)
 
     def validate_architecture(self):
-        """Raise a ValueError for fields from which no model can be built, or a window or an option without effect.
+        """Raise a ValueError for fields from which no model can be built, or that would silently have no effect.
 
-        The error names the field, its value and what is allowed. Options of a kind that the model does not have are
-        checked by name and type, but not for whether they fit together."""
-        for field in (*SIZES, "num_key_value_heads", "head_dim", "num_pseudo_heads", "max_position_embeddings"):
+        The error names the field, its value and what is allowed."""
+        for field in ("num_attention_heads", "num_key_value_heads", "num_pseudo_heads", "head_dim"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field}={getattr(self, field)}; it must be at least 1.")
         if self.num_attention_heads % self.num_key_value_heads != 0:
@@ -318,30 +178,33 @@ class IHAConfig(LlamaConfig):
                 f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
                 f"{self.num_attention_heads}; each key/value head serves the same number of query heads."
             )
-        pad = self.pad_token_id
-        size = self.vocab_size
-        if pad is not None and not -size <= pad < size:
-            raise ValueError(
-                f"pad_token_id={pad}; allowed are {-size} to {size - 1}, for vocab_size={size}, and None."
-            )
         if self.head_dim % 2 != 0:
             raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs, so it must be even.")
+        if not self.mixing_scale > 0:
+            raise ValueError(f"mixing_scale={self.mixing_scale}; it must be above 0.")
         for field, allowed in CHOICES.items():
             if getattr(self, field) not in allowed:
                 raise ValueError(f"{field}={getattr(self, field)!r}; allowed are {', '.join(map(repr, allowed))}.")
-        for field in ("rms_norm_eps", "mixing_scale", "attention_dropout"):
-            if getattr(self, field) is not None:
-                _check_number(field, getattr(self, field))
         self._validate_layer_list("attention_kinds", tuple(OPTIONS_CLASSES))
         self._validate_layer_list("layer_types", LAYER_TYPES)
         self._validate_layer_list("no_rope_layers", (0, 1))
         self._validate_window()
-        self._validate_mlp()
-        self._validate_rope()
-        for kind in self.attention_options:
-            self.options_of(kind)
-        for kind in dict.fromkeys(self.attention_kinds):
-            self.options_of(kind).check(self, kind)
+        if self.has_sliding_rope and not set(self.rope_parameters) == set(self.layer_types) == set(LAYER_TYPES):
+            raise ValueError(
+                f"rope_parameters={self.rope_parameters} with layers of {', '.join(sorted(set(self.layer_types)))}; "
+                "it must be one set of parameters for all layers or, in a model with both layer types, one set for "
+                f"each of {', '.join(map(repr, LAYER_TYPES))} and no other key."
+            )
+        groups = self.mlp_gate_groups
+        if groups is not None and (not self.gated_mlp or groups < 1 or self.intermediate_size % groups != 0):
+            raise ValueError(
+                f"mlp_gate_groups={groups} with intermediate_size={self.intermediate_size} and "
+                f"gated_mlp={self.gated_mlp}; it must be a divisor of intermediate_size, with gated_mlp=True, or None."
+            )
+        for kind in dict.fromkeys((*self.attention_options, *self.attention_kinds)):
+            options = self.options_of(kind)
+            if kind in self.attention_kinds:
+                options.check(self, kind)
 
     def _validate_layer_list(self, field: str, allowed: tuple):
         entries = getattr(self, field)
@@ -370,14 +233,6 @@ class IHAConfig(LlamaConfig):
                 "of tokens, at least 2."
             )
 
-    def _validate_mlp(self):
-        groups = self.mlp_gate_groups
-        if groups is not None and (not self.gated_mlp or groups < 1 or self.intermediate_size % groups != 0):
-            raise ValueError(
-                f"mlp_gate_groups={groups} with intermediate_size={self.intermediate_size} and "
-                f"gated_mlp={self.gated_mlp}; it must be a divisor of intermediate_size, with gated_mlp=True, or None."
-            )
-
     @property
     def has_sliding_rope(self) -> bool:
         """Return whether the layers with a window have RoPE parameters of their own."""
@@ -387,57 +242,6 @@ class IHAConfig(LlamaConfig):
         """Return the RoPE parameters of the layers of a type."""
         return self.rope_parameters[layer_type] if self.has_sliding_rope else self.rope_parameters
 
-    def _validate_rope_types(self):
-        if self.has_sliding_rope and not set(self.rope_parameters) == set(self.layer_types) == set(LAYER_TYPES):
-            raise ValueError(
-                f"rope_parameters={self.rope_parameters} with layers of {', '.join(sorted(set(self.layer_types)))}; "
-                "it must be one set of parameters for all layers or, in a model with both layer types, one set for "
-                f"each of {', '.join(map(repr, LAYER_TYPES))} and no other key."
-            )
-
-    def _refuse_two_ropes(self, rope_theta: float | None = None, rope_scaling: dict | None = None, **kwargs):
-        """Raise a ValueError for older fields that contradict `rope_parameters`: Transformers would drop one value."""
-        parameters = self.rope_parameters or {}
-        if parameters and rope_scaling and rope_scaling != parameters:
-            raise ValueError(
-                f"rope_scaling={rope_scaling} beside rope_parameters={parameters}: put both into rope_parameters."
-            )
-        if rope_theta is not None:
-            _refuse_another_base(rope_theta, parameters or rope_scaling or {})
-
-    def _validate_rope(self):
-        self._validate_rope_types()
-        for layer_type in LAYER_TYPES:
-            self._validate_rope_of(layer_type)
-
-    def _validate_rope_of(self, layer_type: str):
-        parameters = self.rope_of(layer_type)
-        rope_types = ("default", *ROPE_INIT_FUNCTIONS)
-        rope_type = parameters.get("rope_type") if isinstance(parameters, dict) else None
-        if rope_type not in rope_types:
-            raise ValueError(
-                f"rope_parameters={self.rope_parameters}; its rope_type must be one of "
-                f"{', '.join(map(repr, rope_types))}."
-            )
-        if "rope_theta" not in parameters:
-            raise ValueError(f"rope_parameters={self.rope_parameters} has no rope_theta for the {layer_type} layers.")
-        # Yarn and longrope find a factor of None from the lengths; None anywhere else is an option that is not set.
-        needed = ("rope_theta",) if rope_type in ("yarn", "longrope") else ("rope_theta", "factor")
-        for name, value in parameters.items():
-            if value is not None or name in needed:
-                _check_number(name, value, "rope_parameters has ")
-        if rope_type == "default" and parameters.get("factor") not in (None, 1.0):
-            raise ValueError(
-                f"rope_parameters has factor={parameters['factor']} with the rope_type 'default', which takes none: "
-                "give the rope_type of the scaling, such as 'linear' or 'yarn', or leave the factor out."
-            )
-        factor = parameters.get("partial_rotary_factor", 1.0)
-        if factor != 1.0 and rope_type != "proportional":
-            raise ValueError(
-                f"rope_parameters has partial_rotary_factor={factor}; the whole head is rotated, so it must be 1.0 "
-                "(rope_type 'proportional' excepted, which pads its frequencies with zeros)."
-            )
-
     def options_of(self, kind: str) -> Any:
         """Return the options of an attention kind, an instance of its class in `OPTIONS_CLASSES`.
 
@@ -446,58 +250,40 @@ class IHAConfig(LlamaConfig):
             raise ValueError(
                 f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, OPTIONS_CLASSES))}."
             )
-        options_class = OPTIONS_CLASSES[kind]
         options = self.attention_options.get(kind, {})
-        where = f"attention_options[{kind!r}]"
-        if not isinstance(options, dict):
-            raise ValueError(f"{where}={options!r}; it must be a dict of options, perhaps empty.")
-        known = {field.name: field for field in fields(options_class)}
+        known = {field.name: field for field in fields(OPTIONS_CLASSES[kind])}
         for name, value in options.items():
             if name not in known:
                 allowed = ", ".join(map(repr, known)) or "none"
-                raise ValueError(f"{where} has the option {name!r}; options of this kind: {allowed}.")
+                raise ValueError(f"attention_options[{kind!r}] has the option {name!r}; allowed are: {allowed}.")
             try:
-                options_class(**{name: value})
+                OPTIONS_CLASSES[kind](**{name: value})
             except StrictDataclassFieldValidationError as error:
                 raise ValueError(
-                    f"{where} has {name}={value!r}; it must be {known[name].metadata['expected']}."
+                    f"attention_options[{kind!r}] has {name}={value!r}; it must be {known[name].metadata['expected']}."
                 ) from error
-        return options_class(**options)
+        return OPTIONS_CLASSES[kind](**options)
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
         """Build a config as Transformers does, which reads every config.json through this method.
 
-        Fields among `kwargs` replace those of the file before the config is checked. A smaller `num_hidden_layers`
-        keeps the first layers. RoPE parameters without a `rope_theta` take that of the file.
-
-        Raise a ValueError if a size is missing, because LlamaConfig would fill in that of Llama-7B, and if
-        `mixing_scale` differs from that of the file, because the stored weights depend on it."""
-        missing = [name for name in SIZES if name not in config_dict]
-        if missing:
-            raise ValueError(f"This config.json names no {', '.join(missing)}: copy it again, or add what is missing.")
-        check_scale(config_dict, kwargs)
-        if any(name in kwargs for name in ROPE_FIELDS):
-            config_dict = _with_rope_parameters(config_dict)
-            _join_rope(kwargs, config_dict.get("rope_parameters", {}))
-        # A user's subclass may have fields of its own.
-        classes = [LlamaConfig, *(each for each in cls.__mro__ if issubclass(each, IHAConfig))]
-        ours = {name for each in classes for name in each.__annotations__}
-        given = {name: kwargs.pop(name) for name in list(kwargs) if name in ours}
-        _refuse_misspelt(kwargs)
-        config_dict = config_dict | given
-        if "num_hidden_layers" in given:
-            config_dict |= _fields_of_first_layers(config_dict, given)
-        return super().from_dict(config_dict, **kwargs)
+        Fields among `kwargs` replace those of the file before the config is checked. Raise a ValueError for another
+        `mixing_scale`, because the stored weights depend on it."""
+        given = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__dataclass_fields__}
+        own = config_dict.get("mixing_scale", 1)
+        if given.get("mixing_scale", own) != own:
+            raise ValueError(
+                f"mixing_scale={given['mixing_scale']}, and the checkpoint has {own}, which its weights depend on: "
+                "load it without the argument, and call set_mixing_scale of modeling_iha."
+            )
+        return super().from_dict(config_dict | given, **kwargs)
 
     def to_dict(self) -> dict:
-        # Keep the entries of a user's own classes. A name with "--" is of a repository of the Hub, and FSDP's wrapper
-        # adds an entry of its own.
+        # Keep a user's entries. A name with "--" is of a repository of the Hub.
         given = getattr(self, "auto_map", None) or {}
-        known = {auto: name for auto, name in given.items() if auto in AUTO_MAP}
-        local = {auto: name for auto, name in known.items() if "--" not in name}
-        users = {auto: name for auto, name in local.items() if name.split(".")[0] not in OUR_MODULES}
-        return {**super().to_dict(), "auto_map": AUTO_MAP | users}
+        others = {auto: name for auto, name in given.items() if "--" not in name and "iha." not in name}
+        return {**super().to_dict(), "auto_map": AUTO_MAP | others}
 
 
 IHAConfig.register_for_auto_class()

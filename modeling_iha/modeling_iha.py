@@ -11,7 +11,10 @@ from torch import nn
 from transformers import AutoModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    )
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -28,19 +31,44 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_kinds import ATTENTION_CLASSES
+from .attention_dcmha import DynamicallyComposableAttention
+from .attention_diff import DifferentialAttention
+from .attention_diff_v2 import DifferentialAttentionV2
+from .attention_gated import GatedAttention
+from .attention_hyper import HyperAttention
+from .attention_hyper_feature import HyperFeatureAttention
+from .attention_iha import InterleavedHeadAttention
+from .attention_knocking_heads import KnockingHeadsAttention
 from .attention_mha import MultiHeadAttention
-from .cache_names import CACHE, takes_cache
+from .attention_paired_heads import PairedHeadsAttention
+from .attention_simplicial import SimplicialAttention
+from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
-from .interleaving import token_attentions
-from .masks import check_inputs, make_masks
-from .mixing import set_initial_scale
-from .mixing_scale import note_scale
-from .paged_requests import PagedRequests, init_requests
-from .virtual_masks import check_causal
+from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+from .sdpa_in_blocks import takes_blocks
+from .transformers_versions import CACHE, takes_cache
+from .virtual_tokens import keep_window_edge, register_mask, token_attentions
 
+
+# The attention of each kind, one to a line. A checkpoint ships the lines of its own kinds.
+ATTENTION_CLASSES = {
+    "mha": MultiHeadAttention,
+    "iha": InterleavedHeadAttention,
+    "talking_heads": TalkingHeadsAttention,
+    "diff": DifferentialAttention,
+    "diff_v2": DifferentialAttentionV2,
+    "gated": GatedAttention,
+    "knocking_heads": KnockingHeadsAttention,
+    "hyper_feature": HyperFeatureAttention,
+    "hyper": HyperAttention,
+    "simplicial": SimplicialAttention,
+    "dcmha": DynamicallyComposableAttention,
+    "paired_heads": PairedHeadsAttention,
+}
+CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 # Trainer's label smoothing and `pipeline` look up causal models here, and no public function adds one. Two copies of
 # this code write the same entry.
@@ -59,7 +87,6 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         super().__init__(config)
         self.num_pseudo_heads = config.num_pseudo_heads
         interleaved = config.pseudo_positions == "interleaved"
-        # The plugin for vLLM reads and sets these two, also in an older copy of this code.
         self.mixed = interleaved and "iha" in config.attention_kinds
         self.paired = interleaved and "paired_heads" in config.attention_kinds
 
@@ -161,9 +188,6 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
-    # Checkpoints of earlier versions lack what `Mixing.init_weight` then sets.
-    _keys_to_ignore_on_load_missing = [r"\.(weight|up|gate|down)_(start|scale)$"]
-
     def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
         """Return attention maps over tokens, [batch, H, N, K], of a call with `num_tokens` tokens N.
 
@@ -173,9 +197,7 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
         layers = [module for module in self.modules() if isinstance(module, MultiHeadAttention)]
         # Transformers leaves out layers that give no weights.
         kinds = [self.config.attention_kinds[layer.layer_idx] for layer in layers if layer.gives_weights]
-        kinds = kinds[: len(attentions)]  # more if `num_hidden_layers` was lowered
-        paired = [kind == "paired_heads" for kind in kinds]
-        return token_attentions(attentions, num_tokens, paired)
+        return token_attentions(attentions, num_tokens, [kind == "paired_heads" for kind in kinds])
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
@@ -183,10 +205,6 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
 
         Their cache holds one key per token. An "iha" layer has P pseudo-keys per token and caches none of them."""
         return False
-
-    def save_pretrained(self, *args, **kwargs):
-        note_scale(self, [self.config])
-        return super().save_pretrained(*args, **kwargs)
 
     def _init_weights(self, module: nn.Module):
         """Initialize as Llama does, and call `init_mechanism` of a mechanism's own modules.
@@ -204,10 +222,6 @@ class IHAModel(IHAPreTrainedModel):
     """Run the decoder: token embedding, layers and final norm."""
 
     def __init__(self, config: IHAConfig):
-        if not hasattr(config, "attention_kinds"):
-            raise ValueError(
-                f"{type(config).__name__} is not an IHAConfig: build one, or convert the model (`iha convert`)."
-            )
         config.validate_architecture()  # fields may have been set since the config was built
         super().__init__(config)
         self.padding_idx = config.pad_token_id
@@ -220,24 +234,42 @@ class IHAModel(IHAPreTrainedModel):
         # CODEPATH: layers with a window may have RoPE parameters of their own, as in Gemma 3.
         self.rotary_emb_sliding = IHARotaryEmbedding(config, "sliding_attention") if config.has_sliding_rope else None
         self.gradient_checkpointing = False
-        set_initial_scale(self, config.mixing_scale)
         self.post_init()
 
-    @property
-    def runs_on_paged_cores(self) -> bool:
-        """Return whether Transformers' paged cores compute this model: all layers are "mha" with full attention."""
-        return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
-
     def create_masks(
-        self, inputs_embeds, attention_mask, cache, position_ids, default_positions=False, **kwargs
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+        position_ids: torch.Tensor | None,
     ) -> dict[str, Any]:
-        """Return the mask of each layer type, after `check_inputs`. `kwargs` of the forward may declare documents."""
-        given_positions = None if default_positions else position_ids
-        check_inputs(self.config, inputs_embeds, attention_mask, cache, given_positions, **kwargs)
-        convolving = next((layer for layer in self.layers if layer.self_attn.convolves), None)
-        if convolving is not None:
-            convolving.self_attn.check_holes(attention_mask)
-        return make_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, default_positions)
+        """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
+
+        `position_ids` [batch or 1, N] are those that the caller gave, which may declare packed documents, or `None`.
+        Also make the sliding layers of the cache keep the edge of a window of virtual tokens, before their lengths are
+        read."""
+        if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
+            keep_window_edge(cache, self.config.sliding_window)
+        masks: dict[str, Any] = {}
+        for layer in self.layers:
+            attention = layer.self_attn
+            if mask_name(attention) in masks:
+                continue
+            view = copy(self.config)
+            has_virtual_tokens = attention.num_virtual_tokens > 1
+            view._attn_implementation = register_mask(attention.core) if has_virtual_tokens else attention.core
+            # `sdpa_in_blocks` reads packed documents from the positions, and then needs no mask of them.
+            length = inputs_embeds.shape[1] * attention.num_virtual_tokens
+            window = attention.sliding_window and attention.sliding_window * attention.num_virtual_tokens
+            is_in_blocks = attention.core == SDPA_IN_BLOCKS and cache is None and takes_blocks(length, window)
+            masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
+                config=view,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                position_ids=None if is_in_blocks else position_ids,
+                **{CACHE: cache},
+            )
+        return masks
 
     @takes_cache
     @merge_with_config_defaults
@@ -247,15 +279,15 @@ class IHAModel(IHAPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.Tensor | None = None,
-        cache: Cache | PagedAttentionCache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         r"""Run as [`LlamaModel.forward`] does, with every argument in tokens.
 
-        `attention_mask` is [batch, cached + N], [batch, heads or 1, N, K] (see `make_masks`), or a mask of
-        `create_masks` for each layer type. Layers with virtual heads give `attentions` over virtual tokens: see
+        `attention_mask` is [batch, cached + N], a custom one [batch, heads or 1, N, K] that says all that a token sees,
+        windows included, or the masks of `create_masks`. Layers with virtual tokens give `attentions` over them: see
         `token_attentions`."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -266,45 +298,64 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        default_positions = position_ids is None
-        if default_positions:
-            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
-            position_ids = position_ids.unsqueeze(0)
-
-        has_pages = isinstance(cache, PagedAttentionCache)  # those of continuous batching
-        # With pages Transformers sets is_causal=False, because the packed row is not causal (paged_requests.py).
-        if not has_pages:
-            check_causal(self.config, **kwargs)
-        if has_pages and not self.runs_on_paged_cores:
-            requests = PagedRequests(self, cache, position_ids=position_ids, **kwargs)
-            masks = dict.fromkeys(self.config.layer_types, requests.attention_mask)
-            kwargs["paged_requests"] = requests
-            cache = None  # the requests hold the pages
-        elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
+        if isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches
             masks = attention_mask
         else:
-            past = None if has_pages else cache  # pages have no length to ask for
-            masks = self.create_masks(inputs_embeds, attention_mask, past, position_ids, default_positions, **kwargs)
+            check_documents(attention_mask, cache, position_ids)
+            if attention_mask is not None and attention_mask.ndim == 4 and self.config.sliding_window:
+                raise ValueError(
+                    "A mask [batch, heads, queries, keys] over tokens cannot hold the windows of this model: pass "
+                    "attention_mask [batch, tokens], or position_ids that restart at each document."
+                )
+            masks = self.create_masks(inputs_embeds, attention_mask, cache, position_ids)
+        positions = position_ids
+        if positions is None:
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
+            positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            positions = positions.unsqueeze(0)
 
         hidden_states = inputs_embeds
-        tables = self.rotary_emb.tables(hidden_states, position_ids)
+        tables = self.rotary_emb.tables(hidden_states, positions)
         position_embeddings = {"full_attention": tables, "sliding_attention": tables}
         if self.rotary_emb_sliding is not None:
-            position_embeddings["sliding_attention"] = self.rotary_emb_sliding.tables(hidden_states, position_ids)
+            position_embeddings["sliding_attention"] = self.rotary_emb_sliding.tables(hidden_states, positions)
 
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
                 hidden_states,
-                attention_mask=masks[decoder_layer.self_attn.layer_type],
+                attention_mask=masks[mask_name(decoder_layer.self_attn)],
                 position_embeddings=position_embeddings[decoder_layer.self_attn.layer_type],
-                position_ids=position_ids,
+                position_ids=position_ids,  # attention only looks for documents in them
                 use_cache=use_cache,
                 **{CACHE: cache},
                 **kwargs,
             )
 
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
+
+
+def mask_name(attention: MultiHeadAttention) -> str:
+    """Return the name of the mask of a layer. Layers of one core, layer type and number of virtual tokens share it."""
+    return f"{attention.core}.{attention.layer_type}.{attention.num_virtual_tokens}"
+
+
+def check_documents(attention_mask: Any, cache: Cache | None, position_ids: torch.Tensor | None) -> None:
+    """Raise a ValueError for packed documents (positions that restart) next to a mask or a cache.
+
+    Transformers then does not look for documents, and they would silently attend to one another."""
+    if position_ids is None or position_ids.shape[-1] == 1 or is_tracing(position_ids):
+        return
+    if (attention_mask is None and cache is None) or (attention_mask is not None and attention_mask.ndim != 2):
+        return
+    restarts = position_ids.diff(dim=-1) != 1
+    if attention_mask is not None:  # positions of padding are arbitrary
+        real = attention_mask[:, -position_ids.shape[-1] :].bool()
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    if restarts.any():
+        raise ValueError(
+            "position_ids restart, as those of packed documents do: leave out attention_mask and pass use_cache=False, "
+            "or the documents would attend to one another."
+        )
 
 
 class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
@@ -324,21 +375,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Start continuous batching as [`GenerationMixin`] does (see `init_requests`).
-
-        Raise a NotImplementedError for a kind that caches more than Llama. A model that runs on Transformers' paged
-        cores takes CUDA graphs and compilation too."""
-        if self.model.runs_on_paged_cores:
-            return super().init_continuous_batching(*args, **kwargs)
-        others = [layer.self_attn for layer in self.model.layers if not layer.self_attn.caches_like_llama]
-        if others:
-            kinds = sorted({repr(self.config.attention_kinds[attention.layer_idx]) for attention in others})
-            raise NotImplementedError(
-                "Continuous batching (generate_batch, transformers serve --continuous-batching) keeps one key and one "
-                f"value per token and head, and layers of kind {' and '.join(kinds)} cache more. Use generate, which "
-                "takes batches too."
-            )
-        return init_requests(super().init_continuous_batching.__func__, self, self.model, *args, **kwargs)
+        """Raise a NotImplementedError: the pages of continuous batching hold no virtual tokens."""
+        raise NotImplementedError("Use generate, or continuous batching of vLLM by the plugin vllm_iha (docs/SERVE.md).")
 
     def _get_static_cache_init_shape(self):
         """Return the shape in which [`GenerationMixin`] allocates static caches before a chunked prefill.

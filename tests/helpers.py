@@ -17,9 +17,9 @@ from transformers.activations import ACT2FN
 
 from iha.errors import ROOT, run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, virtual_core
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.cache_names import CACHE
-from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
+from modeling_iha.transformers_versions import CACHE
+from modeling_iha.configuration_iha import OPTIONS_CLASSES
 from modeling_iha.mixing_weights import mixing_parameters
 from modeling_iha.new_token import uses_new_token_path
 from modeling_iha.score_matrix import ScoreMatrixAttention

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 from helpers import small_config
 
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
+from modeling_iha.configuration_iha import OPTIONS_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig
 
 from iha.flops import Cost
 from modeling_iha import IHAConfig
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.attention_mha import MultiHeadAttention
-from modeling_iha.overlay import Overlay
+from iha.overlay import Overlay
 
 
 @dataclass(frozen=True)

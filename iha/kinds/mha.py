@@ -2,7 +2,7 @@
 
 from iha.flops import Cost, cached_tokens, score_products
 from modeling_iha import IHAConfig
-from modeling_iha.virtual_masks import virtual_tokens_per_token
+from iha.flops import virtual_tokens_per_token
 
 from . import Companion
 

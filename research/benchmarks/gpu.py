@@ -30,10 +30,10 @@ from iha import model_cost as cost
 from iha.errors import UserError, one_line, run_cli
 from iha.files import current_commit, expanded, sole_writer, write_json
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.masks import make_masks
-from modeling_iha.virtual_masks import virtual_tokens_per_token
+from iha.flops import virtual_tokens_per_token
 from research.benchmarks import harness
 from research.benchmarks.harness import Attention, inference, training
 from research.benchmarks.options import OUTPUTS

@@ -37,7 +37,7 @@ from iha import plots
 from iha.errors import UserError, run_cli
 from iha.files import sole_writer
 from modeling_iha import IHAModel
-from modeling_iha.virtual_masks import virtual_tokens_per_token
+from iha.flops import virtual_tokens_per_token
 from research.experiments.language_models import build, sized
 from research.experiments.options import study_parser
 from research.experiments.protocol import start_like

@@ -25,9 +25,9 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.masking_utils import causal_mask_function, create_sliding_window_causal_mask
 
 from modeling_iha import interleave_heads, virtual_core, windows
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 from modeling_iha.first_keys import is_first_key_mask
-from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha.configuration_iha import OPTIONS_CLASSES
 
 
 # Few models that show every path, because Dynamo traces for a second per layer and graph: each kind stands once, and

@@ -7,7 +7,7 @@ from helpers import EVERY_KIND, HYBRID, assert_close, packing, padding, random_i
 from stand_in_gpu import GpuTensor, gpus, move
 
 from modeling_iha import new_token
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)

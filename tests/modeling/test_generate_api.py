@@ -25,7 +25,7 @@ from transformers import (
     cache_utils,
 )
 
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 
 
 PROMPT, NEW = 9, 8

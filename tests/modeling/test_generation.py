@@ -22,7 +22,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_iha import IHAForQuestionAnswering, IHAForSequenceClassification, IHAForTokenClassification
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 from modeling_iha.mixed_heads import MixedHeads
 from modeling_iha.new_token import uses_new_token_path
 from modeling_iha.pairing import PairedHeads

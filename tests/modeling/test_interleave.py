@@ -61,7 +61,7 @@ from modeling_iha import (
     pair_heads,
     remove_interleaving,
 )
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 from modeling_iha.configuration_interleaved import TASKS
 from modeling_iha.in_place import remove_mixing
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values

@@ -31,7 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import IHAForCausalLM, interleave_heads
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 from modeling_iha.first_keys import is_first_key_mask, read_mask
 from modeling_iha.masks import _compiled_masks, make_masks
 from modeling_iha.virtual_masks import token_mask

@@ -39,9 +39,9 @@ from transformers import DynamicCache, StaticCache
 
 from iha.processes import run_in_clean_process
 from modeling_iha import IHAForCausalLM
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.cache_names import CACHE
-from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
+from modeling_iha.transformers_versions import CACHE
+from modeling_iha.configuration_iha import OPTIONS_CLASSES
 from modeling_iha.virtual_heads import virtual_heads_class
 from modeling_iha.virtual_masks import VIRTUAL_KINDS
 

@@ -21,7 +21,7 @@ from helpers import (
 from transformers import StaticCache
 
 from modeling_iha import IHAForCausalLM
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 
 
 KERNELS = {"query_kernel": 3, "key_kernel": 5}

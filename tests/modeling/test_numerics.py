@@ -19,7 +19,7 @@ from helpers import (
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from modeling_iha import IHAForCausalLM, cpu_precision, new_token
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 
 
 def hybrid_config(**overrides):

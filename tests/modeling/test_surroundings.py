@@ -28,7 +28,7 @@ from iha.errors import ROOT
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving, virtual_masks
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
-from modeling_iha.overlay import Overlay
+from iha.overlay import Overlay
 from research.experiments.model_types import MULTIMODAL, tiny_model
 
 

@@ -38,8 +38,8 @@ from trl.scripts import sft as trl_sft
 from iha.cards import render_card
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
+from modeling_iha.configuration_iha import OPTIONS_CLASSES
 from sft import train
 from sft.arguments import RunArguments
 from sft.base_model import lora_config
