@@ -11,7 +11,7 @@ from transformers.cli.serving import model_manager, utils
 from iha.checkpoints import check_filled, check_no_adapter, lacks_tokenizer, load_config_dict, positions_of
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
-from modeling_iha.modeling_interleaved import InterleavedMixin
+from modeling_iha.modeling_interleaved import ModelMixin
 
 
 class ModelRefused(UserError, HTTPException):
@@ -34,7 +34,7 @@ class WholeModel:
             check_served(source, options.get("revision"))
             loaded: Any = super().from_pretrained(source, *arguments, output_loading_info=True, **options)  # type: ignore[misc]
             model, info = loaded
-            if isinstance(model, (IHAForCausalLM, InterleavedMixin)):
+            if isinstance(model, (IHAForCausalLM, ModelMixin)):
                 check_filled(info, source)
         except UserError as error:
             raise ModelRefused(str(error)) from error

@@ -13,7 +13,10 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from .adapters import load_adapter, save_adapter
 from .configuration_iha import IHAConfig
+from .in_place import LocalInterleavedConfig, interleave_heads, remove_interleaving
+from .mixing_weights import mixing_parameters, set_mixing_scale
 from .modeling_iha import (
     IHAForCausalLM,
     IHAForQuestionAnswering,
@@ -23,6 +26,7 @@ from .modeling_iha import (
     IHAPreTrainedModel,
 )
 from .package import from_preset, save_pretrained
+from .paired_decoders import pair_heads
 
 
 __version__ = "0.1.0"  # setup.py reads it
@@ -34,6 +38,7 @@ IHAConfig.save_pretrained = save_pretrained
 IHAConfig._auto_class = None
 
 AutoConfig.register(IHAConfig.model_type, IHAConfig)
+AutoConfig.register(LocalInterleavedConfig.model_type, LocalInterleavedConfig)
 AutoModel.register(IHAConfig, IHAModel)
 AutoModelForCausalLM.register(IHAConfig, IHAForCausalLM)
 AutoModelForSequenceClassification.register(IHAConfig, IHAForSequenceClassification)
@@ -49,4 +54,11 @@ __all__ = [
     "IHAForTokenClassification",
     "IHAModel",
     "IHAPreTrainedModel",
+    "interleave_heads",
+    "load_adapter",
+    "mixing_parameters",
+    "pair_heads",
+    "remove_interleaving",
+    "save_adapter",
+    "set_mixing_scale",
 ]

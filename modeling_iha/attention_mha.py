@@ -62,7 +62,9 @@ class MultiHeadAttention(LlamaAttention):
         """Return the name of the attention function. That of "sdpa" computes windows in blocks."""
         name = self.config._attn_implementation or "eager"
         if name in SERVER_CORES:
-            raise ValueError(f"{name} keeps keys and values that this model lacks: use vLLM's plugin vllm_iha, or generate.")
+            raise ValueError(
+                f"{name} keeps keys and values that this model lacks: use vLLM's plugin vllm_iha, or generate."
+            )
         return SDPA_IN_BLOCKS if name == "sdpa" else name
 
     @property
@@ -122,7 +124,7 @@ class MultiHeadAttention(LlamaAttention):
         rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output [batch, N, H, head_dim] of the core and, where it gives them, the weights [batch, H, N, K].
+        """Return the output [batch, N, H, head_dim] of the core, and the weights [batch, H, N, K] where it gives them.
 
         `rotation` is that of pseudo-heads within their token, for "iha" layers. `kwargs` are passed to the core."""
         return self.core_function(self, query_states, key_states, value_states, attention_mask, **kwargs)

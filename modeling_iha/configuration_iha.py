@@ -6,9 +6,6 @@ from copy import deepcopy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from .transformers_versions import OLDEST  # noqa: F401  # before other imports, so that its error comes first
-
-
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers.models.llama.configuration_llama import LlamaConfig
@@ -22,6 +19,7 @@ from .options_hyper_feature import FeatureOptions
 from .options_knocking_heads import KnockingOptions
 from .options_paired_heads import PairedHeadsOptions
 from .options_pairs import PairOptions
+from .transformers_versions import OLDEST  # noqa: F401  # before other imports, so that its error comes first
 
 
 if TYPE_CHECKING:

@@ -131,7 +131,7 @@ class MixedHeads(NamedTuple):
 
     @classmethod
     def of_module(cls, module: nn.Module, states: torch.Tensor, rotation=None) -> "MixedHeads":
-        """Return the weights of an attention module. Its modules are called with states because wrappers act on calls."""
+        """Return the weights of a module. It calls its parts with states, because wrappers act on calls."""
         return cls(module.q_mix(states), module.k_mix(states), module.v_mix(states), module.collapse(states), rotation)
 
     @property
@@ -151,7 +151,7 @@ class MixedHeads(NamedTuple):
         )
 
     def collapse_output(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the output [batch, N, H, head_dim] of that of virtual tokens, [batch, N * P, H, head_dim] (step 5)."""
+        """Return heads [batch, N, H, head_dim] of virtual outputs [batch, N * P, H, head_dim] (step 5)."""
         return collapse(output, self.collapse, self.num_pseudo_heads)
 
     def mask_of_virtual_heads(self, mask):
@@ -213,7 +213,9 @@ def attend_new_token(
 
 
 def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return sum_m absorbed[m] . key[m], [batch, rows, K], of [batch, G, rows, head_dim] and [batch, G, K, head_dim]."""
+    """Return sum_m absorbed[m] . key[m], [batch, rows, K].
+
+    The arguments are [batch, G, rows, head_dim] and [batch, G, K, head_dim]."""
     if key.device.type == "cpu" and key.dtype == torch.float32:  # one product would first copy the keys
         scores = absorbed.new_zeros(len(key), absorbed.shape[2], key.shape[2])
         for m in range(key.shape[1]):

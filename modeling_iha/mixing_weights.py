@@ -10,7 +10,6 @@ import math
 
 import torch
 from torch import nn
-
 from transformers import PreTrainedConfig
 
 

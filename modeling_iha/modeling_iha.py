@@ -14,7 +14,7 @@ from transformers.generation import GenerationMixin
 from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
-    )
+)
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -286,8 +286,8 @@ class IHAModel(IHAPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         r"""Run as [`LlamaModel.forward`] does, with every argument in tokens.
 
-        `attention_mask` is [batch, cached + N], a custom one [batch, heads or 1, N, K] that says all that a token sees,
-        windows included, or the masks of `create_masks`. Layers with virtual tokens give `attentions` over them: see
+        `attention_mask` is [batch, cached + N], a custom one [batch, heads or 1, N, K] that says all that a token
+        sees, or the masks of `create_masks`. Layers with virtual tokens give `attentions` over them: see
         `token_attentions`."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -353,8 +353,8 @@ def check_documents(attention_mask: Any, cache: Cache | None, position_ids: torc
         restarts = restarts & real[:, 1:] & real[:, :-1]
     if restarts.any():
         raise ValueError(
-            "position_ids restart, as those of packed documents do: leave out attention_mask and pass use_cache=False, "
-            "or the documents would attend to one another."
+            "position_ids restart, as those of packed documents do: leave out attention_mask and pass "
+            "use_cache=False, or the documents would attend to one another."
         )
 
 
@@ -376,7 +376,9 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args, **kwargs):
         """Raise a NotImplementedError: the pages of continuous batching hold no virtual tokens."""
-        raise NotImplementedError("Use generate, or continuous batching of vLLM by the plugin vllm_iha (docs/SERVE.md).")
+        raise NotImplementedError(
+            "Use generate, or continuous batching of vLLM by the plugin vllm_iha (docs/SERVE.md)."
+        )
 
     def _get_static_cache_init_shape(self):
         """Return the shape in which [`GenerationMixin`] allocates static caches before a chunked prefill.

@@ -60,7 +60,7 @@ AUTO_CLASSES = (
 )
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 CHANGED = "changed_"  # the prefix of attention functions whose model computes something other than its base
-# PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. A fixed name avoids this.
+# PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. This name is fixed.
 HOOK = "interleaving"
 
 
@@ -410,8 +410,8 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
     modules = interleaved_attention(model)
     if not modules:
         raise ValueError(
-            f"The model has none of the interleaved layers of its configuration ({', '.join(config.interleaved_layers)}"
-            "): keep more layers, or load it by the class that saved it."
+            f"The model has none of its interleaved layers ({', '.join(config.interleaved_layers)}): keep more "
+            "layers, or load it by the class that saved it."
         )
     config.interleaved_layers = {name: config.interleaved_layers[name] for name in modules}
     for name, module in modules.items():
@@ -425,9 +425,7 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
         module.q_mix = HeadMixing(num_heads, *size)
         module.k_mix = HeadMixing(num_key_heads, *size)
         module.v_mix = HeadMixing(num_value_heads, *size)
-        module.collapse = HeadCollapse(
-            num_heads, config.num_pseudo_heads, config.pseudo_collapse, config.mixing_scale
-        )
+        module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse, config.mixing_scale)
     # Blocks that share all their weights, such as those of Zamba, share the mixing too. Transformers ties no buffers.
     weights = dict(model.named_parameters(remove_duplicate=False))
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)

@@ -43,8 +43,8 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     """Build a named configuration of the directory `configuration_iha`, such as `"paper-2.4b-iha"` or `"tiny"`.
 
     `overrides` replace single fields, and `rope_theta` the base in `rope_parameters`. P is the number of heads if
-    neither they nor the preset state it. A window that is not overridden is computed anew: in presets with "iha" layers
-    it is `flop_matched_window` of the context length and P, and in others it keeps its share of the context length.
+    neither they nor the preset state it. A window that is not overridden is computed anew: in presets with "iha"
+    layers it is `flop_matched_window` of the context length and P, and in others it keeps its share of the context.
     With another number of layers the lists of kinds and layer types are cut, or begin again. Special tokens outside of
     the vocabulary are left out.
 

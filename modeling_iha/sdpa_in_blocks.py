@@ -6,10 +6,10 @@ PyTorch's SDPA needs a dense mask for a window, and computes all pairs of the ma
 queries meets the keys that its window reaches, O(length * window), on a CPU as on a GPU. In half precision a GPU takes
 PyTorch's FlashAttention (`varlen_attn`).
 
-The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the window
-is the argument `sliding_window`, and packed documents begin where `position_ids` do not increase by one. So it serves
-every decoder with windows that supports FlashAttention. All other calls (no window, a cache, a mask that is more than
-a window) go to SDPA with the mask that SDPA takes.
+The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
+window is the argument `sliding_window`, and packed documents begin where `position_ids` do not increase by one. So it
+serves every decoder with windows that supports FlashAttention. All other calls (no window, a cache, a mask that is
+more than a window) go to SDPA with the mask that SDPA takes.
 """
 
 from inspect import signature

@@ -16,13 +16,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.activations import ACT2FN
 
 from iha.errors import ROOT, run_cli
-from modeling_iha import IHAConfig, IHAForCausalLM, virtual_core
-from modeling_iha.modeling_iha import ATTENTION_CLASSES
-from modeling_iha.transformers_versions import CACHE
+from modeling_iha import IHAConfig, IHAForCausalLM, virtual_tokens
 from modeling_iha.configuration_iha import OPTIONS_CLASSES
 from modeling_iha.mixing_weights import mixing_parameters
-from modeling_iha.new_token import uses_new_token_path
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
+from modeling_iha.transformers_versions import CACHE
+from modeling_iha.virtual_tokens import takes_new_token
 
 
 PLACES = ("*.md", "docs/*.md", "*/README.md", "sft/recipes/README.md", "research/**/README.md")
@@ -90,7 +90,7 @@ GEOMETRIES = {
         kind: {
             "attention_kinds": kind,
             "attention_options": {kind: options.example},
-            **(_WINDOW_AND_GLOBAL if kind != "multi_token" else {}),
+            **_WINDOW_AND_GLOBAL,
             **({"num_pseudo_heads": 2} if kind == "paired_heads" else {}),  # a divisor of the key/value heads
         }
         for kind, options in OPTIONS_CLASSES.items()
@@ -157,30 +157,14 @@ LOCAL_ROPE = {
 IHA_CODE = {
     "configuration_iha.py",
     "modeling_iha.py",
-    "masks.py",
-    "virtual_core.py",
-    "virtual_heads.py",
-    "attention_kinds.py",
+    "virtual_tokens.py",
+    "sdpa_in_blocks.py",
     "attention_mha.py",
     "attention_iha.py",
-    "kind_options.py",
-    "options.py",
     "interleaving.py",
     "mixing.py",
-    "mixed_heads.py",
-    "new_token.py",
-    "tracing.py",
-    "windows.py",
-    "chunks.py",
-    "virtual_masks.py",
-    "overlay.py",
-    "cache_edge.py",
-    "mixing_scale.py",
-    "cpu_precision.py",
-    "paged_requests.py",
-    "cache_names.py",
-    "tested_versions.py",
-    "first_keys.py",
+    "options.py",
+    "transformers_versions.py",
 }
 
 
@@ -256,19 +240,20 @@ def random_ids(*shape, vocab_size=61, seed=1):
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# By the id of a configuration, if its "iha" layers decode from base states; without an entry `uses_new_token_path`
+# By the id of a configuration, if its layers decode one token from base states; without an entry `takes_new_token`
 # decides.
 ABSORBS: dict[int, bool] = {}
 
 
-def chosen_form(core, config, dropout, states, num_keys):
-    """Take the place of `uses_new_token_path`, which goes by the number of cached tokens."""
-    if id(config) not in ABSORBS:
-        return uses_new_token_path(core, config, dropout, states, num_keys)
-    return ABSORBS[id(config)] and core == "sdpa" and not dropout
+def chosen_form(module, heads, query, key, mask, dropout):
+    """Take the place of `takes_new_token`, which goes by the number of cached tokens."""
+    if id(module.config) not in ABSORBS:
+        return takes_new_token(module, heads, query, key, mask, dropout)
+    is_new_token = query.shape[2] == 1 and mask is not None and not dropout
+    return ABSORBS[id(module.config)] and is_new_token and heads.has_new_token_path
 
 
-virtual_core.uses_new_token_path = chosen_form
+virtual_tokens.takes_new_token = chosen_form
 
 
 def set_core(model, core):

@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from iha.flops import Cost
-from modeling_iha import IHAConfig
-from modeling_iha.modeling_iha import ATTENTION_CLASSES
-from modeling_iha.attention_mha import MultiHeadAttention
 from iha.overlay import Overlay
+from modeling_iha import IHAConfig
+from modeling_iha.attention_mha import MultiHeadAttention
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 
 
 @dataclass(frozen=True)
