@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from .adapters import load_adapter, save_adapter
+from .attention_maps import token_attentions
 from .configuration_iha import IHAConfig
 from .in_place import LocalInterleavedConfig, interleave_heads, remove_interleaving
 from .mixing_weights import mixing_parameters, set_mixing_scale
@@ -61,4 +62,5 @@ __all__ = [
     "remove_interleaving",
     "save_adapter",
     "set_mixing_scale",
+    "token_attentions",
 ]

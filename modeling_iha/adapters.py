@@ -21,7 +21,14 @@ from transformers.utils import cached_file
 
 from .in_place import FIELDS, detach, interleave_heads
 from .mixing_weights import gathered, is_sharded
-from .modeling_interleaved import backbone_of, decoder_config, is_mixing
+from .modeling_interleaved import (
+    backbone_of,
+    decoder_config,
+    has_virtual_heads,
+    interleaved_attention,
+    is_mixing,
+    use_virtual_core,
+)
 from .paired_decoders import pair_heads
 
 
@@ -75,6 +82,8 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
             "PeftModel.from_pretrained on the model that it was trained on."
         )
     record = json.loads(Path(file).read_text())
+    if lacking := sorted({*FIELDS, "base_model_type", "num_hidden_layers"} - record.keys()):
+        raise ValueError(f"{RECORD_FILE} of {source} lacks {', '.join(lacking)}: it is damaged.")
     with interleaved_as(record, model, source):
         if record["virtual_heads"] != "paired":
             load_mixing(model, load_file(cached_file(source, MIXING_FILE, **hub)), source)
@@ -103,11 +112,12 @@ def mixing_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the weights of the mixing, their starts and scales, by their names in the model without a head.
 
     Where an adapter trains copies of the mixing, these are the originals below: PEFT saves the copies itself."""
-    state = {
-        name.replace(".original_module.", "."): tensor
-        for name, tensor in backbone_of(model).state_dict().items()
-        if is_mixing(name) and ".modules_to_save." not in name
-    }
+    state = {}
+    for name, module in interleaved_attention(model).items():
+        attention = next(each for each in module.modules() if has_virtual_heads(each))  # a prompt adapter may wrap it
+        for part, tensor in attention.state_dict().items():
+            if is_mixing(part) and ".modules_to_save." not in part:
+                state[f"{name}.{part.replace('.original_module.', '.')}"] = tensor
     if any(tensor.is_meta for tensor in state.values()):
         raise ValueError("The mixing is offloaded: load the model whole.")
     return state
@@ -162,6 +172,8 @@ def load_mixing(model: PreTrainedModel, tensors: dict[str, torch.Tensor], source
         if is_sharded(tensor):
             loaded = torch.distributed.tensor.distribute_tensor(loaded, tensor.device_mesh, tensor.placements)
         tensor.copy_(loaded)
+    decoder_config(model).has_loaded_mixing = True
+    use_virtual_core(model)
 
 
 def write_whole(file: Path, write: Any) -> None:

@@ -88,8 +88,6 @@ class LinearHyperAttention(TupleAttention):
     then separate running sums, O(N head_dim^2) in all. Under a mask (padding, packing, a chunk that continues a cache)
     every query sums the tokens that it sees, O(N^2 head_dim^2)."""
 
-    gives_weights = False
-
     def __init__(self, config: IHAConfig, layer_idx: int):
         options = config.options_of("hyper")
         super().__init__(config, layer_idx, tuple_size=options.order - 1, sharing=options.sharing)

@@ -34,15 +34,13 @@ class InterleavedHeadAttention(MultiHeadAttention):
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        num_heads = config.num_attention_heads
-        num_key_heads = config.num_key_value_heads
-        scale = config.mixing_scale
-        self.num_virtual_tokens = config.num_pseudo_heads
+        heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
+        self.num_virtual_tokens = size
         self.rope_table = "interleaved" if config.pseudo_positions == "interleaved" else "token"
-        self.q_mix = HeadMixing(num_heads, config.num_pseudo_heads, scale)
-        self.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads, scale)
-        self.v_mix = HeadMixing(num_key_heads, config.num_pseudo_heads, scale)
-        self.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse, scale)
+        self.q_mix = HeadMixing(heads, size, config.mixing_scale)
+        self.k_mix = HeadMixing(key_heads, size, config.mixing_scale)
+        self.v_mix = HeadMixing(key_heads, size, config.mixing_scale)
+        self.collapse = HeadCollapse(heads, size, config.pseudo_collapse, config.mixing_scale)
 
     def attend(
         self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs

@@ -19,11 +19,7 @@ from transformers.models.llama.modeling_llama import (
 
 from .configuration_iha import IHAConfig
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .transformers_versions import takes_cache
-
-
-# The attention functions of other programs, which replace the keys and values of a layer by those of their own cache.
-SERVER_CORES = ("vllm", "vllm_mla", "sglang")
+from .transformers_versions import pop_cache
 
 
 class MultiHeadAttention(LlamaAttention):
@@ -35,7 +31,6 @@ class MultiHeadAttention(LlamaAttention):
     mixing_modules: tuple[str, ...] = ()
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
-    gives_weights = True  # whether `attend` can return attention weights
     num_virtual_tokens = 1  # of each token
 
     def __init__(self, config: IHAConfig, layer_idx: int):
@@ -49,7 +44,6 @@ class MultiHeadAttention(LlamaAttention):
 
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> "MultiHeadAttention":
-        """Build the attention module of a layer of this kind."""
         return cls(config, layer_idx)
 
     @property
@@ -61,10 +55,6 @@ class MultiHeadAttention(LlamaAttention):
     def core(self) -> str:
         """Return the name of the attention function. That of "sdpa" computes windows in blocks."""
         name = self.config._attn_implementation or "eager"
-        if name in SERVER_CORES:
-            raise ValueError(
-                f"{name} keeps keys and values that this model lacks: use vLLM's plugin vllm_iha, or generate."
-            )
         return SDPA_IN_BLOCKS if name == "sdpa" else name
 
     @property
@@ -76,9 +66,7 @@ class MultiHeadAttention(LlamaAttention):
         return self.v_proj(hidden_states)
 
     def map_heads(self, query_states: torch.Tensor, key_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys [batch, N, heads, head_dim] unchanged.
-
-        Kinds that map heads before QK-norm and RoPE override this."""
+        """Return queries and keys [batch, N, heads, head_dim] unchanged; some kinds map heads before RoPE."""
         return query_states, key_states
 
     def rotate(
@@ -130,21 +118,18 @@ class MultiHeadAttention(LlamaAttention):
         return self.core_function(self, query_states, key_states, value_states, attention_mask, **kwargs)
 
     def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the output of `attend` [batch, N, H, head_dim] unchanged.
-
-        Kinds that gate or combine heads override this."""
+        """Return the output of `attend` [batch, N, H, head_dim] unchanged; some kinds gate or combine heads."""
         return attn_output
 
-    @takes_cache
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         attention_mask: Any = None,
-        cache: Cache | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `IHAModel.create_masks`."""
+        cache = pop_cache(kwargs)
         query_states, key_states, value_states = self.project(hidden_states, position_embeddings, cache)
         attn_output, attn_weights = self.attend(
             query_states,

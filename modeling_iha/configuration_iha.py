@@ -3,11 +3,13 @@
 """Configure the IHA model: Llama's fields, and each layer's mechanism. The folder `configuration_iha` has presets."""
 
 from copy import deepcopy
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from .transformers_versions import OLDEST  # noqa: F401  # first, so that the error of another version comes first
+
+
+# isort: split
 from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from .options import KindOptions
@@ -19,7 +21,6 @@ from .options_hyper_feature import FeatureOptions
 from .options_knocking_heads import KnockingOptions
 from .options_paired_heads import PairedHeadsOptions
 from .options_pairs import PairOptions
-from .transformers_versions import OLDEST  # noqa: F401  # before other imports, so that its error comes first
 
 
 if TYPE_CHECKING:
@@ -53,20 +54,14 @@ AUTO_MAP = {
     "AutoModelForQuestionAnswering": "modeling_iha.IHAForQuestionAnswering",
 }
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# Fields that hold one of a few words.
-CHOICES = {"pseudo_positions": ("interleaved", "shared"), "pseudo_collapse": ("per_head", "all_heads")}
 
 
 def expand_pattern(pattern: str | list, num_layers: int) -> list:
-    """Return one entry per layer for a single name or a short repeating pattern.
-
-    Any other list is returned unchanged, and its length is checked later. A model of one layer gets the first entry of
-    any list, so that a preset's pattern can be used."""
+    """Return one entry per layer for one name, for a pattern that repeats at least twice, or for one layer."""
     pattern = [pattern] if isinstance(pattern, str) else list(pattern)
-    # A pattern that repeats less than twice is more likely a list of the wrong length.
     if pattern and (2 * len(pattern) <= num_layers or num_layers == 1):
         return [pattern[i % len(pattern)] for i in range(num_layers)]
-    return pattern
+    return pattern  # a list of another length is an error, which `validate_architecture` raises
 
 
 @strict
@@ -76,12 +71,10 @@ class IHAConfig(LlamaConfig):
 
     Args:
         attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
-            Attention mechanism of each layer, such as `"iha"` or `"mha"` (Llama's attention); `OPTIONS_CLASSES`
-            lists all. It is one name for all layers, a short repeating pattern, or one name per layer,
-            and is stored as a list.
+            Attention mechanism of each layer, a name of `OPTIONS_CLASSES`: one name for all layers, a short repeating
+            pattern, or one name per layer. It is stored as a list. `"mha"` is Llama's attention.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
-            Mask and cache geometry of each layer, `"full_attention"` or `"sliding_attention"`, given and stored as
-            `attention_kinds` is.
+            Mask and cache of each layer, `"full_attention"` or `"sliding_attention"`, given as `attention_kinds` is.
         sliding_window (`int`, *optional*):
             Window W of the sliding layers in tokens, the current one included. In layers of kind `"iha"` and
             `"paired_heads"` virtual query v sees the virtual keys u with `v - W * P < u <= v`.
@@ -95,29 +88,21 @@ class IHAConfig(LlamaConfig):
             Map R from pseudo-heads back to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P]
             (Definition 3).
         mixing_scale (`float`, *optional*, defaults to 1.0):
-            The weights that mix heads are stored as start + s * change, and this is s: they learn at s times the
-            optimizer's rate (see `Mixing` of mixing.py). A new model with 1 stores the weights themselves, because
-            its start is 0. Converters take 40. A saved checkpoint keeps its own scale, which only `set_mixing_scale`
-            may change.
+            How many times the optimizer's rate the weights that mix heads learn at (see `Mixing` of mixing.py). The
+            saved weights depend on it. Converters take 40.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
-            Number of groups of channels of the gated FFN, which a softmax over the groups scales, as in released
-            DCFormers (44). `None` leaves that gate out.
+            Number of groups of FFN channels that a softmax over the groups scales, as in released DCFormers (44).
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             `True` for an RMSNorm over each head's query and key, before RoPE and the mixing (as in Qwen3).
         rope_parameters (`dict`, *optional*):
-            RoPE of all layers, or `{"full_attention": {...}, "sliding_attention": {...}}` for a RoPE of its own for
-            the layers with a window, as in Gemma 3.
+            RoPE of all layers, or `{"full_attention": {...}, "sliding_attention": {...}}`, as in Gemma 3.
         no_rope_layers (`list[int]`, *optional*):
             One entry per layer, or a short repeating pattern such as `[1, 1, 1, 0]`: 1 for a layer with RoPE
             (default), 0 for one in which neither a token nor a pseudo-head has a position.
         attention_options (`dict[str, dict]`, *optional*):
-            Options of single mechanisms, `{kind: {option: value}}`. `OPTIONS_CLASSES` names the class that describes
-            the options of each kind.
-
-    As in every configuration of Transformers, other keywords (`num_layers`) are stored and have no effect;
-    `from_preset` raises an error for them.
+            Options of single mechanisms, `{kind: {option: value}}`, the fields of the class in `OPTIONS_CLASSES`.
 
     ```python
     >>> from modeling_iha import IHAConfig, IHAForCausalLM
@@ -140,8 +125,8 @@ class IHAConfig(LlamaConfig):
     layer_types: str | list[str] | None = None
     num_pseudo_heads: int | None = None
     sliding_window: int | None = None
-    pseudo_positions: str = "interleaved"
-    pseudo_collapse: str = "per_head"
+    pseudo_positions: Literal["interleaved", "shared"] = "interleaved"
+    pseudo_collapse: Literal["per_head", "all_heads"] = "per_head"
     mixing_scale: float | int = 1.0
     gated_mlp: bool = True
     mlp_gate_groups: int | None = None
@@ -165,71 +150,43 @@ class IHAConfig(LlamaConfig):
             self.rope_parameters.pop("rope_theta", None)
 
     def validate_architecture(self):
-        """Raise a ValueError for fields from which no model can be built, or that would silently have no effect.
-
-        The error names the field, its value and what is allowed."""
-        for field in ("num_attention_heads", "num_key_value_heads", "num_pseudo_heads", "head_dim"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)}; it must be at least 1.")
-        if self.num_attention_heads % self.num_key_value_heads != 0:
+        """Raise a ValueError for fields from which no model can be built, or that would silently have no effect."""
+        if self.num_pseudo_heads < 1 or not self.mixing_scale > 0:
             raise ValueError(
-                f"num_key_value_heads={self.num_key_value_heads} does not divide num_attention_heads="
-                f"{self.num_attention_heads}; each key/value head serves the same number of query heads."
+                f"num_pseudo_heads={self.num_pseudo_heads} and mixing_scale={self.mixing_scale} must be above 0."
             )
-        if self.head_dim % 2 != 0:
-            raise ValueError(f"head_dim={self.head_dim} is odd; RoPE rotates pairs, so it must be even.")
-        if not self.mixing_scale > 0:
-            raise ValueError(f"mixing_scale={self.mixing_scale}; it must be above 0.")
-        for field, allowed in CHOICES.items():
-            if getattr(self, field) not in allowed:
-                raise ValueError(f"{field}={getattr(self, field)!r}; allowed are {', '.join(map(repr, allowed))}.")
-        self._validate_layer_list("attention_kinds", tuple(OPTIONS_CLASSES))
-        self._validate_layer_list("layer_types", LAYER_TYPES)
-        self._validate_layer_list("no_rope_layers", (0, 1))
-        self._validate_window()
+        if self.num_attention_heads % self.num_key_value_heads != 0 or self.head_dim % 2 != 0:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="
+                f"{self.num_attention_heads}, and head_dim={self.head_dim} must be even."
+            )
+        lists = {"attention_kinds": OPTIONS_CLASSES, "layer_types": LAYER_TYPES, "no_rope_layers": (0, 1)}
+        for field, allowed in lists.items():
+            entries = getattr(self, field)
+            if len(entries) != self.num_hidden_layers or any(entry not in allowed for entry in entries):
+                raise ValueError(
+                    f"{field} has {len(entries)} entries, of {', '.join(map(repr, dict.fromkeys(entries)))}: expected "
+                    f"one per layer ({self.num_hidden_layers}), or a pattern that repeats at least twice, of "
+                    f"{', '.join(map(repr, allowed))}."
+                )
+        window = self.sliding_window
+        slides = "sliding_attention" in self.layer_types
+        if slides != (window is not None) or (slides and window < 2):
+            raise ValueError(
+                f"sliding_window={window} with the layer_types {sorted(set(self.layer_types))}: expected at least 2 "
+                "tokens where a layer is of type 'sliding_attention', and None elsewhere."
+            )
         if self.has_sliding_rope and not set(self.rope_parameters) == set(self.layer_types) == set(LAYER_TYPES):
             raise ValueError(
-                f"rope_parameters={self.rope_parameters} with layers of {', '.join(sorted(set(self.layer_types)))}; "
-                "it must be one set of parameters for all layers or, in a model with both layer types, one set for "
-                f"each of {', '.join(map(repr, LAYER_TYPES))} and no other key."
+                f"rope_parameters={self.rope_parameters}: expected one set of parameters or, in a model with both "
+                f"layer types, one set for each of {', '.join(map(repr, LAYER_TYPES))} and no other key."
             )
-        groups = self.mlp_gate_groups
-        if groups is not None and (not self.gated_mlp or groups < 1 or self.intermediate_size % groups != 0):
-            raise ValueError(
-                f"mlp_gate_groups={groups} with intermediate_size={self.intermediate_size} and "
-                f"gated_mlp={self.gated_mlp}; it must be a divisor of intermediate_size, with gated_mlp=True, or None."
-            )
-        for kind in dict.fromkeys((*self.attention_options, *self.attention_kinds)):
-            options = self.options_of(kind)
-            if kind in self.attention_kinds:
-                options.check(self, kind)
-
-    def _validate_layer_list(self, field: str, allowed: tuple):
-        entries = getattr(self, field)
-        if isinstance(entries, str):  # assigned after the configuration was built
-            raise ValueError(f"{field}={entries!r} was assigned: assign a list with one entry per layer.")
-        for entry in entries:
-            if entry not in allowed:
-                raise ValueError(f"{field} holds {entry!r}; allowed are {', '.join(map(repr, allowed))}.")
-        if len(entries) != self.num_hidden_layers:
-            one_name = "one name, " if isinstance(allowed[0], str) else ""
-            raise ValueError(
-                f"{field} has {len(entries)} entries for num_hidden_layers={self.num_hidden_layers}: give {one_name}"
-                "one entry per layer, or a pattern short enough to repeat at least twice."
-            )
-
-    def _validate_window(self):
-        if "sliding_attention" not in self.layer_types:
-            if self.sliding_window is not None:
-                raise ValueError(
-                    f"sliding_window={self.sliding_window} would have no effect: no entry of layer_types is "
-                    "'sliding_attention'. Add sliding layers, or leave sliding_window at None."
-                )
-        elif self.sliding_window is None or self.sliding_window < 2:
-            raise ValueError(
-                f"sliding_window={self.sliding_window} with 'sliding_attention' in layer_types; it must be a number "
-                "of tokens, at least 2."
-            )
+        for kind in self.attention_options:
+            if kind not in OPTIONS_CLASSES:
+                raise ValueError(f"attention_options has {kind!r}: expected some of {', '.join(OPTIONS_CLASSES)}.")
+            self.options_of(kind)
+        for kind in dict.fromkeys(self.attention_kinds):
+            self.options_of(kind).check(self, kind)
 
     @property
     def has_sliding_rope(self) -> bool:
@@ -241,40 +198,17 @@ class IHAConfig(LlamaConfig):
         return self.rope_parameters[layer_type] if self.has_sliding_rope else self.rope_parameters
 
     def options_of(self, kind: str) -> Any:
-        """Return the options of an attention kind, an instance of its class in `OPTIONS_CLASSES`.
-
-        Raise a ValueError that names option, value, and what is allowed."""
-        if kind not in OPTIONS_CLASSES:
-            raise ValueError(
-                f"attention_options names the kind {kind!r}; allowed are {', '.join(map(repr, OPTIONS_CLASSES))}."
-            )
-        options = self.attention_options.get(kind, {})
-        known = {field.name: field for field in fields(OPTIONS_CLASSES[kind])}
-        for name, value in options.items():
-            if name not in known:
-                allowed = ", ".join(map(repr, known)) or "none"
-                raise ValueError(f"attention_options[{kind!r}] has the option {name!r}; allowed are: {allowed}.")
-            try:
-                OPTIONS_CLASSES[kind](**{name: value})
-            except StrictDataclassFieldValidationError as error:
-                raise ValueError(
-                    f"attention_options[{kind!r}] has {name}={value!r}; it must be {known[name].metadata['expected']}."
-                ) from error
-        return OPTIONS_CLASSES[kind](**options)
+        """Return the options of an attention kind, an instance of its class in `OPTIONS_CLASSES`."""
+        return OPTIONS_CLASSES[kind](**self.attention_options.get(kind, {}))
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs):
-        """Build a config as Transformers does, which reads every config.json through this method.
-
-        Fields among `kwargs` replace those of the file before the config is checked. Raise a ValueError for another
-        `mixing_scale`, because the stored weights depend on it."""
-        given = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__dataclass_fields__}
+        """Build a config as Transformers does, after fields among `kwargs` have replaced those of config.json."""
+        names = cls.__dataclass_fields__.keys() - {"dtype"}  # Transformers reads dtype="auto"
+        given = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
         own = config_dict.get("mixing_scale", 1)
         if given.get("mixing_scale", own) != own:
-            raise ValueError(
-                f"mixing_scale={given['mixing_scale']}, and the checkpoint has {own}, which its weights depend on: "
-                "load it without the argument, and call set_mixing_scale of modeling_iha."
-            )
+            raise ValueError(f"The saved weights depend on mixing_scale={own}: load, and call set_mixing_scale.")
         return super().from_dict(config_dict | given, **kwargs)
 
     def to_dict(self) -> dict:

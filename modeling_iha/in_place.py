@@ -199,7 +199,9 @@ def check_window(model: PreTrainedModel, sliding_window: Any) -> None:
     if sliding_window is None:
         return
     if not isinstance(sliding_window, int) or sliding_window < 2:
-        raise ValueError(f'sliding_window is {sliding_window!r}: expected at least 2 tokens, "paper" or None.')
+        raise ValueError(
+            f'sliding_window is {sliding_window!r}: expected at least 2 tokens, None or, in interleave_heads, "paper".'
+        )
     length = getattr(decoder_config(model), "max_position_embeddings", None)
     if length is not None and sliding_window > length:
         raise ValueError(
@@ -516,7 +518,7 @@ def detach(model: PreTrainedModel) -> None:
     config = decoder_config(model)
     if hasattr(config, "interleaved_layers"):
         detach_virtual_heads(model)
-    for field in FIELDS:
+    for field in (*FIELDS, "has_loaded_mixing"):
         vars(config).pop(field, None)
     # `save_pretrained` and a load add our entries to `auto_map`, and a load adds the type of the base.
     vars(model.config).pop("auto_map", None)

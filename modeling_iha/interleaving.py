@@ -33,7 +33,7 @@ class HeadMixing(Mixing):
 
     def __init__(self, num_heads: int, num_pseudo_heads: int, scale: float = 1.0):
         super().__init__(scale)
-        self.add_weight("weight", torch.eye(num_heads).unsqueeze(-1).repeat(1, 1, num_pseudo_heads))
+        self.add_weight("weight", torch.zeros(num_heads, num_heads, num_pseudo_heads))
 
     def init_mechanism(self, config):
         """Start every pseudo-head near its own head, so that the layer starts close to MHA.
@@ -41,8 +41,7 @@ class HeadMixing(Mixing):
         The paper gives no initialization. The noise makes the pseudo-heads differ."""
         # Some configurations lack the field, such as OPT's, which has `init_std`.
         noise = torch.randn_like(self.weight) * getattr(config, "initializer_range", 0.02)
-        identity = torch.eye(self.weight.shape[0], device=noise.device, dtype=noise.dtype)
-        self.init_weight("weight", identity.unsqueeze(-1) + noise)
+        self.init_weight("weight", torch.eye(len(noise)).to(noise).unsqueeze(-1) + noise)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return alpha for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""
@@ -58,15 +57,14 @@ class HeadCollapse(Mixing):
 
     def __init__(self, num_heads: int, num_pseudo_heads: int, pseudo_collapse: str, scale: float = 1.0):
         super().__init__(scale)
-        shares = torch.ones(num_heads, 1) if pseudo_collapse == "per_head" else torch.eye(num_heads)
         self.num_pseudo_heads = num_pseudo_heads
-        self.add_weight("weight", shares.repeat_interleave(num_pseudo_heads, dim=1) / num_pseudo_heads)
+        num_sources = 1 if pseudo_collapse == "per_head" else num_heads
+        self.add_weight("weight", torch.zeros(num_heads, num_sources * num_pseudo_heads))
 
     def init_mechanism(self, config):
         """Start at the mean over the pseudo-heads."""
         num_heads, columns = self.weight.shape
-        is_per_head = columns == self.num_pseudo_heads
-        shares = self.weight.new_ones(num_heads, 1) if is_per_head else torch.eye(num_heads).to(self.weight)
+        shares = torch.ones(num_heads, 1) if columns == self.num_pseudo_heads else torch.eye(num_heads)
         self.init_weight("weight", shares.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -144,11 +142,9 @@ class MixedHeads(NamedTuple):
 
     def make_virtual_tokens(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
         """Return queries, keys and values of virtual tokens, [batch, H or G, tokens * P, head_dim] (steps 2 and 3)."""
-        return (
-            make_virtual_sequence(query, self.q_mix, self.rotation),
-            make_virtual_sequence(key, self.k_mix, self.rotation),
-            make_virtual_sequence(value, self.v_mix),
-        )
+        query = make_virtual_sequence(query, self.q_mix, self.rotation)
+        key = make_virtual_sequence(key, self.k_mix, self.rotation)
+        return query, key, make_virtual_sequence(value, self.v_mix)
 
     def collapse_output(self, output: torch.Tensor) -> torch.Tensor:
         """Return heads [batch, N, H, head_dim] of virtual outputs [batch, N * P, H, head_dim] (step 5)."""
@@ -158,58 +154,49 @@ class MixedHeads(NamedTuple):
         return mask
 
     def attend_new_token(self, query, key, value, mask: torch.Tensor, scaling: float) -> torch.Tensor:
-        return attend_new_token(self, query, key, value, mask, scaling)
+        """Return the output [batch, 1, H, head_dim] of one new token (IHA, Algorithm 1, steps 2 to 5).
 
+        No virtual token of the cache is built. Mixing, rotation and collapse are linear, so they move from the cached
+        tokens to the new one. For query pseudo-head i and key pseudo-head j of a head in group g,
 
-# One new token
+            q_i . T_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] T_j^T q_i) . k_m
 
+        The term in parentheses does not depend on the cached tokens and has the size of a query. It is computed first,
+        and the scores are then one product with the cache as it is. In the same way alpha_V moves behind the sum over
+        the cached values, and the collapse before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
 
-def attend_new_token(
-    heads: MixedHeads, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """Return the output [batch, 1, H, head_dim] of one new token (IHA, Algorithm 1, steps 2 to 5).
-
-    No virtual token of the cache is built. Mixing, rotation and collapse are linear, so they move from the cached
-    tokens to the new one. For query pseudo-head i and key pseudo-head j of a head in group g,
-
-        q_i . T_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] T_j^T q_i) . k_m
-
-    The term in parentheses does not depend on the cached tokens and has the size of a query. It is computed first, and
-    the scores are then one product with the cache as it is. In the same way alpha_V moves behind the sum over the
-    cached values, and the collapse moves before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
-
-    Args:
-        heads: the weights of the layer, with a collapse [H, P].
-        query: [batch, H, 1, head_dim], rotated as the cached keys are.
-        key, value: [batch, G, K, head_dim].
-        mask: boolean or additive [batch or 1, H or 1, P, K * P] over virtual tokens.
-        scaling: factor of the scores."""
-    batch, num_heads = query.shape[:2]
-    num_keys = key.shape[2]
-    num_pseudo_heads = heads.num_pseudo_heads
-    dtype = value.dtype
-    group = num_heads // key.shape[1]
-    q_mix = heads.q_mix.to(dtype)
-    k_mix = heads.k_mix.to(dtype).repeat_interleave(group, dim=1)
-    v_mix = heads.v_mix.to(dtype).repeat_interleave(group, dim=1)
-    with maybe_autocast(query.device.type, enabled=False):  # it would round what is in float32 on purpose
-        # The pseudo-heads q_i of the query, [batch, H, P (i), 1, head_dim]
-        pseudo_query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
-        pseudo_query = pseudo_query.view(batch, num_heads, num_pseudo_heads, 1, -1)
-        if heads.rotation is not None:
-            cos, sin = (table.to(dtype) for table in heads.rotation)
-            rotated = rotate(pseudo_query, cos.unsqueeze(1), sin.unsqueeze(1))  # by T_i
-            # By T_j^T for every j: the tables of all j broadcast, [batch, H, P (i), P (j), head_dim].
-            pseudo_query = rotate(rotated, cos, -sin)
-        # [batch, G, H * P * P, head_dim], one for each query pseudo-head i and key pseudo-head j
-        absorbed = (pseudo_query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
-        scores = _scores(absorbed, key).view(batch, num_heads, num_pseudo_heads, num_pseudo_heads, num_keys)
-        probabilities = masked_softmax(scores, mask)
-        share_of_pseudo_head = heads.collapse.to(probabilities.dtype).unsqueeze(1)  # R, [H, 1, P]
-        collapsed = torch.matmul(share_of_pseudo_head, probabilities.flatten(-2)).to(dtype)
-        collapsed = collapsed.view(batch, 1, num_heads * num_pseudo_heads, num_keys)
-        output = _weighted_sum(collapsed, value).unflatten(2, (num_heads, num_pseudo_heads))  # [batch, m, H, j, ...]
-        return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)
+        Args:
+            query: [batch, H, 1, head_dim], rotated as the cached keys are.
+            key, value: [batch, G, K, head_dim].
+            mask: boolean or additive [batch or 1, H or 1, P, K * P] over virtual tokens.
+            scaling: factor of the scores."""
+        batch, num_heads = query.shape[:2]
+        num_keys = key.shape[2]
+        num_pseudo_heads = self.num_pseudo_heads
+        dtype = value.dtype
+        group = num_heads // key.shape[1]
+        q_mix = self.q_mix.to(dtype)
+        k_mix = self.k_mix.to(dtype).repeat_interleave(group, dim=1)
+        v_mix = self.v_mix.to(dtype).repeat_interleave(group, dim=1)
+        with maybe_autocast(query.device.type, enabled=False):  # it would round what is in float32 on purpose
+            # The pseudo-heads q_i of the query, [batch, H, P (i), 1, head_dim]
+            pseudo_query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
+            pseudo_query = pseudo_query.view(batch, num_heads, num_pseudo_heads, 1, -1)
+            if self.rotation is not None:
+                cos, sin = (table.to(dtype) for table in self.rotation)
+                rotated = rotate(pseudo_query, cos.unsqueeze(1), sin.unsqueeze(1))  # by T_i
+                # By T_j^T for every j: the tables of all j broadcast, [batch, H, P (i), P (j), head_dim].
+                pseudo_query = rotate(rotated, cos, -sin)
+            # [batch, G, H * P * P, head_dim], one for each query pseudo-head i and key pseudo-head j
+            absorbed = (pseudo_query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
+            scores = _scores(absorbed, key).view(batch, num_heads, num_pseudo_heads, num_pseudo_heads, num_keys)
+            probabilities = masked_softmax(scores, mask)
+            share_of_pseudo_head = self.collapse.to(probabilities.dtype).unsqueeze(1)  # R, [H, 1, P]
+            collapsed = torch.matmul(share_of_pseudo_head, probabilities.flatten(-2)).to(dtype)
+            collapsed = collapsed.view(batch, 1, num_heads * num_pseudo_heads, num_keys)
+            # [batch, G, H, P (j), head_dim], of which alpha_V takes the sum over G and j
+            output = _weighted_sum(collapsed, value).unflatten(2, (num_heads, num_pseudo_heads))
+            return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)
 
 
 def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

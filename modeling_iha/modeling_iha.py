@@ -11,10 +11,7 @@ from torch import nn
 from transformers import AutoModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -49,8 +46,8 @@ from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .sdpa_in_blocks import takes_blocks
-from .transformers_versions import CACHE, takes_cache
-from .virtual_tokens import keep_window_edge, register_mask, token_attentions
+from .transformers_versions import CACHE, pop_cache
+from .virtual_tokens import keep_window_edge, register_mask
 
 
 # The attention of each kind, one to a line. A checkpoint ships the lines of its own kinds.
@@ -85,21 +82,12 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
             config = copy(config)  # the caller's keeps the parameters of both layer types
             config.rope_parameters = rope_parameters
         super().__init__(config)
-        self.num_pseudo_heads = config.num_pseudo_heads
-        interleaved = config.pseudo_positions == "interleaved"
-        self.mixed = interleaved and "iha" in config.attention_kinds
-        self.paired = interleaved and "paired_heads" in config.attention_kinds
 
     def _apply(self, fn, recurse=True):
         """Move the frequencies and keep them in float32.
 
         `model.to(torch.bfloat16)` would round them, and the angles at position 1000 would be off by radians."""
-
-        def move(buffer: torch.Tensor) -> torch.Tensor:
-            moved = fn(buffer)
-            return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
-
-        return super()._apply(move, recurse)
+        return super()._apply(lambda buffer: buffer.to(fn(buffer).device), recurse)
 
     def tables(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the (cos, sin) tables for token positions n, `position_ids` [batch, N], in the dtype of `x`.
@@ -113,19 +101,19 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         tokens."""
         # First, because such types update inv_freq in this call, and `_table` reads it.
         tables = {"token": self(x, position_ids)}
-        first = position_ids * self.num_pseudo_heads  # n * P
-        pseudo_heads = torch.arange(self.num_pseudo_heads, device=x.device)  # p
-        if self.mixed:
+        if self.config.pseudo_positions == "shared":
+            return tables
+        first = position_ids * self.config.num_pseudo_heads  # n * P
+        pseudo_heads = torch.arange(self.config.num_pseudo_heads, device=x.device)  # p
+        if "iha" in self.config.attention_kinds:
             tables["interleaved"] = self._table(first, x, self.attention_scaling)
             tables["pseudo_head"] = self._table(pseudo_heads, x)
-        if self.paired:
+        if "paired_heads" in self.config.attention_kinds:
             tables["paired"] = self._table(first[:, None] + pseudo_heads[:, None], x, self.attention_scaling)
         return tables
 
     @torch.no_grad()
-    def _table(
-        self, positions: torch.Tensor, x: torch.Tensor, scaling: float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(self, positions, x: torch.Tensor, scaling: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos, sin) for positions of any shape, each [*positions.shape, head_dim], times `scaling`."""
         # At n * P near a million a float32 angle is off by 0.03 rad. (MPS has no float64.)
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
@@ -135,29 +123,23 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class IHAMLP(LlamaMLP):
-    """Apply Llama's FFN or, without `gated_mlp`, the two-matrix FFN of the paper's models (IHA, Section 5.1).
-
-    With `mlp_gate_groups` a softmax over groups of channels scales each group, as in the "mgate" FFN of the released
-    DCFormers."""
+    """Apply Llama's FFN, or one of two others that the config names."""
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
-        # CODEPATH: the paper's 2.4B models and GPT-3 small have two matrices; converted Llamas and DCFormers have
-        # three.
+        # CODEPATH: the two-matrix FFN of the paper's models (IHA, Section 5.1) and of GPT-3 small.
         if not config.gated_mlp:
             del self.gate_proj
-        # CODEPATH: released DCFormers ("mgate").
+        # CODEPATH: the "mgate" FFN of released DCFormers, in which a softmax over groups of channels scales each.
         if config.mlp_gate_groups is not None:
             self.group_gate = nn.Linear(config.hidden_size, config.mlp_gate_groups, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         channels = self.up_proj(x)
-        # CODEPATH: as in __init__.
         if self.config.gated_mlp:
             channels = self.act_fn(self.gate_proj(x)) * channels
         else:
             channels = self.act_fn(channels)
-        # CODEPATH: released DCFormers ("mgate").
         if self.config.mlp_gate_groups is not None:
             scores = self.group_gate(x)
             gate = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
@@ -181,41 +163,23 @@ class IHADecoderLayer(LlamaDecoderLayer):
 
 
 class IHAPreTrainedModel(LlamaPreTrainedModel):
-    """Hold what all IHA models share: initialization, saving, and attention maps over tokens."""
+    """Hold what all IHA models share: their initialization, and what other programs may do with them."""
 
     config_class = IHAConfig
     config: IHAConfig
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
-    def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return attention maps over tokens, [batch, H, N, K], of a call with `num_tokens` tokens N.
-
-        Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. In a layer of
-        paired heads each virtual query belongs to one head, so the rows are returned to their heads and not averaged.
-        Other maps stay as they are."""
-        layers = [module for module in self.modules() if isinstance(module, MultiHeadAttention)]
-        # Transformers leaves out layers that give no weights.
-        kinds = [self.config.attention_kinds[layer.layer_idx] for layer in layers if layer.gives_weights]
-        return token_attentions(attentions, num_tokens, [kind == "paired_heads" for kind in kinds])
-
     @classmethod
     def is_backend_compatible(cls) -> bool:
-        """Return False, so that vLLM and SGLang do not run the model on their own attention and paged cache.
-
-        Their cache holds one key per token. An "iha" layer has P pseudo-keys per token and caches none of them."""
+        """Return False: the paged caches of vLLM and SGLang would hold one key per token, and here are P."""
         return False
 
     def _init_weights(self, module: nn.Module):
-        """Initialize as Llama does, and call `init_mechanism` of a mechanism's own modules.
-
-        Matrices are normal with `initializer_range`, norms are 1 and biases 0. In an "iha" layer the mixing starts as
-        the identity with noise of `initializer_range` on each entry (`HeadMixing`), and the collapse as the mean over
-        pseudo-heads (`HeadCollapse`). The files of the other kinds say how those start."""
+        """Initialize as Llama does, and each part of a mechanism as its `init_mechanism` says."""
         super()._init_weights(module)
-        init_mechanism = getattr(module, "init_mechanism", None)
-        if init_mechanism is not None:
-            init_mechanism(self.config)
+        if hasattr(module, "init_mechanism"):
+            module.init_mechanism(self.config)
 
 
 class IHAModel(IHAPreTrainedModel):
@@ -246,32 +210,28 @@ class IHAModel(IHAPreTrainedModel):
         """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
 
         `position_ids` [batch or 1, N] are those that the caller gave, which may declare packed documents, or `None`.
-        Also make the sliding layers of the cache keep the edge of a window of virtual tokens, before their lengths are
-        read."""
+        The cache first gets what windows of virtual tokens need, because masks depend on its lengths."""
         if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
             keep_window_edge(cache, self.config.sliding_window)
         masks: dict[str, Any] = {}
-        for layer in self.layers:
-            attention = layer.self_attn
+        for attention in (layer.self_attn for layer in self.layers):
             if mask_name(attention) in masks:
                 continue
-            view = copy(self.config)
-            has_virtual_tokens = attention.num_virtual_tokens > 1
-            view._attn_implementation = register_mask(attention.core) if has_virtual_tokens else attention.core
+            size = attention.num_virtual_tokens
+            config = copy(self.config)
+            config._attn_implementation = attention.core if size == 1 else register_mask(attention.core)
             # `sdpa_in_blocks` reads packed documents from the positions, and then needs no mask of them.
-            length = inputs_embeds.shape[1] * attention.num_virtual_tokens
-            window = attention.sliding_window and attention.sliding_window * attention.num_virtual_tokens
-            is_in_blocks = attention.core == SDPA_IN_BLOCKS and cache is None and takes_blocks(length, window)
+            window = attention.sliding_window and attention.sliding_window * size
+            is_in_blocks = attention.core == SDPA_IN_BLOCKS and takes_blocks(inputs_embeds.shape[1] * size, window)
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
-                config=view,
+                config=config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                position_ids=None if is_in_blocks else position_ids,
+                position_ids=None if is_in_blocks and cache is None else position_ids,
                 **{CACHE: cache},
             )
         return masks
 
-    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -279,7 +239,6 @@ class IHAModel(IHAPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.Tensor | None = None,
-        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
@@ -295,18 +254,16 @@ class IHAModel(IHAPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
+        cache = pop_cache(kwargs)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
         if isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches
             masks = attention_mask
         else:
-            check_documents(attention_mask, cache, position_ids)
-            if attention_mask is not None and attention_mask.ndim == 4 and self.config.sliding_window:
-                raise ValueError(
-                    "A mask [batch, heads, queries, keys] over tokens cannot hold the windows of this model: pass "
-                    "attention_mask [batch, tokens], or position_ids that restart at each document."
-                )
+            check_inputs(self.config, inputs_embeds, attention_mask, cache, position_ids, **kwargs)
+            if attention_mask is not None and attention_mask.ndim == 4 and self.config._attn_implementation != "sdpa":
+                attention_mask = additive_mask(attention_mask, inputs_embeds.dtype)
             masks = self.create_masks(inputs_embeds, attention_mask, cache, position_ids)
         positions = position_ids
         if positions is None:
@@ -339,22 +296,56 @@ def mask_name(attention: MultiHeadAttention) -> str:
     return f"{attention.core}.{attention.layer_type}.{attention.num_virtual_tokens}"
 
 
-def check_documents(attention_mask: Any, cache: Cache | None, position_ids: torch.Tensor | None) -> None:
-    """Raise a ValueError for packed documents (positions that restart) next to a mask or a cache.
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a mask to add to scores. Transformers' "eager" and FlexAttention would add a boolean one as 0 and 1."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
-    Transformers then does not look for documents, and they would silently attend to one another."""
-    if position_ids is None or position_ids.shape[-1] == 1 or is_tracing(position_ids):
+
+def check_inputs(
+    config: IHAConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: Cache | None,
+    position_ids: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    is_causal: bool = True,
+    **kwargs,
+) -> None:
+    """Raise a ValueError for inputs that would silently mean something else.
+
+    Transformers looks for packed documents, which begin where `position_ids` restart, only in calls without a mask and
+    without a cache, and with flash functions only in a single row."""
+    batch, length = inputs_embeds.shape[:2]
+    if not is_causal or not getattr(config, "is_causal", True):
+        raise ValueError("is_causal=False: the layers of this model are causal. Leave it out.")
+    if attention_mask is not None and attention_mask.ndim != 2:
+        is_static = cache is not None and cache.is_compileable
+        num_keys = length if cache is None else length + cache.get_seq_length()
+        if attention_mask.ndim != 4 or config.sliding_window or is_static or attention_mask.shape[3] != num_keys:
+            raise ValueError(
+                "attention_mask must be [batch, tokens] or, without windows and static caches, [batch, heads, tokens, "
+                "keys]. Packed documents are declared by position_ids that restart."
+            )
         return
-    if (attention_mask is None and cache is None) or (attention_mask is not None and attention_mask.ndim != 2):
+    if is_tracing(inputs_embeds) or inputs_embeds.is_meta:
         return
-    restarts = position_ids.diff(dim=-1) != 1
-    if attention_mask is not None:  # positions of padding are arbitrary
-        real = attention_mask[:, -position_ids.shape[-1] :].bool()
-        restarts = restarts & real[:, 1:] & real[:, :-1]
-    if restarts.any():
+    has_lengths = cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2
+    are_apart = attention_mask is None and cache is None and (batch == 1 or "flash" not in config._attn_implementation)
+    if are_apart and not has_lengths:
+        return
+    restarts = False
+    if position_ids is not None and length > 1:
+        past = 0 if cache is None else int(cache.get_seq_length())
+        real = position_ids >= 0 if attention_mask is None else attention_mask[:, past : past + length].bool()
+        positions = torch.where(real, position_ids, -1)  # those of padding are arbitrary
+        latest = positions.cummax(dim=-1).values[:, :-1]
+        restarts = bool((real[:, 1:] & (positions[:, 1:] <= latest)).any())
+    if (restarts or has_lengths) and not (restarts and are_apart):
         raise ValueError(
-            "position_ids restart, as those of packed documents do: leave out attention_mask and pass "
-            "use_cache=False, or the documents would attend to one another."
+            "Packed documents would attend to one another: declare them by position_ids that restart, leave out "
+            "attention_mask, and pass use_cache=False (and a single row to a flash function)."
         )
 
 
@@ -376,9 +367,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args, **kwargs):
         """Raise a NotImplementedError: the pages of continuous batching hold no virtual tokens."""
-        raise NotImplementedError(
-            "Use generate, or continuous batching of vLLM by the plugin vllm_iha (docs/SERVE.md)."
-        )
+        raise NotImplementedError("Use generate, or the continuous batching of vLLM by the plugin vllm_iha.")
 
     def _get_static_cache_init_shape(self):
         """Return the shape in which [`GenerationMixin`] allocates static caches before a chunked prefill.
@@ -388,17 +377,14 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
             return None
         return super()._get_static_cache_init_shape()
 
-    @takes_cache
-    def create_masks_for_generate(
-        self, config, inputs_embeds, attention_mask, cache=None, position_ids=None, **kwargs
-    ):
+    def create_masks_for_generate(self, config, inputs_embeds, attention_mask, position_ids=None, **kwargs):
         """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
 
         For one token the masks are made here, because the compiled forward must receive tensors. For a prompt the
         forward makes them."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
-        return self.model.create_masks(inputs_embeds, attention_mask, cache, position_ids)
+        return self.model.create_masks(inputs_embeds, attention_mask, pop_cache(kwargs), position_ids)
 
 
 class IHATaskHead:

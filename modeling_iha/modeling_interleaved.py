@@ -13,6 +13,7 @@ configuration `InterleavedLlamaConfig` is (ConfigMixin, LlamaConfig). config.jso
 
 import math
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from inspect import signature
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 import transformers
 from huggingface_hub.dataclasses import strict
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -34,7 +36,12 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    and_masks,
+    create_masks_for_generate,
+    sliding_window_overlay,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -45,7 +52,7 @@ from .interleaving import HeadCollapse, HeadMixing, MixedHeads
 from .mixing import Mixing
 from .pairing import PairedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .virtual_tokens import PREFIX, keep_window_edge, mask_over_tokens, register_mask, virtual_attention
+from .virtual_tokens import CORES, keep_window_edge, virtual_attention, virtual_mask
 
 
 MODEL_TYPE = "interleaved"  # in config.json and nowhere else, so that nothing loads a checkpoint as the plain base
@@ -59,7 +66,8 @@ AUTO_CLASSES = (
     transformers.AutoModelForMultimodalLM,
 )
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
-CHANGED = "changed_"  # the prefix of attention functions whose model computes something other than its base
+PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
+CHANGED = "changed_"  # a second prefix, where the model computes something other than its base
 # PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. This name is fixed.
 HOOK = "interleaving"
 
@@ -97,21 +105,14 @@ def attend_interleaved(
             # TRL loads a reference model from `_name_or_path`, which leads to the plain base of a model that was
             # changed in place, and gives it the `attn_implementation` of the trained model.
             raise RuntimeError(
-                "This plain base has the attention of a model with paired heads or a window of interleaved heads, "
-                "and computes something else. For a reference model pass ref_model, or save the interleaved model "
+                "This plain base has the attention of a model with paired heads, a window of interleaved heads or a "
+                "loaded mixing, and computes something else. For a reference model pass ref_model, or save the interleaved model "
                 "and train what from_pretrained loads."
             )
         mask = mask_over_tokens(attention_mask, num_tokens, num_pseudo_heads)
         return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
-    window = config.interleaved_window
-    if window is not None:
-        kwargs["sliding_window"] = min(window, kwargs.get("sliding_window") or window)
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4:
-            if attention_mask.shape[-2] == num_tokens:
-                raise ValueError(
-                    "The interleaved layers have a window, which attention_mask [batch, heads, queries, keys] cannot "
-                    "hold: pass attention_mask [batch, tokens], or position_ids that restart at each document."
-                )
+    if config.interleaved_window is not None:
+        kwargs["sliding_window"] = min(config.interleaved_window, kwargs.get("sliding_window") or math.inf)
     heads = module.paired_heads if hasattr(module, "paired_heads") else MixedHeads.of_module(module, value)
     attend = partial(attend_on_core, core, num_pseudo_heads)
     return virtual_attention(attend, module, heads, query, key, value, attention_mask, **kwargs)
@@ -148,9 +149,53 @@ class View:
         return getattr(self._viewed, name)
 
 
+def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: int | None = None, **kwargs) -> Any:
+    """Return the mask over virtual tokens, as `virtual_mask` does, within the window of the interleaved layers.
+
+    If that window or FlexAttention leaves no way to read the mask of plain layers from it, the mask holds theirs as
+    `of_tokens`."""
+    make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config, **kwargs)
+    if getattr(config, "num_pseudo_heads", 1) == 1:  # that of a vision tower
+        return make_mask(mask_function=mask_function, local_size=local_size)
+    if not getattr(config, "is_causal", True):
+        raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
+    sees, size, window = mask_function, local_size, config.interleaved_window
+    if window is not None:
+        sees, size = and_masks(mask_function, sliding_window_overlay(window)), min(window, local_size or window)
+    mask = virtual_mask(core, config=config, mask_function=sees, local_size=size, **kwargs)
+
+    has_plain_layers = len(config.interleaved_layers) < config.num_hidden_layers
+    if not has_plain_layers or (window is None and not isinstance(mask, BlockMask)):
+        return mask
+    of_tokens = make_mask(mask_function=mask_function, local_size=local_size)
+    if mask is None and of_tokens is not None:  # `None` cannot hold it
+        dense = kwargs | {"allow_is_causal_skip": False}
+        mask = virtual_mask("sdpa", config=config, mask_function=sees, local_size=size, **dense)
+    if mask is not None:
+        mask.of_tokens = of_tokens
+    return mask
+
+
+def mask_over_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) -> Any:
+    """Return the mask of a layer without virtual tokens, from one over virtual tokens: that of the last pseudo-heads.
+
+    A user's mask [batch, 1, N, K] is over tokens already."""
+    if mask is None or num_pseudo_heads == 1:
+        return mask
+    if hasattr(mask, "of_tokens"):
+        return mask.of_tokens
+    if isinstance(mask, BlockMask):
+        raise ValueError("A copy of a BlockMask has lost the mask of the plain layers: use sdpa, or interleave all.")
+    if mask.ndim == 4 and mask.shape[-2] == num_tokens:
+        return mask
+    last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
+    return mask[:, last] if mask.ndim == 2 else mask[..., last, last]
+
+
 def core_of(name: str) -> str:
     """Return the attention function that an `attn_implementation` of ours stands for; any other stands for itself."""
-    return name.removeprefix(CHANGED).removeprefix(PREFIX)
+    core = name.removeprefix(CHANGED).removeprefix(PREFIX)
+    return name if core == name else core.replace("--", "/")
 
 
 def register_core(core: str, is_changed: bool) -> str:
@@ -158,16 +203,14 @@ def register_core(core: str, is_changed: bool) -> str:
 
     If a second copy of this code is loaded in a process, its functions replace those of the first. They read the same
     attributes of a module, so models of both copies run on either."""
-    name = register_mask(core)
-    if is_changed:
-        AttentionMaskInterface.register(CHANGED + name, ALL_MASK_ATTENTION_FUNCTIONS[name])
-        name = CHANGED + name
+    name = (CHANGED if is_changed else "") + PREFIX + core.replace("/", "--")  # a "/" would name a kernel of the Hub
     AttentionInterface.register(name, partial(attend_interleaved, core, is_changed))
+    AttentionMaskInterface.register(name, partial(interleaved_mask, core))
     return name
 
 
 # At import, so that an unpickled model finds them. Any other function is registered when a model first uses it.
-for _core in ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2"):
+for _core in CORES:
     register_core(_core, is_changed=False)
     register_core(_core, is_changed=True)
 
@@ -198,7 +241,23 @@ def prepare_decoder(names: list[str], decoder: PreTrainedModel, args: tuple, kwa
     if states is not None:
         keep_windows(decoder, states)
         kwargs[CACHE] = states
+    mask = kwargs.get("attention_mask")
+    lengths = [kwargs[name].shape[1] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] in lengths:
+        check_mask_over_tokens(decoder_config(decoder), mask, states)
     return args[len(names) :], kwargs
+
+
+def check_mask_over_tokens(config: PreTrainedConfig, mask: torch.Tensor, states: Cache | None) -> None:
+    """Raise a ValueError for a user's mask [batch, heads, N, K] that does not tell what virtual tokens see."""
+    window = min(config.interleaved_window or math.inf, getattr(config, "sliding_window", None) or math.inf)
+    length = mask.shape[2] if states is None else mask.shape[2] + states.get_seq_length()
+    if getattr(states, "is_compileable", False) or mask.shape[3] != length or length > window:
+        raise ValueError(
+            f"attention_mask [batch, heads, queries, keys] has {mask.shape[3]} keys: it needs one for each of the "
+            f"{length} tokens so far, no more tokens than a window ({window}), and no static cache. Give padding as "
+            "[batch, tokens], and packed documents by position_ids that restart."
+        )
 
 
 def new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None:
@@ -270,6 +329,13 @@ class ConfigMixin:
         fields, kwargs = super().get_config_dict(*args, **kwargs)
         return without_types(fields), kwargs
 
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        own = config_dict.get("mixing_scale")
+        if kwargs.get("mixing_scale", own) != own:
+            raise ValueError(f"The saved weights depend on mixing_scale={own}: load, and call set_mixing_scale.")
+        return super().from_dict(config_dict, **kwargs)
+
     # Transformers returns attention weights of "eager" alone, and does not know our name of it.
     @property
     def output_attentions(self) -> bool:
@@ -333,6 +399,15 @@ class ModelMixin:
             keep_windows(self, model_kwargs[CACHE])
             if generation_config.is_assistant:
                 model_kwargs[CACHE].activate_past_recording()  # of new layers too
+
+    def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
+        """Leave masks to the forward, which would read one [batch, virtual tokens] as a user's.
+
+        For one new token a compiled forward needs them, and they are dense unless a flash function attends."""
+        if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
+            return attention_mask
+        create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
+        return create_masks(config=config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
         check_layers(self)
@@ -478,8 +553,9 @@ def use_virtual_core(model: PreTrainedModel) -> None:
 
 
 def differs_from_base(config: PreTrainedConfig) -> bool:
-    """Return whether a model computes something other than its base from the start."""
-    return config.interleaved_window is not None or config.virtual_heads == "paired"
+    """Return whether a model computes something other than its base, as far as its configuration tells."""
+    has_loaded_mixing = getattr(config, "has_loaded_mixing", False)  # by `load_adapter`
+    return has_loaded_mixing or config.interleaved_window is not None or config.virtual_heads == "paired"
 
 
 def check_layers(model: PreTrainedModel) -> None:

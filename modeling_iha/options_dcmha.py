@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .options import KindOptions, is_whole, option, switch
+from .option_fields import is_whole, option, switch
+from .options import KindOptions
 
 
 @strict

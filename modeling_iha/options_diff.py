@@ -8,7 +8,8 @@ from math import inf
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .options import KindOptions, option
+from .option_fields import option
+from .options import KindOptions
 
 
 @strict

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from huggingface_hub.dataclasses import strict
 
-from .options import KindOptions, switch
+from .option_fields import switch
+from .options import KindOptions
 
 
 @strict

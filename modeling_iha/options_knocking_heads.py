@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .options import KindOptions, option, switch
+from .option_fields import option, switch
+from .options import KindOptions
 
 
 @strict

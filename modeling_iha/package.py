@@ -56,14 +56,14 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
         raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, presets))}.")
     check_fields(overrides, cls)
     preset, _ = cls.get_config_dict(directory / f"{name}.json")
-    if "rope_theta" in overrides:
-        parameters = overrides.get("rope_parameters") or preset.get("rope_parameters") or {"rope_type": "default"}
-        overrides["rope_parameters"] = parameters | {"rope_theta": overrides.pop("rope_theta")}
-    fields = preset | overrides
+    rope = _rope_parameters(preset, overrides)
+    overrides.pop("rope_theta", None)
+    fields = preset | overrides | {"rope_parameters": rope}
     kept = preset.keys() - overrides.keys()
     layers = fields["num_hidden_layers"]
+    is_number = isinstance(layers, int) and layers > 0  # the configuration raises an error for anything else
     for field in kept & {"attention_kinds", "layer_types", "no_rope_layers"}:
-        if isinstance(layers, int) and isinstance(preset[field], list):
+        if is_number and isinstance(preset[field], list):
             fields[field] = list(islice(cycle(preset[field]), layers))
     length = fields["max_position_embeddings"]
     slides = "sliding_attention" in (fields.get("layer_types") or ())
@@ -88,6 +88,17 @@ def check_fields(names: Iterable[str], cls: type[IHAConfig] = IHAConfig) -> None
             nearest = get_close_matches(ALIASES.get(name, name), known, n=1, cutoff=0.4)
             meant = f"; did you mean {nearest[0]!r}?" if nearest else "."
             raise ValueError(f"There is no field {name!r}{meant}")
+
+
+def _rope_parameters(preset: dict, overrides: dict) -> dict:
+    """Return the overriding RoPE parameters, or those of the preset. Without a base they get that of the preset."""
+    own = preset.get("rope_parameters") or {"rope_type": "default"}
+    given = overrides.get("rope_parameters") or own
+    if "rope_theta" in overrides:
+        return given | {"rope_theta": overrides["rope_theta"]}
+    if "rope_theta" in own:
+        return {"rope_theta": own["rope_theta"]} | given
+    return given
 
 
 def _following_window(preset: dict, fields: dict) -> int:
@@ -135,7 +146,7 @@ def _is_shipped(line: str, kinds: list[str], code: dict[str, bytes]) -> bool:
     if imported:
         return f"{imported[1]}.py" in code
     entry = re.match(r'    "(\w+)": ', line)
-    return entry is None or entry[1] in kinds
+    return entry is None or entry[1] not in ATTENTION_CLASSES or entry[1] in kinds
 
 
 def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args, **kwargs) -> None:

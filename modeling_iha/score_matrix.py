@@ -62,11 +62,12 @@ def query_offset(length: int, num_keys: int) -> int:
     return num_keys - 1 if length == 1 else 0
 
 
-def block_columns(rows: slice, window: int | None, length: int, num_keys: int) -> slice:
+def block_columns(mask: torch.Tensor | None, rows: slice, window: int | None, length: int, num_keys: int) -> slice:
     """Return the keys that any query of a block may see, of those in a window of `window` keys.
 
-    With cached keys, of which a static cache has more than there are tokens, these are all keys."""
-    if length != num_keys:
+    These are all keys with cached ones, of which a static cache has more than there are tokens, and without a window
+    under a mask, because a user's mask may show later tokens."""
+    if length != num_keys or (mask is not None and window is None):
         return slice(0, num_keys)
     return slice(0 if window is None else max(0, rows.start - window + 1), rows.stop)
 
@@ -180,7 +181,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
         outputs = []
         weights = []
         for rows in blocks:
-            columns = block_columns(rows, self.sliding_window, length, num_keys)
+            columns = block_columns(attention_mask, rows, self.sliding_window, length, num_keys)
             states = (query_states[:, :, rows], key_states[:, :, columns], value_states[:, :, columns])
             bias = partial(block_bias, attention_mask, rows, columns, offset, query_states.device)
             output, block_weights = recomputed(self.attend_block, len(blocks), *states, bias, rows, columns, **kwargs)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attend within a window in blocks of queries: `attn_implementation="sdpa_in_blocks"`.
 
-PyTorch's SDPA needs a dense mask for a window, and computes all pairs of the mask, O(length^2). Here each block of
-queries meets the keys that its window reaches, O(length * window), on a CPU as on a GPU. In half precision a GPU takes
-PyTorch's FlashAttention (`varlen_attn`).
+PyTorch's SDPA needs a dense mask for a window, and computes all pairs of it, O(length^2). Here each block of queries
+meets the keys that its window reaches, O(length * window). In half precision a GPU takes PyTorch's FlashAttention
+(`varlen_attn`).
 
 The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
 window is the argument `sliding_window`, and packed documents begin where `position_ids` do not increase by one. So it
@@ -12,13 +12,15 @@ serves every decoder with windows that supports FlashAttention. All other calls 
 more than a window) go to SDPA with the mask that SDPA takes.
 """
 
+from functools import partial
 from inspect import signature
+from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 
@@ -41,14 +43,12 @@ def takes_blocks(length: int, window: int | None) -> bool:
 
 
 def mask_in_blocks(
-    batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
     config=None,
     **kwargs,
 ) -> torch.Tensor | None:
@@ -57,22 +57,15 @@ def mask_in_blocks(
     Transformers allows to skip the mask (`allow_is_causal_skip`) where it is only causal, a window and padding. Chunks
     of tokens have a local size too, and are not a window."""
     is_whole_row = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
-    is_window = allow_is_causal_skip and getattr(config, "attention_chunk_size", None) is None
+    is_window = kwargs.get("allow_is_causal_skip", True) and getattr(config, "attention_chunk_size", None) is None
     if not (is_whole_row and is_window and takes_blocks(q_length, local_size)):
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=allow_is_causal_skip,
-            **kwargs,
-        )
+        kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+        if local_size is not None and local_size >= kv_length:
+            local_size = None  # the window hides no key, so SDPA may go without a mask
+        return sdpa_mask(attention_mask=attention_mask, local_size=local_size, **kwargs)
     if attention_mask is None or (not is_tracing(attention_mask) and attention_mask.all()):
         return None
-    return attention_mask.bool().expand(batch_size, -1)
+    return attention_mask.bool().expand(kwargs["batch_size"], -1)
 
 
 def sdpa_in_blocks(
@@ -95,7 +88,7 @@ def sdpa_in_blocks(
     has_window = sliding_window is not None and key.shape[2] == length and sliding_window < length
     if not has_window or (attention_mask is not None and attention_mask.ndim == 4):
         kwargs["position_ids"] = position_ids
-        return sdpa_attention_forward(
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
@@ -110,9 +103,10 @@ def sdpa_in_blocks(
         return attend_by_varlen(query, key, value, starts, sliding_window, scaling), None
     if torch.compiler.is_compiling() or attention_mask is not None or (starts is not None and starts[:, 1:].any()):
         return attend_in_joined_rows(query, key, value, attention_mask, starts, sliding_window, **options), None
+    if batch == 1:
+        return attend_in_a_row(module, query, key, value, sliding_window, **options), None
     rows = zip(query.split(1), key.split(1), value.split(1))
-    outputs = [attend_in_a_row(module, *row, sliding_window, **options) for row in rows]
-    return (torch.cat(outputs) if batch > 1 else outputs[0]), None
+    return torch.cat([attend_in_a_row(module, *row, sliding_window, **options) for row in rows]), None
 
 
 def attend_in_a_row(
@@ -123,7 +117,7 @@ def attend_in_a_row(
     Its first `window` queries need no mask, and all blocks after them have the same one."""
     first, others = query.split((window, query.shape[2] - window), dim=2)
     # Copy the first queries: autograd would keep the whole tensor behind a view.
-    begin, _ = sdpa_attention_forward(
+    begin, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, first.contiguous(), key[:, :, :window], value[:, :, :window], None, **options
     )
     block = block_size(window)
@@ -138,8 +132,8 @@ def attend_in_joined_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    starts: torch.Tensor | None,
+    attention_mask: Any,
+    starts: Any,
     window: int,
     **options,
 ) -> torch.Tensor:
@@ -173,7 +167,7 @@ def attend_in_blocks(
     mask: torch.Tensor,
     window: int,
     dropout: float,
-    scaling: float | None,
+    scaling,
 ) -> torch.Tensor:
     """Return the output [length, H, head_dim] of blocks of queries, each with the keys that its window reaches.
 
@@ -189,10 +183,13 @@ def attend_in_blocks(
     query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [blocks, G, H / G * block, head_dim]
     key, value = (overlapping_blocks(states, block, window) for states in (key, value))
     mask = mask.repeat(1, heads // groups, 1)[:, None].expand(len(query), -1, -1, -1)
+    attend = partial(scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
     size = blocks_per_call(query)
-    parts = zip(query.split(size), key.split(size), value.split(size), mask.split(size))
-    outputs = [scaled_dot_product_attention(*part, dropout_p=dropout, scale=scaling) for part in parts]
-    output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    if size < len(query):
+        parts = zip(query.split(size), key.split(size), value.split(size), mask.split(size))
+        output = torch.cat([attend(*part) for part in parts])
+    else:
+        output = attend(query, key, value, mask)
     output = output.unflatten(2, (-1, block)).permute(0, 3, 1, 2, 4)  # [blocks, block, G, H / G, head_dim]
     return output.flatten(2, 3).flatten(0, 1)[:length]
 
@@ -248,19 +245,13 @@ def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) 
     """Return whether PyTorch's FlashAttention takes these states: half precision, on a GPU from Ampere on."""
     if varlen_attn is None or query.device.type != "cuda" or dropout or torch.compiler.is_compiling():
         return False
-    head_dim = query.shape[-1]
-    fits = head_dim == value.shape[-1] and head_dim % 8 == 0 and head_dim <= 256
+    fits = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     is_half = value.dtype in (torch.float16, torch.bfloat16)
     return fits and is_half and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
 def attend_by_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor | None,
-    window: int,
-    scaling: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, window: int, scale: Any
 ) -> torch.Tensor:
     """Compute `sdpa_in_blocks` by one call of FlashAttention on the documents of all rows."""
     batch, heads, length, _ = query.shape
@@ -273,9 +264,7 @@ def attend_by_varlen(
         bounds = pad(starts.flatten().nonzero().flatten(), (0, 1), value=batch * length).int()
     states = [each.to(value.dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     # `length` is an upper bound of the longest document: to find it a GPU would wait once more.
-    output = varlen_attn(
-        *states, bounds, bounds, length, length, scale=scaling, window_size=(window - 1, 0), **options
-    )
+    output = varlen_attn(*states, bounds, bounds, length, length, scale=scale, window_size=(window - 1, 0), **options)
     return output.unflatten(0, (batch, length))
 
 

@@ -6,8 +6,6 @@ From Transformers 5.24 on a cache is called `cache`: in arguments, in the inputs
 versions call it `past_key_values`, and by `cache` they mean the pages of continuous batching."""
 
 import warnings
-from collections.abc import Callable
-from functools import wraps
 from importlib import metadata
 from inspect import signature
 from typing import Any
@@ -36,19 +34,6 @@ CACHE = "cache" if IS_FROM_5_24 else "past_key_values"
 
 
 def pop_cache(kwargs: dict) -> Any:
-    """Remove the cache, of either name, from the keywords of a call, and return it or `None`."""
+    """Remove the cache, by either of its names, from the keywords of a call, and return it or `None`."""
     caches = [kwargs.pop(name, None) for name in ("cache", "past_key_values")]
-    if None not in caches:
-        raise ValueError("cache and past_key_values are two names of one argument: pass one of them.")
     return caches[0] if caches[1] is None else caches[1]
-
-
-def takes_cache(function: Callable) -> Callable:
-    """Let a function with an argument `cache` take it by the name `past_key_values` too."""
-
-    @wraps(function)
-    def call(*args, **kwargs):
-        cache = pop_cache(kwargs)
-        return function(*args, **kwargs) if cache is None else function(*args, cache=cache, **kwargs)
-
-    return call

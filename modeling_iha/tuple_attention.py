@@ -149,7 +149,7 @@ class PairAttention(TupleAttention):
         outputs = []
         weights = []
         for rows in blocks:
-            columns = [block_columns(rows, window, length, num_keys) for window in self.windows]
+            columns = [block_columns(attention_mask, rows, window, length, num_keys) for window in self.windows]
             biases = []
             for span, window in zip(columns, self.windows):
                 bias = block_bias(attention_mask, rows, span, offset, query_states.device)

@@ -24,13 +24,12 @@ The shapes of all files are in these symbols:
     K  keys of a call, cached ones included
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -38,13 +37,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 
 
-PREFIX = "iha_"  # "iha_sdpa" makes the masks of "sdpa" over virtual tokens
-
-
-def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
-    """Return positions n * P + p of virtual tokens, [batch, N * P], from positions n of tokens, [batch, N]."""
-    offsets = torch.arange(num_pseudo_heads, device=position_ids.device)
-    return (position_ids[..., None] * num_pseudo_heads + offsets).flatten(-2)
+CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")
 
 
 def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
@@ -56,60 +49,47 @@ def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
     for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
         if kwargs.get(name) is not None:
             virtual[name] = kwargs[name] * num_pseudo_heads
-    if kwargs.get("position_ids") is not None:
-        virtual["position_ids"] = virtual_positions(kwargs["position_ids"], num_pseudo_heads)
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        offsets = torch.arange(num_pseudo_heads, device=positions.device)
+        virtual["position_ids"] = (positions[..., None] * num_pseudo_heads + offsets).flatten(-2)
     return virtual
 
 
 # Masks
 
 
-def virtual_mask(core: str, *, config, mask_function: Callable, attention_mask=None, local_size=None, **kwargs) -> Any:
+def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
     """Return the mask that Transformers makes for an attention function, over P virtual tokens for each token.
 
-    It is registered under the name of the function with a prefix, and takes the arguments of Transformers' mask
-    functions, in tokens. Pseudo-head p of token n sees the pseudo-heads up to p of each token that n sees. With a
-    window of W tokens it sees the last W * P virtual tokens. These begin within token n - W, of which it sees the
-    pseudo-heads after p.
-
-    Decoders of `interleave_heads` may have a window for their interleaved layers alone (`interleaved_window`). Where
-    they have plain layers too, the mask then holds that of these layers as `of_tokens`."""
-    num_pseudo_heads = getattr(config, "num_pseudo_heads", 1)
-    window = getattr(config, "interleaved_window", None)
-    make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config)
-    make_mask_over_tokens = partial(
-        make_mask, mask_function=mask_function, attention_mask=attention_mask, local_size=local_size, **kwargs
-    )
-    if num_pseudo_heads == 1:  # also that of a vision tower, which knows no virtual tokens
-        return make_mask_over_tokens()
-    if not getattr(config, "is_causal", True):
-        raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
-    sees = partial(sees_virtual_token, mask_function, num_pseudo_heads, window)
-    if window is not None:
-        local_size = min(window, local_size or window)
+    It takes the arguments of Transformers' mask functions, in tokens. Pseudo-head p of token n sees the pseudo-heads
+    up to p of each token that n sees. With a window of W tokens it sees the last W * P virtual tokens. These begin
+    within token n - W, of which it sees the pseudo-heads after p."""
+    num_pseudo_heads = kwargs["config"].num_pseudo_heads
     if attention_mask is not None:
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
-    virtual = kwargs | {"local_size": local_size}
     for name in ("q_length", "kv_length", "q_offset", "kv_offset", "local_size"):
-        if virtual.get(name) is not None:
-            virtual[name] = virtual[name] * num_pseudo_heads
-    mask = make_mask(mask_function=sees, attention_mask=attention_mask, **virtual)
-
-    interleaved = getattr(config, "interleaved_layers", None)  # of a decoder in place
-    has_plain_layers = interleaved is not None and len(interleaved) < config.num_hidden_layers
-    if not has_plain_layers or (window is None and not isinstance(mask, BlockMask)):
-        return mask
-    of_tokens = make_mask_over_tokens()
-    if mask is None and of_tokens is not None:  # `None` cannot hold it
-        mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](mask_function=sees, **virtual | {"allow_is_causal_skip": False})
-    if mask is not None:
-        mask.of_tokens = of_tokens
-    return mask
+        if kwargs.get(name) is not None:
+            kwargs[name] = kwargs[name] * num_pseudo_heads
+    sees = partial(sees_virtual_token, mask_function, num_pseudo_heads)
+    return ALL_MASK_ATTENTION_FUNCTIONS[core](mask_function=sees, attention_mask=attention_mask, **kwargs)
 
 
-def sees_virtual_token(
-    sees_token: Callable, num_pseudo_heads: int, window: int | None, batch, head, query, key
-) -> torch.Tensor:
+def register_mask(core: str) -> str:
+    """Register `virtual_mask` for an attention function of Transformers, and return its name."""
+    name = f"virtual_{core}".replace("/", "_")
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, partial(virtual_mask, core))
+    return name
+
+
+# At import, because a registration within a compiled call would invalidate its graph. A function that is registered
+# later gets its mask when a model first uses it.
+for _core in CORES:
+    register_mask(_core)
+
+
+def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
     """Return whether queries see keys, by their places among virtual tokens, as Transformers' mask functions do.
 
     `sees_token` is the mask function over tokens. The places are single numbers, or a grid of consecutive ones
@@ -129,26 +109,10 @@ def sees_virtual_token(
     is_after = key % num_pseudo_heads > query % num_pseudo_heads
     if is_grid:
         seen, seen_after = (
-            each.repeat_interleave(step, dim=-1).repeat_interleave(step, dim=-2) for each in (seen, seen_after)
+            each.repeat_interleave(step, dim=-1).repeat_interleave(step, dim=-2)
+            for each in torch.broadcast_tensors(seen, seen_after)
         )
-    visible = (seen & ~is_after) | (seen_after & is_after)
-    return visible if window is None else visible & (key > query - window * num_pseudo_heads)
-
-
-def mask_over_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) -> Any:
-    """Return the mask of a layer without virtual tokens, from one over virtual tokens: that of the last pseudo-heads.
-
-    A user's mask [batch, 1, N, K] is over tokens already."""
-    if mask is None or num_pseudo_heads == 1:
-        return mask
-    if hasattr(mask, "of_tokens"):
-        return mask.of_tokens
-    if isinstance(mask, BlockMask):
-        raise ValueError("A copy of a BlockMask has lost the mask of the plain layers: use sdpa, or interleave all.")
-    if mask.ndim == 4 and mask.shape[-2] == num_tokens:
-        return mask
-    last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
-    return mask[:, last] if mask.ndim == 2 else mask[..., last, last]
+    return (seen & ~is_after) | (seen_after & is_after)
 
 
 def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) -> Any:
@@ -156,31 +120,13 @@ def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) 
 
     As in Transformers, a user's mask says all: no window is added to it. It hides a token with all its pseudo-heads,
     and those of one token stay causal."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or num_pseudo_heads == 1:
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.shape[-2] != num_tokens or num_pseudo_heads == 1:
         return mask
-    if mask.shape[-2] != num_tokens:
-        return mask
-    places = torch.arange(num_pseudo_heads, device=mask.device)
-    is_after = places > places[:, None]
-    past = mask.shape[-1] - num_tokens  # the column of query 0, where no static cache adds columns after it
-    is_own = torch.eye(num_tokens, mask.shape[-1], dtype=torch.bool, device=mask.device).roll(past, dims=-1)
-    hidden = (is_own[:, None, :, None] & is_after[:, None]).flatten(-2).flatten(0, 1)
     mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
+    keys = torch.arange(mask.shape[-1], device=mask.device)
+    queries = keys[-mask.shape[-2] :, None]  # the last keys are those of the queries, where no static cache adds more
+    hidden = (keys > queries) & (keys // num_pseudo_heads == queries // num_pseudo_heads)
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
-
-
-def register_mask(core: str) -> str:
-    """Register the mask over virtual tokens of an attention function, and return its name."""
-    name = PREFIX + core.replace("/", "_")
-    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, partial(virtual_mask, core))
-    return name
-
-
-# At import, because a registration within a compiled call would invalidate its graph. A function that is registered
-# later gets its mask when a model first uses it.
-for _core in ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2"):
-    register_mask(_core)
 
 
 # Attention
@@ -208,7 +154,7 @@ def virtual_attention(
     num_pseudo_heads = heads.num_pseudo_heads
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
-    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
+    if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
         mask = mask[..., -key.shape[2] * num_pseudo_heads :]  # the cache of this layer keeps fewer tokens than others
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
@@ -247,26 +193,6 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     else:
         scores = scores + mask
     return (scores - scores.logsumexp(dim=(-2, -1), keepdim=True)).exp()
-
-
-def token_attentions(
-    attentions: tuple[torch.Tensor, ...], num_tokens: int, paired: Sequence[bool]
-) -> tuple[torch.Tensor, ...]:
-    """Return attention maps over tokens, [batch, H, N, K], of a call with `num_tokens` tokens N.
-
-    Maps over virtual tokens, [batch, H, N * P, K * P], are summed over the P of a key and averaged over the P of a
-    query. In a layer of `paired` heads, [batch, H / P, N * P, K * P], each virtual query belongs to one head, so
-    the rows are returned to their heads and not averaged. Other maps stay as they are."""
-    maps = []
-    for weights, is_paired in zip(attentions, paired, strict=True):
-        size = weights.shape[-2] // num_tokens  # P, or 1 in a layer without virtual tokens
-        by_key = weights.unflatten(-1, (-1, size)).sum(-1)
-        by_query = by_key.unflatten(-2, (-1, size))  # [batch, heads, N, P, K]
-        if is_paired:
-            maps.append(by_query.movedim(3, 1).flatten(1, 2))
-        else:
-            maps.append(by_query.mean(-2))
-    return tuple(maps)
 
 
 # Caches

@@ -21,10 +21,10 @@ from iha.checkpoints import (
     vocabulary_of,
 )
 from iha.errors import UserError, one_line, refusing
+from iha.flops import virtual_tokens_per_token
 from iha.kinds import is_interleaved, own_modules
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, mixing_parameters, set_mixing_scale
 from modeling_iha.modeling_iha import IHARotaryEmbedding
-from iha.flops import virtual_tokens_per_token
 from sft.arguments import RunArguments, chat_template
 from sft.data import rendering
 from sft.make_model import config_of, start_tokenizer

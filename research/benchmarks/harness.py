@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from iha.files import current_commit, write_json
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_core
-from modeling_iha.masks import make_masks
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_tokens
+from modeling_iha.modeling_iha import mask_name
 
 
 # Imported once for all processes that measure memory.
@@ -52,7 +52,7 @@ class Attention(torch.nn.Module):
         Masks and rotary tables are made beforehand, for the shape of `states`."""
         past = 0 if cache is None else cache.get_seq_length()
         positions = torch.arange(past, past + states.shape[1], device=states.device)[None]
-        masks = make_masks(self.model.config, states, None, cache, positions)
+        masks = self.model.create_masks(states, None, cache, None)
         tables = self.model.rotary_emb.tables(states, positions)
 
         modules = [layer.self_attn for layer in self.model.layers]
@@ -62,8 +62,7 @@ class Attention(torch.nn.Module):
 
         def run(hidden_states: torch.Tensor) -> torch.Tensor:
             for module, call in zip(modules, calls):
-                arguments = {"cache": cache, "position_ids": positions}
-                hidden_states, _ = call(hidden_states, tables, masks[module.layer_type], **arguments)
+                hidden_states, _ = call(hidden_states, tables, masks[mask_name(module)], cache=cache)
             return hidden_states
 
         return run
@@ -75,7 +74,7 @@ class Attention(torch.nn.Module):
 
 def expanded() -> mock._patch:
     """Return a context in which "iha" layers decode from rebuilt virtual tokens, however many are cached."""
-    return mock.patch.object(virtual_core, "uses_new_token_path", lambda *_: False)
+    return mock.patch.object(virtual_tokens, "takes_new_token", lambda *_: False)
 
 
 def causal_lm(config: IHAConfig) -> IHAForCausalLM:

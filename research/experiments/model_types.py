@@ -1,11 +1,11 @@
 """Interleave the heads of a tiny random model of every type with a text decoder, and compare.
 
 The types are those of AutoModelForCausalLM, and those of several media, of AutoModelForMultimodalLM. A type is exact
-if its logits stay as they were: of a batch, of longer rows, of a left-padded batch, of packed rows where the base keeps documents
-apart, of an image in a text where the model takes one, and of the tokens that `generate` adds on a dynamic and on a
-static cache. Then the mixing is moved at random, which must change the logits. Those of generated tokens must still be
-what they are without a cache, where this holds for the base. Windows, chunks and budgets of attention are shorter than
-the input, so that they act.
+if its logits stay as they were: of a batch, of longer rows, of a left-padded batch, of packed rows where the base
+keeps documents apart, of an image in a text where the model takes one, and of the tokens that `generate` adds on a
+dynamic and on a static cache. Then the mixing is moved at random, which must change the logits. Those of generated
+tokens must still be what they are without a cache, where this holds for the base. Windows, chunks and budgets of
+attention are shorter than the input, so that they act.
 
 At last the model is saved, and a clean process without this package does what a user does, by the library's defaults:
 it loads the directory, calls it and generates, which must give the same logits, and takes four steps of AdamW, which

@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving
+from modeling_iha.modeling_interleaved import core_of
 from modeling_iha.transformers_versions import CACHE
-from modeling_iha.virtual_masks import core_of
 from research.experiments.model_types import CAUSAL, MULTIMODAL, tiny_model
 
 
