@@ -22,6 +22,7 @@ from iha.model_cost import attention, ffn, head, model, with_mha
 from iha.step_memory import of_training
 from modeling_iha import IHAConfig
 from modeling_iha.in_place import FIELDS
+from modeling_iha.modeling_interleaved import base_class
 
 
 def changed(config: IHAConfig, **fields) -> IHAConfig:
@@ -41,8 +42,8 @@ def of_interleaved(source: PreTrainedConfig, fields: dict) -> IHAConfig:
     conversions do not know, or with windows of two lengths."""
     own = {*FIELDS, "base_model_type", "auto_map", "model_type"}
     entries = {name: value for name, value in source.to_dict().items() if name not in own}
-    base_class: Any = type(source).__base__
-    base = plain(base_class.from_dict(entries))
+    base_config: Any = base_class(type(source))
+    base = plain(base_config.from_dict(entries))
     kinds = list(base.attention_kinds)
     types = list(base.layer_types)
     window = fields.get("sliding_window", source.interleaved_window)

@@ -27,8 +27,7 @@ class MultiHeadAttention(LlamaAttention):
 
     A core is an attention function of Transformers, by its name in `attn_implementation`."""
 
-    # Submodules that mix heads. Adapters train them in full (PEFT's `modules_to_save`).
-    mixing_modules: tuple[str, ...] = ()
+    mixing_modules: tuple[str, ...] = ()  # submodules that mix heads, which adapters train in full
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
     caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
     num_virtual_tokens = 1  # of each token
@@ -85,7 +84,6 @@ class MultiHeadAttention(LlamaAttention):
 
         Hidden states are [batch, N, hidden_size], values and (rotated) keys [batch, G, cached + N, head_dim]."""
         hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-
         query_states = self.q_proj(hidden_states).view(hidden_shape)
         key_states = self.k_proj(hidden_states).view(hidden_shape)
         query_states, key_states = self.map_heads(query_states, key_states)
@@ -93,12 +91,9 @@ class MultiHeadAttention(LlamaAttention):
         if self.config.use_qk_norm:
             query_states = self.q_norm(query_states)
             key_states = self.k_norm(key_states)
-        query_states = query_states.transpose(1, 2)
-        key_states = key_states.transpose(1, 2)
-
+        query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
         if self.use_rope:
             query_states, key_states = self.rotate(query_states, key_states, *position_embeddings[self.rope_table])
-
         if cache is not None:
             key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
         return query_states, key_states, value_states

@@ -71,16 +71,14 @@ class IHAConfig(LlamaConfig):
 
     Args:
         attention_kinds (`str` or `list[str]`, *optional*, defaults to `"iha"`):
-            Attention mechanism of each layer, a name of `OPTIONS_CLASSES`: one name for all layers, a short repeating
-            pattern, or one name per layer. It is stored as a list. `"mha"` is Llama's attention.
+            Mechanism of each layer (`OPTIONS_CLASSES` has all): one name, a short repeating pattern, or a list.
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
             Mask and cache of each layer, `"full_attention"` or `"sliding_attention"`, given as `attention_kinds` is.
         sliding_window (`int`, *optional*):
             Window W of the sliding layers in tokens, the current one included. In layers of kind `"iha"` and
             `"paired_heads"` virtual query v sees the virtual keys u with `v - W * P < u <= v`.
         num_pseudo_heads (`int`, *optional*, defaults to `num_attention_heads`):
-            P, the pseudo-heads of each head in `"iha"` layers, the heads of each group in `"paired_heads"` layers, and
-            the virtual tokens of each token in both.
+            P, the pseudo-heads of each head in `"iha"` layers, and the heads of each group in `"paired_heads"` layers.
         pseudo_positions (`str`, *optional*, defaults to `"interleaved"`):
             RoPE position of pseudo-head p (from 0) of token n. `"interleaved"` is n * P + p, as in the paper, for
             training from scratch. `"shared"` is n, which keeps a pretrained model's positions when it is converted.
@@ -88,8 +86,7 @@ class IHAConfig(LlamaConfig):
             Map R from pseudo-heads back to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P]
             (Definition 3).
         mixing_scale (`float`, *optional*, defaults to 1.0):
-            How many times the optimizer's rate the weights that mix heads learn at (see `Mixing` of mixing.py). The
-            saved weights depend on it. Converters take 40.
+            How many times the optimizer's rate the mixing learns at (mixing.py). The saved weights depend on it.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
@@ -99,8 +96,7 @@ class IHAConfig(LlamaConfig):
         rope_parameters (`dict`, *optional*):
             RoPE of all layers, or `{"full_attention": {...}, "sliding_attention": {...}}`, as in Gemma 3.
         no_rope_layers (`list[int]`, *optional*):
-            One entry per layer, or a short repeating pattern such as `[1, 1, 1, 0]`: 1 for a layer with RoPE
-            (default), 0 for one in which neither a token nor a pseudo-head has a position.
+            One entry per layer, or a short repeating pattern such as `[1, 1, 1, 0]`: 0 for a layer without RoPE.
         attention_options (`dict[str, dict]`, *optional*):
             Options of single mechanisms, `{kind: {option: value}}`, the fields of the class in `OPTIONS_CLASSES`.
 
@@ -200,16 +196,6 @@ class IHAConfig(LlamaConfig):
     def options_of(self, kind: str) -> Any:
         """Return the options of an attention kind, an instance of its class in `OPTIONS_CLASSES`."""
         return OPTIONS_CLASSES[kind](**self.attention_options.get(kind, {}))
-
-    @classmethod
-    def from_dict(cls, config_dict: dict, **kwargs):
-        """Build a config as Transformers does, after fields among `kwargs` have replaced those of config.json."""
-        names = cls.__dataclass_fields__.keys() - {"dtype"}  # Transformers reads dtype="auto"
-        given = {name: kwargs.pop(name) for name in list(kwargs) if name in names}
-        own = config_dict.get("mixing_scale", 1)
-        if given.get("mixing_scale", own) != own:
-            raise ValueError(f"The saved weights depend on mixing_scale={own}: load, and call set_mixing_scale.")
-        return super().from_dict(config_dict | given, **kwargs)
 
     def to_dict(self) -> dict:
         # Keep a user's entries. A name with "--" is of a repository of the Hub.

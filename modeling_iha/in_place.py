@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -62,6 +63,8 @@ FIELDS = (
     "interleaved_window",
     "mixing_scale",
 )
+# What the running `_recording` of a thread has recorded
+CALLS: ContextVar[dict] = ContextVar("calls")
 
 
 class AttentionCall(NamedTuple):
@@ -330,23 +333,25 @@ def _try_probe(model: PreTrainedModel) -> tuple[list[torch.Tensor], Exception | 
 @contextmanager
 def _recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
     """Record the calls of a model's attention modules, under another name of their core, and yield them by module."""
-    config, calls = decoder_config(model), {}
+    config = decoder_config(model)
     core = config._attn_implementation
 
     def record(module, query, key, value, *args, **kwargs):
         is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
-        calls[module] = AttentionCall(query, (query.shape[1], key.shape[1], value.shape[1]), is_causal)
+        CALLS.get()[module] = AttentionCall(query, (query.shape[1], key.shape[1], value.shape[1]), is_causal)
         return attend_on_core(core, 1, module, query, key, value, *args, **kwargs)
 
     name = f"recorded_{core.replace('/', '_')}"
     AttentionInterface.register(name, record)
     if core in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[core])
+    token = CALLS.set({})
     try:
         config._attn_implementation_internal = name  # this configuration alone, and not those of vision towers
-        yield calls
+        yield CALLS.get()
     finally:
         config._attn_implementation_internal = core
+        CALLS.reset(token)
 
 
 def _check_calls(model: PreTrainedModel, calls: dict[nn.Module, AttentionCall]) -> None:
@@ -491,9 +496,10 @@ def _make_interleaved(
         # Transformers renamed weights on load by the name of the base's class (GPT-NeoX), and would undo this on save.
         # A load of the interleaved model finds no such rule, so its weights are saved under the names that they have.
         vars(model).pop("_weight_conversions", None)
-    register_models(type(model.config))  # for `from_config` of the Auto classes
-    model.config.__class__ = interleaved_class(type(model.config))
-    model.__class__ = interleaved_class(type(model))
+    base = type(model.config)
+    register_models(base)  # for `from_config` of the Auto classes
+    model.config.__class__ = interleaved_class(base)
+    model.__class__ = interleaved_class(type(model), base)
     # A model's `__init__` registers by `str(class)` what `output_hidden_states` returns, and this model was built as
     # another class. From 5.24 on the registry takes models as its keys; the method of `dict` works in every version.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)

@@ -11,13 +11,11 @@ class Mixing(nn.Module):
     """Hold weights of order 1 that mix heads, and learn them at a multiple of the optimizer's rate.
 
     Adam moves a weight by its rate at each step, which is far too little for entries of order 1. A weight is therefore
-    the change w from a start, the value is start + s * w, and the gradient of w is that of the value. An
-    optimizer whose steps do not depend on the size of the weight (SGD and Adam, but not `torch.optim.Adafactor`) then
-    changes the value at s times its rate, and weight decay pulls the value to its start. In half precision w is near
-    zero, where it keeps the small steps that a weight near 1 loses.
-
-    Start and scale s are buffers and are saved with w, so a state dict always holds all three. From scratch the start
-    is zero and s is 1, so that w is the value."""
+    the change w from a start, the value is start + s * w, and the gradient of w is that of the value. An optimizer
+    whose steps do not depend on the size of the weight (SGD and Adam, but not `torch.optim.Adafactor`) then changes
+    the value at s times its rate, and weight decay pulls the value to its start. In half precision w is near zero,
+    where it keeps small steps. Start and scale s are buffers and are saved with w. From scratch the start is zero and
+    s is 1, so that w is the value."""
 
     def __init__(self, scale: float = 1.0):
         super().__init__()

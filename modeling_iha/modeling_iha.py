@@ -87,7 +87,12 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         """Move the frequencies and keep them in float32.
 
         `model.to(torch.bfloat16)` would round them, and the angles at position 1000 would be off by radians."""
-        return super()._apply(lambda buffer: buffer.to(fn(buffer).device), recurse)
+
+        def move(buffer: torch.Tensor) -> torch.Tensor:
+            moved = fn(buffer)  # `to_empty` makes a buffer anew, which cannot be moved from the meta device
+            return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+
+        return super()._apply(move, recurse)
 
     def tables(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the (cos, sin) tables for token positions n, `position_ids` [batch, N], in the dtype of `x`.

@@ -106,8 +106,8 @@ def attend_interleaved(
             # changed in place, and gives it the `attn_implementation` of the trained model.
             raise RuntimeError(
                 "This plain base has the attention of a model with paired heads, a window of interleaved heads or a "
-                "loaded mixing, and computes something else. For a reference model pass ref_model, or save the interleaved model "
-                "and train what from_pretrained loads."
+                "loaded mixing, and computes something else. For a reference model pass ref_model, or save the "
+                "interleaved model and train what from_pretrained loads."
             )
         mask = mask_over_tokens(attention_mask, num_tokens, num_pseudo_heads)
         return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
@@ -320,7 +320,7 @@ class ConfigMixin:
         base = base_class(type(self))
         file = __name__.split(".")[-1]
         auto_map = {"AutoConfig": f"{file}.{interleaved_name(base)}"}
-        auto_map |= {auto: f"{file}.{interleaved_name(model)}" for auto, model in tasks(base).items()}
+        auto_map |= {auto: f"{file}.{interleaved_name(model, base)}" for auto, model in tasks(base).items()}
         fields = {"model_type": MODEL_TYPE, "base_model_type": base.model_type, "auto_map": auto_map}
         return super().to_dict() | fields
 
@@ -577,24 +577,30 @@ def check_layers(model: PreTrainedModel) -> None:
 # Classes by name
 
 
-def interleaved_name(base: type) -> str:
-    return f"Interleaved{base.__name__}"
+def interleaved_name(base: type, config: type | None = None) -> str:
+    is_own = config is None or config is base.config_class
+    return f"Interleaved{base.__name__}" if is_own else f"Interleaved{base.__name__}_of_{config.__name__}"
 
 
 @cache
-def interleaved_class(base: type) -> type:
-    """Return the class `InterleavedX` of a class X of Transformers, a model or a configuration."""
+def interleaved_class(base: type, config: type[PreTrainedConfig] | None = None) -> type:
+    """Return the class `InterleavedX` of a class X of Transformers, a model or a configuration.
+
+    Some model types use the models of another type: `InterleavedLlamaForCausalLM_of_InternLM3Config` is the class of
+    Llama's model for their `config`."""
     fields = {"__module__": __name__}
     if issubclass(base, PreTrainedConfig):
         return strict(type(interleaved_name(base), (ConfigMixin, base), fields))  # it collects the validators anew
-    fields["config_class"] = interleaved_class(base.config_class)
-    fields["_auto_class"] = next((auto for auto, model in tasks(base.config_class).items() if model is base), None)
+    if config is None:
+        return interleaved_class(base, base.config_class)
+    fields["config_class"] = interleaved_class(config)
+    fields["_auto_class"] = next((auto for auto, model in tasks(config).items() if model is base), None)
     # Trainer's label smoothing and pipelines look up the class's name in these mappings, and no public function adds
     # an entry. A second copy of this code writes the same entries.
     for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES):
         if base.__name__ in names.values():
-            names[f"{MODEL_TYPE}_{base.config_class.model_type}"] = interleaved_name(base)
-    return type(interleaved_name(base), (ModelMixin, base), fields)
+            names[f"{MODEL_TYPE}_{config.model_type}"] = interleaved_name(base, config)
+    return type(interleaved_name(base, config), (ModelMixin, base), fields)
 
 
 def base_class(interleaved: type) -> type:
@@ -612,16 +618,21 @@ def register_models(config_class: type[PreTrainedConfig]) -> None:
     """Make the Auto classes build interleaved models of a base's configuration; generic task heads need this."""
     for name, model in tasks(config_class).items():
         auto_class = getattr(transformers, name)
-        auto_class.register(interleaved_class(config_class), interleaved_class(model), exist_ok=True)
+        auto_class.register(interleaved_class(config_class), interleaved_class(model, config_class), exist_ok=True)
 
 
 def __getattr__(name: str) -> type:
     """Make `InterleavedX` where Transformers or pickle look it up in this file."""
-    base = getattr(transformers, name.removeprefix("Interleaved"), None)
+    base_name, _, config_name = name.removeprefix("Interleaved").partition("_of_")
+    base = getattr(transformers, base_name, None)
     if not name.startswith("Interleaved") or base is None:
         raise AttributeError(f"{__name__} has no attribute {name}.")
-    register_models(base if issubclass(base, PreTrainedConfig) else base.config_class)
-    return interleaved_class(base)
+    if issubclass(base, PreTrainedConfig):
+        register_models(base)
+        return interleaved_class(base)
+    config = getattr(transformers, config_name) if config_name else base.config_class
+    register_models(config)
+    return interleaved_class(base, config)
 
 
 # Transformers adds modules of remote code to `sys.modules`, but not to their package. dill, which `datasets` uses,

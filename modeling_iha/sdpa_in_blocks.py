@@ -43,28 +43,22 @@ def takes_blocks(length: int, window: int | None) -> bool:
 
 
 def mask_in_blocks(
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    config=None,
-    **kwargs,
+    attention_mask: torch.Tensor | None = None, local_size: int | None = None, config=None, **kwargs
 ) -> torch.Tensor | None:
     """Return `None` or [batch, keys] where `sdpa_in_blocks` computes blocks, and SDPA's mask everywhere else.
 
     Transformers allows to skip the mask (`allow_is_causal_skip`) where it is only causal, a window and padding. Chunks
     of tokens have a local size too, and are not a window."""
-    is_whole_row = isinstance(q_offset, int) and q_offset == 0 and kv_offset == 0 and q_length == kv_length
+    length, offset = kwargs["kv_length"], kwargs.get("q_offset", 0)
+    is_whole_row = isinstance(offset, int) and offset == kwargs.get("kv_offset", 0) and length == kwargs["q_length"]
     is_window = kwargs.get("allow_is_causal_skip", True) and getattr(config, "attention_chunk_size", None) is None
-    if not (is_whole_row and is_window and takes_blocks(q_length, local_size)):
-        kwargs |= {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
-        if local_size is not None and local_size >= kv_length:
+    if not (is_whole_row and is_window and takes_blocks(length, local_size)):
+        if local_size is not None and not is_tracing() and local_size >= length:
             local_size = None  # the window hides no key, so SDPA may go without a mask
         return sdpa_mask(attention_mask=attention_mask, local_size=local_size, **kwargs)
     if attention_mask is None or (not is_tracing(attention_mask) and attention_mask.all()):
         return None
+    attention_mask = attention_mask[:, :length]  # it may have columns for tokens to come
     return attention_mask.bool().expand(kwargs["batch_size"], -1)
 
 
@@ -85,8 +79,9 @@ def sdpa_in_blocks(
     Queries are [batch, H, length, head_dim], keys and values [batch, G, length, head_dim]. Query v sees the keys u of
     its document with v - sliding_window < u <= v."""
     batch, heads, length, _ = query.shape
-    has_window = sliding_window is not None and key.shape[2] == length and sliding_window < length
-    if not has_window or (attention_mask is not None and attention_mask.ndim == 4):
+    is_dense = attention_mask is not None and attention_mask.ndim == 4
+    # An export has dense masks, and comparing the lengths first would specialize its graph.
+    if is_dense or sliding_window is None or key.shape[2] != length or sliding_window >= length:
         kwargs["position_ids"] = position_ids
         return ALL_ATTENTION_FUNCTIONS["sdpa"](
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

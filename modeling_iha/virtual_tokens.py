@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run an attention layer over virtual tokens: an ordinary layer over a sequence that is P times as long.
 
-P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1 (interleaving.py, or
-pairing.py). The attention functions of Transformers run over these tokens, and its mask functions make the masks,
-asked for N * P tokens. This file holds what both need: positions, windows and lengths in virtual tokens, the mask
-that is registered for each attention function, and a cache that keeps what a window of virtual tokens reaches. For
-P = 2 and three tokens, each query sees the keys marked x (with a window of two tokens, the last four x of its row):
+P pseudo-heads turn token n into the virtual tokens n * P .. n * P + P - 1 (interleaving.py, or pairing.py). The
+attention functions of Transformers run over these, and its mask functions make the masks, asked for N * P tokens. This
+file multiplies by P what both need: positions, windows and lengths. For P = 2 and three tokens, each query sees the
+keys marked x (with a window of two tokens, the last four x of its row):
 
                                   key of token 0   token 1   token 2
                      pseudo-head             0 1       0 1       0 1
@@ -83,8 +82,7 @@ def register_mask(core: str) -> str:
     return name
 
 
-# At import, because a registration within a compiled call would invalidate its graph. A function that is registered
-# later gets its mask when a model first uses it.
+# At import, because a registration within a compiled call would invalidate its graph.
 for _core in CORES:
     register_mask(_core)
 
@@ -202,7 +200,7 @@ def keep_window_edge(cache: Cache | None, window: int | None) -> None:
     """Let the empty sliding layers of a cache keep one token more than a window of `window` tokens.
 
     W * P virtual tokens reach from pseudo-head p of token n back to pseudo-head p + 1 of token n - W, which a cache
-    for a window of W tokens has dropped. Raise a ValueError for a layer that is filled already."""
+    for W tokens has dropped. Raise a ValueError for a layer that is filled already."""
     for layer in getattr(cache, "layers", ()):
         if not getattr(layer, "is_sliding", False):
             continue

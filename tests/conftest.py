@@ -94,7 +94,6 @@ LONGEST = (
     "test_compile",
     "test_protocol",
     "test_hub",
-    "test_continuous_batching",
     "test_preference",
     "test_evaluation",
     "test_training_run",

@@ -14,11 +14,16 @@ REFUSED = ("MULTIMODAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "
 
 
 def interleaved_names(task: str) -> list[str]:
-    """Return the architectures of a task, which are "Interleaved" and the name of the class of the base."""
-    from transformers.models.auto import modeling_auto
+    """Return the architectures of a task, as `interleaved_class` of modeling_iha names the classes of models.
 
-    bases = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values()
-    return [f"Interleaved{base}" for base in bases]
+    The longer name is that of a model type that uses the models of another type."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    names = []
+    for model_type, base in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+        config = configuration_auto.CONFIG_MAPPING_NAMES.get(model_type)
+        names += [f"Interleaved{base}", f"Interleaved{base}_of_{config}"]
+    return names
 
 
 def architectures() -> dict[str, str]:

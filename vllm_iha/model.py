@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, rotate_half
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.weight_utils import composed_weight_loader
 from vllm.model_executor.models.transformers import (
     TransformersForCausalLM,
     TransformersMoEForCausalLM,
@@ -142,15 +143,9 @@ def check_head_counts(module: nn.Module, num_heads: int, num_kv_heads: int) -> N
     heads = [mixing.weight.shape[0] for mixing in (module.q_mix, module.k_mix, module.v_mix)]
     if heads != [num_heads, num_kv_heads, num_kv_heads]:
         raise NotImplementedError(
-            f"vLLM gives a layer {num_heads} query and {num_kv_heads} key/value heads, and this one mixes {heads}: use "
-            "generate of Transformers for this model."
+            f"vLLM gives a layer {num_heads} query and {num_kv_heads} key/value heads, and this one mixes {heads}: "
+            "use generate of Transformers for this model."
         )
-
-
-def raise_sinks(sinks: nn.Parameter, num_pseudo_heads: int) -> None:
-    """Let attention sinks be raised by log P when they are loaded, because each key occurs P times in the softmax."""
-    load = sinks.weight_loader
-    sinks.weight_loader = lambda parameter, weight: load(parameter, weight + math.log(num_pseudo_heads))
 
 
 # Models
@@ -193,8 +188,9 @@ class VirtualTransformers(Base):
             module = self.get_submodule(self.attention_fusers[extract_layer_index(kwargs["prefix"])][0])
             if not hasattr(module, "q_mix") and not hasattr(module, "paired_heads"):
                 return stock(**kwargs)
-            if kwargs.get("sinks") is not None:
-                raise_sinks(kwargs["sinks"], module.config.num_pseudo_heads)
+            if (sinks := kwargs.get("sinks")) is not None:  # raised by log P: each key occurs P times in the softmax
+                log_p = math.log(module.config.num_pseudo_heads)
+                sinks.weight_loader = composed_weight_loader(sinks.weight_loader, lambda loaded: loaded + log_p)
             return VirtualAttention(module, self.rotation, **kwargs)
 
         return attention
@@ -213,7 +209,7 @@ class Interleaved(VirtualTransformers):
         own_class = type(self.model)
         own_names = self.config.architectures
         self.model.__class__ = next(each for each in own_class.__mro__ if each.__module__.startswith("transformers."))
-        self.config.architectures = [name.removeprefix("Interleaved") for name in own_names]
+        self.config.architectures = [name.removeprefix("Interleaved").split("_of_")[0] for name in own_names]
         super()._create_hf_to_vllm_mapper()
         self.model.__class__ = own_class
         self.config.architectures = own_names

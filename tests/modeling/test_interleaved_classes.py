@@ -30,6 +30,31 @@ def test_weights_that_are_renamed_by_the_name_of_the_class_are_saved(name, auto_
     assert_close(logits(auto_class.from_pretrained(tmp_path / "again").eval(), input_ids=tokens), plain)
 
 
+LOAD = """
+import pickle
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(request["place"], trust_remote_code=True)
+again = pickle.loads(pickle.dumps(model))
+result = [type(model).__name__, again(torch.tensor(request["tokens"])).logits.tolist()]
+"""
+
+
+def test_a_type_that_uses_the_models_of_another(tmp_path):
+    """InternLM 3 has a configuration of its own and the models of Llama."""
+    model, tokens = train_mixing(interleave_heads(tiny_model("internlm3"), 2)), random_ids(1, 7)
+    model.save_pretrained(tmp_path)
+    name, found = run_in_clean_process(LOAD, {"place": str(tmp_path), "tokens": tokens.tolist()})
+    assert name == type(model).__name__ == "InterleavedLlamaForCausalLM_of_InternLM3Config"
+    assert_close(torch.tensor(found), logits(model, input_ids=tokens))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model) and type(again.config).__name__ == "InterleavedInternLM3Config"
+    own = interleave_heads(decoder("llama"), 2)
+    assert type(own).__name__ == "InterleavedLlamaForCausalLM" and type(
+        AutoModel.from_config(own.config).config
+    ) is type(own.config)
+
+
 def test_hidden_states_and_attentions_of_models_without_a_head(tmp_path):
     """Ask for them in place, and of two loaded models of different bases: each has the layers of its own base."""
     tokens, loaded = random_ids(1, 7), {}

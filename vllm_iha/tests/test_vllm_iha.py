@@ -355,7 +355,7 @@ REFUSED_MODELS = {
     ),
     "rope": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "'dynamic'"),
     "head_dim": ({"head_dim": 16}, {}, "head_dim=16, .* takes 32, 64"),
-    "wrong_word": ({}, {"hf_overrides": {"pseudo_positions": "interleave"}}, "allowed are 'interleaved', 'shared'"),
+    "wrong_number": ({}, {"hf_overrides": {"num_pseudo_heads": 0}}, "num_pseudo_heads=0 .* must be above 0"),
     "window_of_none": (WINDOWS, {"hf_overrides": {"sliding_window": 0}}, "sliding_window=None .* at least 2"),
     "rope_theta": ({}, {"hf_overrides": {"rope_theta": 500.0}}, "rope_theta=500.0 .* no effect"),
     "mixing_scale": ({}, {"hf_overrides": {"mixing_scale": 10.0}}, "mixing_scale belongs to the saved weights"),
