@@ -86,7 +86,7 @@ def check_known(entries: dict, known: set[str]) -> None:
 
 def check_iha(source: str | os.PathLike, config: PreTrainedConfig) -> None:
     """Raise `UserError` unless `config`, that of the checkpoint `source`, belongs to an unquantized IHA model."""
-    if (model_type := type(config).model_type) != "iha":  # with interleaved heads the object has the base's type
+    if (model_type := config.to_dict()["model_type"]) != "iha":  # with interleaved heads the object has the base's
         raise UserError(f"{source} is a checkpoint of type {model_type!r}; expected 'iha'.")
     if getattr(config, "quantization_config", None):
         raise UserError(f"The weights of {source} are quantized: take the checkpoint from which they were made.")

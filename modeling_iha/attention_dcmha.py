@@ -157,12 +157,10 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
             query, key, value, *args, pre=(pre_query, pre_key), post=(post_query, post_key), **kwargs
         )
 
-    def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, pre: tuple, **kwargs) -> torch.Tensor:
+    def compose_scores(self, scores: torch.Tensor, pre: tuple, **kwargs) -> torch.Tensor:
         return self.compose(scores, self.pre_base, *pre)
 
-    def compose_weights(
-        self, weights: torch.Tensor, rows: slice, columns: slice, post: tuple, **kwargs
-    ) -> torch.Tensor:
+    def compose_weights(self, weights: torch.Tensor, post: tuple, **kwargs) -> torch.Tensor:
         return self.compose(weights, self.post_base, *post)
 
     def compose(

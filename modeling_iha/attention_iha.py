@@ -23,10 +23,8 @@ class InterleavedHeadAttention(MultiHeadAttention):
         output = scaled_dot_product_attention(query, key, value, is_causal=True).unflatten(2, (N, P))
         output = einsum("bhnpd,hp->bnhd", output, collapse)
 
-    With grouped-query attention the G key/value heads mix among themselves.
-
-    The cache holds base keys and values at token length, as Llama's does. Virtual keys and values are rebuilt from it,
-    except for one new token, which is computed from the base keys and values (interleaving.py). Let T_x be RoPE's
+    With grouped-query attention the G key/value heads mix among themselves. The cache holds base keys and values, as
+    Llama's does. Virtual ones are rebuilt from it, except for one new token (interleaving.py). Let T_x be RoPE's
     rotation by x positions. Mixing acts across heads and RoPE within a head, so they commute, and
     T_{nP+p} = T_p T_{nP}. The cached keys are rotated by nP, and the remaining T_p is the same for every token."""
 

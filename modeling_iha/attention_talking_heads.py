@@ -40,8 +40,8 @@ class TalkingHeadsAttention(ScoreMatrixAttention):
         self.score_mix = HeadTalk(config.num_attention_heads, config.mixing_scale)
         self.weight_mix = HeadTalk(config.num_attention_heads, config.mixing_scale)
 
-    def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
+    def compose_scores(self, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         return self.score_mix(scores)
 
-    def compose_weights(self, weights: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
+    def compose_weights(self, weights: torch.Tensor, **kwargs) -> torch.Tensor:
         return self.weight_mix(weights)

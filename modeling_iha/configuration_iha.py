@@ -12,7 +12,6 @@ from .transformers_versions import OLDEST  # noqa: F401  # first, so that the er
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .options import KindOptions
 from .options_dcmha import CompositionOptions
 from .options_diff import DifferentialOptions
 from .options_gated import GateOptions
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
 
 
 # The options of each kind, one to a line. A checkpoint ships the lines of its own kinds.
-OPTIONS_CLASSES = {
-    "mha": KindOptions,
-    "iha": KindOptions,
-    "talking_heads": KindOptions,
+OPTIONS_CLASSES: dict[str, Any] = {
+    "mha": None,
+    "iha": None,
+    "talking_heads": None,
     "diff": DifferentialOptions,
-    "diff_v2": KindOptions,
+    "diff_v2": None,
     "gated": GateOptions,
     "knocking_heads": KnockingOptions,
     "hyper_feature": FeatureOptions,
@@ -99,13 +98,6 @@ class IHAConfig(LlamaConfig):
             One entry per layer, or a short repeating pattern such as `[1, 1, 1, 0]`: 0 for a layer without RoPE.
         attention_options (`dict[str, dict]`, *optional*):
             Options of single mechanisms, `{kind: {option: value}}`, the fields of the class in `OPTIONS_CLASSES`.
-
-    ```python
-    >>> from modeling_iha import IHAConfig, IHAForCausalLM
-
-    >>> config = IHAConfig.from_preset("tiny", num_pseudo_heads=4)
-    >>> model = IHAForCausalLM(config)
-    ```
     """
 
     model_type = "iha"
@@ -177,12 +169,13 @@ class IHAConfig(LlamaConfig):
                 f"rope_parameters={self.rope_parameters}: expected one set of parameters or, in a model with both "
                 f"layer types, one set for each of {', '.join(map(repr, LAYER_TYPES))} and no other key."
             )
-        for kind in self.attention_options:
-            if kind not in OPTIONS_CLASSES:
-                raise ValueError(f"attention_options has {kind!r}: expected some of {', '.join(OPTIONS_CLASSES)}.")
-            self.options_of(kind)
-        for kind in dict.fromkeys(self.attention_kinds):
-            self.options_of(kind).check(self, kind)
+        for kind in dict.fromkeys((*self.attention_options, *self.attention_kinds)):
+            if OPTIONS_CLASSES.get(kind) is not None:
+                options = self.options_of(kind)
+                if kind in self.attention_kinds:
+                    options.check(self, kind)
+            elif self.attention_options.get(kind):
+                raise ValueError(f"attention_options has options of {kind!r}, which is no kind with options.")
 
     @property
     def has_sliding_rope(self) -> bool:

@@ -263,12 +263,16 @@ def _check_unwrapped(model: PreTrainedModel) -> None:
 
 
 def _copy_config(model: PreTrainedModel) -> None:
-    """Give the model a configuration of its own. Models that were built from one object share it."""
+    """Give the model a configuration of its own, one object for all modules.
+
+    Models that were built from one object share it, and an EncoderDecoderModel gives its decoder a second one."""
     copies: dict = {}  # the memo of `deepcopy`: from the id of each configuration to its copy
-    copy.deepcopy(model.config, copies)
+    own = copy.deepcopy(model.config, copies)
     for module, name, config in config_attributes(model):
         if id(config) in copies:
             setattr(module, name, copies[id(config)])
+        elif type(config) is type(own) and config.to_dict() == own.to_dict():
+            setattr(module, name, own)
 
 
 def config_attributes(model: PreTrainedModel) -> list[tuple[nn.Module, str, PreTrainedConfig]]:

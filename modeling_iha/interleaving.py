@@ -62,16 +62,6 @@ class HeadCollapse(Mixing):
         return self.value()
 
 
-def mix(states: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """Return pseudo-heads [batch, N, P, M, head_dim] of heads [batch, M, N, head_dim] by alpha [M, M, P] (step 2)."""
-    num_heads, _, num_pseudo_heads = alpha.shape
-    alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
-    states = states.transpose(1, 2)
-    # By one matrix `matmul` would fold the tokens into head_dim and copy the result. Expanded, it writes this layout.
-    alpha = alpha.expand(*states.shape[:2], -1, -1)
-    return torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, num_heads))
-
-
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate states [..., head_dim] by RoPE tables that broadcast to them."""
     half = states.shape[-1] // 2
@@ -80,28 +70,20 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return states * cos + states.roll(half, dims=-1) * sin
 
 
-def make_virtual_sequence(
-    states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> torch.Tensor:
-    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3, T_p).
+def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: tuple | None = None) -> torch.Tensor:
+    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] by alpha [M, M, P].
 
     [batch, N * P, M, head_dim] is a view of what the mixing writes, so interleaving copies nothing."""
-    states = mix(states, alpha)
+    num_heads, _, num_pseudo_heads = alpha.shape
+    alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
+    states = states.transpose(1, 2)
+    # By one matrix `matmul` would fold the tokens into head_dim and copy the result. Expanded, it writes this layout.
+    alpha = alpha.expand(*states.shape[:2], -1, -1)
+    states = torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, num_heads))  # [batch, N, P, M, head_dim]
     if rotation is not None:
         cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
         states = rotate(states, cos, sin)
     return states.flatten(1, 2).transpose(1, 2)
-
-
-def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
-    """Collapse virtual tokens [batch, N * P, H, head_dim] to heads [batch, N, H, head_dim] by R (step 5)."""
-    states = states.unflatten(1, (-1, num_pseudo_heads))
-    weight = weight.to(states.dtype)
-    if weight.shape[1] == num_pseudo_heads:
-        # `einsum` would permute the states, and autograd would keep that copy for the backward pass.
-        return (states * weight.t().unsqueeze(-1)).sum(dim=2)
-    # Some base models call `view` on the output of attention, so it must be contiguous.
-    return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states).contiguous()
 
 
 class MixedHeads(NamedTuple):
@@ -133,8 +115,15 @@ class MixedHeads(NamedTuple):
         return query, key, make_virtual_sequence(value, self.v_mix)
 
     def collapse_output(self, output: torch.Tensor) -> torch.Tensor:
-        """Return heads [batch, N, H, head_dim] of virtual outputs [batch, N * P, H, head_dim] (step 5)."""
-        return collapse(output, self.collapse, self.num_pseudo_heads)
+        """Return heads [batch, N, H, head_dim] of virtual outputs [batch, N * P, H, head_dim] by R (step 5)."""
+        output = output.unflatten(1, (-1, self.num_pseudo_heads))
+        weight = self.collapse.to(output.dtype)
+        if self.has_new_token_path:
+            # `einsum` would permute the states, and autograd would keep that copy for the backward pass.
+            return (output * weight.t().unsqueeze(-1)).sum(dim=2)
+        weight = weight.unflatten(1, (-1, self.num_pseudo_heads))
+        # Some base models call `view` on the output of attention, so it must be contiguous.
+        return torch.einsum("hgp,bnpgd->bnhd", weight, output).contiguous()
 
     def mask_of_virtual_heads(self, mask):
         return mask

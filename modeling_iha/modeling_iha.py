@@ -98,12 +98,11 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         """Return the (cos, sin) tables for token positions n, `position_ids` [batch, N], in the dtype of `x`.
 
         - `"token"` is at n, [batch, N, head_dim].
-        - `"interleaved"` is at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. "iha" layers with
-          interleaved positions rotate by both, one after the other.
-        - `"paired"` is at n * P + p, [batch, P, N, head_dim], for layers of paired heads with interleaved positions.
+        - `"interleaved"` is at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. "iha" layers
+          rotate by both, one after the other.
+        - `"paired"` is at n * P + p, [batch, P, N, head_dim], for layers of paired heads.
 
-        All but `"pseudo_head"` include `attention_scaling`. RoPE types that depend on the length count it in
-        tokens."""
+        All but `"pseudo_head"` include `attention_scaling`. RoPE types that depend on the length count tokens."""
         # First, because such types update inv_freq in this call, and `_table` reads it.
         tables = {"token": self(x, position_ids)}
         if self.config.pseudo_positions == "shared":
@@ -155,12 +154,9 @@ class IHAMLP(LlamaMLP):
 class IHADecoderLayer(LlamaDecoderLayer):
     """Run Llama's decoder layer with this layer's kind of attention and the config's FFN."""
 
-    self_attn: MultiHeadAttention
-
     def __init__(self, config: IHAConfig, layer_idx: int):
         nn.Module.__init__(self)  # Llama's would first build the attention and FFN that are replaced here
         self.hidden_size = config.hidden_size
-
         self.self_attn = ATTENTION_CLASSES[config.attention_kinds[layer_idx]].for_layer(config, layer_idx)
         self.mlp = IHAMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -205,13 +201,7 @@ class IHAModel(IHAPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def create_masks(
-        self,
-        inputs_embeds: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        cache: Cache | None,
-        position_ids: torch.Tensor | None,
-    ) -> dict[str, Any]:
+    def create_masks(self, inputs_embeds: torch.Tensor, attention_mask, cache, position_ids) -> dict[str, Any]:
         """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
 
         `position_ids` [batch or 1, N] are those that the caller gave, which may declare packed documents, or `None`.
@@ -266,9 +256,12 @@ class IHAModel(IHAPreTrainedModel):
         if isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches
             masks = attention_mask
         else:
-            check_inputs(self.config, inputs_embeds, attention_mask, cache, position_ids, **kwargs)
-            if attention_mask is not None and attention_mask.ndim == 4 and self.config._attn_implementation != "sdpa":
-                attention_mask = additive_mask(attention_mask, inputs_embeds.dtype)
+            if not is_tracing(inputs_embeds):
+                check_inputs(self.config, attention_mask, cache, position_ids, inputs_embeds.shape[1])
+            if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.dtype == torch.bool:
+                # The "eager" function of Transformers would add 0 and 1.
+                hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
+                attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(hidden.dtype).min)
             masks = self.create_masks(inputs_embeds, attention_mask, cache, position_ids)
         positions = position_ids
         if positions is None:
@@ -301,57 +294,34 @@ def mask_name(attention: MultiHeadAttention) -> str:
     return f"{attention.core}.{attention.layer_type}.{attention.num_virtual_tokens}"
 
 
-def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask to add to scores. Transformers' "eager" and FlexAttention would add a boolean one as 0 and 1."""
-    if mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
-
-
 def check_inputs(
-    config: IHAConfig,
-    inputs_embeds: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    cache: Cache | None,
-    position_ids: torch.Tensor | None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    is_causal: bool = True,
-    **kwargs,
+    config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cache | None, position_ids: Any, length: int
 ) -> None:
-    """Raise a ValueError for inputs that would silently mean something else.
+    """Raise a ValueError for a mask that cannot hold a window, and for packed documents that would see one another.
 
-    Transformers looks for packed documents, which begin where `position_ids` restart, only in calls without a mask and
-    without a cache, and with flash functions only in a single row."""
-    batch, length = inputs_embeds.shape[:2]
-    if not is_causal or not getattr(config, "is_causal", True):
-        raise ValueError("is_causal=False: the layers of this model are causal. Leave it out.")
+    Transformers looks for documents, which begin where `position_ids` restart, in calls without a mask and a cache.
+    Flash functions then take a single row."""
+    past = 0 if cache is None else int(cache.get_seq_length())
     if attention_mask is not None and attention_mask.ndim != 2:
         is_static = cache is not None and cache.is_compileable
-        num_keys = length if cache is None else length + cache.get_seq_length()
-        if attention_mask.ndim != 4 or config.sliding_window or is_static or attention_mask.shape[3] != num_keys:
+        is_4d = attention_mask.ndim == 4 and attention_mask.shape[3] == past + length
+        if not is_4d or config.sliding_window or is_static:
             raise ValueError(
                 "attention_mask must be [batch, tokens] or, without windows and static caches, [batch, heads, tokens, "
                 "keys]. Packed documents are declared by position_ids that restart."
             )
-        return
-    if is_tracing(inputs_embeds) or inputs_embeds.is_meta:
-        return
-    has_lengths = cu_seq_lens_q is not None and len(cu_seq_lens_q) > 2
-    are_apart = attention_mask is None and cache is None and (batch == 1 or "flash" not in config._attn_implementation)
-    if are_apart and not has_lengths:
-        return
-    restarts = False
-    if position_ids is not None and length > 1:
-        past = 0 if cache is None else int(cache.get_seq_length())
+    elif position_ids is not None and not position_ids.is_meta:
+        is_seen = len(position_ids) == 1 or "flash" not in config._attn_implementation
+        if attention_mask is None and cache is None and is_seen:
+            return
         real = position_ids >= 0 if attention_mask is None else attention_mask[:, past : past + length].bool()
         positions = torch.where(real, position_ids, -1)  # those of padding are arbitrary
         latest = positions.cummax(dim=-1).values[:, :-1]
-        restarts = bool((real[:, 1:] & (positions[:, 1:] <= latest)).any())
-    if (restarts or has_lengths) and not (restarts and are_apart):
-        raise ValueError(
-            "Packed documents would attend to one another: declare them by position_ids that restart, leave out "
-            "attention_mask, and pass use_cache=False (and a single row to a flash function)."
-        )
+        if (real[:, 1:] & (positions[:, 1:] <= latest)).any():
+            raise ValueError(
+                "Packed documents would attend to one another: leave out attention_mask, and pass use_cache=False "
+                "(and a single row to a flash function)."
+            )
 
 
 class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):

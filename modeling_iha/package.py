@@ -116,7 +116,7 @@ def shipped_code(kinds: list[str]) -> dict[str, bytes]:
     ship without the lines of other kinds."""
     own = [kind for kind in ATTENTION_CLASSES if kind in kinds]
     classes = [ATTENTION_CLASSES[kind] for kind in own] + [OPTIONS_CLASSES[kind] for kind in own]
-    modules = ["modeling_iha", "options", *(own_class.__module__.split(".")[-1] for own_class in classes)]
+    modules = ["modeling_iha", *(own_class.__module__.split(".")[-1] for own_class in classes if own_class)]
     code = imported_code(*(f"{module}.py" for module in modules))
     for name in KIND_LISTS:
         lines = code[name].decode().splitlines(keepends=True)

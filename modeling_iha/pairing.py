@@ -8,7 +8,8 @@ in the same way. Virtual query head i reads virtual key head i // (H / G). The P
 the ones that the P query heads of i read in ordinary grouped-query attention.
 """
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from transformers.utils.generic import maybe_autocast
@@ -16,11 +17,12 @@ from transformers.utils.generic import maybe_autocast
 from .virtual_tokens import masked_softmax
 
 
-class PairedHeads(NamedTuple):
+@dataclass
+class PairedHeads:
     """View the heads of one call as virtual tokens, and the output as heads."""
 
     num_pseudo_heads: int  # P
-    has_new_token_path = True
+    has_new_token_path: ClassVar[bool] = True
 
     def make_virtual_tokens(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
         """View queries, keys and values [batch, M, N, head_dim] as [batch, M / P, N * P, head_dim].

@@ -5,7 +5,6 @@
 No stock core exposes them."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.utils.checkpoint
@@ -127,11 +126,11 @@ class ScoreMatrixAttention(MultiHeadAttention):
             )
         return core
 
-    def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
+    def compose_scores(self, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         """Return the scores [batch, H, rows, columns] before mask and softmax, changed as the kind requires."""
         return scores
 
-    def compose_weights(self, weights: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
+    def compose_weights(self, weights: torch.Tensor, **kwargs) -> torch.Tensor:
         """Return the weights [batch, H, rows, columns] after the softmax, changed as the kind requires."""
         return weights
 
@@ -146,21 +145,14 @@ class ScoreMatrixAttention(MultiHeadAttention):
         return torch.softmax(scores.float() + bias, dim=-1).to(scores.dtype)
 
     def attend_block(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        bias: Callable[[], torch.Tensor],
-        rows: slice,
-        columns: slice,
-        **kwargs,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: tuple, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries.
 
-        `bias` makes the mask here, so that the backward pass does not keep it."""
-        scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
-        weights = self.normalize_scores(scores, bias())
-        weights = self.compose_weights(weights, rows, columns, **kwargs)
+        `mask` holds the arguments of `block_bias`. It is called here, so that the backward pass keeps no mask."""
+        scores = self.compose_scores(self.raw_scores(query, key), **kwargs)
+        weights = self.normalize_scores(scores, block_bias(*mask))
+        weights = self.compose_weights(weights, **kwargs)
         weights = torch.nn.functional.dropout(weights, p=self.attention_dropout, training=self.training)
         output = torch.matmul(weights, repeat_kv(value, self.num_key_value_groups))
         return output.transpose(1, 2), weights
@@ -183,8 +175,8 @@ class ScoreMatrixAttention(MultiHeadAttention):
         for rows in blocks:
             columns = block_columns(attention_mask, rows, self.sliding_window, length, num_keys)
             states = (query_states[:, :, rows], key_states[:, :, columns], value_states[:, :, columns])
-            bias = partial(block_bias, attention_mask, rows, columns, offset, query_states.device)
-            output, block_weights = recomputed(self.attend_block, len(blocks), *states, bias, rows, columns, **kwargs)
+            mask = (attention_mask, rows, columns, offset, query_states.device)
+            output, block_weights = recomputed(self.attend_block, len(blocks), *states, mask, **kwargs)
             outputs.append(output)
             if self.core == "eager":
                 # Keys that no query of the block sees have no weight.

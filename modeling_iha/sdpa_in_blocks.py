@@ -123,15 +123,7 @@ def attend_in_a_row(
     return torch.cat((begin, end[None]), dim=1)
 
 
-def attend_in_joined_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    starts: Any,
-    window: int,
-    **options,
-) -> torch.Tensor:
+def attend_in_joined_rows(query, key, value, attention_mask, starts, window: int, **options) -> torch.Tensor:
     """Return the output of rows with documents (`starts`, boolean [batch, length]) or padding, joined into one row.
 
     The first key that each query may see keeps rows and documents apart. One graph serves compiled calls."""
@@ -155,15 +147,7 @@ def attend_in_joined_rows(
     return attend_in_blocks(join_rows(query), key, value, mask, window, **options).unflatten(0, (batch, length))
 
 
-def attend_in_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    window: int,
-    dropout: float,
-    scaling,
-) -> torch.Tensor:
+def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scaling: float | None) -> torch.Tensor:
     """Return the output [length, H, head_dim] of blocks of queries, each with the keys that its window reaches.
 
     Queries are [H, length, head_dim], and keys and values [G, window + length, head_dim] begin `window` keys before

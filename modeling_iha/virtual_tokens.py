@@ -131,19 +131,12 @@ def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) 
 
 
 def virtual_attention(
-    attend: Callable,
-    module: Any,
-    heads: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs,
+    attend: Callable, module: nn.Module, heads: Any, query, key, value, attention_mask: Any, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the output [batch, N, H, head_dim] of attention over virtual tokens, and the weights over them.
 
     Args:
-        attend: an attention function of Transformers. `module` is its first argument.
+        attend: an attention function of Transformers, whose first argument is `module`.
         heads: `MixedHeads` or `PairedHeads`, which make virtual tokens of heads and collapse the output.
         query: [batch, H, N, head_dim], rotated as in the base model.
         key, value: [batch, G, K, head_dim], rotated and cached as in the base model.

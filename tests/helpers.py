@@ -89,7 +89,7 @@ GEOMETRIES = {
     **{
         kind: {
             "attention_kinds": kind,
-            "attention_options": {kind: options.example},
+            "attention_options": {kind: getattr(options, "example", {})},
             **_WINDOW_AND_GLOBAL,
             **({"num_pseudo_heads": 2} if kind == "paired_heads" else {}),  # a divisor of the key/value heads
         }
@@ -163,7 +163,6 @@ IHA_CODE = {
     "attention_iha.py",
     "interleaving.py",
     "mixing.py",
-    "options.py",
     "transformers_versions.py",
 }
 

@@ -66,6 +66,6 @@ def all_mechanisms():
     """Yield every kind with its default options, with its example options where it has some, and a linear form."""
     for kind, options in OPTIONS_CLASSES.items():
         yield Mechanism(kind)
-        if options.example:
+        if options is not None and options.example:
             yield Mechanism(kind, options.example)
     yield Mechanism("hyper", {"linear": True})

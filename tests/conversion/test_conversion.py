@@ -52,10 +52,12 @@ from iha import processes
 from iha.arguments import KINDS
 from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
 from iha.errors import UserError
+from iha.kinds import described
 from iha.processes import load_in_clean_process, run_in_clean_process
-from modeling_iha import IHAConfig, IHAForCausalLM, pair_heads
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.exact_start import last_pseudo_head
 from modeling_iha.mixing_weights import state_with_values
+from research.experiments.model_types import MULTIMODAL, tiny_model
 
 
 # What is converted
@@ -521,6 +523,15 @@ def test_a_control_breaks_a_paired_decoder():
     before = uncached_logits(paired, tokens)
     verify_conversion.break_one_parameter(paired)
     assert (uncached_logits(paired, tokens) - before).abs().max() > 1e-3
+
+
+def test_a_control_breaks_a_decoder_of_images():
+    """Its text decoder, whose configuration is a part of the model's, has the interleaved layers."""
+    model, tokens = interleave_heads(tiny_model("gemma3", MULTIMODAL), 2), random_ids(1, 9)
+    before = uncached_logits(model, tokens)
+    verify_conversion.break_one_parameter(model)
+    assert (uncached_logits(model, tokens) - before).abs().max() > 1e-3
+    assert described(model.config).attention_kinds == ["iha", "iha"]
 
 
 def test_verify_a_hybrid_within_its_window(tmp_path, cli):

@@ -14,8 +14,8 @@ from iha.arguments import KINDS
 from iha.cards import render_card
 from iha.kinds import companion_of, iha
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.mixing_weights import mixing_parameters
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.package import shipped_code
 
 

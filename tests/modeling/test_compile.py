@@ -36,7 +36,7 @@ GEOMETRIES = {
     "full": {
         "attention_kinds": FULL,
         "num_hidden_layers": len(FULL),
-        "attention_options": {kind: OPTIONS_CLASSES[kind].example for kind in FULL},
+        "attention_options": {kind: getattr(OPTIONS_CLASSES[kind], "example", {}) for kind in FULL},
     },
     "windows": {
         "attention_kinds": ["iha", "simplicial", "diff"],

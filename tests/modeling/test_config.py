@@ -46,8 +46,9 @@ BAD = [
     ({"layer_types": "sliding_attention"}, "sliding_window=None.*at least 2"),
     ({"sliding_window": 4}, "sliding_window=4.*None elsewhere"),
     ({"pseudo_collapse": "mean"}, "'pseudo_collapse'.*'per_head', 'all_heads'.*mean"),
-    ({"attention_options": {"linear": {}}}, "attention_options.*'linear'.*mha, iha"),
-    ({"attention_options": {"iha": {"foo": 1}}}, "foo"),
+    ({"attention_options": {"linear": {"foo": 1}}}, "attention_options.*'linear'"),
+    ({"attention_options": {"iha": {"foo": 1}}}, "attention_options.*'iha'"),
+    ({"attention_options": {"gated": {"foo": 1}}}, "foo"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.*rope_type.*linear.*factor"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.*one set"),
     ({**LOCAL, "rope_parameters": {"sliding_attention": PLAIN}}, "rope_parameters.*one set for each"),
@@ -160,13 +161,20 @@ def test_the_ffn_is_llamas_unless_a_config_says_otherwise():
     assert {name for name, _ in ours.model.layers[0].mlp.named_parameters()} == names
 
 
+FIRST_LAYERS = {
+    "num_hidden_layers": 3,
+    "attention_kinds": ["iha", "iha", "mha"],
+    "layer_types": ["full_attention"] * 3,
+    "no_rope_layers": [1] * 3,
+}
 OVERRIDES = {
     "a window without a sliding layer": ({"sliding_window": 4}, "sliding_window=4 with .*None elsewhere"),
-    "no option": ({"attention_options": {"iha": {"foo": 1}}}, "foo"),
-    "one name": ({"attention_kinds": "mha", "num_pseudo_heads": None}, {"attention_kinds": ["mha"] * 4}),
+    "no option": ({"attention_options": {"iha": {"foo": 1}}}, "attention_options.*'iha'"),
     "fewer layers": ({"num_hidden_layers": 3}, "attention_kinds has 4 entries"),
     "more layers": ({"num_hidden_layers": 5}, "attention_kinds has 4 entries"),
-    "of Transformers": ({"dtype": torch.bfloat16, "use_cache": False}, {"dtype": torch.bfloat16, "use_cache": False}),
+    "other kinds": ({"attention_kinds": ["mha"] * 4}, None),
+    "the first layers": (FIRST_LAYERS, None),
+    "of Transformers": ({"dtype": torch.bfloat16, "use_cache": False}, None),
 }
 
 
@@ -176,17 +184,16 @@ def test_fields_that_replace_those_of_a_file_are_checked_with_the_rest(name, tmp
     random_model(small_config(num_hidden_layers=4, attention_kinds=["iha", "iha", "mha", "iha"])).save_pretrained(
         tmp_path
     )
-    fields, expected = OVERRIDES[name]
-    if isinstance(expected, str):
-        for auto_class in (AutoConfig, AutoModelForCausalLM):
-            with pytest.raises(Exception, match=expected):
-                auto_class.from_pretrained(tmp_path, **fields)
+    fields, message = OVERRIDES[name]
+    if message is not None:
+        with pytest.raises(Exception, match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **fields)
         return
     config, unused = AutoConfig.from_pretrained(tmp_path, **fields, device_map="cpu", return_unused_kwargs=True)
     assert unused["device_map"] == "cpu" and not fields.keys() - {"dtype"} & unused.keys()
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **fields)
     for each in (config, model.config):
-        assert {field: getattr(each, field) for field in expected} == expected
+        assert {field: getattr(each, field) for field in fields} == fields
     assert len(model.model.layers) == config.num_hidden_layers
 
 

@@ -18,8 +18,8 @@ from iha.cards import render_card
 from iha.errors import UserError
 from iha.step_memory import Counter, StepMemory, of_training
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
-from modeling_iha.transformers_versions import CACHE
 from modeling_iha.flop_matched_window import flop_matched_window
+from modeling_iha.transformers_versions import CACHE
 
 
 VARIANTS = {

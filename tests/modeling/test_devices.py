@@ -6,7 +6,6 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from helpers import EVERY_KIND, HYBRID, assert_close, packing, padding, random_ids, random_model, small_config
 from stand_in_gpu import GpuTensor, gpus, move
 
-from modeling_iha import interleaving
 from modeling_iha.transformers_versions import CACHE
 
 
@@ -68,11 +67,8 @@ INPUTS = {"plain": {}, "positions": POSITIONS, "padded": padding(PADDED)[0], "pa
         ("sdpa", "generate", "plain"),
     ],
 )
-def test_two_gpus(core, how, inputs, monkeypatch, small_blocks):
-    """Return the logits, gradients and tokens of a CPU where a model lies on two GPUs.
-
-    There the values of cached tokens are summed in pieces, here of 4 tokens."""
-    monkeypatch.setattr(interleaving, "SPLIT_TOKENS", 4)
+def test_two_gpus(core, how, inputs, small_blocks):
+    """Return the logits, gradients and tokens of a CPU where a model lies on two GPUs."""
     input_ids = random_ids(1 if inputs == "packed" else 2, LENGTH)
     model = random_model(small_config(**EVERY_KIND, **WINDOW))
     model.set_attn_implementation(core)
@@ -94,8 +90,8 @@ def test_a_tensor_on_another_device_is_refused():
         torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
 
 
-# Transformers looks for documents once for each mask. A layer in blocks looks for them itself, or asks whether there is
-# padding once for its mask, where SDPA's mask asks twice. Our own check of packed documents asks once.
+# Transformers looks for documents once for each mask. A layer in blocks looks for them itself. Its mask asks once
+# whether there is padding, and SDPA's mask asks twice. Our own check of packed documents asks once.
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize(
     ("core", "inputs", "count", "count_in_blocks"),

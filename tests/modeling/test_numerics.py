@@ -11,12 +11,14 @@ from helpers import (
     loss_and_gradients,
     random_ids,
     random_model,
+    set_core,
     small_config,
     uncached_logits,
 )
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from modeling_iha import IHAForCausalLM
+from modeling_iha.transformers_versions import CACHE
 
 
 def hybrid_config(**overrides):
@@ -24,6 +26,31 @@ def hybrid_config(**overrides):
 
 
 # Dtypes
+
+
+@pytest.mark.one_of(2)
+@pytest.mark.parametrize("how", ["loaded", "autocast"])
+@pytest.mark.parametrize("core", ["base", "eager"])
+@pytest.mark.parametrize("kind", EVERY_KIND["attention_kinds"])
+def test_bfloat16_under_a_mask_and_on_a_cache(kind, core, how):
+    """Compare logits, gradients and a decoded token with those in float32."""
+    config = small_config(attention_kinds=kind, num_key_value_heads=4)
+    input_ids = random_ids(8, 12)  # of one or two new tokens the roundings would decide
+    mask = torch.ones(8, 12, dtype=torch.long)
+    mask[0, :3] = 0
+    outputs = []
+    for half in (False, True):
+        model = random_model(config, dtype=torch.bfloat16 if half and how == "loaded" else torch.float32)
+        set_core(model, core)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half and how == "autocast"):
+            logits = model(input_ids, attention_mask=mask, use_cache=False).logits
+            gradients = torch.autograd.grad(logits[mask.bool()].float().square().mean(), list(model.parameters()))
+            with torch.no_grad():
+                cache = model(input_ids[:, :11], use_cache=True)[CACHE]
+                token = model(input_ids[:, 11:], **{CACHE: cache}).logits
+        outputs.append([logits[mask.bool()], torch.cat([g.flatten() for g in gradients]), token])
+    for exact, states in zip(*outputs):
+        assert (states.float() - exact).norm() < 0.2 * exact.norm()  # seen: 0.12
 
 
 @pytest.mark.parametrize("positions", ["interleaved", "shared"])

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
-from modeling_iha import interleave_heads, transformers_versions
-from modeling_iha.transformers_versions import CACHE
+from modeling_iha import interleave_heads
+from modeling_iha.transformers_versions import CACHE, FIRST_UNTESTED, OLDEST
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_an_unsupported_version_is_refused(version, module, import_with, monkeyp
         import_with(version, module)
 
 
-@pytest.mark.parametrize("version", [transformers_versions.OLDEST, "5.24.3", f"{transformers_versions.FIRST_UNTESTED}.0.dev0"])
+@pytest.mark.parametrize("version", [OLDEST, "5.24.3", f"{FIRST_UNTESTED}.0.dev0"])
 def test_a_supported_version_is_taken(version, import_with, recwarn):
     assert import_with(version)["IHAConfig"].model_type == "iha"
     assert not [each for each in recwarn if "was tested with Transformers" in str(each.message)]
