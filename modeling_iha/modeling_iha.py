@@ -82,6 +82,9 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
             config = copy(config)  # the caller's keeps the parameters of both layer types
             config.rope_parameters = rope_parameters
         super().__init__(config)
+        is_interleaved = config.pseudo_positions == "interleaved"
+        self.mixed = is_interleaved and "iha" in config.attention_kinds
+        self.paired = is_interleaved and "paired_heads" in config.attention_kinds
 
     def _apply(self, fn, recurse=True):
         """Move the frequencies and keep them in float32.
@@ -105,14 +108,12 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         All but `"pseudo_head"` include `attention_scaling`. RoPE types that depend on the length count tokens."""
         # First, because such types update inv_freq in this call, and `_table` reads it.
         tables = {"token": self(x, position_ids)}
-        if self.config.pseudo_positions == "shared":
-            return tables
         first = position_ids * self.config.num_pseudo_heads  # n * P
         pseudo_heads = torch.arange(self.config.num_pseudo_heads, device=x.device)  # p
-        if "iha" in self.config.attention_kinds:
+        if self.mixed:
             tables["interleaved"] = self._table(first, x, self.attention_scaling)
             tables["pseudo_head"] = self._table(pseudo_heads, x)
-        if "paired_heads" in self.config.attention_kinds:
+        if self.paired:
             tables["paired"] = self._table(first[:, None] + pseudo_heads[:, None], x, self.attention_scaling)
         return tables
 
@@ -140,10 +141,12 @@ class IHAMLP(LlamaMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         channels = self.up_proj(x)
+        # CODEPATH: as in __init__.
         if self.config.gated_mlp:
             channels = self.act_fn(self.gate_proj(x)) * channels
         else:
             channels = self.act_fn(channels)
+        # CODEPATH: as in __init__.
         if self.config.mlp_gate_groups is not None:
             scores = self.group_gate(x)
             gate = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
@@ -257,7 +260,7 @@ class IHAModel(IHAPreTrainedModel):
             masks = attention_mask
         else:
             if not is_tracing(inputs_embeds):
-                check_inputs(self.config, attention_mask, cache, position_ids, inputs_embeds.shape[1])
+                check_inputs(self.config, inputs_embeds, attention_mask, cache, position_ids)
             if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.dtype == torch.bool:
                 # The "eager" function of Transformers would add 0 and 1.
                 hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
@@ -295,13 +298,14 @@ def mask_name(attention: MultiHeadAttention) -> str:
 
 
 def check_inputs(
-    config: IHAConfig, attention_mask: torch.Tensor | None, cache: Cache | None, position_ids: Any, length: int
+    config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | None, position_ids: Any
 ) -> None:
     """Raise a ValueError for a mask that cannot hold a window, and for packed documents that would see one another.
 
     Transformers looks for documents, which begin where `position_ids` restart, in calls without a mask and a cache.
     Flash functions then take a single row."""
-    past = 0 if cache is None else int(cache.get_seq_length())
+    batch, length = inputs_embeds.shape[:2]
+    past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None and attention_mask.ndim != 2:
         is_static = cache is not None and cache.is_compileable
         is_4d = attention_mask.ndim == 4 and attention_mask.shape[3] == past + length
@@ -310,8 +314,8 @@ def check_inputs(
                 "attention_mask must be [batch, tokens] or, without windows and static caches, [batch, heads, tokens, "
                 "keys]. Packed documents are declared by position_ids that restart."
             )
-    elif position_ids is not None and not position_ids.is_meta:
-        is_seen = len(position_ids) == 1 or "flash" not in config._attn_implementation
+    elif position_ids is not None and length > 1 and not position_ids.is_meta:  # a GPU would wait for one token
+        is_seen = batch == 1 or "flash" not in config._attn_implementation
         if attention_mask is None and cache is None and is_seen:
             return
         real = position_ids >= 0 if attention_mask is None else attention_mask[:, past : past + length].bool()

@@ -290,7 +290,7 @@ def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
         return
     layers = getattr(cache, "layers", ())
     empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
-    if config.interleaved_window is None or not empty:
+    if config.interleaved_window is None or "flex" in config._attn_implementation:  # no layer can cut a `BlockMask`
         return
     for module in model.modules():
         if has_virtual_heads(module) and module.layer_idx in empty:

@@ -35,12 +35,18 @@ class Attention(torch.nn.Module):
 
     `overrides` change fields of the config. With `checkpointing` the backward pass runs each layer again."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, checkpointing: bool = False, **overrides):
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        checkpointing: bool = False,
+        attn_implementation: str = "sdpa",
+        **overrides,
+    ):
         super().__init__()
         sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
         one = {"num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
         config = IHAConfig.from_preset("tiny", **{**sizes, **one, **overrides})
-        self.model = IHAModel._from_config(config, dtype=dtype).eval()
+        self.model = IHAModel._from_config(config, dtype=dtype, attn_implementation=attn_implementation).eval()
         self.checkpointing = checkpointing
 
     def leaves(self) -> list[torch.nn.Parameter]:

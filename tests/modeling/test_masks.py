@@ -211,18 +211,6 @@ def test_a_core_without_masks_is_refused_by_virtual_heads(monkeypatch):
         model(random_ids(1, 9))
 
 
-@pytest.mark.parametrize("geometry", ["global", "window_mha", "talking_heads"])
-@pytest.mark.parametrize("core", ["sdpa", "eager"])
-def test_attention_in_both_directions_is_refused(core, geometry):
-    """Refuse `is_causal=False`, which Transformers takes as an argument of a call and as a field of a config."""
-    model = geometry_model(geometry, core)
-    with pytest.raises(ValueError, match="is_causal=False: the layers of this model are causal"):
-        model(random_ids(1, 9), is_causal=False)
-    model.config.is_causal = False
-    with pytest.raises(ValueError, match="is_causal=False: the layers of this model are causal"):
-        model(random_ids(1, 9), attention_mask=torch.ones(1, 9))
-
-
 @pytest.mark.parametrize("inputs", [{}, {"attention_mask": causal_4d(torch.ones(1, 9), "bool")}], ids=["none", "4d"])
 @pytest.mark.parametrize("geometry", ["global", "hyper_linear"])
 def test_a_call_registers_nothing(geometry, inputs):
@@ -261,15 +249,6 @@ PACKINGS = {
     "positions_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True}, []),
     "positions_with_a_mask": ({"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False}, []),
     "positions_and_lengths": ({"position_ids": POSITIONS, "use_cache": False, **CU_SEQ_LENS}, CORES),
-    "lengths": ({"use_cache": False, **CU_SEQ_LENS}, []),
-    "lengths_with_positions_that_run_on": (
-        {"position_ids": torch.arange(10)[None], "use_cache": False, **CU_SEQ_LENS},
-        [],
-    ),
-    "lengths_without_the_longest": (
-        {"use_cache": False, **{name: CU_SEQ_LENS[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k")}},
-        [],
-    ),
     "lengths_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True, **CU_SEQ_LENS}, []),
     "lengths_with_a_mask": (
         {"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False, **CU_SEQ_LENS},
@@ -303,7 +282,7 @@ def test_packing_is_kept_apart_or_refused(core, case):
         assert packing_error(model, **inputs) < 1e-5
         assert packing_error(llama, **inputs) < 1e-5
     else:
-        with pytest.raises(ValueError, match="Packed documents would attend to one another: declare them by"):
+        with pytest.raises(ValueError, match="Packed documents would attend to one another"):
             packing_error(model, **inputs)
         assert core == FLASH or packing_error(llama, **inputs) > 0.1
 

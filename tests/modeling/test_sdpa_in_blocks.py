@@ -16,13 +16,14 @@ from helpers import (
     greedy,
     largest_saved_tensor,
     logits_and_gradients,
+    logits_in_chunks,
     packing,
     random_ids,
     random_model,
     small_config,
     uncached_logits,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import sdpa_in_blocks
@@ -208,6 +209,15 @@ def test_generation(name, prompt, cache):
     assert torch.equal(generated[:1, 4:], greedy(model_of(name, window=16), tokens[:, 4:], 12))
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_chunks_on_a_cache(name):
+    """Take chunks and single tokens after more tokens than a window and a block, also on a cache that keeps all."""
+    model, input_ids = model_of(name, window=16), random_ids(2, 370)
+    expected = uncached_logits(model, input_ids)
+    for cache in (DynamicCache(config=model.config), DynamicCache()):
+        assert_close(logits_in_chunks(model, input_ids, [200, 168, 1, 1], cache), expected)
+
+
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("case", ["plain", "left_padding", "packed"])
 @pytest.mark.parametrize("name", ["iha", *PLAIN])
@@ -353,6 +363,16 @@ def test_an_argument_that_changes_scores_raises_an_error(length, name):
         ValueError, match=f"^attn_implementation='sdpa_in_blocks' does not support {name}: use 'eager'"
     ):
         ALL_ATTENTION_FUNCTIONS[NAME](module, *states, None, sliding_window=5, **{name: torch.ones(())})
+
+
+@pytest.mark.parametrize("positions", [torch.arange(38)[None], torch.arange(38)[None] % 9], ids=["row", "packed"])
+def test_every_query_drops(small_blocks, positions):
+    """Attend to values of one: without dropout every output is 1."""
+    module, (query, key, value) = random_states(2, 38)
+    attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], module, query, key, torch.ones_like(value), None)
+    output, _ = attend(sliding_window=5, position_ids=positions, dropout=0.5)
+    assert ((output - 1).abs().amax(dim=(0, 2, 3)) > 0.01).all()
+    assert output.mean().item() == pytest.approx(1, abs=0.1)
 
 
 def test_blocks_are_the_same_in_several_calls(small_blocks, monkeypatch):
