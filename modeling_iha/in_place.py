@@ -33,6 +33,8 @@ from .exact_start import deviations, exact_start
 from .flop_matched_window import flop_matched_window
 from .mixing_weights import state_with_values
 from .modeling_interleaved import (
+    HOOK,
+    MIXING_MODULES,
     MODEL_TYPE,
     attach_virtual_heads,
     attend_on_core,
@@ -40,8 +42,9 @@ from .modeling_interleaved import (
     base_class,
     check_layers,
     check_no_tensor_parallelism,
+    core_of,
     decoder_config,
-    detach_virtual_heads,
+    decoder_of,
     interleaved_attention,
     interleaved_class,
     is_mixing,
@@ -50,6 +53,7 @@ from .modeling_interleaved import (
     use_virtual_core,
     without_types,
 )
+from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .transformers_versions import CACHE
 
 
@@ -521,6 +525,23 @@ def _make_interleaved(
         if is_mixing(name):
             buffers[f"{name}_start"].copy_(buffers[f"{source}_start"])
     model.tie_weights(recompute_mapping=False)
+
+
+def detach_virtual_heads(model: PreTrainedModel) -> None:
+    """Remove what `attach_virtual_heads` added, but for the fields of the configuration."""
+    config = decoder_config(model)
+    decoder = decoder_of(model)
+    for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+        getattr(decoder, name).pop(HOOK, None)
+    vars(decoder).pop("save_pretrained", None)
+    for module in interleaved_attention(model).values():
+        for name in (*MIXING_MODULES, "paired_heads"):
+            if hasattr(module, name):
+                delattr(module, name)
+    tied = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {name: source for name, source in tied.items() if not is_mixing(name)}
+    core = core_of(config._attn_implementation)
+    config._attn_implementation_internal = "sdpa" if core == SDPA_IN_BLOCKS else core
 
 
 def detach(model: PreTrainedModel) -> None:

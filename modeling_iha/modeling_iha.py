@@ -259,8 +259,7 @@ class IHAModel(IHAPreTrainedModel):
         if isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches
             masks = attention_mask
         else:
-            if not is_tracing(inputs_embeds):
-                check_inputs(self.config, inputs_embeds, attention_mask, cache, position_ids)
+            check_inputs(self.config, inputs_embeds, attention_mask, cache, position_ids)
             if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.dtype == torch.bool:
                 # The "eager" function of Transformers would add 0 and 1.
                 hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
@@ -307,14 +306,13 @@ def check_inputs(
     batch, length = inputs_embeds.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None and attention_mask.ndim != 2:
-        is_static = cache is not None and cache.is_compileable
         is_4d = attention_mask.ndim == 4 and attention_mask.shape[3] == past + length
-        if not is_4d or config.sliding_window or is_static:
+        if not is_4d or config.sliding_window:
             raise ValueError(
                 "attention_mask must be [batch, tokens] or, without windows and static caches, [batch, heads, tokens, "
                 "keys]. Packed documents are declared by position_ids that restart."
             )
-    elif position_ids is not None and length > 1 and not position_ids.is_meta:  # a GPU would wait for one token
+    elif position_ids is not None and length > 1 and not (position_ids.is_meta or is_tracing(position_ids)):
         is_seen = batch == 1 or "flash" not in config._attn_implementation
         if attention_mask is None and cache is None and is_seen:
             return

@@ -56,15 +56,8 @@ from .virtual_tokens import CORES, keep_window_edge, virtual_attention, virtual_
 
 
 MODEL_TYPE = "interleaved"  # in config.json and nowhere else, so that nothing loads a checkpoint as the plain base
-AUTO_CLASSES = (
-    transformers.AutoModel,
-    transformers.AutoModelForCausalLM,
-    transformers.AutoModelForSequenceClassification,
-    transformers.AutoModelForTokenClassification,
-    transformers.AutoModelForQuestionAnswering,
-    transformers.AutoModelForImageTextToText,
-    transformers.AutoModelForMultimodalLM,
-)
+TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", "ImageTextToText")
+AUTO_CLASSES = ("AutoModel", *(f"AutoModelFor{task}" for task in (*TASKS, "MultimodalLM")))
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
 CHANGED = "changed_"  # a second prefix, where the model computes something other than its base
@@ -87,16 +80,8 @@ def attend_interleaved(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend over virtual tokens where the module has virtual heads, and over tokens elsewhere.
 
-    Args:
-        core: the name of the attention function that computes it, such as "sdpa".
-        is_changed: whether the model computes something other than its base (see `differs_from_base`).
-        module: an attention module of the base model.
-        query: [batch, H, N, head_dim], rotated as in the base model.
-        key, value: [batch, G, K, head_dim], rotated and cached as in the base model.
-        attention_mask: a mask of `virtual_mask`, or a user's [batch, heads, N, K].
-        kwargs: keyword arguments of the attention function, in tokens.
-
-    Return the output [batch, N, H, head_dim], and the attention weights if the function returns them."""
+    `core` is the attention function that computes it, such as "sdpa", and `is_changed` is `differs_from_base`. The
+    other arguments and the result are those of an attention function of Transformers, in tokens."""
     config = getattr(module, "config", None)
     num_pseudo_heads = getattr(config, "num_pseudo_heads", 1)  # a vision tower may call this too
     num_tokens = query.shape[2]
@@ -111,6 +96,7 @@ def attend_interleaved(
             )
         mask = mask_over_tokens(attention_mask, num_tokens, num_pseudo_heads)
         return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
+    # CODEPATH: a window of the interleaved layers alone.
     if config.interleaved_window is not None:
         kwargs["sliding_window"] = min(config.interleaved_window, kwargs.get("sliding_window") or math.inf)
     heads = module.paired_heads if hasattr(module, "paired_heads") else MixedHeads.of_module(module, value)
@@ -288,8 +274,9 @@ def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
     if window:
         keep_window_edge(cache, window)
         return
-    layers = getattr(cache, "layers", ())
+    layers = getattr(cache, "layers", [])
     empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
+    # CODEPATH: a window of the interleaved layers alone.
     if config.interleaved_window is None or "flex" in config._attn_implementation:  # no layer can cut a `BlockMask`
         return
     for module in model.modules():
@@ -492,6 +479,7 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
     for name, module in modules.items():
         if has_virtual_heads(module):
             continue  # The decoder of a generic task head is a model of this file itself.
+        # CODEPATH: checkpoints of `pair_heads`, not of `interleave_heads`.
         if config.virtual_heads == "paired":
             module.paired_heads = PairedHeads(config.num_pseudo_heads)
             continue
@@ -520,23 +508,6 @@ def do_not_save_part(*args, **kwargs) -> None:
         "This is a part of a model with interleaved heads, and by itself it would load without them: save the whole "
         "model."
     )
-
-
-def detach_virtual_heads(model: PreTrainedModel) -> None:
-    """Remove what `attach_virtual_heads` added, but for the fields of the configuration."""
-    config = decoder_config(model)
-    decoder = decoder_of(model)
-    for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
-        getattr(decoder, name).pop(HOOK, None)
-    vars(decoder).pop("save_pretrained", None)
-    for module in interleaved_attention(model).values():
-        for name in (*MIXING_MODULES, "paired_heads"):
-            if hasattr(module, name):
-                delattr(module, name)
-    tied = model.all_tied_weights_keys
-    model.all_tied_weights_keys = {name: source for name, source in tied.items() if not is_mixing(name)}
-    core = core_of(config._attn_implementation)
-    config._attn_implementation_internal = "sdpa" if core == SDPA_IN_BLOCKS else core
 
 
 def use_virtual_core(model: PreTrainedModel) -> None:
@@ -588,7 +559,7 @@ def interleaved_class(base: type, config: type[PreTrainedConfig] | None = None) 
 
     Some model types use the models of another type: `InterleavedLlamaForCausalLM_of_InternLM3Config` is the class of
     Llama's model for their `config`."""
-    fields = {"__module__": __name__}
+    fields: dict[str, Any] = {"__module__": __name__}
     if issubclass(base, PreTrainedConfig):
         return strict(type(interleaved_name(base), (ConfigMixin, base), fields))  # it collects the validators anew
     if config is None:
@@ -610,7 +581,7 @@ def base_class(interleaved: type) -> type:
 
 def tasks(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedModel]]:
     """Return the models of Transformers for a class of configurations, by the names of their Auto classes."""
-    models = {auto.__name__: auto._model_mapping.get(config_class, None) for auto in AUTO_CLASSES}
+    models = {name: getattr(transformers, name)._model_mapping.get(config_class, None) for name in AUTO_CLASSES}
     return {name: model for name, model in models.items() if isinstance(model, type)}
 
 

@@ -18,6 +18,7 @@ from .in_place import (
     check_window,
     config_attributes,
     detach,
+    detach_virtual_heads,
     interleave_heads,
     one_line,
     probe,
@@ -28,7 +29,6 @@ from .in_place import (
 from .modeling_interleaved import (
     attach_virtual_heads,
     decoder_config,
-    detach_virtual_heads,
     interleaved_attention,
 )
 

@@ -380,7 +380,7 @@ def greedy(model, input_ids, steps: int) -> torch.Tensor:
 
 @torch.no_grad()
 def assert_custom_masks_mean_padding(model):
-    """Pass a boolean mask at once and an additive one in chunks through a cache; window layers keep their window."""
+    """Pass a boolean mask at once, and an additive one in chunks through a cache."""
     input_ids, padding_mask = random_ids(2, 9), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
     position_ids, real = (padding_mask.cumsum(-1) - 1).clamp_min(0), padding_mask.bool()
     expected = uncached_logits(model, input_ids, attention_mask=padding_mask, position_ids=position_ids)[real]

@@ -5,7 +5,6 @@
 import math
 import sys
 from collections.abc import Iterable
-from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from math import gcd
@@ -256,8 +255,7 @@ class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
                 layer.mlp.__class__ = LlamaMLP
         # Here paired heads too are rotated to n * P by the module, and by T_p in `VirtualAttention`.
         rotary = self.model.rotary_emb
-        rotary.config = copy(config)
-        rotary.config.attention_kinds = ["mha" if kind == "mha" else "iha" for kind in config.attention_kinds]
+        rotary.mixed = rotary.mixed or rotary.paired
         tables = rotary.tables(torch.empty(0), torch.zeros(1, 1, dtype=torch.long))
         self.rotation = tables.get("pseudo_head")
         super().recursive_replace()

@@ -129,6 +129,12 @@ def test_a_custom_mask_next_to_windows_raises_an_error(core, geometry):
             model(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), kind))
 
 
+def test_a_custom_mask_next_to_windows_raises_an_error_in_a_compiled_model():
+    model = torch.compile(geometry_model("window"), backend="eager")
+    with pytest.raises(Exception, match="without windows"):
+        model(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
+
+
 @pytest.mark.parametrize("shape", [(9,), (1, 9, 9), (1, 1, 9, 8), (1, 1, 9, 10)])
 @pytest.mark.parametrize("core", CORES)
 def test_a_mask_of_another_shape_raises_an_error(core, shape):
@@ -143,6 +149,8 @@ def test_a_custom_mask_on_a_static_cache_raises_an_error(geometry):
     cache = StaticCache(config=model.config, max_cache_len=14)
     with pytest.raises(ValueError, match="without windows and static caches"):
         model(random_ids(1, 9), attention_mask=torch.ones(1, 1, 9, 14, dtype=torch.bool), **{CACHE: cache})
+    with pytest.raises(RuntimeError, match="size"):
+        model(random_ids(1, 9), attention_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool), **{CACHE: cache})
 
 
 @pytest.mark.parametrize("kind", ["mha", "iha", "paired_heads"])
