@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Configure the IHA model: Llama's fields, and each layer's mechanism. The folder `configuration_iha` has presets."""
+"""Configure the IHA model: Llama's fields, and each layer's mechanism."""
 
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,7 +89,7 @@ class IHAConfig(LlamaConfig):
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
-            Number of groups of FFN channels that a softmax over the groups scales, as in released DCFormers (44).
+            Number of groups of FFN channels that a softmax over the groups scales, as in released DCFormers.
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             `True` for an RMSNorm over each head's query and key, before RoPE and the mixing (as in Qwen3).
         rope_parameters (`dict`, *optional*):
@@ -175,7 +175,7 @@ class IHAConfig(LlamaConfig):
                 if kind in self.attention_kinds:
                     options.check(self, kind)
             elif self.attention_options.get(kind):
-                raise ValueError(f"attention_options has options of {kind!r}, which is no kind with options.")
+                raise ValueError(f"attention_options has {self.attention_options}: {kind!r} has no options.")
 
     @property
     def has_sliding_rope(self) -> bool:
@@ -193,7 +193,7 @@ class IHAConfig(LlamaConfig):
     def to_dict(self) -> dict:
         # Keep a user's entries. A name with "--" is of a repository of the Hub.
         given = getattr(self, "auto_map", None) or {}
-        others = {auto: name for auto, name in given.items() if "--" not in name and "iha." not in name}
+        others = {auto: name for auto, name in given.items() if "--" not in name and name not in AUTO_MAP.values()}
         return {**super().to_dict(), "auto_map": AUTO_MAP | others}
 
 

@@ -93,7 +93,7 @@ class MixedHeads(NamedTuple):
     k_mix: torch.Tensor  # alpha^K, [G, G, P]
     v_mix: torch.Tensor  # alpha^V, [G, G, P]
     collapse: torch.Tensor  # R, [H, P] or [H, H * P]
-    rotation: tuple[torch.Tensor, torch.Tensor] | None  # (cos, sin) of T_p, [P, head_dim]; `None`: shared positions
+    rotation: tuple[torch.Tensor, torch.Tensor] | None  # (cos, sin) of T_p, [P, head_dim]; `None` where T_p is 1
 
     @classmethod
     def of_module(cls, module: nn.Module, states: torch.Tensor, rotation=None) -> "MixedHeads":
@@ -118,7 +118,7 @@ class MixedHeads(NamedTuple):
         """Return heads [batch, N, H, head_dim] of virtual outputs [batch, N * P, H, head_dim] by R (step 5)."""
         output = output.unflatten(1, (-1, self.num_pseudo_heads))
         weight = self.collapse.to(output.dtype)
-        if self.has_new_token_path:
+        if weight.shape[1] == self.num_pseudo_heads:
             # `einsum` would permute the states, and autograd would keep that copy for the backward pass.
             return (output * weight.t().unsqueeze(-1)).sum(dim=2)
         weight = weight.unflatten(1, (-1, self.num_pseudo_heads))

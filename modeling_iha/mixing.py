@@ -14,8 +14,8 @@ class Mixing(nn.Module):
     the change w from a start, the value is start + s * w, and the gradient of w is that of the value. An optimizer
     whose steps do not depend on the size of the weight (SGD and Adam, but not `torch.optim.Adafactor`) then changes
     the value at s times its rate, and weight decay pulls the value to its start. In half precision w is near zero,
-    where it keeps small steps. Start and scale s are buffers and are saved with w. From scratch the start is zero and
-    s is 1, so that w is the value."""
+    where it keeps small steps. Start and scale s are buffers and are saved with w. With s = 1, as from scratch, the
+    start is zero, so that w is the value."""
 
     def __init__(self, scale: float = 1.0):
         super().__init__()
@@ -43,5 +43,5 @@ class Mixing(nn.Module):
         """Return the value of a weight."""
         weight = getattr(self, name)
         value = torch.addcmul(getattr(self, f"{name}_start"), weight.detach(), getattr(self, f"{name}_scale"))
-        # Adds zero, in whose gradient the scale does not appear.
+        # This adds zero: the gradient of the weight is that of the value, without the scale.
         return value + (weight - weight.detach())

@@ -176,7 +176,7 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
 
     @classmethod
     def is_backend_compatible(cls) -> bool:
-        """Return False: the paged caches of vLLM and SGLang would hold one key per token, and here are P."""
+        """Return False: vLLM and SGLang would attend to the one cached key of a token, not to the P made from it."""
         return False
 
     def _init_weights(self, module: nn.Module):
@@ -244,8 +244,7 @@ class IHAModel(IHAPreTrainedModel):
         r"""Run as [`LlamaModel.forward`] does, with every argument in tokens.
 
         `attention_mask` is [batch, cached + N], a custom one [batch, heads or 1, N, K] that says all that a token
-        sees, or the masks of `create_masks`. Layers with virtual tokens give `attentions` over them: see
-        `token_attentions`."""
+        sees, or the masks of `create_masks`. Layers with virtual tokens give `attentions` over these."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
@@ -260,10 +259,10 @@ class IHAModel(IHAPreTrainedModel):
             masks = attention_mask
         else:
             check_inputs(self.config, inputs_embeds, attention_mask, cache, position_ids)
-            if attention_mask is not None and attention_mask.ndim == 4 and attention_mask.dtype == torch.bool:
+            if attention_mask is not None and attention_mask.ndim == 4 and not attention_mask.is_floating_point():
                 # The "eager" function of Transformers would add 0 and 1.
                 hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
-                attention_mask = hidden.masked_fill(~attention_mask, torch.finfo(hidden.dtype).min)
+                attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
             masks = self.create_masks(inputs_embeds, attention_mask, cache, position_ids)
         positions = position_ids
         if positions is None:
@@ -309,14 +308,15 @@ def check_inputs(
         is_4d = attention_mask.ndim == 4 and attention_mask.shape[3] == past + length
         if not is_4d or config.sliding_window:
             raise ValueError(
-                "attention_mask must be [batch, tokens] or, without windows and static caches, [batch, heads, tokens, "
-                "keys]. Packed documents are declared by position_ids that restart."
+                "attention_mask must be [batch, tokens], or [batch, heads, tokens, keys] in a model without windows "
+                "and without a static cache. Packed documents are declared by position_ids that restart."
             )
     elif position_ids is not None and length > 1 and not (position_ids.is_meta or is_tracing(position_ids)):
-        is_seen = batch == 1 or "flash" not in config._attn_implementation
-        if attention_mask is None and cache is None and is_seen:
+        finds_documents = batch == 1 or "flash" not in config._attn_implementation
+        if attention_mask is None and cache is None and finds_documents:
             return
-        real = position_ids >= 0 if attention_mask is None else attention_mask[:, past : past + length].bool()
+        mask = torch.ones_like(position_ids) if attention_mask is None else attention_mask[:, past : past + length]
+        real = mask.bool()
         positions = torch.where(real, position_ids, -1)  # those of padding are arbitrary
         latest = positions.cummax(dim=-1).values[:, :-1]
         if (real[:, 1:] & (positions[:, 1:] <= latest)).any():

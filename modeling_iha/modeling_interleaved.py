@@ -3,9 +3,9 @@
 """Run a decoder of Transformers with interleaved heads (IHA, Algorithm 1, with one RoPE position for each token).
 
 Transformers' models look up their attention function and their mask function by one name, such as "sdpa". This file
-registers an attention function under a second name, "iha_sdpa", under which virtual_tokens.py registers the masks over
-virtual tokens. A module with virtual heads then attends over virtual tokens, and any other module over tokens.
-Everything else is the base model's own: projections, RoPE, caches of tokens, generation, saving and loading.
+registers both under a second name, "iha_sdpa". A module with virtual heads then attends over virtual tokens
+(virtual_tokens.py, which also lists the symbols of shapes), and any other module over tokens. Everything else is the
+base model's own: projections, RoPE, caches of tokens, generation, saving and loading.
 
 The classes are made by name. `InterleavedLlamaForCausalLM` is the class (ModelMixin, LlamaForCausalLM), and its
 configuration `InterleavedLlamaConfig` is (ConfigMixin, LlamaConfig). config.json names them in `auto_map`.
@@ -83,7 +83,7 @@ def attend_interleaved(
     `core` is the attention function that computes it, such as "sdpa", and `is_changed` is `differs_from_base`. The
     other arguments and the result are those of an attention function of Transformers, in tokens."""
     config = getattr(module, "config", None)
-    num_pseudo_heads = getattr(config, "num_pseudo_heads", 1)  # a vision tower may call this too
+    num_pseudo_heads = getattr(config, "num_pseudo_heads", 1)  # a vision tower and a plain base have none
     num_tokens = query.shape[2]
     if not has_virtual_heads(module):
         if is_changed and num_pseudo_heads == 1:
@@ -94,7 +94,7 @@ def attend_interleaved(
                 "loaded mixing, and computes something else. For a reference model pass ref_model, or save the "
                 "interleaved model and train what from_pretrained loads."
             )
-        mask = mask_over_tokens(attention_mask, num_tokens, num_pseudo_heads)
+        mask = mask_over_tokens(attention_mask, num_tokens, config)
         return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
     # CODEPATH: a window of the interleaved layers alone.
     if config.interleaved_window is not None:
@@ -138,8 +138,8 @@ class View:
 def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: int | None = None, **kwargs) -> Any:
     """Return the mask over virtual tokens, as `virtual_mask` does, within the window of the interleaved layers.
 
-    If that window or FlexAttention leaves no way to read the mask of plain layers from it, the mask holds theirs as
-    `of_tokens`."""
+    The mask of plain layers is a part of it (`mask_over_tokens`), but not of a `BlockMask`, or if the interleaved
+    layers have a window: it is then the attribute `of_tokens`."""
     make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config, **kwargs)
     if getattr(config, "num_pseudo_heads", 1) == 1:  # that of a vision tower
         return make_mask(mask_function=mask_function, local_size=local_size)
@@ -162,19 +162,20 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     return mask
 
 
-def mask_over_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) -> Any:
+def mask_over_tokens(mask: Any, num_tokens: int, config: PreTrainedConfig) -> Any:
     """Return the mask of a layer without virtual tokens, from one over virtual tokens: that of the last pseudo-heads.
 
     A user's mask [batch, 1, N, K] is over tokens already."""
-    if mask is None or num_pseudo_heads == 1:
+    size = getattr(config, "num_pseudo_heads", 1)
+    if mask is None or size == 1:
         return mask
     if hasattr(mask, "of_tokens"):
         return mask.of_tokens
-    if isinstance(mask, BlockMask):
-        raise ValueError("A copy of a BlockMask has lost the mask of the plain layers: use sdpa, or interleave all.")
-    if mask.ndim == 4 and mask.shape[-2] == num_tokens:
+    if not isinstance(mask, BlockMask) and mask.ndim == 4 and mask.shape[-2] == num_tokens:
         return mask
-    last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
+    if isinstance(mask, BlockMask) or config.interleaved_window is not None:
+        raise ValueError("A copy of the mask has lost that of the plain layers: keep the model on one device.")
+    last = slice(size - 1, None, size)
     return mask[:, last] if mask.ndim == 2 else mask[..., last, last]
 
 
@@ -207,9 +208,9 @@ for _core in CORES:
 def prepare_decoder(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Check and change the arguments of a decoder's forward: a pre-hook of the decoder.
 
-    `names` are those of the positional arguments. A cache gets the edge of its windows before the forward reads their
-    lengths. Gemma 4 crops the rows of a mask to `logits_to_keep` tokens, and the rows are virtual tokens here, so it
-    is replaced by `None`."""
+    `names` are those of the positional arguments. A cache keeps a token more (`keep_windows`) before the forward reads
+    its lengths. Gemma 4 crops the rows of a mask to `logits_to_keep` tokens, and the rows are virtual tokens here, so
+    it is replaced by `None`."""
     core = decoder_config(decoder)._attn_implementation
     if core == core_of(core):
         raise RuntimeError(
@@ -242,7 +243,7 @@ def check_mask_over_tokens(config: PreTrainedConfig, mask: torch.Tensor, states:
         raise ValueError(
             f"attention_mask [batch, heads, queries, keys] has {mask.shape[3]} keys: it needs one for each of the "
             f"{length} tokens so far, no more tokens than a window ({window}), and no static cache. Give padding as "
-            "[batch, tokens], and packed documents by position_ids that restart."
+            "[batch, tokens], and packed documents by position_ids that restart, with use_cache=False."
         )
 
 

@@ -49,7 +49,7 @@ class PairedHeads:
         return rows.movedim(-1, 3).flatten(2, 3)
 
     def attend_new_token(self, query, key, value, mask: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return the output [batch, 1, H, head_dim] of one new token, by the arguments of `attend_new_token`.
+        """Return the output [batch, 1, H, head_dim] of one new token, as `MixedHeads.attend_new_token` does.
 
         The P queries of a virtual head are multiplied with the cached keys of each of its P heads where they lie, and
         one softmax goes over all of these."""

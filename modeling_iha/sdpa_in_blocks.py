@@ -31,7 +31,7 @@ except ImportError:  # a build of PyTorch without it
 
 
 NAME = "sdpa_in_blocks"
-LEAST_BLOCK = 128  # queries; blocks also have to spare each row at least so many keys
+LEAST_BLOCK = 128  # queries of a block; rows also exceed their window by so many, or SDPA computes them
 GROUP_BYTES = 2**21  # of the queries of one call without gradients: few enough to stay in a CPU's cache
 
 
@@ -91,7 +91,7 @@ def sdpa_in_blocks(
         raise ValueError(f"attn_implementation={NAME!r} does not support {unknown[0]}: use 'eager'.")
 
     starts = None
-    if attention_mask is None and position_ids is not None:  # Transformers takes either for documents
+    if attention_mask is None and position_ids is not None:  # next to a mask, positions declare no documents
         starts = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1)
     options = {"dropout": dropout, "scaling": scaling}
     if attention_mask is None and has_varlen_kernel(query, value, dropout):

@@ -97,11 +97,11 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
     seen = sees_token(batch, head, query_token, key_token)
-    # The pseudo-heads after the query's own are seen if token n - 1 sees their token and no document begins at n. What
-    # the mask function says of token -1 does not count, because no token is earlier than token 0.
+    # The pseudo-heads after p are seen in the tokens that n - 1 sees too, because a window moves by one virtual token
+    # at a time, unless a document begins at n. For token 0 nothing is seen of token -1, whatever the function says.
     seen_before = sees_token(batch, head, query_token - 1, key_token) & (key_token < query_token)
     continues = sees_token(batch, head, query_token, query_token - 1)
-    is_later = seen & (key_token > query_token)  # tokens of an image see one another
+    is_later = seen & (key_token > query_token)  # in masks that are not causal, as within an image
     seen_after = (seen_before & continues) | is_later
 
     is_after = key % num_pseudo_heads > query % num_pseudo_heads
@@ -146,7 +146,9 @@ def virtual_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        mask = mask[..., -key.shape[2] * num_pseudo_heads :]  # the cache of this layer keeps fewer tokens than others
+        mask = mask[
+            ..., -key.shape[2] * num_pseudo_heads :
+        ]  # other layers cache more tokens, and the mask is sized for them
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
     kwargs = in_virtual_tokens(kwargs, num_pseudo_heads)
@@ -161,7 +163,7 @@ def takes_new_token(
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
     On a CPU that is slower where few tokens are cached."""
-    is_sdpa = module.config._attn_implementation.endswith(("sdpa", SDPA_IN_BLOCKS))
+    is_sdpa = module.config._attn_implementation.endswith(("sdpa", SDPA_IN_BLOCKS))  # "iha_sdpa" too
     if query.shape[2] > 1 or not is_sdpa or dropout or mask is None or not heads.has_new_token_path:
         return False
     if query.device.type != "cpu":
@@ -201,9 +203,9 @@ def keep_window_edge(cache: Cache | None, window: int | None) -> None:
         if getattr(layer, length) != window:
             continue
         if layer.get_seq_length() > 0:
-            raise ValueError("The cache was filled by another model, for a shorter window: pass a new one, or none.")
+            raise ValueError("The cache was filled without the token that this model needs: pass a new one, or none.")
         setattr(layer, length, window + 1)
         if hasattr(layer, "_sliding_window_tensor"):
             layer._sliding_window_tensor.fill_(window + 1)
-        if layer.is_initialized and length == "max_cache_len":  # `generate` has allocated it
+        if layer.is_initialized and length == "max_cache_len":  # `generate` allocated it too short
             layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])
