@@ -3,6 +3,8 @@
 What a core would silently ignore is refused. Padding and packing of every kind are in test_mechanisms.py.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate.utils import send_to_device
@@ -125,7 +127,7 @@ def test_a_custom_mask_next_to_windows_raises_an_error(core, geometry):
     """A mask over tokens cannot hold a window over virtual tokens."""
     model = geometry_model(geometry, core)
     for kind in ("bool", "additive"):
-        with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\] or, without windows"):
+        with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\].* without windows"):
             model(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), kind))
 
 
@@ -147,7 +149,7 @@ def test_a_custom_mask_on_a_static_cache_raises_an_error(geometry):
     """It has columns for tokens to come, so it does not say where the tokens of the call are."""
     model = geometry_model(geometry, layer_types="full_attention", sliding_window=None)
     cache = StaticCache(config=model.config, max_cache_len=14)
-    with pytest.raises(ValueError, match="without windows and static caches"):
+    with pytest.raises(ValueError, match="without windows and without a static cache"):
         model(random_ids(1, 9), attention_mask=torch.ones(1, 1, 9, 14, dtype=torch.bool), **{CACHE: cache})
     with pytest.raises(RuntimeError, match="size"):
         model(random_ids(1, 9), attention_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool), **{CACHE: cache})
@@ -402,13 +404,15 @@ def test_a_window_that_reaches_every_token_is_no_window(monkeypatch):
     assert masks_of("sdpa", "wide", 10, use_cache=False) == [None, None]
 
 
-def test_a_copied_block_mask_is_refused_by_layers_that_are_not_interleaved():
-    """Copy as the hooks of accelerate do, which makes a new BlockMask from the parts of one."""
-    mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 128, 128, device="cpu")
-    mask.of_tokens = mask
-    assert mask_over_tokens(mask, 64, 2) is mask
-    with pytest.raises(ValueError, match="copy of a BlockMask .* use sdpa, or interleave all"):
-        mask_over_tokens(send_to_device(mask, "meta"), 64, 2)
+def test_a_copied_mask_is_refused_by_layers_that_are_not_interleaved():
+    """Copy as the hooks of accelerate do: what the mask holds for the plain layers is lost."""
+    block_mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 128, 128, device="cpu")
+    for mask, window in ((block_mask, None), (block_mask, 9), (torch.ones(1, 1, 128, 128), 9)):
+        config = SimpleNamespace(num_pseudo_heads=2, interleaved_window=window)
+        mask.of_tokens = mask
+        assert mask_over_tokens(mask, 64, config) is mask
+        with pytest.raises(ValueError, match="A copy of the mask has lost that of the plain layers"):
+            mask_over_tokens(send_to_device(mask, "meta"), 64, config)
 
 
 @pytest.mark.parametrize("window", [7, 64])

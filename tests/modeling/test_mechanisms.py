@@ -296,7 +296,7 @@ def test_options(kind):
         refused = {value: reason for value, reason in reasons.items() if reason is not None}
         assert len(refused) >= len(NONSENSE) - 2, reasons
         assert all(option.name in reason for reason in refused.values()), refused
-    assert "unheard_of" in refusal(kind, {"unheard_of": 1})
+    assert ("unheard_of" if is_dataclass(options) else repr(kind)) in refusal(kind, {"unheard_of": 1})
     assert refusal(kind, 3) is not None
 
 
