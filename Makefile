@@ -25,7 +25,7 @@ help:
 	@echo "make lint   ruff, mypy and Transformers' linter of modeling files"
 	@echo "make clean  remove the environments and outputs/, with the runs of studies, comparisons and trainings in it"
 
-.venv/installed: setup.py pyproject.toml modeling_iha/tested_versions.py constraints.txt
+.venv/installed: setup.py pyproject.toml modeling_iha/transformers_versions.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python {sys.version.split()[0]} is too old: 3.11 or later is needed (make PYTHON=python3.12 ...)")'
 	@echo "Setting up .venv (about a minute; PyTorch is the largest part)"
 	$(PYTHON) -m venv .venv
@@ -79,7 +79,7 @@ test: lint
 test-full: lint
 	$(RUN) -m pytest -n 2 --dist loadfile
 
-MODELING := $(addprefix tests/modeling/test_,generation.py continuous_batching.py versions.py interleaved_classes.py)
+MODELING := $(addprefix tests/modeling/test_,generation.py versions.py interleaved_classes.py)
 CORE := $(MODELING) $(addprefix tests/modeling/test_,mechanisms.py reference.py interleave.py) \
 	tests/conversion/test_conversion.py tests/conversion/test_serving.py
 # SmolLM2's weights convert alike on every version, slowly.

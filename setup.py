@@ -13,7 +13,7 @@ def constant(file: str, name: str) -> str:
     return re.search(rf'^{name} = "(.+?)"', text, re.MULTILINE)[1]
 
 
-OLDEST, FIRST_UNTESTED = (constant("tested_versions.py", name) for name in ("OLDEST", "FIRST_UNTESTED"))
+OLDEST, FIRST_UNTESTED = (constant("transformers_versions.py", name) for name in ("OLDEST", "FIRST_UNTESTED"))
 
 setup(
     name="modeling-iha",

@@ -113,7 +113,7 @@ def exact_length(source: PreTrainedConfig, config: PreTrainedConfig) -> int | No
     the last pseudo-head of token n sees all pseudo-heads of the tokens n - W + 1 .. n and nothing else.
     """
     if is_interleaved(config):
-        return config.interleaved_window
+        return config.get_text_config(decoder=True).interleaved_window
     limits = []
     for own, converted in zip(layer_windows(source), layer_windows(config)):
         if own != converted:

@@ -27,9 +27,9 @@ from iha.errors import UserError, one_line, similar
 from iha.files import expanded, new_directory, typed
 from iha.sources import find_source
 from modeling_iha import IHAConfig
-from modeling_iha.configuration_iha import SIZES
 
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 # Config fields that have the same name and meaning in IHA and in all architectures that are converted by them.
 SHARED_FIELDS = (
     *SIZES,
@@ -86,7 +86,7 @@ def check_known(entries: dict, known: set[str]) -> None:
 
 def check_iha(source: str | os.PathLike, config: PreTrainedConfig) -> None:
     """Raise `UserError` unless `config`, that of the checkpoint `source`, belongs to an unquantized IHA model."""
-    if (model_type := type(config).model_type) != "iha":  # with interleaved heads the object has the base's type
+    if (model_type := config.to_dict()["model_type"]) != "iha":  # with interleaved heads the object has the base's
         raise UserError(f"{source} is a checkpoint of type {model_type!r}; expected 'iha'.")
     if getattr(config, "quantization_config", None):
         raise UserError(f"The weights of {source} are quantized: take the checkpoint from which they were made.")

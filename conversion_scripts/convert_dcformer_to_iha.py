@@ -17,11 +17,10 @@ from transformers import GenerationConfig, PreTrainedConfig
 from typing_extensions import TypedDict
 
 from iha.arguments import converter_parser
-from iha.checkpoints import check_finite, load_config_dict, load_generation_config, load_weights
+from iha.checkpoints import MAX_LAYERS, check_finite, load_config_dict, load_generation_config, load_weights
 from iha.errors import UserError, run_cli
 from iha.files import typed
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.configuration_iha import MAX_LAYERS
 
 from .conversion import (
     Size,
@@ -140,6 +139,11 @@ def iha_config(source: dict) -> IHAConfig:
             ("use_qk_norm", "norm_eps"),
             source["use_qk_norm"] and source["norm_eps"] != 1e-6,
             "1e-06, which the official code's QK-norm has, because the IHA model has one epsilon for all norms",
+        ),
+        (
+            ("mgate_dim", "intermediate_size"),
+            source["mgate"] and source["intermediate_size"] % source["mgate_dim"] != 0,
+            "a divisor and its multiple",
         ),
     ):
         if is_refused:

@@ -17,8 +17,8 @@ from iha.errors import UserError, refusing, run_cli
 from iha.files import checked, typed
 from iha.kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.flop_matched_window import flop_matched_window
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 
 from .architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
 from .conversion import (
@@ -64,7 +64,7 @@ def iha_config(
             raise UserError(f"window={window}: expected at most the source's context, {context} tokens.")
         windows = [None if i % 5 == 4 else window for i in range(source.num_hidden_layers)]
     fields = {name: copy.deepcopy(getattr(source, name)) for name in SHARED_FIELDS if hasattr(source, name)}
-    config = new_config(
+    return new_config(
         IHAConfig,
         **fields,
         **architecture.settings(source),
@@ -77,16 +77,6 @@ def iha_config(
         num_pseudo_heads=num_pseudo_heads,
         pseudo_positions="shared",
     )
-    check_exact_start(config)
-    return config
-
-
-def check_exact_start(config: IHAConfig) -> None:
-    """Raise `UserError` if the options of the first layer's kind leave no exact start.
-
-    All layers of one kind have the same options, and "mha" has none.
-    """
-    exact_start(config, 0, torch.Generator(), "none")
 
 
 def exact_start(
@@ -94,19 +84,16 @@ def exact_start(
 ) -> dict[str, torch.Tensor]:
     """Return by name the parameters of a layer's attention that multi-head attention lacks, at their exact start.
 
-    Raise `UserError` if the options of its kind leave none.
-    """
+    Mixing weights come with their own starts and scales, at scale 1 (see `Mixing`)."""
     kind = config.attention_kinds[layer]
-    if (start := companion_of(kind).start) is None:
+    start = companion_of(kind).start
+    if start is None:
         return {}
-    with torch.device("meta"):
-        own, plain = (
-            dict(ATTENTION_CLASSES[name].for_layer(config, layer).named_parameters()) for name in (kind, "mha")
-        )
     started = start(config, generator, value_offsets)
-    if lacking := sorted(own.keys() - plain.keys() - started.keys()):
-        why = f"no value of {lacking[0]} gives multi-head attention. Convert without them"
-        raise UserError(f"The options {config.attention_options[kind]} of kind {kind!r} leave no exact start: {why}.")
+    for name, value in list(started.items()):
+        started |= {f"{name}_start": torch.zeros_like(value), f"{name}_scale": torch.ones(())}
+    with torch.device("meta"):
+        own = ATTENTION_CLASSES[kind].for_layer(config, layer).state_dict()
     return {name: value for name, value in started.items() if name in own}
 
 

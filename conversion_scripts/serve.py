@@ -25,6 +25,11 @@ def start(**options: Any) -> None:
     Raise `UserError` for a model that it cannot serve, and where its packages are not installed."""
     if not is_serve_available():
         raise UserError('the packages of the server are not installed: run pip install -e ".[serve]" in the checkout.')
+    if options["continuous_batching"]:
+        raise UserError(
+            "--continuous-batching keeps one key for each token, and interleaved heads need more: leave it out, or "
+            "serve the model by vLLM (docs/SERVE.md)."
+        )
     from . import served_models  # imported only when the options are known to be right
 
     served_models.find_models()

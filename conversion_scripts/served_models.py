@@ -7,11 +7,12 @@ import transformers
 from fastapi import HTTPException
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationConfig, PreTrainedModel
 from transformers.cli.serving import model_manager, utils
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from iha.checkpoints import check_filled, check_no_adapter, lacks_tokenizer, load_config_dict, positions_of
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
-from modeling_iha.modeling_interleaved import InterleavedMixin
+from modeling_iha.modeling_interleaved import ModelMixin
 
 
 class ModelRefused(UserError, HTTPException):
@@ -34,7 +35,7 @@ class WholeModel:
             check_served(source, options.get("revision"))
             loaded: Any = super().from_pretrained(source, *arguments, output_loading_info=True, **options)  # type: ignore[misc]
             model, info = loaded
-            if isinstance(model, (IHAForCausalLM, InterleavedMixin)):
+            if isinstance(model, (IHAForCausalLM, ModelMixin)):
                 check_filled(info, source)
         except UserError as error:
             raise ModelRefused(str(error)) from error
@@ -77,22 +78,16 @@ def limit_tokens(model: PreTrainedModel, inputs: Any, generation_config: Generat
     generation_config.max_new_tokens = min(generation_config.max_new_tokens or room, room)
 
 
-class WithinContext:
+class WithinContext(utils.GenerateManager):
     """Keep requests within the context of a model. Transformers' server does not know it."""
 
     def generate_streaming(self, model, processor, inputs, gen_config, **others):
         limit_tokens(model, inputs, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, **others)  # type: ignore[misc]
+        return super().generate_streaming(model, processor, inputs, gen_config, **others)
 
     async def generate_non_streaming(self, model, processor, inputs, gen_config, **others):
         limit_tokens(model, inputs, gen_config)
-        return await super().generate_non_streaming(model, processor, inputs, gen_config, **others)  # type: ignore[misc]
-
-
-class OneByOne(WithinContext, utils.GenerateManager): ...
-
-
-class Continuous(WithinContext, utils.CBGenerateManager): ...
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, **others)
 
 
 def check_served(source: str, revision: str | None = None) -> None:
@@ -118,9 +113,9 @@ def find_models() -> None:
     The server takes a class from its modules by its name and has no registry. Only `serve` calls this, in a process
     that does nothing else.
     """
-    for name in ("IHAForCausalLM", "InterleavedForCausalLM"):
-        setattr(transformers, name, WholeCausalLM)
+    transformers.IHAForCausalLM = WholeCausalLM
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        setattr(transformers, f"Interleaved{name}", WholeCausalLM)
     transformers.AutoModelForMultimodalLM = WholeMultimodalLM  # for a base that takes images
     model_manager.ModelManager = NotingModelManager
-    utils.GenerateManager = OneByOne
-    utils.CBGenerateManager = Continuous
+    utils.GenerateManager = WithinContext

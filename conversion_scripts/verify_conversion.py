@@ -133,7 +133,8 @@ def break_one_parameter(model: PreTrainedModel) -> None:
     It is the `control` of the layer's kind, or else the projection of the values.
     """
     if is_interleaved(model.config):
-        kinds = dict.fromkeys(model.config.interleaved_layers, interleaved_kind(model.config))
+        layers = model.config.get_text_config(decoder=True).interleaved_layers
+        kinds = dict.fromkeys(layers, interleaved_kind(model.config))
     else:
         kinds = {f"layers.{i}.self_attn": kind for i, kind in enumerate(model.config.attention_kinds)}
     state = backbone_of(model).state_dict()

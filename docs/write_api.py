@@ -66,8 +66,6 @@ def page() -> str:
     sections.append(described("IHAConfig", modeling_iha.IHAConfig))
     sections.append(described("IHAConfig.from_preset", modeling_iha.IHAConfig.from_preset))
     sections.append("## The models\n\n" + paragraphs(f"{models} take an `IHAConfig`, and are called as Llama's are."))
-    sections.append("#" + described("model.token_attentions", modeling_iha.IHAModel.token_attentions))
-    sections.append("The models of `interleave_heads` have it too.")
     sections.append("## Commands\n\n" + paragraphs(COMMANDS))
     sections += ["#" + called(name, getattr(api, name)) for name in api.__all__]
     return "\n\n".join([START, *sections]) + "\n"

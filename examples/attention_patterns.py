@@ -24,9 +24,6 @@ args = parser.parse_args()
 
 # Only the eager core returns attention weights.
 model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=True, attn_implementation="eager").eval()
-modules = {each.layer_idx: each for each in model.modules() if getattr(each, "virtual_heads", None) is not None}
-if not modules:
-    parser.error(f"{args.model} has no layer with virtual tokens")
 input_ids = torch.tensor([list(args.prompt.encode())])
 if not Path(args.model).is_dir() or any(Path(args.model).glob("tokenizer*")):
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=True)
@@ -34,11 +31,13 @@ if not Path(args.model).is_dir() or any(Path(args.model).glob("tokenizer*")):
 with torch.no_grad():
     attentions = model(input_ids, use_cache=False, output_attentions=True).attentions
 
-layer = min(modules) if args.layer is None else args.layer
-if layer not in modules or not 0 <= args.head < attentions[layer].shape[1]:
-    count = attentions[min(modules)].shape[1]
-    parser.error(f"expected a layer among {sorted(modules)} and a head from 0 to {count - 1}")
-module = modules[layer]
+layers = [index for index, weights in enumerate(attentions) if weights.shape[-1] > input_ids.shape[1]]
+if not layers:
+    parser.error(f"{args.model} has no layer with virtual tokens")
+layer = layers[0] if args.layer is None else args.layer
+if layer not in layers or not 0 <= args.head < attentions[layer].shape[1]:
+    count = attentions[layers[0]].shape[1]
+    parser.error(f"expected a layer among {layers} and a head from 0 to {count - 1}")
 num_pseudo_heads = model.config.num_pseudo_heads
 # Virtual token n P + p is pseudo-head p of token n.
 weights = attentions[layer][0, args.head].unflatten(1, (-1, num_pseudo_heads)).unflatten(0, (-1, num_pseudo_heads))
@@ -50,7 +49,8 @@ for p, row in enumerate(left.subplots(num_pseudo_heads, num_pseudo_heads, squeez
     for q, axes in enumerate(row):
         axes.imshow(weights[:, p, :, q], vmin=0, vmax=weights.max(), cmap="viridis")
         axes.set(title=f"query {p}, key {q}", xlabel="token", ylabel="token")
-if hasattr(module, "q_mix"):  # paired heads have no mixing
+for module in (each for each in model.modules() if hasattr(each, "q_mix") and each.layer_idx == layer):
+    # Paired heads have no mixing.
     group = args.head // (module.q_mix.weight.shape[0] // module.k_mix.weight.shape[0])
     shares = {
         "mixing of queries": module.q_mix.value()[:, args.head],

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from modeling_iha import interleave_heads, load_adapter
+from modeling_iha import interleave_heads, load_adapter, save_adapter
 
 
 parser = ArgumentParser(description=__doc__)
@@ -30,7 +30,7 @@ trainer = SFTTrainer(
     peft_config=LoraConfig(target_modules="all-linear", modules_to_save=["q_mix", "k_mix", "v_mix", "collapse"]),
 )
 trainer.train()
-trainer.save_model()  # the adapters and the mixing, without the base
+save_adapter(trainer.model, args.out)  # the adapters and the mixing, without the base
 
 loaded = load_adapter(AutoModelForCausalLM.from_pretrained(args.model), args.out)
 print(f"{loaded.get_nb_trainable_parameters()[1]:,} parameters with the base: {args.out}")

@@ -25,7 +25,7 @@ from iha.sources import find_source
 
 
 # The attention kinds with an exact start from Llama: those whose file in iha/kinds/ has one.
-KINDS = ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "talking_heads"]
+KINDS = ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "talking_heads"]
 
 
 def new_parser(description: str, example: str) -> argparse.ArgumentParser:

@@ -43,12 +43,12 @@ from iha.errors import UserError, one_line
 from iha.files import expanded, file_sha256, read_json
 from iha.foreign_code import code_elsewhere
 from iha.sources import LOADED, find_source
-from modeling_iha import cpu_precision
-from modeling_iha.configuration_iha import MAX_LAYERS
 
 
 # The names of tokenizer files start with one of these (Transformers, SentencePiece, BPE and Mistral).
 TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
+
+MAX_LAYERS = 10_000  # a damaged config.json may ask for lists that fill the memory
 
 # A part of the advice of other libraries that no command here can follow -> the text that replaces the advice. No path
 # holds it by accident.
@@ -311,10 +311,17 @@ def _check_tied(model: Any, source: str | os.PathLike) -> None:
 
 def note_slow_dtype(dtype: torch.dtype) -> None:
     """Print on stderr, for commands that compute in `dtype`, that this CPU has no products of it."""
-    if dtype in cpu_precision.SLOW_DTYPES:
+    if has_no_products(dtype):
         name = str(dtype).removeprefix("torch.")
         why = f"This CPU has no instructions for products of {name}"
         print(f"{why}: float32 is several times faster here.", file=sys.stderr)
+
+
+def has_no_products(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN, which PyTorch asks first, has no products of a half precision on this CPU."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return name is not None and (is_supported is None or not is_supported())
 
 
 def lacks_tokenizer(source: str | os.PathLike) -> bool:

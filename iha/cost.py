@@ -16,13 +16,13 @@ from iha.checkpoints import load_config
 from iha.conversion_scripts.conversion import new_config, preset_config
 from iha.conversion_scripts.convert_llama_to_iha import iha_config
 from iha.errors import UserError, run_cli
-from iha.flops import Cost
+from iha.flops import Cost, virtual_tokens_per_token
 from iha.kinds import interleaved_kind, is_interleaved, layer_number
 from iha.model_cost import attention, ffn, head, model, with_mha
 from iha.step_memory import of_training
 from modeling_iha import IHAConfig
-from modeling_iha.configuration_interleaved import FIELDS
-from modeling_iha.virtual_masks import virtual_tokens_per_token
+from modeling_iha.in_place import FIELDS
+from modeling_iha.modeling_interleaved import base_class
 
 
 def changed(config: IHAConfig, **fields) -> IHAConfig:
@@ -40,10 +40,10 @@ def of_interleaved(source: PreTrainedConfig, fields: dict) -> IHAConfig:
 
     `fields` replace its `num_pseudo_heads` and `sliding_window`. Raise `UserError` for an architecture that the
     conversions do not know, or with windows of two lengths."""
-    own = {*FIELDS, "mixing_scale", "interleaved_layers", "base_model_type", "auto_map", "model_type"}
+    own = {*FIELDS, "base_model_type", "auto_map", "model_type"}
     entries = {name: value for name, value in source.to_dict().items() if name not in own}
-    base_class: Any = type(source).__base__
-    base = plain(base_class.from_dict(entries))
+    base_config: Any = base_class(type(source))
+    base = plain(base_config.from_dict(entries))
     kinds = list(base.attention_kinds)
     types = list(base.layer_types)
     window = fields.get("sliding_window", source.interleaved_window)

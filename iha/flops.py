@@ -2,8 +2,17 @@
 
 from dataclasses import astuple, dataclass
 
+from transformers import PreTrainedConfig
+
 from modeling_iha import IHAConfig
-from modeling_iha.virtual_masks import virtual_tokens_per_token
+
+
+def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
+    """Return the number of virtual tokens that the layers with virtual tokens of a model make of each token."""
+    kinds = getattr(config, "attention_kinds", None)  # only `IHAConfig` has the field
+    if kinds is not None and {"iha", "paired_heads"}.isdisjoint(kinds):
+        return 1
+    return getattr(config.get_text_config(decoder=True), "num_pseudo_heads", 1)
 
 
 @dataclass(frozen=True)
@@ -27,14 +36,14 @@ class Cost:
         return Cost(*(a + b for a, b in zip(astuple(self), astuple(other))))
 
 
-def cached_tokens(tokens: int, window: int | None, virtual: int = 1, past: int = 0) -> int:
+def cached_tokens(tokens: int, window: int | None, virtual: int = 1) -> int:
     """Return how many of N cached tokens a layer keeps for the next one.
 
     If a model has layers with P > 1 `virtual` tokens for each token, all its windows keep one token more (see
-    cache_edge.py). With `past` queries that the layer computes again they keep as many more.
+    `keep_window_edge`).
     """
     edge = 1 if virtual > 1 else 0
-    return tokens if window is None else min(tokens, window - 1 + edge + past)
+    return tokens if window is None else min(tokens, window - 1 + edge)
 
 
 def visible_pairs(tokens: int, virtual: int = 1, window: int | None = None) -> int:

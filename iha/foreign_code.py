@@ -12,7 +12,7 @@ from transformers.utils import CONFIG_NAME
 
 from iha.errors import UserError
 from iha.files import read_json
-from modeling_iha.configuration_interleaved import InterleavedConfig
+from modeling_iha.modeling_interleaved import MODEL_TYPE
 from modeling_iha.package import imported_code, shipped_code
 
 
@@ -54,7 +54,7 @@ def foreign_code(directory: Path) -> list[str]:
     """
     configs = {path.name: read_json(path) for path in sorted(directory.glob("*config.json"))}
     config = configs.get(CONFIG_NAME, {})
-    if config.get("model_type") == InterleavedConfig.model_type:
+    if config.get("model_type") == MODEL_TYPE:
         known = imported_code("modeling_interleaved.py")
     else:
         kinds = config.get("attention_kinds", [])

@@ -12,8 +12,8 @@ from typing import Any
 from iha.errors import UserError
 from iha.flops import Cost, linear
 from iha.kinds import all_companions, companion_of
+from iha.overlay import Overlay
 from modeling_iha import IHAConfig
-from modeling_iha.overlay import Overlay
 
 
 def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "sdpa") -> Cost:

@@ -13,7 +13,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .adapters import load_adapter, save_mixing
+from .adapters import load_adapter, save_adapter
+from .attention_maps import token_attentions
 from .configuration_iha import IHAConfig
 from .in_place import LocalInterleavedConfig, interleave_heads, remove_interleaving
 from .mixing_weights import mixing_parameters, set_mixing_scale
@@ -59,6 +60,7 @@ __all__ = [
     "mixing_parameters",
     "pair_heads",
     "remove_interleaving",
-    "save_mixing",
+    "save_adapter",
     "set_mixing_scale",
+    "token_attentions",
 ]

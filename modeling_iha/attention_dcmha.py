@@ -99,7 +99,7 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         for stage in ("pre", "post"):
             composes = options.stages in ("both", stage)
             # W_b of Equation 7; its start, the identity, is the skip connection that it replaces.
-            base = HeadMap(self.num_groups, group_size) if composes and options.base_map else None
+            base = HeadMap(self.num_groups, group_size, config.mixing_scale) if composes and options.base_map else None
             setattr(self, f"{stage}_base", base)
             for side in ("query", "key"):
                 weighs = composes and dynamic and options.sides in ("both", side)
@@ -157,12 +157,10 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
             query, key, value, *args, pre=(pre_query, pre_key), post=(post_query, post_key), **kwargs
         )
 
-    def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, pre: tuple, **kwargs) -> torch.Tensor:
+    def compose_scores(self, scores: torch.Tensor, pre: tuple, **kwargs) -> torch.Tensor:
         return self.compose(scores, self.pre_base, *pre)
 
-    def compose_weights(
-        self, weights: torch.Tensor, rows: slice, columns: slice, post: tuple, **kwargs
-    ) -> torch.Tensor:
+    def compose_weights(self, weights: torch.Tensor, post: tuple, **kwargs) -> torch.Tensor:
         return self.compose(weights, self.post_base, *post)
 
     def compose(

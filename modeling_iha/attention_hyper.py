@@ -9,9 +9,8 @@ from transformers.utils.generic import maybe_autocast
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .score_matrix import block_bias, join, query_blocks, query_offset, recomputed
+from .score_matrix import MASKED, block_bias, join, query_blocks, query_offset, recomputed
 from .tuple_attention import PairAttention, TupleAttention, queries_per_block
-from .virtual_masks import MASKED
 
 
 # The linear form holds the running sums of this many tokens at a time.
@@ -88,8 +87,6 @@ class LinearHyperAttention(TupleAttention):
     The scores are the weights, without a softmax, and tuples are not ordered. The sums over the tokens of a tuple are
     then separate running sums, O(N head_dim^2) in all. Under a mask (padding, packing, a chunk that continues a cache)
     every query sums the tokens that it sees, O(N^2 head_dim^2)."""
-
-    gives_weights = False
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         options = config.options_of("hyper")

@@ -10,8 +10,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .configuration_iha import IHAConfig
-from .score_matrix import ScoreMatrixAttention
-from .virtual_masks import MASKED
+from .score_matrix import MASKED, ScoreMatrixAttention
 
 
 def product(factors: torch.Tensor, dim: int) -> torch.Tensor:

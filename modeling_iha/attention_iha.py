@@ -1,11 +1,13 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Define Interleaved Head Attention, kind "iha" (IHA, Algorithm 1 and Definition 3)."""
+"""Define Interleaved Head Attention, kind "iha" (IHA, arXiv:2602.21371, Algorithm 1 and Definition 3)."""
+
+import torch
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .mixed_heads import MixedHeads
-from .mixing import HeadCollapse, HeadMixing
+from .interleaving import HeadCollapse, HeadMixing, MixedHeads
+from .virtual_tokens import virtual_attention
 
 
 class InterleavedHeadAttention(MultiHeadAttention):
@@ -21,29 +23,27 @@ class InterleavedHeadAttention(MultiHeadAttention):
         output = scaled_dot_product_attention(query, key, value, is_causal=True).unflatten(2, (N, P))
         output = einsum("bhnpd,hp->bnhd", output, collapse)
 
-    With grouped-query attention the G key/value heads mix among themselves.
-
-    This class only adds the weights. `MultiHeadAttention.forward` projects, rotates and caches. `virtual_attention`
-    (virtual_core.py) then builds the `MixedHeads` of the module (mixed_heads.py), which mix, interleave and collapse
-    (interleaving.py) around a core.
-
-    The mixing writes the layout [batch, N, P, heads, head_dim], and [batch, N * P, heads, head_dim] is a view of it.
-    Interleaving therefore copies nothing and runs on any attention core of Transformers.
-
-    The cache holds base keys and values at token length, as Llama's does. Virtual keys and values are rebuilt from it,
-    except for one new token, which is computed from the base keys and values (new_token.py). Let T_x be RoPE's
+    With grouped-query attention the G key/value heads mix among themselves. The cache holds base keys and values, as
+    Llama's does. Virtual ones are rebuilt from it, except for one new token (interleaving.py). Let T_x be RoPE's
     rotation by x positions. Mixing acts across heads and RoPE within a head, so they commute, and
     T_{nP+p} = T_p T_{nP}. The cached keys are rotated by nP, and the remaining T_p is the same for every token."""
 
     mixing_modules = ("q_mix", "k_mix", "v_mix", "collapse")
-    virtual_heads = MixedHeads
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        num_heads = config.num_attention_heads
-        num_key_heads = config.num_key_value_heads
+        heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
+        self.num_virtual_tokens = size
         self.rope_table = "interleaved" if config.pseudo_positions == "interleaved" else "token"
-        self.q_mix = HeadMixing(num_heads, config.num_pseudo_heads)
-        self.k_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
-        self.v_mix = HeadMixing(num_key_heads, config.num_pseudo_heads)
-        self.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse)
+        self.q_mix = HeadMixing(heads, size, config.mixing_scale)
+        self.k_mix = HeadMixing(key_heads, size, config.mixing_scale)
+        self.v_mix = HeadMixing(key_heads, size, config.mixing_scale)
+        self.collapse = HeadCollapse(heads, size, config.pseudo_collapse, config.mixing_scale)
+
+    def attend(
+        self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend over virtual tokens. The weights are [batch, H, N * P, K * P], where the core gives them."""
+        heads = MixedHeads.of_module(self, query_states, rotation)
+        states = (query_states, key_states, value_states)
+        return virtual_attention(self.core_function, self, heads, *states, attention_mask, **kwargs)

@@ -15,8 +15,8 @@ class SharedMap(Mixing):
 
     The value of `weight` [head_dim, head_dim] is T of the paper. It folds into the projection (Equation 8)."""
 
-    def __init__(self, head_dim: int):
-        super().__init__()
+    def __init__(self, head_dim: int, scale: float):
+        super().__init__(scale)
         self.add_weight("weight", torch.eye(head_dim))
 
     def init_mechanism(self, config: IHAConfig):
@@ -30,8 +30,8 @@ class SharedMap(Mixing):
 class SharedMLP(Mixing):
     """Map every head [..., head_dim] by one gated MLP, 2 (v U * sigmoid(v G)) D (KHA-MLP, Equation 9)."""
 
-    def __init__(self, head_dim: int):
-        super().__init__()
+    def __init__(self, head_dim: int, scale: float):
+        super().__init__(scale)
         self.add_weight("up", torch.eye(head_dim))
         self.add_weight("gate", torch.zeros(head_dim, head_dim))
         self.add_weight("down", torch.eye(head_dim))
@@ -62,9 +62,10 @@ class KnockingHeadsAttention(MultiHeadAttention):
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         options = config.options_of("knocking_heads")
-        self.q_map = MAPS["linear" if options.queries else None](self.head_dim)
-        self.k_map = MAPS["linear" if options.keys else None](self.head_dim)
-        self.v_map = MAPS[options.values](self.head_dim)
+        size = (self.head_dim, config.mixing_scale)
+        self.q_map = MAPS["linear" if options.queries else None](*size)
+        self.k_map = MAPS["linear" if options.keys else None](*size)
+        self.v_map = MAPS[options.values](*size)
 
     def map_heads(self, query_states: torch.Tensor, key_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.q_map(query_states), self.k_map(key_states)

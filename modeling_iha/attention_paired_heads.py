@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .pairing import PairedHeads
+from .virtual_tokens import virtual_attention
 
 
 class PairedHeadsAttention(MultiHeadAttention):
@@ -29,10 +30,9 @@ class PairedHeadsAttention(MultiHeadAttention):
     The layer has Llama's parameters and Llama's cache. Head p * (H / P) + i always has the position n * P + p, so
     the cached keys are rotated once."""
 
-    virtual_heads = PairedHeads
-
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
+        self.num_virtual_tokens = config.num_pseudo_heads
         self.rope_table = "paired" if config.pseudo_positions == "interleaved" else "token"
 
     def rotate(
@@ -46,3 +46,11 @@ class PairedHeadsAttention(MultiHeadAttention):
         key_states = key_states.unflatten(1, shape)
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin, unsqueeze_dim=2)
         return query_states.flatten(1, 2), key_states.flatten(1, 2)
+
+    def attend(
+        self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend over virtual tokens. The weights are [batch, H / P, N * P, K * P], where the core gives them."""
+        heads = PairedHeads(self.num_virtual_tokens)
+        states = (query_states, key_states, value_states)
+        return virtual_attention(self.core_function, self, heads, *states, attention_mask, **kwargs)

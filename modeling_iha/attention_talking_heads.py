@@ -14,8 +14,8 @@ class HeadTalk(Mixing):
 
     The value of `weight` [H, H] holds in row h, column g the share of head h in head g after the map."""
 
-    def __init__(self, num_heads: int):
-        super().__init__()
+    def __init__(self, num_heads: int, scale: float):
+        super().__init__(scale)
         self.add_weight("weight", torch.eye(num_heads))
 
     def init_mechanism(self, config: IHAConfig):
@@ -37,11 +37,11 @@ class TalkingHeadsAttention(ScoreMatrixAttention):
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.score_mix = HeadTalk(config.num_attention_heads)
-        self.weight_mix = HeadTalk(config.num_attention_heads)
+        self.score_mix = HeadTalk(config.num_attention_heads, config.mixing_scale)
+        self.weight_mix = HeadTalk(config.num_attention_heads, config.mixing_scale)
 
-    def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
+    def compose_scores(self, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         return self.score_mix(scores)
 
-    def compose_weights(self, weights: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
+    def compose_weights(self, weights: torch.Tensor, **kwargs) -> torch.Tensor:
         return self.weight_mix(weights)

@@ -10,77 +10,81 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested, maybe_autocast
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .attended import RECORDS
-from .cache_names import CACHE
-from .configuration_interleaved import (
-    AUTO_MAP,
-    FIELDS,
-    MIXING_MODULES,
-    TASKS,
-    InterleavedConfig,
-    base_config_class,
-    config_class,
-    saved_base_type,
-)
 from .exact_start import deviations, exact_start
 from .flop_matched_window import flop_matched_window
 from .mixing_weights import state_with_values
 from .modeling_interleaved import (
-    LOADED_MIXING,
+    HOOK,
+    MIXING_MODULES,
+    MODEL_TYPE,
     attach_virtual_heads,
+    attend_on_core,
     backbone_of,
-    base_model_class,
+    base_class,
     check_layers,
     check_no_tensor_parallelism,
-    configs,
+    core_of,
+    decoder_config,
     decoder_of,
     interleaved_attention,
     interleaved_class,
     is_mixing,
     register_models,
-    remove_hooks,
-    set_core,
-    use_virtual_cores,
-    virtual_configs,
+    tasks,
+    use_virtual_core,
+    without_types,
 )
-from .virtual_core import stock_core
-from .virtual_masks import PREFIX, core_of
+from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+from .transformers_versions import CACHE
 
 
 # The largest difference from the base model, as a share of the largest hidden state.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+FIELDS = (
+    "num_pseudo_heads",
+    "pseudo_collapse",
+    "virtual_heads",
+    "interleaved_layers",
+    "interleaved_window",
+    "mixing_scale",
+)
+# What the running `_recording` of a thread has recorded
+CALLS: ContextVar[dict] = ContextVar("calls")
 
 
 class AttentionCall(NamedTuple):
-    """Hold the arguments of an attention module's call."""
+    """Hold what a call of an attention module tells about it."""
 
     query: torch.Tensor
     head_counts: tuple[int, int, int]  # of queries, keys and values
     is_causal: bool
 
 
-# The last call of each attention module in a probe of this thread.
-CALLS: ContextVar[dict[nn.Module, AttentionCall] | None] = ContextVar("calls", default=None)
+class LocalInterleavedConfig(PreTrainedConfig):
+    """Read a saved configuration as one of the installed package.
 
+    The Auto classes then load the model classes from the package too, and not from the checkpoint's code."""
 
-class LocalInterleavedConfig(InterleavedConfig):
-    """Read a saved configuration.
-
-    The Auto classes then load the model classes from the installed package instead of the checkpoint's code."""
+    model_type = MODEL_TYPE
 
     def __new__(cls, **fields):
         # `AutoConfig.for_model` passes the fields as keywords, for the decoder of an encoder-decoder.
@@ -88,8 +92,14 @@ class LocalInterleavedConfig(InterleavedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig:
-        register_models(config_class(saved_base_type(config_dict)))
-        return super().from_dict(config_dict, **kwargs)
+        base = config_dict.get("base_model_type")
+        if base not in CONFIG_MAPPING:
+            raise ValueError(
+                f"base_model_type is {base!r}: expected a model type of Transformers {transformers.__version__}. A "
+                "newer version may have it."
+            )
+        register_models(CONFIG_MAPPING[base])
+        return interleaved_class(CONFIG_MAPPING[base]).from_dict(without_types(config_dict), **kwargs)
 
 
 def interleave_heads(
@@ -124,84 +134,31 @@ def interleave_heads(
             and would hardly move at a backbone's rate. The weights hold changes from the exact start (see `Mixing`).
 
     Return the model. Raise a ValueError, and leave the model as it was, where the result would not be exact."""
-    _check_arguments(model, num_pseudo_heads, collapse, seed, mixing_scale)
-    window = _window_in_tokens(model, sliding_window, num_pseudo_heads)
+    _check_model(model)
+    if not isinstance(num_pseudo_heads, int) or num_pseudo_heads < 2:
+        raise ValueError(f"num_pseudo_heads is {num_pseudo_heads!r}: expected an integer of at least 2.")
+    if collapse not in ("per_head", "all_heads"):
+        raise ValueError(f'collapse is {collapse!r}: expected "per_head" or "all_heads".')
+    if not isinstance(mixing_scale, int | float) or not 0 < mixing_scale < math.inf:
+        raise ValueError(f"mixing_scale is {mixing_scale!r}: expected a number above 0.")
+    if sliding_window == "paper":
+        sliding_window = flop_matched_window(_context_length(model), num_pseudo_heads)
+    check_window(model, sliding_window)
     # The configuration is changed below. A model with a head gets a copy of it, because other models may share the
     # object. A model without a head may be part of a larger model, which must read the same object, so there it is
-    # changed in place. A known limit: the larger model then saves itself as interleaved, and most multimodal models
-    # cannot be loaded from that. Interleave the whole model instead.
+    # changed in place. A known limit: the larger model cannot be saved then. Interleave the whole model instead.
     own_configs = config_attributes(model)
-    if _has_head(model):
+    if tasks(type(model.config)).get("AutoModel") is not type(model):
         _copy_config(model)
     try:
-        modules, expected = _record_attention(model)
-        chosen = _choose(modules, layers, model)
+        calls, expected = _record_attention(model)
+        chosen = _choose(calls, layers, model, sliding_window)
         _attach_and_compare(model, chosen, expected, num_pseudo_heads, collapse, seed, mixing_scale)
     except Exception:
         restore_configs(own_configs)
         raise
-    set_interleaved_window(model, window)
+    set_interleaved_window(model, sliding_window)
     return model
-
-
-def set_interleaved_window(model: PreTrainedModel, window: int | None) -> None:
-    """Give the interleaved layers a window in tokens, or `None` for none of their own, and choose the cores.
-
-    This follows the comparison with the base, which has no such window. The names of the cores depend on the window
-    (`differs_from_base`), so they are chosen last."""
-    for virtual_config in virtual_configs(model):
-        virtual_config.interleaved_window = window
-    use_virtual_cores(model)
-
-
-def _window_in_tokens(model: PreTrainedModel, sliding_window: Any, num_pseudo_heads: int) -> int | None:
-    """Return the window for interleaved layers in tokens. Raise a ValueError for one that cannot be."""
-    if sliding_window != "paper":
-        check_window(sliding_window, 'at least 2 tokens, "paper" or None')
-        return sliding_window
-    length = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if length is None:
-        raise ValueError(f"{model.config.model_type} has no max_position_embeddings: give the window in tokens.")
-    return flop_matched_window(length, num_pseudo_heads)
-
-
-def check_window(sliding_window: Any, expected: str) -> None:
-    """Raise a ValueError for a window that is neither an integer of at least 2 nor `None`."""
-    if sliding_window is not None and (not isinstance(sliding_window, int) or sliding_window < 2):
-        raise ValueError(f"sliding_window is {sliding_window!r}: expected {expected}.")
-
-
-def _attach_and_compare(
-    model: PreTrainedModel,
-    chosen: dict,
-    expected: list[torch.Tensor],
-    num_pseudo_heads: int,
-    collapse: str,
-    seed: int | None,
-    mixing_scale: float,
-) -> None:
-    """Attach the mixing to the chosen modules.
-
-    Raise a ValueError, and detach it again, if the hidden states of the probe are not the `expected` ones."""
-    config = model.config
-    model_class = interleaved_class(_interleaved_class_name(model), config_class(config.model_type))
-    cause = None
-    try:
-        _make_interleaved(model, model_class, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
-        difference = relative_difference(expected, probe(model))
-        problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
-    except torch.OutOfMemoryError:  # not a property of the model type
-        detach(model)
-        raise
-    except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
-        cause = error
-        problem = one_line(error)
-    if problem is not None:
-        detach(model)
-        raise ValueError(
-            f"{config.model_type} does not compute the same with interleaved heads ({problem}), and is left as it "
-            "was: docs/MODEL_TYPES.md lists the types that do."
-        ) from cause
 
 
 def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
@@ -210,22 +167,17 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     Raise a ValueError if the mixing was trained, if `interleave_heads` was given a `sliding_window`, or if the heads
     are paired: the plain model would compute something else."""
     _check_unwrapped(model)
-    if not hasattr(model.config, "interleaved_layers"):
+    config = decoder_config(model)
+    if not hasattr(config, "interleaved_layers"):
         raise ValueError("This model has no interleaved heads: there is nothing to remove.")
     check_layers(model)
-    if model.config.virtual_heads == "paired":
+    if config.virtual_heads == "paired":
         raise ValueError("The heads are paired, and the plain model would compute something else: load it again.")
-    if model.config.interleaved_window is not None:
+    if config.interleaved_window is not None:
         raise ValueError(
             "The interleaved layers have a window of their own, which the plain model lacks: load that model again."
         )
-    config = model.config
-    change = 0.0
-    for name, module in interleaved_attention(model).items():
-        head_counts = config.interleaved_layers[name]
-        moved = deviations(state_with_values(module), head_counts, config.num_pseudo_heads, config.pseudo_collapse)
-        for tensor in moved.values():
-            change = max(change, tensor.abs().max().nan_to_num(torch.inf).item())
+    change = largest_change(model)
     if change > 0:
         raise ValueError(
             f"The mixing was trained: its entries are up to {change:.2g} from the start that changes nothing. The "
@@ -235,41 +187,58 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _check_arguments(
-    model: PreTrainedModel, num_pseudo_heads: int, collapse: str, seed: int | None, mixing_scale: float
-) -> None:
-    if isinstance(model, transformers.Pipeline):
-        raise ValueError(f"{type(model).__name__} is not a model: pass its `model`.")
+def largest_change(model: PreTrainedModel) -> float:
+    """Return the largest difference of the mixing from a start that changes nothing."""
+    config = decoder_config(model)
+    changes = [0.0]
+    for name, module in interleaved_attention(model).items():
+        head_counts = config.interleaved_layers[name]
+        moved = deviations(state_with_values(module), head_counts, config.num_pseudo_heads, config.pseudo_collapse)
+        changes += [tensor.abs().max().nan_to_num(torch.inf).item() for tensor in moved.values()]
+    return max(changes)
+
+
+# Arguments
+
+
+def check_window(model: PreTrainedModel, sliding_window: Any) -> None:
+    """Raise a ValueError for a window that is not an integer of at least 2 within the context, nor `None`."""
+    if sliding_window is None:
+        return
+    if not isinstance(sliding_window, int) or sliding_window < 2:
+        raise ValueError(
+            f'sliding_window is {sliding_window!r}: expected at least 2 tokens, None or, in interleave_heads, "paper".'
+        )
+    length = getattr(decoder_config(model), "max_position_embeddings", None)
+    if length is not None and sliding_window > length:
+        raise ValueError(
+            f"sliding_window is {sliding_window}, longer than the context of {length} tokens "
+            "(max_position_embeddings): give a shorter one, or None."
+        )
+
+
+def _context_length(model: PreTrainedModel) -> int:
+    length = getattr(decoder_config(model), "max_position_embeddings", None)
+    if length is None:
+        raise ValueError(f"{model.config.model_type} has no max_position_embeddings: give the window in tokens.")
+    return length
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    """Raise a ValueError for what cannot be interleaved, as far as its class and configuration tell."""
     _check_unwrapped(model)
     config = model.config
     check_no_tensor_parallelism(config)
-    if hasattr(config, "interleaved_window"):  # also of the decoder within an interleaved model
+    if hasattr(decoder_config(model), "num_pseudo_heads"):
         raise ValueError(
             "The heads of this model are interleaved already: use it as it is, or call remove_interleaving first."
         )
-    has_processes = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if has_processes and torch.distributed.get_world_size() > 1 and _is_in_ddp(model):
-        raise ValueError(
-            "DistributedDataParallel holds this model, and would leave the gradients of the mixing to each rank: "
-            "interleave the heads before DistributedDataParallel wraps the model."
-        )
-    if not isinstance(num_pseudo_heads, int) or num_pseudo_heads < 2:
-        raise ValueError(
-            f"num_pseudo_heads is {num_pseudo_heads!r}: expected an integer of at least 2; with 1 there is nothing to "
-            "do."
-        )
-    if collapse not in ("per_head", "all_heads"):
-        raise ValueError(f'collapse is {collapse!r}: expected "per_head" or "all_heads".')
-    if seed is not None and not isinstance(seed, int):
-        raise ValueError(f"seed is {seed!r}: expected an integer or None.")
-    if not isinstance(mixing_scale, int | float) or not 0 < mixing_scale < math.inf:
-        raise ValueError(f"mixing_scale is {mixing_scale!r}: expected a number above 0.")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{config.model_type} has an encoder, and interleaving is defined for causal self-attention alone: pass a "
             "decoder, such as AutoModelForCausalLM loads."
         )
-    if not type(model).__module__.startswith("transformers.") or _interleaved_class_name(model) is None:
+    if type(model) not in tasks(type(config)).values():
         raise ValueError(
             f"{type(model).__name__} is not a class that Transformers' Auto classes load as a decoder: a saved "
             "checkpoint could not be loaded."
@@ -278,54 +247,61 @@ def _check_arguments(
         raise ValueError("The model is on the meta device and has no weights: load it first.")
 
 
-_WRAPPED = (
-    "{} is not a model of Transformers or wraps a part of one: call interleave_heads before PEFT, FSDP, "
-    "DistributedDataParallel or a checkpoint wrapper wraps the model, and remove_interleaving on the unwrapped model."
-)
-
-
 def _check_unwrapped(model: PreTrainedModel) -> None:
+    """Raise a ValueError for a model that another library wraps, wholly or in parts.
+
+    FSDP would not share a mixing that is made within its modules, and each process would train its own."""
+    modules = [model, *model.modules()] if isinstance(model, nn.Module) else [model]
+    wrappers = [each for each in modules if type(each).__module__.startswith(("torch.distributed.", "peft."))]
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(_WRAPPED.format(type(model).__name__))
-    # FSDP2 turns modules into ones of classes that PyTorch makes, FSDP1 puts its own around them. A mixing that is
-    # made within them would belong to no group, and each process would train its own.
-    sharded = [module for module in model.modules() if type(module).__module__.startswith("torch.distributed.")]
-    if sharded:
-        raise ValueError(_WRAPPED.format(type(sharded[0]).__name__))
-    wrappers = [module for module in model.modules() if type(module).__module__.startswith("peft.")]
+        wrappers = [model]
     if wrappers:
         raise ValueError(
-            f"The model has an adapter ({type(wrappers[0]).__name__}): call interleave_heads before PEFT adds one, "
-            "and remove_interleaving after merge_and_unload."
+            f"{type(wrappers[0]).__name__} is not a model of Transformers or wraps a part of one: call "
+            "interleave_heads before PEFT, FSDP or DistributedDataParallel wraps the model, and remove_interleaving "
+            "on the unwrapped model."
         )
 
 
-def _is_in_ddp(model: PreTrainedModel) -> bool:
-    """Return whether DistributedDataParallel appears to hold the model.
-
-    It keeps each weight's gradient-accumulation node alive, so a mark written to the node is still there when it is
-    fetched again. A pending backward pass keeps the node alive too, so the answer may be True without
-    DistributedDataParallel. Ask only where there are several processes."""
-    weights = (weight for weight in model.parameters() if weight.requires_grad)
-    weight = next((weight for weight in weights if not weight.is_inference()), None)
-    if weight is None:
-        return False
-    with torch.inference_mode(False):
-        get_gradient_edge(weight).node.metadata["interleaving"] = True
-        return get_gradient_edge(weight).node.metadata.pop("interleaving", False)
+# Configurations
 
 
-def _has_head(model: PreTrainedModel) -> bool:
-    return _interleaved_class_name(model) != "InterleavedModel"
+def _copy_config(model: PreTrainedModel) -> None:
+    """Give the model a configuration of its own, one object for all modules.
+
+    Models that were built from one object share it, and an EncoderDecoderModel gives its decoder a second one."""
+    copies: dict = {}  # the memo of `deepcopy`: from the id of each configuration to its copy
+    own = copy.deepcopy(model.config, copies)
+    for module, name, config in config_attributes(model):
+        if id(config) in copies:
+            setattr(module, name, copies[id(config)])
+        elif type(config) is type(own) and config.to_dict() == own.to_dict():
+            setattr(module, name, own)
 
 
-def _interleaved_class_name(model: PreTrainedModel) -> str | None:
-    """Return the name of the interleaved class of a model's task, such as "InterleavedForCausalLM"."""
-    for task in ("", *TASKS):
-        mapped = getattr(transformers, f"AutoModel{task}")._model_mapping.get(type(model.config), ())
-        if type(model) in (mapped if isinstance(mapped, tuple) else (mapped,)):
-            return f"Interleaved{task or 'Model'}"
-    return None
+def config_attributes(model: PreTrainedModel) -> list[tuple[nn.Module, str, PreTrainedConfig]]:
+    """Return each module, name and value of an attribute that is a configuration."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PreTrainedConfig)
+    ]
+
+
+def restore_configs(attributes: list[tuple[nn.Module, str, PreTrainedConfig]]) -> None:
+    """Set attributes back to the values that `config_attributes` found."""
+    for module, name, config in attributes:
+        setattr(module, name, config)
+
+
+def set_interleaved_window(model: PreTrainedModel, window: int | None) -> None:
+    """Give the interleaved layers a window in tokens, after the comparison with the base, which has no such window."""
+    decoder_config(model).interleaved_window = window
+    use_virtual_core(model)
+
+
+# Which modules attend
 
 
 def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, AttentionCall], list[torch.Tensor]]:
@@ -336,17 +312,17 @@ def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, Attention
         states, error = _try_probe(model)
     # Check the calls before the error: if a model cannot be interleaved, they show the reason, and its own error does
     # not.
-    _check_calls(model.config, calls)
+    _check_calls(model, calls)
     if error is None:
         # Some models branch on the name of their core, and took another branch for the name that records. Run the
         # probe once more under the real name: these are the states to compare with.
         states, error = _try_probe(model)
+    model_type = model.config.model_type
     if error is not None:
-        model_type = model.config.model_type
         raise ValueError(f"{model_type} does not run with a padding mask and a cache: {one_line(error)}") from error
     if not all(each.isfinite().all() for each in states):
         raise ValueError(
-            f"{model.config.model_type} itself returns NaN or infinity for a padded batch: try another dtype or "
+            f"{model_type} itself returns NaN or infinity for a padded batch: try another dtype or "
             "attn_implementation."
         )
     return calls, states
@@ -362,16 +338,39 @@ def _try_probe(model: PreTrainedModel) -> tuple[list[torch.Tensor], Exception | 
         return [], error
 
 
-def _check_calls(config: PreTrainedConfig, calls: dict[nn.Module, AttentionCall]) -> None:
+@contextmanager
+def _recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
+    """Record the calls of a model's attention modules, under another name of their core, and yield them by module."""
+    config = decoder_config(model)
+    core = config._attn_implementation
+
+    def record(module, query, key, value, *args, **kwargs):
+        is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
+        CALLS.get()[module] = AttentionCall(query, (query.shape[1], key.shape[1], value.shape[1]), is_causal)
+        return attend_on_core(core, 1, module, query, key, value, *args, **kwargs)
+
+    name = f"recorded_{core.replace('/', '_')}"
+    AttentionInterface.register(name, record)
+    if core in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[core])
+    token = CALLS.set({})
+    try:
+        config._attn_implementation_internal = name  # this configuration alone, and not those of vision towers
+        yield CALLS.get()
+    finally:
+        config._attn_implementation_internal = core
+        CALLS.reset(token)
+
+
+def _check_calls(model: PreTrainedModel, calls: dict[nn.Module, AttentionCall]) -> None:
     """Raise a ValueError for a model whose attention cannot be interleaved, by the recorded calls."""
-    model_type = config.model_type
+    model_type = model.config.model_type
     if not calls:
         raise ValueError(
             f"{model_type} does not call attention through the registry of Transformers, so its heads cannot be "
             "interleaved."
         )
-    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    if "reference_sliding_attention" in layer_types:
+    if "reference_sliding_attention" in (getattr(decoder_config(model), "layer_types", None) or ()):
         raise ValueError(
             f"{model_type} cannot be interleaved: its own cache layers keep the prompt in addition to a window."
         )
@@ -385,66 +384,21 @@ def _check_calls(config: PreTrainedConfig, calls: dict[nn.Module, AttentionCall]
             raise ValueError(f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own.")
 
 
-@contextmanager
-def _recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
-    """Record the calls of a model's attention modules in this thread, and yield them by module."""
-    cores = [(config, config._attn_implementation) for config in configs(model.modules())]
-    calls: dict[nn.Module, AttentionCall] = {}
-    token = CALLS.set(calls)
-    try:
-        for config, core in cores:
-            if core is not None:
-                set_core(config, _register_recording(core))
-        yield calls
-    finally:
-        CALLS.reset(token)
-        for config, core in cores:
-            set_core(config, core)
-
-
-def _register_recording(core: str) -> str:
-    """Register a core that records its calls and otherwise behaves like `core`, and return its name.
-
-    The registry has no public way to remove it. Each copy of this code has a name of its own."""
-    name = f"recorded_{PREFIX}{core.replace('/', '_')}"
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(_record_call, core))
-    if core in ALL_MASK_ATTENTION_FUNCTIONS:
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, ALL_MASK_ATTENTION_FUNCTIONS[core])
-    return name
-
-
-def _record_call(
-    core: str, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs
-) -> Any:
-    calls = CALLS.get()
-    if calls is not None:
-        is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
-        calls[module] = AttentionCall(query, (query.shape[1], key.shape[1], value.shape[1]), is_causal)
-    return stock_core(core, module, num_pseudo_heads=1)(query, key, value, *args, **kwargs)
-
-
-def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _choose(modules: dict, layers: Iterable[int] | str | None, model: PreTrainedModel) -> dict:
+def _choose(calls: dict, layers: Iterable[int] | str | None, model: PreTrainedModel, window: int | None) -> dict:
     """Return the recorded modules of the chosen layers."""
-    indices = sorted({module.layer_idx for module in modules})
+    indices = sorted({module.layer_idx for module in calls})
     if layers == "paper":
         layers = [index for place, index in enumerate(indices) if place % 5 != 4]
-    chosen: list
-    if layers is None:
-        chosen = indices
-    elif isinstance(layers, Iterable):
-        chosen = list(layers)
-    else:
-        chosen = []
+    chosen: list = indices if layers is None else list(layers) if isinstance(layers, Iterable) else []
     if not chosen or any(isinstance(index, bool) or index not in indices for index in chosen):
         raise ValueError(
             f'layers is {layers!r}: expected "paper", None, or some of the attention layers {indices} of '
             f"{model.config.model_type}."
         )
-    return {module: call for module, call in modules.items() if module.layer_idx in chosen}
+    return {module: call for module, call in calls.items() if module.layer_idx in chosen}
+
+
+# The comparison
 
 
 def probe(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -453,14 +407,13 @@ def probe(model: PreTrainedModel) -> list[torch.Tensor]:
     During the probe the configured window is at most 4 tokens, so that the 6-token prompt exceeds it. It is not
     shortened for flash cores, which read the window from the layers."""
     backbone = backbone_of(model)
-    device = model.device
-    config = model.config.get_text_config(decoder=True)
+    config = decoder_config(model)
     modes = {module: module.training for module in model.modules()}
-    tokens = torch.arange(3, 17, device=device).view(2, 7) % config.vocab_size
+    tokens = torch.arange(3, 17, device=model.device).view(2, 7) % config.vocab_size
     window = getattr(config, "sliding_window", None)
     decoders = [module for module in backbone.modules() if isinstance(module, PreTrainedModel)]
     takes_logits_to_keep = any("logits_to_keep" in signature(decoder.forward).parameters for decoder in decoders)
-    # `None` keeps Gemma 4 from cropping the rows of the mask, which are virtual tokens (see `_install_decoder_hooks`).
+    # `None` keeps Gemma 4 from cropping the rows of the mask, which are virtual tokens (see `prepare_decoder`).
     options: dict = {"logits_to_keep": None} if takes_logits_to_keep else {}
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
@@ -469,7 +422,7 @@ def probe(model: PreTrainedModel) -> list[torch.Tensor]:
         config.sliding_window = min(window, 4)
     try:
         # Autocast would round more than the tolerance of the model's own dtype allows.
-        with torch.no_grad(), maybe_autocast(device.type, enabled=False):
+        with torch.no_grad(), maybe_autocast(model.device.type, enabled=False):
             padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False, **options)[0][mask.bool()]
             prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **options)
             cache = prompt.get(CACHE)
@@ -494,10 +447,44 @@ def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]
     return max(shares)
 
 
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _attach_and_compare(
+    model: PreTrainedModel,
+    chosen: dict,
+    expected: list[torch.Tensor],
+    num_pseudo_heads: int,
+    collapse: str,
+    seed: int | None,
+    mixing_scale: float,
+) -> None:
+    """Attach the mixing to the chosen modules.
+
+    Raise a ValueError, and detach it again, if the hidden states of the probe are not the `expected` ones."""
+    cause = None
+    try:
+        _make_interleaved(model, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
+        difference = relative_difference(expected, probe(model))
+        problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
+    except torch.OutOfMemoryError:  # not a property of the model type
+        detach(model)
+        raise
+    except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
+        cause = error
+        problem = one_line(error)
+    if problem is not None:
+        detach(model)
+        raise ValueError(
+            f"{model.config.model_type} does not compute the same with interleaved heads ({problem}), and is left as "
+            "it was: docs/MODEL_TYPES.md lists the types that do."
+        ) from cause
+
+
 @torch.inference_mode(False)  # a weight that is made in inference mode gets no gradient
 def _make_interleaved(
     model: PreTrainedModel,
-    model_class: type[PreTrainedModel],
     chosen: dict,
     num_pseudo_heads: int,
     collapse: str,
@@ -505,22 +492,25 @@ def _make_interleaved(
     mixing_scale: float,
 ) -> None:
     """Turn the model into one of an interleaved class, with an exact start."""
-    config = model.config
     names = {module: name for name, module in backbone_of(model).named_modules() if module in chosen}
-    interleaved_layers = {names[module]: list(call.head_counts) for module, call in chosen.items()}
-    config.__class__ = model_class.config_class
-    config.interleaved_layers = interleaved_layers
+    config = decoder_config(model)
+    config.interleaved_layers = {names[module]: list(call.head_counts) for module, call in chosen.items()}
     config.num_pseudo_heads = num_pseudo_heads
     config.pseudo_collapse = collapse
-    config.mixing_scale = mixing_scale
-    config.interleaved_window = None
     config.virtual_heads = None
+    config.interleaved_window = None
+    config.mixing_scale = mixing_scale
     if get_checkpoint_conversion_mapping(type(model).__name__) is not None:
         # Transformers renamed weights on load by the name of the base's class (GPT-NeoX), and would undo this on save.
         # A load of the interleaved model finds no such rule, so its weights are saved under the names that they have.
         vars(model).pop("_weight_conversions", None)
-    model.__class__ = model_class
-    register_models(model_class.config_class)  # for `from_config` of the Auto classes
+    base = type(model.config)
+    register_models(base)  # for `from_config` of the Auto classes
+    model.config.__class__ = interleaved_class(base)
+    model.__class__ = interleaved_class(type(model), base)
+    # A model's `__init__` registers by `str(class)` what `output_hidden_states` returns, and this model was built as
+    # another class. From 5.24 on the registry takes models as its keys; the method of `dict` works in every version.
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
     with torch.device("cpu"):  # whatever the default device is: the mixing goes where its attention module is
         attach_virtual_heads(model)
     generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -537,61 +527,32 @@ def _make_interleaved(
     model.tie_weights(recompute_mapping=False)
 
 
-def _copy_config(model: PreTrainedModel) -> None:
-    """Give the model a configuration of its own. Models that were built from one object share it."""
-    copies: dict = {}  # the memo of `deepcopy`: from the id of each configuration to its copy
-    copy.deepcopy(model.config, copies)
-    for module, name, config in config_attributes(model):
-        if id(config) in copies:
-            setattr(module, name, copies[id(config)])
-
-
-def config_attributes(model: PreTrainedModel) -> list[tuple[nn.Module, str, PreTrainedConfig]]:
-    """Return each module, name and value of an attribute that is a configuration."""
-    return [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, PreTrainedConfig)
-    ]
-
-
-def restore_configs(attributes: list[tuple[nn.Module, str, PreTrainedConfig]]) -> None:
-    """Set attributes back to the values that `config_attributes` found."""
-    for module, name, config in attributes:
-        setattr(module, name, config)
-
-
-def remove_mixing(module: torch.nn.Module) -> None:
-    """Remove from an attention module what `attach_virtual_heads` gave it, except for the hooks."""
-    for name in (*MIXING_MODULES, "virtual_heads", *RECORDS):
-        if hasattr(module, name):  # paired heads have no mixing
-            delattr(module, name)
+def detach_virtual_heads(model: PreTrainedModel) -> None:
+    """Remove what `attach_virtual_heads` added, but for the fields of the configuration."""
+    config = decoder_config(model)
+    decoder = decoder_of(model)
+    for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+        getattr(decoder, name).pop(HOOK, None)
+    vars(decoder).pop("save_pretrained", None)
+    for module in interleaved_attention(model).values():
+        for name in (*MIXING_MODULES, "paired_heads"):
+            if hasattr(module, name):
+                delattr(module, name)
+    tied = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {name: source for name, source in tied.items() if not is_mixing(name)}
+    core = core_of(config._attn_implementation)
+    config._attn_implementation_internal = "sdpa" if core == SDPA_IN_BLOCKS else core
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Undo `_make_interleaved`."""
-    config = model.config
-    decoder = decoder_of(model)
-    modules = list(interleaved_attention(model).values())
-    for virtual_config in virtual_configs(model):
-        set_core(virtual_config, core_of(virtual_config._attn_implementation))
-        for field in (*FIELDS, "mixing_scale"):
-            vars(virtual_config).pop(field, None)
-        if not hasattr(virtual_config, "interleaved_layers"):  # of a model within this one: undo `part_class`
-            virtual_config.__class__ = type(virtual_config).__base__
-    remove_hooks(decoder, *modules)
-    for module in modules:
-        remove_mixing(module)
-    tied = model.all_tied_weights_keys.items()
-    model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
-    for field in ("interleaved_layers", "base_model_type"):  # a loaded checkpoint has both
+    """Undo `_make_interleaved`, as far as it got."""
+    config = decoder_config(model)
+    if hasattr(config, "interleaved_layers"):
+        detach_virtual_heads(model)
+    for field in (*FIELDS, "has_loaded_mixing"):
         vars(config).pop(field, None)
-    # `save_pretrained` adds our entries to `auto_map`. Keep entries that the checkpoint already had.
-    auto_map = vars(config).pop("auto_map", None) or {}
-    auto_map = {task: name for task, name in auto_map.items() if name.split("--")[-1] not in AUTO_MAP.values()}
-    if auto_map:
-        config.auto_map = auto_map
-    vars(model).pop(LOADED_MIXING, None)
-    model.__class__ = base_model_class(type(model))
-    config.__class__ = base_config_class(type(config))
+    # `save_pretrained` and a load add our entries to `auto_map`, and a load adds the type of the base.
+    vars(model.config).pop("auto_map", None)
+    vars(model.config).pop("base_model_type", None)
+    model.__class__ = base_class(type(model))
+    model.config.__class__ = base_class(type(model.config))

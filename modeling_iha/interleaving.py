@@ -3,42 +3,63 @@
 """Interleave heads: mix them into pseudo-heads, lay these out as virtual tokens, collapse (IHA, Algorithm 1).
 
 The algorithm has five steps. Step 1 projects to heads, step 2 mixes them into pseudo-heads (by alpha), step 3
-interleaves these as virtual tokens, step 4 attends over virtual tokens, and step 5 collapses the P outputs of a token
-(by R). T_p is RoPE's rotation of pseudo-head p within its token: by p positions. The shapes of all files are in these
-symbols:
-
-    N  tokens of a call       H  query heads                P  pseudo-heads of a head
-    W  window, in tokens      G  key and value heads        M  H for queries, G for keys and values
-    L  virtual tokens, N * P  K  keys, cached ones included
-
-P pseudo-heads turn token n into the P consecutive virtual tokens n * P .. n * P + P - 1, over which a stock attention
-core runs. For P = 2 and three tokens, each query sees the keys marked x (with a window of two tokens, the last four x
-of its row):
-
-                                  key of token 0   token 1   token 2
-                     pseudo-head             0 1       0 1       0 1
-    query of token 0, pseudo-head 0          x
-                      pseudo-head 1          x x
-    query of token 1, pseudo-head 0          x x       x
-                      pseudo-head 1          x x       x x
-    query of token 2, pseudo-head 0          x x       x x       x
-                      pseudo-head 1          x x       x x       x x
+interleaves these as virtual tokens, step 4 attends over virtual tokens (virtual_tokens.py, which also lists the
+symbols of shapes), and step 5 collapses the P outputs of a token (by R). T_p is RoPE's rotation of pseudo-head p
+within its token: by p positions.
 """
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch import nn
+from transformers.utils.generic import maybe_autocast
+
+from .mixing import Mixing
+from .virtual_tokens import masked_softmax
 
 
-def mix(states: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """Return pseudo-heads [batch, N, P, M, head_dim] of heads [batch, M, N, head_dim] by alpha [M, M, P] (step 2)."""
-    num_heads, _, num_pseudo_heads = alpha.shape
-    alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
-    states = states.transpose(1, 2)
-    # `matmul` with a single matrix would fold the tokens into head_dim and then copy the result. Expanding the matrix
-    # over the tokens (a view) makes it write the wanted layout directly.
-    alpha = alpha.expand(*states.shape[:2], -1, -1)
-    return torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, num_heads))
+class HeadMixing(Mixing):
+    """Combine heads into pseudo-heads by learned weights, alpha of IHA, Algorithm 1, step 2.
+
+    The value of `weight` [M, M, P] holds alpha[m, h, p], the share of head m in pseudo-head p of head h."""
+
+    def __init__(self, num_heads: int, num_pseudo_heads: int, scale: float = 1.0):
+        super().__init__(scale)
+        self.add_weight("weight", torch.zeros(num_heads, num_heads, num_pseudo_heads))
+
+    def init_mechanism(self, config):
+        """Start every pseudo-head near its own head (the paper gives no start); the noise makes them differ."""
+        # Some configurations lack the field, such as OPT's, which has `init_std`.
+        noise = torch.randn_like(self.weight) * getattr(config, "initializer_range", 0.02)
+        self.init_weight("weight", torch.eye(len(noise)).to(noise).unsqueeze(-1) + noise)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return alpha for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""
+        return self.value()
+
+
+class HeadCollapse(Mixing):
+    """Combine pseudo-heads into heads by learned weights, R of IHA, Algorithm 1, step 5.
+
+    The value of `weight` is [H, P] for `"per_head"`: out[h] = sum_p R[h, p] O[h, p]. It is [H, H * P] for
+    `"all_heads"`, which also sums over the heads: column h' * P + p of row h, counted from 0, is the share of
+    pseudo-head p of head h' (Definition 3)."""
+
+    def __init__(self, num_heads: int, num_pseudo_heads: int, pseudo_collapse: str, scale: float = 1.0):
+        super().__init__(scale)
+        self.num_pseudo_heads = num_pseudo_heads
+        num_sources = 1 if pseudo_collapse == "per_head" else num_heads
+        self.add_weight("weight", torch.zeros(num_heads, num_sources * num_pseudo_heads))
+
+    def init_mechanism(self, config):
+        """Start at the mean over the pseudo-heads."""
+        num_heads, columns = self.weight.shape
+        shares = torch.ones(num_heads, 1) if columns == self.num_pseudo_heads else torch.eye(num_heads)
+        self.init_weight("weight", shares.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return R for the states, as `HeadMixing` returns alpha."""
+        return self.value()
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -49,73 +70,126 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return states * cos + states.roll(half, dims=-1) * sin
 
 
-def interleave(states: torch.Tensor) -> torch.Tensor:
-    """View pseudo-heads [batch, N, P, M, head_dim] as the virtual sequence [batch, M, N * P, head_dim] (step 3)."""
-    return states.flatten(1, 2).transpose(1, 2)
+def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: tuple | None = None) -> torch.Tensor:
+    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] by alpha [M, M, P].
 
-
-def make_virtual_sequence(
-    states: torch.Tensor, alpha: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-) -> torch.Tensor:
-    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] (steps 2, 3, T_p)."""
-    states = mix(states, alpha)
+    [batch, N * P, M, head_dim] is a view of what the mixing writes, so interleaving copies nothing."""
+    num_heads, _, num_pseudo_heads = alpha.shape
+    alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
+    states = states.transpose(1, 2)
+    # By one matrix `matmul` would fold the tokens into head_dim and copy the result. Expanded, it writes this layout.
+    alpha = alpha.expand(*states.shape[:2], -1, -1)
+    states = torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, num_heads))  # [batch, N, P, M, head_dim]
     if rotation is not None:
         cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
         states = rotate(states, cos, sin)
-    return interleave(states)
+    return states.flatten(1, 2).transpose(1, 2)
 
 
-def collapse(states: torch.Tensor, weight: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
-    """Collapse virtual tokens [batch, N * P, H, head_dim] to heads [batch, N, H, head_dim] by R (step 5)."""
-    states = states.unflatten(1, (-1, num_pseudo_heads))
-    weight = weight.to(states.dtype)
-    if weight.shape[1] == num_pseudo_heads:
-        # `einsum` would permute the states, and autograd would keep that copy for the backward pass.
-        return (states * weight.t().unsqueeze(-1)).sum(dim=2)
-    # Some base models call `view` on the output of attention, so it must be contiguous, as a core's is.
-    return torch.einsum("hgp,bnpgd->bnhd", weight.unflatten(1, (-1, num_pseudo_heads)), states).contiguous()
+class MixedHeads(NamedTuple):
+    """Make the virtual tokens of one call by a layer's mixing, and collapse their outputs."""
+
+    q_mix: torch.Tensor  # alpha^Q, [H, H, P]
+    k_mix: torch.Tensor  # alpha^K, [G, G, P]
+    v_mix: torch.Tensor  # alpha^V, [G, G, P]
+    collapse: torch.Tensor  # R, [H, P] or [H, H * P]
+    rotation: tuple[torch.Tensor, torch.Tensor] | None  # (cos, sin) of T_p, [P, head_dim]; `None` where T_p is 1
+
+    @classmethod
+    def of_module(cls, module: nn.Module, states: torch.Tensor, rotation=None) -> "MixedHeads":
+        """Return the weights of a module. It calls its parts with states, because wrappers act on calls."""
+        return cls(module.q_mix(states), module.k_mix(states), module.v_mix(states), module.collapse(states), rotation)
+
+    @property
+    def num_pseudo_heads(self) -> int:
+        return self.q_mix.shape[-1]
+
+    @property
+    def has_new_token_path(self) -> bool:
+        return self.collapse.shape[1] == self.num_pseudo_heads
+
+    def make_virtual_tokens(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
+        """Return queries, keys and values of virtual tokens, [batch, H or G, tokens * P, head_dim] (steps 2 and 3)."""
+        query = make_virtual_sequence(query, self.q_mix, self.rotation)
+        key = make_virtual_sequence(key, self.k_mix, self.rotation)
+        return query, key, make_virtual_sequence(value, self.v_mix)
+
+    def collapse_output(self, output: torch.Tensor) -> torch.Tensor:
+        """Return heads [batch, N, H, head_dim] of virtual outputs [batch, N * P, H, head_dim] by R (step 5)."""
+        output = output.unflatten(1, (-1, self.num_pseudo_heads))
+        weight = self.collapse.to(output.dtype)
+        if weight.shape[1] == self.num_pseudo_heads:
+            # `einsum` would permute the states, and autograd would keep that copy for the backward pass.
+            return (output * weight.t().unsqueeze(-1)).sum(dim=2)
+        weight = weight.unflatten(1, (-1, self.num_pseudo_heads))
+        # Some base models call `view` on the output of attention, so it must be contiguous.
+        return torch.einsum("hgp,bnpgd->bnhd", weight, output).contiguous()
+
+    def mask_of_virtual_heads(self, mask):
+        return mask
+
+    def attend_new_token(self, query, key, value, mask: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Return the output [batch, 1, H, head_dim] of one new token (IHA, Algorithm 1, steps 2 to 5).
+
+        No virtual token of the cache is built. Mixing, rotation and collapse are linear, so they move from the cached
+        tokens to the new one. For query pseudo-head i and key pseudo-head j of a head in group g,
+
+            q_i . T_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] T_j^T q_i) . k_m
+
+        The term in parentheses does not depend on the cached tokens and has the size of a query. It is computed first,
+        and the scores are then one product with the cache as it is. In the same way alpha_V moves behind the sum over
+        the cached values, and the collapse before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
+
+        Args:
+            query: [batch, H, 1, head_dim], rotated as the cached keys are.
+            key, value: [batch, G, K, head_dim].
+            mask: boolean or additive [batch or 1, H or 1, P, K * P] over virtual tokens.
+            scaling: factor of the scores."""
+        batch, num_heads = query.shape[:2]
+        num_keys = key.shape[2]
+        num_pseudo_heads = self.num_pseudo_heads
+        dtype = value.dtype
+        group = num_heads // key.shape[1]
+        q_mix = self.q_mix.to(dtype)
+        k_mix = self.k_mix.to(dtype).repeat_interleave(group, dim=1)
+        v_mix = self.v_mix.to(dtype).repeat_interleave(group, dim=1)
+        with maybe_autocast(query.device.type, enabled=False):  # it would round what is in float32 on purpose
+            # The pseudo-heads q_i of the query, [batch, H, P (i), 1, head_dim]
+            pseudo_query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
+            pseudo_query = pseudo_query.view(batch, num_heads, num_pseudo_heads, 1, -1)
+            if self.rotation is not None:
+                cos, sin = (table.to(dtype) for table in self.rotation)
+                rotated = rotate(pseudo_query, cos.unsqueeze(1), sin.unsqueeze(1))  # by T_i
+                # By T_j^T for every j: the tables of all j broadcast, [batch, H, P (i), P (j), head_dim].
+                pseudo_query = rotate(rotated, cos, -sin)
+            # [batch, G, H * P * P, head_dim], one for each query pseudo-head i and key pseudo-head j
+            absorbed = (pseudo_query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
+            scores = _scores(absorbed, key).view(batch, num_heads, num_pseudo_heads, num_pseudo_heads, num_keys)
+            probabilities = masked_softmax(scores, mask)
+            share_of_pseudo_head = self.collapse.to(probabilities.dtype).unsqueeze(1)  # R, [H, 1, P]
+            collapsed = torch.matmul(share_of_pseudo_head, probabilities.flatten(-2)).to(dtype)
+            collapsed = collapsed.view(batch, num_heads * num_pseudo_heads, num_keys)
+            # [batch, G, H, P (j), head_dim], of which alpha_V takes the sum over G and j
+            output = _weighted_sum(collapsed, value).unflatten(2, (num_heads, num_pseudo_heads))
+            return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)
 
 
-def token_attentions(
-    attentions: tuple[torch.Tensor, ...], num_tokens: int, paired: Sequence[bool]
-) -> tuple[torch.Tensor, ...]:
-    """Return attention maps over tokens, [batch, H, N, K], of a call with `num_tokens` tokens N.
+def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return sum_m absorbed[m] . key[m], [batch, rows, K].
 
-    Maps over virtual tokens, [batch, H, N * P, K * P], are summed over the P of a key and averaged over the P of a
-    query. In a layer of `paired` heads, [batch, H / P, N * P, K * P], each virtual query belongs to one head, so
-    the rows are returned to their heads and not averaged. Other maps stay as they are."""
-    maps = []
-    for weights, is_paired in zip(attentions, paired, strict=True):
-        size = weights.shape[-2] // num_tokens  # P, or 1 in a layer without virtual tokens
-        by_key = weights.unflatten(-1, (-1, size)).sum(-1)
-        by_query = by_key.unflatten(-2, (-1, size))  # [batch, heads, N, P, K]
-        if is_paired:
-            maps.append(by_query.movedim(3, 1).flatten(1, 2))
-        else:
-            maps.append(by_query.mean(-2))
-    return tuple(maps)
+    The arguments are [batch, G, rows, head_dim] and [batch, G, K, head_dim]."""
+    if key.device.type == "cpu" and key.dtype == torch.float32:  # one product would first copy the keys
+        scores = absorbed.new_zeros(len(key), absorbed.shape[2], key.shape[2])
+        for m in range(key.shape[1]):
+            scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
+        return scores
+    return torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
 
 
-def virtual_positions(position_ids: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
-    """Return positions n * P + p of virtual tokens, [batch, N * P], from positions n of tokens, [batch, N]."""
-    offsets = torch.arange(num_pseudo_heads, device=position_ids.device)
-    return (position_ids[..., None] * num_pseudo_heads + offsets).flatten(-2)
-
-
-def in_virtual_tokens(window: int | None, num_pseudo_heads: int) -> int | None:
-    """Return a window in virtual tokens from one in tokens, or `None` where there is no window."""
-    return None if window is None else window * num_pseudo_heads
-
-
-def virtual_kwargs(kwargs: dict, num_pseudo_heads: int) -> dict:
-    """Convert to virtual tokens the keyword arguments that describe windows and packed documents.
-
-    Positions become n * P + p even if the virtual tokens of a token share its RoPE position, because a core would take
-    a repeated position for a new document."""
-    virtual = dict(kwargs)
-    if kwargs.get("position_ids") is not None:
-        virtual["position_ids"] = virtual_positions(kwargs["position_ids"], num_pseudo_heads)
-    for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
-        if kwargs.get(name) is not None:
-            virtual[name] = kwargs[name] * num_pseudo_heads
-    return virtual
+def _weighted_sum(shares: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return shares [batch, rows, K] @ value [batch, G, K, head_dim], [batch, G, rows, head_dim]."""
+    if value.device.type == "cpu":
+        return torch.matmul(shares.unsqueeze(1), value)
+    # One product for all heads, which a GPU splits along K: else few rows would occupy few of its multiprocessors.
+    output = torch.matmul(shares, value.transpose(1, 2).flatten(2))
+    return output.unflatten(-1, (value.shape[1], -1)).transpose(1, 2)

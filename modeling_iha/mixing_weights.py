@@ -10,9 +10,13 @@ import math
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-from .mixing_scale import note_scale, weight_names
-from .modeling_interleaved import configs
+
+def weight_names(module: nn.Module) -> list[str]:
+    """Return the names of a module's own mixing weights: those with a start, in any copy of this code."""
+    buffers = dict(module.named_buffers(recurse=False))
+    return [name for name, _ in module.named_parameters(recurse=False) if f"{name}_start" in buffers]
 
 
 def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -40,10 +44,7 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 def _value(module: nn.Module, name: str) -> torch.Tensor:
     start = getattr(module, f"{name}_start")
-    # The code of earlier versions has the scale as an attribute.
-    scale = getattr(module, f"{name}_scale", None)
-    scale = start.new_tensor(module.scale) if scale is None else scale
-    return torch.addcmul(start, gathered(getattr(module, name)), scale)
+    return torch.addcmul(start, gathered(getattr(module, name)), getattr(module, f"{name}_scale"))
 
 
 @torch.no_grad()
@@ -55,7 +56,7 @@ def state_with_values(module: nn.Module) -> dict[str, torch.Tensor]:
             full = f"{prefix}.{name}" if prefix else name
             state[full] = _value(submodule, name)
             del state[f"{full}_start"]
-            state.pop(f"{full}_scale", None)
+            del state[f"{full}_scale"]
     return state
 
 
@@ -89,4 +90,7 @@ def set_mixing_scale(model: nn.Module, scale: float) -> None:
         getattr(module, f"{name}_start").copy_(value)
         getattr(module, f"{name}_scale").fill_(scale)
         getattr(module, name).zero_()
-    note_scale(model, [config for config in configs(model.modules()) if hasattr(config, "mixing_scale")])
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig) and hasattr(config, "mixing_scale"):
+            config.mixing_scale = scale

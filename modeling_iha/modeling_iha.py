@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -28,19 +28,44 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention_kinds import ATTENTION_CLASSES
+from .attention_dcmha import DynamicallyComposableAttention
+from .attention_diff import DifferentialAttention
+from .attention_diff_v2 import DifferentialAttentionV2
+from .attention_gated import GatedAttention
+from .attention_hyper import HyperAttention
+from .attention_hyper_feature import HyperFeatureAttention
+from .attention_iha import InterleavedHeadAttention
+from .attention_knocking_heads import KnockingHeadsAttention
 from .attention_mha import MultiHeadAttention
-from .cache_names import CACHE, takes_cache
+from .attention_paired_heads import PairedHeadsAttention
+from .attention_simplicial import SimplicialAttention
+from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
-from .interleaving import token_attentions
-from .masks import check_inputs, make_masks
-from .mixing import set_initial_scale
-from .mixing_scale import note_scale
-from .paged_requests import PagedRequests, init_requests
-from .virtual_masks import check_causal
+from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+from .sdpa_in_blocks import takes_blocks
+from .transformers_versions import CACHE, pop_cache
+from .virtual_tokens import keep_window_edge, register_mask
 
+
+# The attention of each kind, one to a line. A checkpoint ships the lines of its own kinds.
+ATTENTION_CLASSES = {
+    "mha": MultiHeadAttention,
+    "iha": InterleavedHeadAttention,
+    "talking_heads": TalkingHeadsAttention,
+    "diff": DifferentialAttention,
+    "diff_v2": DifferentialAttentionV2,
+    "gated": GatedAttention,
+    "knocking_heads": KnockingHeadsAttention,
+    "hyper_feature": HyperFeatureAttention,
+    "hyper": HyperAttention,
+    "simplicial": SimplicialAttention,
+    "dcmha": DynamicallyComposableAttention,
+    "paired_heads": PairedHeadsAttention,
+}
+CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 # Trainer's label smoothing and `pipeline` look up causal models here, and no public function adds one. Two copies of
 # this code write the same entry.
@@ -57,11 +82,9 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
             config = copy(config)  # the caller's keeps the parameters of both layer types
             config.rope_parameters = rope_parameters
         super().__init__(config)
-        self.num_pseudo_heads = config.num_pseudo_heads
-        interleaved = config.pseudo_positions == "interleaved"
-        # The plugin for vLLM reads and sets these two, also in an older copy of this code.
-        self.mixed = interleaved and "iha" in config.attention_kinds
-        self.paired = interleaved and "paired_heads" in config.attention_kinds
+        is_interleaved = config.pseudo_positions == "interleaved"
+        self.mixed = is_interleaved and "iha" in config.attention_kinds
+        self.paired = is_interleaved and "paired_heads" in config.attention_kinds
 
     def _apply(self, fn, recurse=True):
         """Move the frequencies and keep them in float32.
@@ -69,7 +92,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         `model.to(torch.bfloat16)` would round them, and the angles at position 1000 would be off by radians."""
 
         def move(buffer: torch.Tensor) -> torch.Tensor:
-            moved = fn(buffer)
+            moved = fn(buffer)  # `to_empty` makes a buffer anew, which cannot be moved from the meta device
             return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
 
         return super()._apply(move, recurse)
@@ -78,16 +101,15 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         """Return the (cos, sin) tables for token positions n, `position_ids` [batch, N], in the dtype of `x`.
 
         - `"token"` is at n, [batch, N, head_dim].
-        - `"interleaved"` is at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. "iha" layers with
-          interleaved positions rotate by both, one after the other.
-        - `"paired"` is at n * P + p, [batch, P, N, head_dim], for layers of paired heads with interleaved positions.
+        - `"interleaved"` is at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. "iha" layers
+          rotate by both, one after the other.
+        - `"paired"` is at n * P + p, [batch, P, N, head_dim], for layers of paired heads.
 
-        All but `"pseudo_head"` include `attention_scaling`. RoPE types that depend on the length count it in
-        tokens."""
+        All but `"pseudo_head"` include `attention_scaling`. RoPE types that depend on the length count tokens."""
         # First, because such types update inv_freq in this call, and `_table` reads it.
         tables = {"token": self(x, position_ids)}
-        first = position_ids * self.num_pseudo_heads  # n * P
-        pseudo_heads = torch.arange(self.num_pseudo_heads, device=x.device)  # p
+        first = position_ids * self.config.num_pseudo_heads  # n * P
+        pseudo_heads = torch.arange(self.config.num_pseudo_heads, device=x.device)  # p
         if self.mixed:
             tables["interleaved"] = self._table(first, x, self.attention_scaling)
             tables["pseudo_head"] = self._table(pseudo_heads, x)
@@ -96,9 +118,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         return tables
 
     @torch.no_grad()
-    def _table(
-        self, positions: torch.Tensor, x: torch.Tensor, scaling: float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(self, positions, x: torch.Tensor, scaling: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos, sin) for positions of any shape, each [*positions.shape, head_dim], times `scaling`."""
         # At n * P near a million a float32 angle is off by 0.03 rad. (MPS has no float64.)
         dtype = torch.float32 if x.device.type == "mps" else torch.float64
@@ -108,18 +128,14 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
 
 
 class IHAMLP(LlamaMLP):
-    """Apply Llama's FFN or, without `gated_mlp`, the two-matrix FFN of the paper's models (IHA, Section 5.1).
-
-    With `mlp_gate_groups` a softmax over groups of channels scales each group, as in the "mgate" FFN of the released
-    DCFormers."""
+    """Apply Llama's FFN, or one of two others that the config names."""
 
     def __init__(self, config: IHAConfig):
         super().__init__(config)
-        # CODEPATH: the paper's 2.4B models and GPT-3 small have two matrices; converted Llamas and DCFormers have
-        # three.
+        # CODEPATH: the two-matrix FFN of the paper's models (IHA, Section 5.1) and of GPT-3 small.
         if not config.gated_mlp:
             del self.gate_proj
-        # CODEPATH: released DCFormers ("mgate").
+        # CODEPATH: the "mgate" FFN of released DCFormers, in which a softmax over groups of channels scales each.
         if config.mlp_gate_groups is not None:
             self.group_gate = nn.Linear(config.hidden_size, config.mlp_gate_groups, bias=False)
 
@@ -130,7 +146,7 @@ class IHAMLP(LlamaMLP):
             channels = self.act_fn(self.gate_proj(x)) * channels
         else:
             channels = self.act_fn(channels)
-        # CODEPATH: released DCFormers ("mgate").
+        # CODEPATH: as in __init__.
         if self.config.mlp_gate_groups is not None:
             scores = self.group_gate(x)
             gate = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
@@ -141,12 +157,9 @@ class IHAMLP(LlamaMLP):
 class IHADecoderLayer(LlamaDecoderLayer):
     """Run Llama's decoder layer with this layer's kind of attention and the config's FFN."""
 
-    self_attn: MultiHeadAttention
-
     def __init__(self, config: IHAConfig, layer_idx: int):
         nn.Module.__init__(self)  # Llama's would first build the attention and FFN that are replaced here
         self.hidden_size = config.hidden_size
-
         self.self_attn = ATTENTION_CLASSES[config.attention_kinds[layer_idx]].for_layer(config, layer_idx)
         self.mlp = IHAMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -154,60 +167,29 @@ class IHADecoderLayer(LlamaDecoderLayer):
 
 
 class IHAPreTrainedModel(LlamaPreTrainedModel):
-    """Hold what all IHA models share: initialization, saving, and attention maps over tokens."""
+    """Hold what all IHA models share: their initialization, and what other programs may do with them."""
 
     config_class = IHAConfig
     config: IHAConfig
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
 
-    # Checkpoints of earlier versions lack what `Mixing.init_weight` then sets.
-    _keys_to_ignore_on_load_missing = [r"\.(weight|up|gate|down)_(start|scale)$"]
-
-    def token_attentions(self, attentions: tuple[torch.Tensor, ...], num_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return attention maps over tokens, [batch, H, N, K], of a call with `num_tokens` tokens N.
-
-        Maps over virtual tokens are summed over the P of a key and averaged over the P of a query. In a layer of
-        paired heads each virtual query belongs to one head, so the rows are returned to their heads and not averaged.
-        Other maps stay as they are."""
-        layers = [module for module in self.modules() if isinstance(module, MultiHeadAttention)]
-        # Transformers leaves out layers that give no weights.
-        kinds = [self.config.attention_kinds[layer.layer_idx] for layer in layers if layer.gives_weights]
-        kinds = kinds[: len(attentions)]  # more if `num_hidden_layers` was lowered
-        paired = [kind == "paired_heads" for kind in kinds]
-        return token_attentions(attentions, num_tokens, paired)
-
     @classmethod
     def is_backend_compatible(cls) -> bool:
-        """Return False, so that vLLM and SGLang do not run the model on their own attention and paged cache.
-
-        Their cache holds one key per token. An "iha" layer has P pseudo-keys per token and caches none of them."""
+        """Return False: vLLM and SGLang would attend to the one cached key of a token, not to the P made from it."""
         return False
 
-    def save_pretrained(self, *args, **kwargs):
-        note_scale(self, [self.config])
-        return super().save_pretrained(*args, **kwargs)
-
     def _init_weights(self, module: nn.Module):
-        """Initialize as Llama does, and call `init_mechanism` of a mechanism's own modules.
-
-        Matrices are normal with `initializer_range`, norms are 1 and biases 0. In an "iha" layer the mixing starts as
-        the identity with noise of `initializer_range` on each entry (`HeadMixing`), and the collapse as the mean over
-        pseudo-heads (`HeadCollapse`). The files of the other kinds say how those start."""
+        """Initialize as Llama does, and each part of a mechanism as its `init_mechanism` says."""
         super()._init_weights(module)
-        init_mechanism = getattr(module, "init_mechanism", None)
-        if init_mechanism is not None:
-            init_mechanism(self.config)
+        if hasattr(module, "init_mechanism"):
+            module.init_mechanism(self.config)
 
 
 class IHAModel(IHAPreTrainedModel):
     """Run the decoder: token embedding, layers and final norm."""
 
     def __init__(self, config: IHAConfig):
-        if not hasattr(config, "attention_kinds"):
-            raise ValueError(
-                f"{type(config).__name__} is not an IHAConfig: build one, or convert the model (`iha convert`)."
-            )
         config.validate_architecture()  # fields may have been set since the config was built
         super().__init__(config)
         self.padding_idx = config.pad_token_id
@@ -220,26 +202,34 @@ class IHAModel(IHAPreTrainedModel):
         # CODEPATH: layers with a window may have RoPE parameters of their own, as in Gemma 3.
         self.rotary_emb_sliding = IHARotaryEmbedding(config, "sliding_attention") if config.has_sliding_rope else None
         self.gradient_checkpointing = False
-        set_initial_scale(self, config.mixing_scale)
         self.post_init()
 
-    @property
-    def runs_on_paged_cores(self) -> bool:
-        """Return whether Transformers' paged cores compute this model: all layers are "mha" with full attention."""
-        return set(zip(self.config.attention_kinds, self.config.layer_types)) == {("mha", "full_attention")}
+    def create_masks(self, inputs_embeds: torch.Tensor, attention_mask, cache, position_ids) -> dict[str, Any]:
+        """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
 
-    def create_masks(
-        self, inputs_embeds, attention_mask, cache, position_ids, default_positions=False, **kwargs
-    ) -> dict[str, Any]:
-        """Return the mask of each layer type, after `check_inputs`. `kwargs` of the forward may declare documents."""
-        given_positions = None if default_positions else position_ids
-        check_inputs(self.config, inputs_embeds, attention_mask, cache, given_positions, **kwargs)
-        convolving = next((layer for layer in self.layers if layer.self_attn.convolves), None)
-        if convolving is not None:
-            convolving.self_attn.check_holes(attention_mask)
-        return make_masks(self.config, inputs_embeds, attention_mask, cache, position_ids, default_positions)
+        `position_ids` [batch or 1, N] are those that the caller gave, which may declare packed documents, or `None`.
+        The cache first gets what windows of virtual tokens need, because masks depend on its lengths."""
+        if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
+            keep_window_edge(cache, self.config.sliding_window)
+        masks: dict[str, Any] = {}
+        for attention in (layer.self_attn for layer in self.layers):
+            if mask_name(attention) in masks:
+                continue
+            size = attention.num_virtual_tokens
+            config = copy(self.config)
+            config._attn_implementation = attention.core if size == 1 else register_mask(attention.core)
+            # `sdpa_in_blocks` reads packed documents from the positions, and then needs no mask of them.
+            window = attention.sliding_window and attention.sliding_window * size
+            is_in_blocks = attention.core == SDPA_IN_BLOCKS and takes_blocks(inputs_embeds.shape[1] * size, window)
+            masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
+                config=config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                position_ids=None if is_in_blocks and cache is None else position_ids,
+                **{CACHE: cache},
+            )
+        return masks
 
-    @takes_cache
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -247,64 +237,93 @@ class IHAModel(IHAPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.Tensor | None = None,
-        cache: Cache | PagedAttentionCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         r"""Run as [`LlamaModel.forward`] does, with every argument in tokens.
 
-        `attention_mask` is [batch, cached + N], [batch, heads or 1, N, K] (see `make_masks`), or a mask of
-        `create_masks` for each layer type. Layers with virtual heads give `attentions` over virtual tokens: see
-        `token_attentions`."""
+        `attention_mask` is [batch, cached + N], a custom one [batch, heads or 1, N, K] that says all that a token
+        sees, or the masks of `create_masks`. Layers with virtual tokens give `attentions` over these."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
 
+        cache = pop_cache(kwargs)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        default_positions = position_ids is None
-        if default_positions:
-            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
-            position_ids = position_ids.unsqueeze(0)
-
-        has_pages = isinstance(cache, PagedAttentionCache)  # those of continuous batching
-        # With pages Transformers sets is_causal=False, because the packed row is not causal (paged_requests.py).
-        if not has_pages:
-            check_causal(self.config, **kwargs)
-        if has_pages and not self.runs_on_paged_cores:
-            requests = PagedRequests(self, cache, position_ids=position_ids, **kwargs)
-            masks = dict.fromkeys(self.config.layer_types, requests.attention_mask)
-            kwargs["paged_requests"] = requests
-            cache = None  # the requests hold the pages
-        elif isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches.
+        if isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches
             masks = attention_mask
         else:
-            past = None if has_pages else cache  # pages have no length to ask for
-            masks = self.create_masks(inputs_embeds, attention_mask, past, position_ids, default_positions, **kwargs)
+            check_inputs(self.config, inputs_embeds, attention_mask, cache, position_ids)
+            if attention_mask is not None and attention_mask.ndim == 4 and not attention_mask.is_floating_point():
+                # The "eager" function of Transformers would add 0 and 1.
+                hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
+                attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
+            masks = self.create_masks(inputs_embeds, attention_mask, cache, position_ids)
+        positions = position_ids
+        if positions is None:
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
+            positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            positions = positions.unsqueeze(0)
 
         hidden_states = inputs_embeds
-        tables = self.rotary_emb.tables(hidden_states, position_ids)
+        tables = self.rotary_emb.tables(hidden_states, positions)
         position_embeddings = {"full_attention": tables, "sliding_attention": tables}
         if self.rotary_emb_sliding is not None:
-            position_embeddings["sliding_attention"] = self.rotary_emb_sliding.tables(hidden_states, position_ids)
+            position_embeddings["sliding_attention"] = self.rotary_emb_sliding.tables(hidden_states, positions)
 
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
                 hidden_states,
-                attention_mask=masks[decoder_layer.self_attn.layer_type],
+                attention_mask=masks[mask_name(decoder_layer.self_attn)],
                 position_embeddings=position_embeddings[decoder_layer.self_attn.layer_type],
-                position_ids=position_ids,
+                position_ids=position_ids,  # attention only looks for documents in them
                 use_cache=use_cache,
                 **{CACHE: cache},
                 **kwargs,
             )
 
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
+
+
+def mask_name(attention: MultiHeadAttention) -> str:
+    """Return the name of the mask of a layer. Layers of one core, layer type and number of virtual tokens share it."""
+    return f"{attention.core}.{attention.layer_type}.{attention.num_virtual_tokens}"
+
+
+def check_inputs(
+    config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | None, position_ids: Any
+) -> None:
+    """Raise a ValueError for a mask that cannot hold a window, and for packed documents that would see one another.
+
+    Transformers looks for documents, which begin where `position_ids` restart, in calls without a mask and a cache.
+    Flash functions then take a single row."""
+    batch, length = inputs_embeds.shape[:2]
+    past = 0 if cache is None else cache.get_seq_length()
+    if attention_mask is not None and attention_mask.ndim != 2:
+        is_4d = attention_mask.ndim == 4 and attention_mask.shape[3] == past + length
+        if not is_4d or config.sliding_window:
+            raise ValueError(
+                "attention_mask must be [batch, tokens], or [batch, heads, tokens, keys] in a model without windows "
+                "and without a static cache. Packed documents are declared by position_ids that restart."
+            )
+    elif position_ids is not None and length > 1 and not (position_ids.is_meta or is_tracing(position_ids)):
+        finds_documents = batch == 1 or "flash" not in config._attn_implementation
+        if attention_mask is None and cache is None and finds_documents:
+            return
+        mask = torch.ones_like(position_ids) if attention_mask is None else attention_mask[:, past : past + length]
+        real = mask.bool()
+        positions = torch.where(real, position_ids, -1)  # those of padding are arbitrary
+        latest = positions.cummax(dim=-1).values[:, :-1]
+        if (real[:, 1:] & (positions[:, 1:] <= latest)).any():
+            raise ValueError(
+                "Packed documents would attend to one another: leave out attention_mask, and pass use_cache=False "
+                "(and a single row to a flash function)."
+            )
 
 
 class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
@@ -324,21 +343,8 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def init_continuous_batching(self, *args, **kwargs):
-        """Start continuous batching as [`GenerationMixin`] does (see `init_requests`).
-
-        Raise a NotImplementedError for a kind that caches more than Llama. A model that runs on Transformers' paged
-        cores takes CUDA graphs and compilation too."""
-        if self.model.runs_on_paged_cores:
-            return super().init_continuous_batching(*args, **kwargs)
-        others = [layer.self_attn for layer in self.model.layers if not layer.self_attn.caches_like_llama]
-        if others:
-            kinds = sorted({repr(self.config.attention_kinds[attention.layer_idx]) for attention in others})
-            raise NotImplementedError(
-                "Continuous batching (generate_batch, transformers serve --continuous-batching) keeps one key and one "
-                f"value per token and head, and layers of kind {' and '.join(kinds)} cache more. Use generate, which "
-                "takes batches too."
-            )
-        return init_requests(super().init_continuous_batching.__func__, self, self.model, *args, **kwargs)
+        """Raise a NotImplementedError: the pages of continuous batching hold no virtual tokens."""
+        raise NotImplementedError("Use generate, or the continuous batching of vLLM by the plugin vllm_iha.")
 
     def _get_static_cache_init_shape(self):
         """Return the shape in which [`GenerationMixin`] allocates static caches before a chunked prefill.
@@ -348,17 +354,14 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
             return None
         return super()._get_static_cache_init_shape()
 
-    @takes_cache
-    def create_masks_for_generate(
-        self, config, inputs_embeds, attention_mask, cache=None, position_ids=None, **kwargs
-    ):
+    def create_masks_for_generate(self, config, inputs_embeds, attention_mask, position_ids=None, **kwargs):
         """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
 
         For one token the masks are made here, because the compiled forward must receive tensors. For a prompt the
         forward makes them."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
-        return self.model.create_masks(inputs_embeds, attention_mask, cache, position_ids)
+        return self.model.create_masks(inputs_embeds, attention_mask, pop_cache(kwargs), position_ids)
 
 
 class IHATaskHead:

@@ -8,8 +8,7 @@ from math import inf
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .option_fields import option
-from .options import KindOptions
+from .options import KindOptions, option
 
 
 @strict

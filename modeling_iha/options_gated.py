@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from huggingface_hub.dataclasses import strict
 
-from .option_fields import switch
-from .options import KindOptions
+from .options import KindOptions, switch
 
 
 @strict

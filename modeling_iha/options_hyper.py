@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .option_fields import is_whole, option, switch
+from .options import is_whole, option, switch
 from .options_pairs import PairOptions, sliding_layers
 
 

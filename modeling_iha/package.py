@@ -6,46 +6,64 @@
 
 import os
 import re
+from collections.abc import Iterable
 from contextlib import suppress
+from difflib import get_close_matches
 from itertools import cycle, islice
 from pathlib import Path
 
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from .attention_kinds import ATTENTION_CLASSES
-from .configuration_iha import MAX_LAYERS, IHAConfig
+from .configuration_iha import OPTIONS_CLASSES, IHAConfig
 from .flop_matched_window import flop_matched_window
-from .kind_options import OPTIONS_CLASSES
+from .modeling_iha import ATTENTION_CLASSES
 
 
-KIND_LISTS = ("attention_kinds.py", "kind_options.py")
+KIND_LISTS = ("modeling_iha.py", "configuration_iha.py")  # these name the files of every kind
 PACKAGE = Path(__file__).resolve().parent
 OUR_FIRST_LINE = b"# Copyright 2026 the modeling_iha authors."
-# Overrides that `from_dict` joins with the stored `rope_parameters`
-ROPE_FIELDS = ("rope_theta", "rope_scaling", "rope_parameters")
+# What other libraries call a field
+ALIASES = {
+    "P": "num_pseudo_heads",
+    "context_length": "max_position_embeddings",
+    "d_model": "hidden_size",
+    "dropout": "attention_dropout",
+    "hidden_dim": "intermediate_size",
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+    "rope_scaling": "rope_parameters",
+}
 
 
 def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     """Build a named configuration of the directory `configuration_iha`, such as `"paper-2.4b-iha"` or `"tiny"`.
 
-    `overrides` replace single fields. P is the number of heads if neither they nor the preset state it. A window that
-    is not overridden is computed anew: in presets with "iha" layers it is `flop_matched_window` of the context length
-    and P, and in others it keeps its share of the context length. With another number of layers the lists of kinds and
-    layer types are cut, or begin again. Special tokens outside of the vocabulary are left out.
+    `overrides` replace single fields, and `rope_theta` the base in `rope_parameters`. P is the number of heads if
+    neither they nor the preset state it. A window that is not overridden is computed anew: in presets with "iha"
+    layers it is `flop_matched_window` of the context length and P, and in others it keeps its share of the context.
+    With another number of layers the lists of kinds and layer types are cut, or begin again. Special tokens outside of
+    the vocabulary are left out.
 
-    Raise a ValueError for a window that is not shorter than the context: its layers would silently be global."""
+    Raise a ValueError for an unknown field, and for a window that is not shorter than the context: its layers would
+    silently be global."""
     directory = PACKAGE.parent / "configuration_iha"
     presets = sorted(path.stem for path in directory.glob("*.json"))
     if name not in presets:
         raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, presets))}.")
+    check_fields(overrides, cls)
     preset, _ = cls.get_config_dict(directory / f"{name}.json")
-    rope = {field: overrides.pop(field) for field in ROPE_FIELDS if field in overrides}
-    fields = preset | overrides
+    rope = _rope_parameters(preset, overrides)
+    overrides.pop("rope_theta", None)
+    fields = preset | overrides | {"rope_parameters": rope}
     kept = preset.keys() - overrides.keys()
     layers = fields["num_hidden_layers"]
-    is_possible = isinstance(layers, int) and 0 < layers <= MAX_LAYERS  # any other number is refused below
+    is_number = isinstance(layers, int) and layers > 0  # the configuration raises an error for anything else
     for field in kept & {"attention_kinds", "layer_types", "no_rope_layers"}:
-        if is_possible and isinstance(preset[field], list):
+        if is_number and isinstance(preset[field], list):
             fields[field] = list(islice(cycle(preset[field]), layers))
     length = fields["max_position_embeddings"]
     slides = "sliding_attention" in (fields.get("layer_types") or ())
@@ -59,7 +77,28 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     for token in kept & {"bos_token_id", "eos_token_id"}:
         if (preset[token] or 0) >= fields["vocab_size"]:
             fields[token] = None
-    return cls.from_dict(fields, **rope)
+    return cls.from_dict(fields)
+
+
+def check_fields(names: Iterable[str], cls: type[IHAConfig] = IHAConfig) -> None:
+    """Raise a ValueError for a name that is no field of a configuration, with the nearest field."""
+    known = [*cls.__dataclass_fields__, "rope_theta"]
+    for name in names:
+        if name not in known:
+            nearest = get_close_matches(ALIASES.get(name, name), known, n=1, cutoff=0.4)
+            meant = f"; did you mean {nearest[0]!r}?" if nearest else "."
+            raise ValueError(f"There is no field {name!r}{meant}")
+
+
+def _rope_parameters(preset: dict, overrides: dict) -> dict:
+    """Return the overriding RoPE parameters, or those of the preset. Without a base they get that of the preset."""
+    own = preset.get("rope_parameters") or {"rope_type": "default"}
+    given = overrides.get("rope_parameters") or own
+    if "rope_theta" in overrides:
+        return given | {"rope_theta": overrides["rope_theta"]}
+    if "rope_theta" in own:
+        return {"rope_theta": own["rope_theta"]} | given
+    return given
 
 
 def _following_window(preset: dict, fields: dict) -> int:
@@ -77,7 +116,7 @@ def shipped_code(kinds: list[str]) -> dict[str, bytes]:
     ship without the lines of other kinds."""
     own = [kind for kind in ATTENTION_CLASSES if kind in kinds]
     classes = [ATTENTION_CLASSES[kind] for kind in own] + [OPTIONS_CLASSES[kind] for kind in own]
-    modules = ["modeling_iha", "options", *(own_class.__module__.split(".")[-1] for own_class in classes)]
+    modules = ["modeling_iha", *(own_class.__module__.split(".")[-1] for own_class in classes if own_class)]
     code = imported_code(*(f"{module}.py" for module in modules))
     for name in KIND_LISTS:
         lines = code[name].decode().splitlines(keepends=True)
@@ -94,9 +133,10 @@ def imported_code(*names: str) -> dict[str, bytes]:
         if name in code:
             continue
         code[name] = (PACKAGE / name).read_bytes()
-        if name not in KIND_LISTS:  # these import the files of every kind
-            modules = re.findall(r"^ *from \.(\w+) import ", code[name].decode(), re.MULTILINE)
-            found += [f"{module}.py" for module in modules]
+        modules = re.findall(r"^ *from \.(\w+) import ", code[name].decode(), re.MULTILINE)
+        if name in KIND_LISTS:
+            modules = [module for module in modules if not module.startswith(("attention_", "options_"))]
+        found += [f"{module}.py" for module in modules]
     return code
 
 
@@ -106,7 +146,7 @@ def _is_shipped(line: str, kinds: list[str], code: dict[str, bytes]) -> bool:
     if imported:
         return f"{imported[1]}.py" in code
     entry = re.match(r'    "(\w+)": ', line)
-    return entry is None or entry[1] in kinds
+    return entry is None or entry[1] not in ATTENTION_CLASSES or entry[1] in kinds
 
 
 def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args, **kwargs) -> None:

@@ -18,15 +18,19 @@ from .in_place import (
     check_window,
     config_attributes,
     detach,
+    detach_virtual_heads,
     interleave_heads,
     one_line,
     probe,
     relative_difference,
-    remove_mixing,
     restore_configs,
     set_interleaved_window,
 )
-from .modeling_interleaved import attach_virtual_heads, backbone_of, is_mixing
+from .modeling_interleaved import (
+    attach_virtual_heads,
+    decoder_config,
+    interleaved_attention,
+)
 
 
 def pair_heads(
@@ -54,32 +58,35 @@ def pair_heads(
     undecided (docs/FORMS.md). In `IHAForCausalLM` each head has a position of its own.
 
     Return the model. Raise a ValueError, and leave the model as it was, where its heads cannot be paired."""
-    check_window(sliding_window, "at least 2 tokens, or None")
     own_configs = config_attributes(model)
     interleave_heads(model, num_pseudo_heads, layers, seed=None, mixing_scale=1.0)
-    backbone = backbone_of(model)
-    modules = {backbone.get_submodule(name): counts for name, counts in model.config.interleaved_layers.items()}
+    config = decoder_config(model)
+    model_type = model.config.model_type
     try:
-        for module, head_counts in modules.items():
+        check_window(model, sliding_window)
+        for name, module in interleaved_attention(model).items():
+            head_counts = config.interleaved_layers[name]
             _check_heads(module, head_counts, num_pseudo_heads)
-            for name, value in fixed_mixing(head_counts, num_pseudo_heads).items():
-                module.get_parameter(name).data.copy_(value)
+            for weight, value in fixed_mixing(head_counts, num_pseudo_heads).items():
+                module.get_parameter(weight).data.copy_(value)
         expected = probe(model)
-        _pair(model, modules)
+        detach_virtual_heads(model)
+        config.virtual_heads = "paired"
+        attach_virtual_heads(model)
         difference = relative_difference(expected, probe(model))
         if difference > TOLERANCE[expected[0].dtype]:
             raise ValueError(
-                f"The heads of {model.config.model_type} cannot be paired: hidden states differ by {difference:.1e} "
-                "from those expected. docs/MODEL_TYPES.md lists types to use instead."
+                f"The heads of {model_type} cannot be paired: hidden states differ by {difference:.1e} from those "
+                "expected. docs/MODEL_TYPES.md lists types to use instead."
             )
     except Exception as error:
         detach(model)
         restore_configs(own_configs)
         if isinstance(error, ValueError | torch.OutOfMemoryError):
             raise
-        raise ValueError(f"The heads of {model.config.model_type} cannot be paired ({one_line(error)}).") from error
+        raise ValueError(f"The heads of {model_type} cannot be paired ({one_line(error)}).") from error
     set_interleaved_window(model, sliding_window)
-    warnings.warn(f"The heads of this {model.config.model_type} are paired, which changes its outputs: train it.")
+    warnings.warn(f"The heads of this {model_type} are paired, which changes its outputs: train it.")
     return model
 
 
@@ -117,13 +124,3 @@ def _check_heads(module: torch.nn.Module, head_counts: list[int], num_pseudo_hea
         raise ValueError(
             f"{type(module).__name__} has an attention sink for each head, which paired heads cannot use."
         )
-
-
-def _pair(model: PreTrainedModel, modules: Iterable[torch.nn.Module]) -> None:
-    """Turn the heads that are interleaved into paired ones."""
-    for module in modules:
-        remove_mixing(module)
-    tied = model.all_tied_weights_keys.items()
-    model.all_tied_weights_keys = {name: source for name, source in tied if not is_mixing(name)}
-    model.config.virtual_heads = "paired"
-    attach_virtual_heads(model)

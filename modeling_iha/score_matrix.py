@@ -5,36 +5,35 @@
 No stock core exposes them."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import repeat_kv
 from transformers.utils.import_utils import is_tracing
 
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
-from .first_keys import FirstKeys, read_mask
 from .mixing import Mixing
-from .virtual_masks import token_mask, virtual_tokens_per_token
 
 
 # Queries in a block. Only the scores of one block, [batch, H, BLOCK, keys], exist at a time.
 BLOCK = 128
+# Additive masks hide a key by this much or more: by the lowest value of their dtype, or by -10000 in bfloat16.
+MASKED = -9984.0
 
 
 def block_bias(
-    mask: torch.Tensor | FirstKeys | None, rows: slice, columns: slice, offset: int, device: torch.device
+    mask: torch.Tensor | None, rows: slice, columns: slice, offset: int, device: torch.device
 ) -> torch.Tensor:
     """Return the float32 mask [batch or 1, 1 or H, rows, columns] to add to a block of scores, 0 for a visible key.
 
     Args:
-        mask: boolean or additive [batch or 1, 1 or H, N, keys], first keys, or `None` for causal attention.
-        offset: position of the first query among the keys; ignored with a dense mask.
+        mask: boolean or additive [batch or 1, 1 or H, N, keys], or `None` for causal attention.
+        offset: position of the first query among the keys; ignored with a mask.
     """
     lowest = torch.finfo(torch.float32).min
-    if isinstance(mask, torch.Tensor):
+    if mask is not None:
         block = mask[..., rows, columns]
         if block.dtype != torch.bool:
             return block.float()
@@ -42,19 +41,17 @@ def block_bias(
     i = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     j = torch.arange(columns.start, columns.stop, device=device)
     visible = (j <= i)[None, None]
-    if mask is not None:
-        visible = visible & (j >= mask.first[:, None, rows, None])
     return torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, lowest)
 
 
-def query_blocks(query: torch.Tensor, size: int, first: int = 0) -> list[slice]:
-    """Return the rows of each block of `size` queries of [batch, H, N, any], from row `first` on.
+def query_blocks(query: torch.Tensor, size: int) -> list[slice]:
+    """Return the rows of each block of `size` queries of [batch, H, N, any].
 
     Under tracing one block takes all queries: a traced loop is unrolled and recompiled for every length."""
     length = query.shape[2]
     if is_tracing(query):
-        return [slice(first, length)]
-    return [slice(start, min(start + size, length)) for start in range(first, length, size)]
+        return [slice(0, length)]
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def query_offset(length: int, num_keys: int) -> int:
@@ -64,21 +61,19 @@ def query_offset(length: int, num_keys: int) -> int:
     return num_keys - 1 if length == 1 else 0
 
 
-def block_columns(mask: Any, rows: slice, offset: int, window: int | None, num_keys: int) -> slice:
+def block_columns(mask: torch.Tensor | None, rows: slice, window: int | None, length: int, num_keys: int) -> slice:
     """Return the keys that any query of a block may see, of those in a window of `window` keys.
 
-    With a dense mask these are all keys."""
-    if isinstance(mask, torch.Tensor):
+    These are all keys with cached ones, of which a static cache has more than there are tokens, and without a window
+    under a mask, because a user's mask may show later tokens."""
+    if length != num_keys or (mask is not None and window is None):
         return slice(0, num_keys)
-    first = 0 if window is None else max(0, rows.start + offset - window + 1)
-    return slice(first, min(rows.stop + offset, num_keys))
+    return slice(0 if window is None else max(0, rows.start - window + 1), rows.stop)
 
 
-def most_columns(mask: Any, num_rows: int, window: int | None, num_keys: int) -> int:
+def most_columns(num_rows: int, window: int | None, length: int, num_keys: int) -> int:
     """Return the most keys that `block_columns` gives a block of at most `num_rows` queries."""
-    if window is None or isinstance(mask, torch.Tensor):
-        return num_keys
-    return min(num_keys, window + num_rows)
+    return num_keys if window is None or length != num_keys else min(num_keys, window + num_rows)
 
 
 def recomputed(function: Callable, num_blocks: int, *args, **kwargs):
@@ -101,8 +96,8 @@ class HeadMap(Mixing):
     The value of `weight` [groups, M, M] holds in [g, m, n] the share of the group's head m in its head n after the
     map."""
 
-    def __init__(self, num_groups: int, group_size: int):
-        super().__init__()
+    def __init__(self, num_groups: int, group_size: int, scale: float = 1.0):
+        super().__init__(scale)
         self.add_weight("weight", torch.eye(group_size).repeat(num_groups, 1, 1))
 
     def init_mechanism(self, config: IHAConfig):
@@ -121,23 +116,21 @@ class ScoreMatrixAttention(MultiHeadAttention):
     Masks are those of SDPA or the eager core. A flash core or FlexAttention never builds the scores and is refused.
     """
 
-    attends_on_stock_core = False
-    past_queries = 0  # how many queries before a row of scores the changes of the row read
-
-    def check_core(self):
-        super().check_core()
-        core = self.config._attn_implementation
-        if core not in (None, "eager", "sdpa"):
+    @property
+    def core(self) -> str:
+        core = self.config._attn_implementation or "eager"
+        if core not in ("eager", "sdpa"):
             raise ValueError(
                 f"Attention kind {self.config.attention_kinds[self.layer_idx]!r} changes the scores, which "
                 f"attn_implementation={core!r} never builds: use 'sdpa' or 'eager'."
             )
+        return core
 
-    def compose_scores(self, scores: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
+    def compose_scores(self, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         """Return the scores [batch, H, rows, columns] before mask and softmax, changed as the kind requires."""
         return scores
 
-    def compose_weights(self, weights: torch.Tensor, rows: slice, columns: slice, **kwargs) -> torch.Tensor:
+    def compose_weights(self, weights: torch.Tensor, **kwargs) -> torch.Tensor:
         """Return the weights [batch, H, rows, columns] after the softmax, changed as the kind requires."""
         return weights
 
@@ -152,57 +145,40 @@ class ScoreMatrixAttention(MultiHeadAttention):
         return torch.softmax(scores.float() + bias, dim=-1).to(scores.dtype)
 
     def attend_block(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        bias: Callable[[], torch.Tensor],
-        rows: slice,
-        columns: slice,
-        **kwargs,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: tuple, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output [batch, rows, H, head_dim] and weights [batch, H, rows, columns] of a block of queries.
 
-        The queries begin with the `past_queries` before the block, or fewer at the start. `bias` makes the mask
-        here, so that the backward pass does not keep it."""
-        scores = self.compose_scores(self.raw_scores(query, key), rows, columns, **kwargs)
-        weights = self.normalize_scores(scores, bias())
-        weights = self.compose_weights(weights, rows, columns, **kwargs)
+        `mask` holds the arguments of `block_bias`. It is called here, so that the backward pass keeps no mask."""
+        scores = self.compose_scores(self.raw_scores(query, key), **kwargs)
+        weights = self.normalize_scores(scores, block_bias(*mask))
+        weights = self.compose_weights(weights, **kwargs)
         weights = torch.nn.functional.dropout(weights, p=self.attention_dropout, training=self.training)
         output = torch.matmul(weights, repeat_kv(value, self.num_key_value_groups))
         return output.transpose(1, 2), weights
-
-    def attend_in_product_dtype(self, query_states, key_states, value_states, attention_mask, **kwargs):
-        """Attend as [`MultiHeadAttention.attend_in_product_dtype`] does, under the mask over tokens."""
-        attention_mask = token_mask(read_mask(attention_mask), virtual_tokens_per_token(self.config))
-        return super().attend_in_product_dtype(query_states, key_states, value_states, attention_mask, **kwargs)
 
     def attend(
         self,
         query_states: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
-        attention_mask: torch.Tensor | FirstKeys | None,
-        first_row: int = 0,
+        attention_mask: torch.Tensor | None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend with the queries from `first_row` on; those before it are past queries."""
         length = query_states.shape[2]
         num_keys = key_states.shape[2]
-        device = query_states.device
         offset = query_offset(length, num_keys)
-        window = attention_mask.documents().longest_span if isinstance(attention_mask, FirstKeys) else None
 
-        blocks = query_blocks(query_states, BLOCK, first_row)
+        blocks = query_blocks(query_states, BLOCK)
         outputs = []
         weights = []
         for rows in blocks:
-            reached = slice(max(0, rows.start - self.past_queries), rows.stop)
-            columns = block_columns(attention_mask, reached, offset, window, num_keys)
-            states = (query_states[:, :, reached], key_states[:, :, columns], value_states[:, :, columns])
-            bias = partial(block_bias, attention_mask, reached, columns, offset, device)
-            output, block_weights = recomputed(self.attend_block, len(blocks), *states, bias, rows, columns, **kwargs)
+            columns = block_columns(attention_mask, rows, self.sliding_window, length, num_keys)
+            states = (query_states[:, :, rows], key_states[:, :, columns], value_states[:, :, columns])
+            mask = (attention_mask, rows, columns, offset, query_states.device)
+            output, block_weights = recomputed(self.attend_block, len(blocks), *states, mask, **kwargs)
             outputs.append(output)
-            if self.config._attn_implementation == "eager":
-                weights.append(block_weights)
+            if self.core == "eager":
+                # Keys that no query of the block sees have no weight.
+                weights.append(pad(block_weights, (columns.start, num_keys - columns.stop)))
         return join(outputs, dim=1), join(weights, dim=2) if weights else None

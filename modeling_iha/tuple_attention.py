@@ -4,10 +4,12 @@
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from .configuration_iha import IHAConfig
 from .score_matrix import (
+    MASKED,
     ScoreMatrixAttention,
     block_bias,
     block_columns,
@@ -17,7 +19,6 @@ from .score_matrix import (
     query_offset,
     recomputed,
 )
-from .virtual_masks import MASKED
 
 
 # A block has at most this many queries and scores. The scores exist for one block at a time. On a CPU they are 16 MiB
@@ -141,14 +142,14 @@ class PairAttention(TupleAttention):
         batch, heads, length, head_dim = query_states.shape
         num_keys = key_states.shape[2]
         offset = query_offset(length, num_keys)
-        reach = [most_columns(attention_mask, PAIR_BLOCK, window, num_keys) for window in self.windows]
+        reach = [most_columns(PAIR_BLOCK, window, length, num_keys) for window in self.windows]
         scores_per_query = batch * heads * reach[0] * max(reach[1], head_dim)
         blocks = query_blocks(query_states, queries_per_block(PAIR_BLOCK, scores_per_query, query_states.device))
 
         outputs = []
         weights = []
         for rows in blocks:
-            columns = [block_columns(attention_mask, rows, offset, window, num_keys) for window in self.windows]
+            columns = [block_columns(attention_mask, rows, window, length, num_keys) for window in self.windows]
             biases = []
             for span, window in zip(columns, self.windows):
                 bias = block_bias(attention_mask, rows, span, offset, query_states.device)
@@ -163,6 +164,6 @@ class PairAttention(TupleAttention):
             )
             output, block_weights = recomputed(self.attend_block, len(blocks), *arguments)
             outputs.append(output)
-            if self.config._attn_implementation == "eager":
-                weights.append(block_weights)
+            if self.core == "eager":
+                weights.append(pad(block_weights, (columns[0].start, num_keys - columns[0].stop)))
         return join(outputs, dim=1), join(weights, dim=2) if weights else None

@@ -21,10 +21,10 @@ from iha.checkpoints import (
     vocabulary_of,
 )
 from iha.errors import UserError, one_line, refusing
+from iha.flops import virtual_tokens_per_token
 from iha.kinds import is_interleaved, own_modules
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, mixing_parameters, set_mixing_scale
 from modeling_iha.modeling_iha import IHARotaryEmbedding
-from modeling_iha.virtual_masks import virtual_tokens_per_token
 from sft.arguments import RunArguments, chat_template
 from sft.data import rendering
 from sft.make_model import config_of, start_tokenizer
@@ -171,13 +171,14 @@ def prepare_model(
     model = random_model(run, config, args.seed) if run.preset else load_base_model(run, config)
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
         model.generation_config.validate(strict=True)
-    if run.mixing_scale not in (None, getattr(model.config, "mixing_scale", None)):
+    decoder = model.config.get_text_config(decoder=True)
+    if run.mixing_scale not in (None, getattr(decoder, "mixing_scale", None)):
         with refusing("mixing_scale", ValueError):
             set_mixing_scale(model, run.mixing_scale)
     if must_interleave:
-        layers = len(model.config.interleaved_layers)
-        total = model.config.get_text_config().num_hidden_layers
-        window = model.config.interleaved_window or "none"
+        layers = len(decoder.interleaved_layers)
+        total = decoder.num_hidden_layers
+        window = decoder.interleaved_window or "none"
         say(f"Interleaved {layers} of {total} layers, P = {run.num_pseudo_heads}, window {window}.")
     if args.device.type == "cpu":
         half = torch.bfloat16 if args.bf16 else torch.float16
@@ -209,7 +210,7 @@ def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments, say: Calla
         f"Warning: the final model has the adapters merged into {run.dtype} weights, where a change below {least:.1g} "
         f"times a weight {advice}"
     )
-    if getattr(model.config, "mixing_scale", 1) == 1 and mixing_parameters(model):
+    if getattr(model.config.get_text_config(decoder=True), "mixing_scale", 1) == 1 and mixing_parameters(model):
         say(f"Warning: in {run.dtype} a step below {least:.1g} on a weight of the mixing, which is near 1, {advice}")
 
 

@@ -68,7 +68,7 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
         "Data": f"{data}, {_identity(record['data'])}",
         **_facts_of_the_run(trainer, run, record),
     }
-    scale = getattr(config, "mixing_scale", 1)
+    scale = getattr(config.get_text_config(decoder=True), "mixing_scale", 1)
     mixing = f", {scale:g} times as much for the mixing" if scale != 1 else ""
     adapters = f", LoRA adapters of rank {run.lora_r}, merged" if run.use_peft else ""
     table = "\n".join(f"| {name} | {markdown(value)} |" for name, value in facts.items())

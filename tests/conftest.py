@@ -75,12 +75,11 @@ def cpu_cores(monkeypatch):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Take queries in blocks of 4, so that a short input has several, the last of them short."""
-    from modeling_iha import attention_hyper, score_matrix, tuple_attention, windows
+    from modeling_iha import attention_hyper, score_matrix, sdpa_in_blocks, tuple_attention
 
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
     monkeypatch.setattr(tuple_attention, "PAIR_BLOCK", 4)
-    monkeypatch.setattr(windows, "MIN_BLOCK", 4)
-    monkeypatch.setattr(windows, "DENSE_KEYS", 4)
+    monkeypatch.setattr(sdpa_in_blocks, "LEAST_BLOCK", 4)
     monkeypatch.setattr(attention_hyper, "CHUNK", 4)
 
 
@@ -95,7 +94,6 @@ LONGEST = (
     "test_compile",
     "test_protocol",
     "test_hub",
-    "test_continuous_batching",
     "test_preference",
     "test_evaluation",
     "test_training_run",

@@ -16,13 +16,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from transformers.activations import ACT2FN
 
 from iha.errors import ROOT, run_cli
-from modeling_iha import IHAConfig, IHAForCausalLM, virtual_core
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.cache_names import CACHE
-from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha import IHAConfig, IHAForCausalLM, virtual_tokens
+from modeling_iha.configuration_iha import OPTIONS_CLASSES
 from modeling_iha.mixing_weights import mixing_parameters
-from modeling_iha.new_token import uses_new_token_path
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
+from modeling_iha.transformers_versions import CACHE
+from modeling_iha.virtual_tokens import takes_new_token
 
 
 PLACES = ("*.md", "docs/*.md", "*/README.md", "sft/recipes/README.md", "research/**/README.md")
@@ -89,8 +89,8 @@ GEOMETRIES = {
     **{
         kind: {
             "attention_kinds": kind,
-            "attention_options": {kind: options.example},
-            **(_WINDOW_AND_GLOBAL if kind != "multi_token" else {}),
+            "attention_options": {kind: getattr(options, "example", {})},
+            **_WINDOW_AND_GLOBAL,
             **({"num_pseudo_heads": 2} if kind == "paired_heads" else {}),  # a divisor of the key/value heads
         }
         for kind, options in OPTIONS_CLASSES.items()
@@ -157,30 +157,13 @@ LOCAL_ROPE = {
 IHA_CODE = {
     "configuration_iha.py",
     "modeling_iha.py",
-    "masks.py",
-    "virtual_core.py",
-    "virtual_heads.py",
-    "attention_kinds.py",
+    "virtual_tokens.py",
+    "sdpa_in_blocks.py",
     "attention_mha.py",
     "attention_iha.py",
-    "kind_options.py",
-    "options.py",
     "interleaving.py",
     "mixing.py",
-    "mixed_heads.py",
-    "new_token.py",
-    "tracing.py",
-    "windows.py",
-    "chunks.py",
-    "virtual_masks.py",
-    "overlay.py",
-    "cache_edge.py",
-    "mixing_scale.py",
-    "cpu_precision.py",
-    "paged_requests.py",
-    "cache_names.py",
-    "tested_versions.py",
-    "first_keys.py",
+    "transformers_versions.py",
 }
 
 
@@ -246,8 +229,9 @@ def decoder(name, core="sdpa", **fields):
 def train_mixing(model, size=0.3):
     """Move what mixes heads by about `size`, as training does."""
     generator = torch.Generator().manual_seed(3)
+    scale = model.config.get_text_config(decoder=True).mixing_scale
     for weight in mixing_parameters(model):
-        weight.data += size / model.config.mixing_scale * torch.randn(weight.shape, generator=generator).to(weight)
+        weight.data += size / scale * torch.randn(weight.shape, generator=generator).to(weight)
     return model
 
 
@@ -256,19 +240,20 @@ def random_ids(*shape, vocab_size=61, seed=1):
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# By the id of a configuration, if its "iha" layers decode from base states; without an entry `uses_new_token_path`
+# By the id of a configuration, if its layers decode one token from base states; without an entry `takes_new_token`
 # decides.
 ABSORBS: dict[int, bool] = {}
 
 
-def chosen_form(core, config, dropout, states, num_keys):
-    """Take the place of `uses_new_token_path`, which goes by the number of cached tokens."""
-    if id(config) not in ABSORBS:
-        return uses_new_token_path(core, config, dropout, states, num_keys)
-    return ABSORBS[id(config)] and core == "sdpa" and not dropout
+def chosen_form(module, heads, query, key, mask, dropout):
+    """Take the place of `takes_new_token`, which goes by the number of cached tokens."""
+    if id(module.config) not in ABSORBS:
+        return takes_new_token(module, heads, query, key, mask, dropout)
+    is_new_token = query.shape[2] == 1 and mask is not None and not dropout
+    return ABSORBS[id(module.config)] and is_new_token and heads.has_new_token_path
 
 
-virtual_core.uses_new_token_path = chosen_form
+virtual_tokens.takes_new_token = chosen_form
 
 
 def set_core(model, core):
@@ -395,11 +380,12 @@ def greedy(model, input_ids, steps: int) -> torch.Tensor:
 
 @torch.no_grad()
 def assert_custom_masks_mean_padding(model):
-    """Pass a boolean mask at once and an additive one in chunks through a cache; window layers keep their window."""
+    """Pass a boolean mask at once, and an additive one in chunks through a cache."""
     input_ids, padding_mask = random_ids(2, 9), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
     position_ids, real = (padding_mask.cumsum(-1) - 1).clamp_min(0), padding_mask.bool()
     expected = uncached_logits(model, input_ids, attention_mask=padding_mask, position_ids=position_ids)[real]
-    mask = causal_4d(padding_mask, "bool")
+    # Plain "eager" attention adds a boolean mask as ones.
+    mask = causal_4d(padding_mask, "additive" if model.config._attn_implementation.endswith("eager") else "bool")
     actual = uncached_logits(model, input_ids, attention_mask=mask, position_ids=position_ids)[real]
     assert_close(actual, expected)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 from helpers import small_config
 
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha.configuration_iha import OPTIONS_CLASSES
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
@@ -43,14 +43,13 @@ class Mechanism:
         try:
             return small_config(**all_fields)
         except Exception as error:
-            takes_no_window = self.kind == "multi_token" or self.is_linear
-            if not takes_no_window or all_fields.get("sliding_window") is None or "window" not in str(error):
+            if not self.is_linear or all_fields.get("sliding_window") is None or "window" not in str(error):
                 raise
             pytest.skip(str(error).splitlines()[-1])
 
     def hybrid_config(self, **overrides):
         """Return a config with a window layer below a global one, if the kind takes windows."""
-        if self.kind == "multi_token" or self.is_linear:
+        if self.is_linear:
             return self.config(**overrides)
         return self.config(layer_types=["sliding_attention", "full_attention"], sliding_window=3, **overrides)
 
@@ -67,6 +66,6 @@ def all_mechanisms():
     """Yield every kind with its default options, with its example options where it has some, and a linear form."""
     for kind, options in OPTIONS_CLASSES.items():
         yield Mechanism(kind)
-        if options.example:
+        if options is not None and options.example:
             yield Mechanism(kind, options.example)
     yield Mechanism("hyper", {"linear": True})

@@ -337,7 +337,7 @@ def test_the_example_of_patterns_reads_no_bytes_where_a_tokenizer_does_not_load(
 def test_the_example_of_patterns_refuses_a_model_without_virtual_tokens(tmp_path, monkeypatch, capsys):
     IHAForCausalLM(small_config(attention_kinds="mha")).save_pretrained(tmp_path / "model")
     path = ROOT / "examples" / "attention_patterns.py"
-    monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "model"), "a", str(tmp_path / "patterns.png")])
+    monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "model"), "\n", str(tmp_path / "patterns.png")])
     with pytest.raises(SystemExit):
         runpy.run_path(str(path))
     assert "has no layer with virtual tokens" in capsys.readouterr().err

@@ -7,14 +7,29 @@ from importlib.util import find_spec
 
 
 VLLM = ("0.31", "0.32")
-ARCHITECTURES = ("InterleavedForCausalLM", "InterleavedForImageTextToText", "IHAForCausalLM")
-# Registered so that they are refused in one line.
-REFUSED = (
-    "InterleavedForMultimodalLM",
-    "InterleavedForSequenceClassification",
-    "InterleavedForTokenClassification",
-    "InterleavedForQuestionAnswering",
-)
+# Tasks of Transformers, with the class of model.py that serves interleaved models of a task.
+SERVED = {"CAUSAL_LM": "InterleavedForCausalLM", "IMAGE_TEXT_TO_TEXT": "InterleavedForImageTextToText"}
+# Their models are registered so that they are refused in one line.
+REFUSED = ("MULTIMODAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")
+
+
+def interleaved_names(task: str) -> list[str]:
+    """Return the architectures of a task, as `interleaved_class` of modeling_iha names the classes of models.
+
+    The longer name is that of a model type that uses the models of another type."""
+    from transformers.models.auto import configuration_auto, modeling_auto
+
+    names = []
+    for model_type, base in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+        config = configuration_auto.CONFIG_MAPPING_NAMES.get(model_type)
+        names += [f"Interleaved{base}", f"Interleaved{base}_of_{config}"]
+    return names
+
+
+def architectures() -> dict[str, str]:
+    """Return the served architectures, each with the name of its class in model.py."""
+    names = {name: own for task, own in SERVED.items() for name in interleaved_names(task)}
+    return {**names, "IHAForCausalLM": "IHAForCausalLM"}
 
 
 def register() -> None:
@@ -46,8 +61,8 @@ def register() -> None:
         except Exception as error:
             warn("vllm_iha registers no model, because modeling_iha cannot be imported: %s", error)
             return
-    served = {architecture: architecture for architecture in ARCHITECTURES}
-    for architecture, name in (served | dict.fromkeys(REFUSED, "InterleavedForCausalLM")).items():
+    refused = {name: "InterleavedForCausalLM" for task in REFUSED for name in interleaved_names(task)}
+    for architecture, name in (refused | architectures()).items():
         ModelRegistry.register_model(architecture, f"vllm_iha.model:{name}")
         # vLLM has no public way to register the checks of a model. It reads this dictionary by architecture, and a
         # second registration writes the same.

@@ -10,7 +10,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-from . import ARCHITECTURES
+from . import architectures
 
 
 KERNEL_BLOCK = 32  # The CPU kernel takes blocks of a multiple of this many keys; 16 would do on a GPU.
@@ -41,7 +41,7 @@ class InterleavedModelConfig(VerifyAndUpdateConfig):
             ) from error
         # A block must hold whole tokens (a multiple of P virtual tokens) and suit the kernel (a multiple of 32). A
         # layer without virtual tokens stores as many tokens in a block of the same bytes.
-        step = math.lcm(KERNEL_BLOCK, config.num_pseudo_heads)
+        step = math.lcm(KERNEL_BLOCK, vllm_config.model_config.hf_text_config.num_pseudo_heads)
         if not cache_config.user_specified_block_size:
             cache_config.block_size = step * math.ceil(DEFAULT_BLOCK / step)
             cache_config.user_specified_block_size = True  # so that the platform keeps it
@@ -57,7 +57,7 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
     config = vllm_config.model_config.hf_text_config
     whole = model_config.hf_config
     architecture = whole.architectures[0]
-    if architecture not in ARCHITECTURES:
+    if architecture not in architectures():
         return f"{architecture} was not tested in vLLM, which serves decoders of text, and of images and text"
     if model_config.is_multimodal_model and whole.model_type not in WITH_IMAGES:
         return f"Images were tested in vLLM with {', '.join(WITH_IMAGES)} alone, and this is {whole.model_type}"
@@ -107,14 +107,14 @@ def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
     if isinstance(model_config.hf_overrides, dict) and "mixing_scale" in model_config.hf_overrides:
         return "mixing_scale belongs to the saved weights, which no option changes: leave it out of --hf-overrides."
     if model_config.enable_sleep_mode:
-        return "Sleep at level 2 would lose the values of the mixing: leave out --enable-sleep-mode."
+        return "Sleep mode was not tested on interleaved heads: leave out --enable-sleep-mode."
     if parallel_config.world_size > 1 or parallel_config.decode_context_parallel_size > 1:
         return (
             "Interleaving mixes all heads of a layer, and pipeline stages were not tested: leave out "
             "--tensor-parallel-size, --pipeline-parallel-size and the context-parallel sizes."
         )
     if vllm_config.weight_transfer_config is not None:
-        return "New weights would leave the old mixing in place: leave out --weight-transfer-config."
+        return "A transfer of weights was not tested on interleaved heads: leave out --weight-transfer-config."
     if model_config.runner_type != "generate":
         return "vLLM serves interleaved heads for generation alone: leave out --runner and --convert."
     if model_config.quantization is not None:

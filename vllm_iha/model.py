@@ -6,25 +6,23 @@ import math
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cache, partial, reduce
+from functools import cache, cached_property, partial
 from math import gcd
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, rotate_half
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.weight_utils import composed_weight_loader
 from vllm.model_executor.models.transformers import (
     TransformersForCausalLM,
     TransformersMoEForCausalLM,
     TransformersMultiModalForCausalLM,
 )
-from vllm.model_executor.models.transformers.base import Base
+from vllm.model_executor.models.transformers.base import VLLM_ATTN_IMPL, Base
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.model_executor.models.whisper_causal import WhisperCausalAttentionWithBlockPooling
 from vllm.v1.attention.backend import AttentionBackend, MultipleOf, subclass_attention_backend_with_overrides
@@ -32,6 +30,9 @@ from vllm.v1.attention.backends.utils import get_num_attention_heads_from_layers
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from .checks import KERNEL_BLOCK
+
+
+# Attention
 
 
 @cache
@@ -59,134 +60,94 @@ class VirtualAttention(WhisperCausalAttentionWithBlockPooling):
     tokens and keeps W + 1 of them for a window of W.
 
     Args:
-        module: the attention module with `virtual_heads`.
-        rotation: (cos, sin) of T_p, each [P, head_dim], or `None` for shared positions (`MixedHeads` of modeling_iha).
+        module: the attention module that this attends for, with the modules of the mixing or with `paired_heads`.
+        rotation: (cos, sin) of T_p, each [P, head_dim], or `None` for shared positions.
     """
 
-    cache_factor = 1  # bytes of a token in the cache, relative to the plain layer
-
-    def __init__(self, module: nn.Module, rotation, cache_config, per_layer_sliding_window=None, **kwargs):
+    def __init__(
+        self,
+        module: nn.Module,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        num_heads: int,
+        num_kv_heads: int,
+        cache_config,
+        per_layer_sliding_window: int | None = None,
+        **kwargs,
+    ):
         config = module.config
+        num_pseudo_heads = config.num_pseudo_heads
+        is_mixed = hasattr(module, "q_mix")
+        if is_mixed:
+            check_head_counts(module, num_heads, num_kv_heads)
+        else:
+            num_heads //= num_pseudo_heads
+            num_kv_heads //= num_pseudo_heads
         # If all layers have the window, vLLM passes it in `cache_config` and not for each layer.
         own = per_layer_sliding_window or cache_config.sliding_window
         window = min(filter(None, (own, getattr(config, "interleaved_window", None))), default=None)
         super().__init__(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
             cache_config=cache_config,
-            per_layer_sliding_window=window and window * config.num_pseudo_heads,
-            block_pool_size=config.num_pseudo_heads,
+            per_layer_sliding_window=window and window * num_pseudo_heads,
+            block_pool_size=num_pseudo_heads,
             **kwargs,
         )
-        self.attn_backend = virtual_backend(self.attn_backend, self.block_pool_size)
+        self.attn_backend = virtual_backend(self.attn_backend, num_pseudo_heads)
+        self.is_mixed = is_mixed
         self.rotation = rotation
+        self.module = (module,)  # in a tuple, because this is a submodule of it
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        """Give a block as many bytes as a block of another layer has: all pages have one size."""
+        """Give a block as many bytes as a block of another layer has: all pages have one size.
+
+        Mixed heads keep P times the bytes of a plain layer, and paired heads as many."""
         spec = super().get_kv_cache_spec(vllm_config)
-        return replace(spec, block_size=spec.block_size // self.cache_factor)
-
-    def rotate(self, states: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys [N, P, heads, head_dim] within their token, unless its virtual tokens share it."""
-        if self.rotation is None:
-            return states
-        cos, sin = (table.unsqueeze(1) for table in self.rotation)
-        return states * cos + rotate_half(states) * sin
-
-
-class MixedAttention(VirtualAttention):
-    """Attend with heads that are mixed into P pseudo-heads each (IHA, Algorithm 1)."""
-
-    def __init__(self, module: nn.Module, *args, **kwargs):
-        super().__init__(module, *args, **kwargs)
-        heads = [mixing.weight.shape[0] for mixing in (module.q_mix, module.k_mix, module.v_mix)]
-        if heads != [self.num_heads, self.num_kv_heads, self.num_kv_heads]:  # the kernel would write out of bounds
-            raise NotImplementedError(
-                f"vLLM gives a layer {self.num_heads} query and {self.num_kv_heads} key/value heads, and this one "
-                f"mixes {heads}: use generate of Transformers for this model."
-            )
-        self.cache_factor = self.block_pool_size
-        # They are in a tuple, because as submodules the model would have them twice.
-        self.mixing = (module.q_mix, module.k_mix, module.v_mix, module.collapse)
-
-    @property
-    def is_laid_out(self) -> bool:
-        """Return whether the values of the mixing have been laid out for `forward`."""
-        return hasattr(self, "alpha")
-
-    @torch.no_grad()
-    def process_weights_after_loading(self, act_dtype: torch.dtype):
-        """Lay out the values of the mixing weights once, as the products of `forward` take them."""
-        super().process_weights_after_loading(act_dtype)
-        q_mix, k_mix, v_mix, collapse = (module.value().to(act_dtype) for module in self.mixing)
-        # alpha [M, M, P] as [P * M, M], from heads to virtual tokens
-        alpha = [mix.permute(2, 1, 0).flatten(0, 1).contiguous() for mix in (q_mix, k_mix, v_mix)]
-        shares = collapse.unflatten(1, (-1, self.block_pool_size)).contiguous()  # [H, 1 or H, P]
-        if self.is_laid_out:  # `reload_weights` calls this again, and CUDA graphs keep the addresses
-            for old, new in zip((*self.alpha, self.shares), (*alpha, shares)):
-                old.copy_(new)
-        else:
-            self.alpha = alpha
-            self.shares = shares
-        if self.has_sink:  # each key occurs P times in the softmax, so the sink is raised by log P
-            if not hasattr(self, "sinks"):
-                self.sinks = self.impl.sinks
-            self.impl.sinks = self.sinks + math.log(self.block_pool_size)
+        return replace(spec, block_size=spec.block_size // self.block_pool_size) if self.is_mixed else spec
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Attend over the virtual tokens of queries, keys and values [N, heads * head_dim]."""
-        q_mix, k_mix, v_mix = self.alpha
-        query = self.rotate(expand(query, q_mix))
-        key = self.rotate(expand(key, k_mix))
-        value = expand(value, v_mix)
-        query, key, value = (states.flatten(0, 1).flatten(1) for states in (query, key, value))
+        states = [each.unflatten(-1, (-1, self.head_size)).transpose(0, 1)[None] for each in (query, key, value)]
+        heads = self.make_heads(states[0])
+        query, key, value = heads.make_virtual_tokens(*states)  # [1, heads, N * P, head_dim]
+        if not self.is_mixed and self.rotation is not None:
+            query, key = self.rotate(query), self.rotate(key)
+        query, key, value = (each[0].transpose(0, 1).flatten(1) for each in (query, key, value))
         output = super().forward(query, key, value, *args, **kwargs)
-        output = output.view(-1, self.block_pool_size, self.num_heads, self.head_size_v)
-        if self.shares.shape[1] == 1:  # per head
-            parts = [states * share for states, share in zip(output.unbind(1), self.shares.unbind(2))]
-            return reduce(torch.add, parts).flatten(1)
-        return torch.einsum("hgp,npgd->nhd", self.shares, output).flatten(1)
+        return heads.collapse_output(output.view(1, -1, self.num_heads, self.head_size))[0].flatten(1)
+
+    def make_heads(self, states: torch.Tensor) -> Any:
+        """Return `MixedHeads` with the present weights, or `PairedHeads`."""
+        (module,) = self.module
+        if not self.is_mixed:
+            return module.paired_heads
+        return file_of(module.q_mix).MixedHeads.of_module(module, states, self.rotation)
+
+    def rotate(self, states: torch.Tensor) -> torch.Tensor:
+        """Rotate queries or keys of paired heads within their token."""
+        cos, sin = self.rotation
+        states = states.unflatten(2, (-1, self.block_pool_size))
+        return (states * cos + rotate_half(states) * sin).flatten(2, 3)
 
 
-def expand(states: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """Return virtual tokens [N, P, M, head_dim] of heads [N, M * head_dim] by alpha [P * M, M]."""
-    heads = alpha.shape[1]
-    return torch.matmul(alpha, states.unflatten(-1, (heads, -1))).unflatten(1, (-1, heads))
+def file_of(module: nn.Module) -> Any:
+    """Return the file that defines the class of a module: one of modeling_iha, or of a checkpoint's own copy."""
+    return sys.modules[type(module).__module__]
 
 
-class PairedAttention(VirtualAttention):
-    """Attend with groups of P heads that share their virtual sequence; its cache is as large as the plain model's."""
+def check_head_counts(module: nn.Module, num_heads: int, num_kv_heads: int) -> None:
+    """Raise a NotImplementedError for a layer with other heads than vLLM takes it to have.
 
-    def __init__(self, module: nn.Module, *args, num_heads: int, num_kv_heads: int, **kwargs):
-        size = module.config.num_pseudo_heads
-        super().__init__(module, *args, num_heads=num_heads // size, num_kv_heads=num_kv_heads // size, **kwargs)
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Attend over virtual tokens, which are views of the queries, keys and values [N, heads * head_dim]."""
-        num_tokens = len(query)
-        size = self.block_pool_size
-        query = self.rotate(query.view(num_tokens, size, self.num_heads, self.head_size))
-        key = self.rotate(key.view(num_tokens, size, self.num_kv_heads, self.head_size))
-        value = value.view(num_tokens, size, self.num_kv_heads, self.head_size_v)
-        query, key, value = (states.flatten(0, 1).flatten(1) for states in (query, key, value))
-        return super().forward(query, key, value, *args, **kwargs).view(num_tokens, -1)
+    The kernel would write out of bounds."""
+    heads = [mixing.weight.shape[0] for mixing in (module.q_mix, module.k_mix, module.v_mix)]
+    if heads != [num_heads, num_kv_heads, num_kv_heads]:
+        raise NotImplementedError(
+            f"vLLM gives a layer {num_heads} query and {num_kv_heads} key/value heads, and this one mixes {heads}: "
+            "use generate of Transformers for this model."
+        )
 
 
-OLD_CODE = (
-    "The code of this model is older than the plugin, which would serve it without interleaved heads: load it with "
-    "today's modeling_iha in Transformers and save it again."
-)
-
-
-def virtual_attention_class(module: nn.Module) -> type[VirtualAttention] | None:
-    """Return the class that attends for an attention module with virtual heads, or `None` for any other module.
-
-    Raise an error for a module that mixes heads by code older than `virtual_heads`."""
-    # A checkpoint brings its own copy of the classes that `virtual_heads` names, so the mixing tells the two apart.
-    has_mixing = hasattr(module, "q_mix")
-    if getattr(module, "virtual_heads", None) is not None:
-        return MixedAttention if has_mixing else PairedAttention
-    if has_mixing:
-        raise NotImplementedError(OLD_CODE)
-    return None
+# Models
 
 
 class VirtualTransformers(Base):
@@ -194,58 +155,42 @@ class VirtualTransformers(Base):
 
     rotation = None  # of `VirtualAttention`
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load weights. Raise an error for mixing weights without starts, and where the layers would not see them.
+    @cached_property
+    def not_loaded(self) -> set[str]:
+        """Return the names of the starts and scales of mixing weights that have not been loaded yet."""
+        return {name for name, _ in self.named_buffers() if name.endswith((".weight_start", ".weight_scale"))}
 
-        The layers lay out the values of the mixing after a load, which vLLM asks for when a model is built, whatever
-        its weights are then, and in `reload_weights`, whose parameters are on the meta device here. TRL's GRPO calls
-        `load_weights` alone, after which the layers would keep the old values."""
-        laid_out = [layer for layer in self.modules() if getattr(layer, "is_laid_out", False)]
-        is_reload = any(parameter.is_meta for parameter in self.parameters())
-        if laid_out and (not is_reload or any(layer.has_sink for layer in laid_out)):
-            raise NotImplementedError(
-                "New weights would leave the old mixing of interleaved heads in place: start vLLM again, or let "
-                "Transformers generate during training (use_transformers_continuous_batching in TRL)."
-            )
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load weights. Raise a NotImplementedError as long as mixing weights lack their starts or scales."""
         loaded = super().load_weights(weights)
-        starts = [name for name, _ in self.named_buffers() if name.endswith("_start")]
-        if getattr(self.config, "mixing_scale", 1) != 1 and (missing := sorted(set(starts) - loaded)):
+        self.not_loaded.difference_update(loaded)
+        if self.not_loaded:
             raise NotImplementedError(
-                f"The checkpoint holds changes of the mixing and no starts ({missing[0]}): save a model by "
+                f"The checkpoint holds changes of the mixing and no starts ({min(self.not_loaded)}): save a model by "
                 "save_pretrained or its state_dict, not its parameters alone."
             )
         return loaded
 
-    def _patch_config(self):
-        super()._patch_config()
-        # The model is built with a core of its own package, and `recursive_replace` sets "vllm" later.
-        self.text_config._attn_implementation = "eager"
-
-    def recursive_replace(self):
-        for config in (self.text_config, self.model.config.get_text_config()):
-            config._attn_implementation = "vllm"
-        super().recursive_replace()
-
     def init_parameters(self, module: nn.Module, dtype: torch.dtype | None = None):
-        """Allocate the starts and scales of mixing weights too, which are buffers that are saved (`Mixing`).
-
-        Checkpoints of earlier versions hold no scales, and where the scale is 1 no starts."""
+        """Allocate the starts and scales of mixing weights too, which are buffers that are saved (`Mixing`)."""
         super().init_parameters(module, dtype)
+        options = {"dtype": dtype or self.model_config.dtype, "device": self.device_config.device}
         for each in module.modules():
             for name, buffer in each.named_buffers(recurse=False):
                 if buffer.is_meta:
-                    dtype = dtype or self.model_config.dtype
-                    value = self.config.mixing_scale if name.endswith("_scale") else 0
-                    device = self.device_config.device
-                    setattr(each, name, torch.full_like(buffer, value, dtype=dtype, device=device))
+                    setattr(each, name, torch.empty_like(buffer, **options))
 
     def _get_attn_cls(self):
         stock = super()._get_attn_cls()
 
         def attention(**kwargs) -> nn.Module:
             module = self.get_submodule(self.attention_fusers[extract_layer_index(kwargs["prefix"])][0])
-            virtual = virtual_attention_class(module)
-            return stock(**kwargs) if virtual is None else virtual(module, self.rotation, **kwargs)
+            if not hasattr(module, "q_mix") and not hasattr(module, "paired_heads"):
+                return stock(**kwargs)
+            if (sinks := kwargs.get("sinks")) is not None:  # raised by log P: each key occurs P times in the softmax
+                log_p = math.log(module.config.num_pseudo_heads)
+                sinks.weight_loader = composed_weight_loader(sinks.weight_loader, lambda loaded: loaded + log_p)
+            return VirtualAttention(module, self.rotation, **kwargs)
 
         return attention
 
@@ -254,23 +199,25 @@ class Interleaved(VirtualTransformers):
     """Serve a model of `interleave_heads` or `pair_heads` by the modules of its base."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
-        own = vllm_config.model_config.hf_config.architectures
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.config.architectures = own
         # vLLM's backend for the modules of Transformers reads `logit_scale` alone.
         self.logits_processor.scale *= logit_scale(self.text_config)
 
     def _create_hf_to_vllm_mapper(self):
         # The mapper finds the names of weights, and what experts do, by the class: it sees that of the base.
-        self.config.architectures = [self.names_of_bases[self.config.model_type]]
-        own = type(self.model)
-        self.model.__class__ = next(each for each in own.__mro__ if each.__module__.startswith("transformers."))
+        own_class = type(self.model)
+        own_names = self.config.architectures
+        self.model.__class__ = next(each for each in own_class.__mro__ if each.__module__.startswith("transformers."))
+        self.config.architectures = [name.removeprefix("Interleaved").split("_of_")[0] for name in own_names]
         super()._create_hf_to_vllm_mapper()
-        self.model.__class__ = own
+        self.model.__class__ = own_class
+        self.config.architectures = own_names
 
     def recursive_replace(self):
-        # The package's hooks would raise an error, because other cores than its own attend.
-        sys.modules[type(self.model).__module__].remove_hooks(*self.model.modules())
+        self.model.config.get_text_config()._attn_implementation = VLLM_ATTN_IMPL
+        for module in self.model.modules():  # The hook of the decoder checks that its own attention is in place.
+            module._forward_pre_hooks.pop("interleaving", None)
+            module._forward_pre_hooks_with_kwargs.pop("interleaving", None)
         super().recursive_replace()
 
 
@@ -281,8 +228,6 @@ def logit_scale(config: PreTrainedConfig) -> float:
 
 
 class InterleavedForCausalLM(Interleaved, TransformersForCausalLM):
-    names_of_bases = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     def __new__(cls, *, vllm_config: VllmConfig, prefix: str = ""):
         return super().__new__(InterleavedMoEForCausalLM if vllm_config.model_config.is_moe else cls)
 
@@ -290,37 +235,38 @@ class InterleavedForCausalLM(Interleaved, TransformersForCausalLM):
 class InterleavedMoEForCausalLM(InterleavedForCausalLM, TransformersMoEForCausalLM): ...
 
 
-class InterleavedForImageTextToText(Interleaved, TransformersMultiModalForCausalLM):
-    names_of_bases = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+class InterleavedForImageTextToText(Interleaved, TransformersMultiModalForCausalLM): ...
 
 
 class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
-    """Serve layers of kinds "iha", "paired_heads" and "mha" by the modules of Llama and Qwen3, which vLLM fuses."""
+    """Serve layers of kinds "iha", "paired_heads" and "mha" by the code of Llama and Qwen3, which vLLM fuses."""
 
     def recursive_replace(self):
         config = self.config
-        model = self.model
-        for layer in model.layers:
+        for layer in self.model.layers:
             module = layer.self_attn
-            virtual = getattr(module, "virtual_heads", None)
-            if virtual is None and config.attention_kinds[module.layer_idx] != "mha":
-                raise NotImplementedError(OLD_CODE)
-            window = module.sliding_window
-            # Their equations are those of these classes, except that they choose among RoPE tables.
-            table = "interleaved" if virtual and config.pseudo_positions == "interleaved" else "token"
+            if config.attention_kinds[module.layer_idx] == "paired_heads":
+                module.paired_heads = file_of(module).PairedHeads(config.num_pseudo_heads)
+            table = "token" if module.rope_table == "token" else "interleaved"
             module.register_forward_pre_hook(partial(choose_table, table), with_kwargs=True)
-            module.__class__ = Qwen3Attention if config.use_qk_norm else LlamaAttention
-            # Attributes of the class that it lost.
-            module.virtual_heads = virtual
-            module.sliding_window = window
+            module.__class__ = served_class(type(module), Qwen3Attention if config.use_qk_norm else LlamaAttention)
+            module.num_virtual_tokens = 1  # for vLLM, which needs no masks
             if config.gated_mlp:
                 layer.mlp.__class__ = LlamaMLP
-        model.create_masks = lambda *args, **kwargs: dict.fromkeys(config.layer_types)  # vLLM's attention needs none
         # Here paired heads too are rotated to n * P by the module, and by T_p in `VirtualAttention`.
-        model.rotary_emb.mixed = model.rotary_emb.mixed or model.rotary_emb.paired
-        tables = model.rotary_emb.tables(torch.empty(0), torch.zeros(1, 1, dtype=torch.long))
+        rotary = self.model.rotary_emb
+        rotary.mixed = rotary.mixed or rotary.paired
+        tables = rotary.tables(torch.empty(0), torch.zeros(1, 1, dtype=torch.long))
         self.rotation = tables.get("pseudo_head")
         super().recursive_replace()
+
+
+@cache
+def served_class(own: type[nn.Module], stock: type[nn.Module]) -> type[nn.Module]:
+    """Return a class of attention modules that runs the code of a stock one.
+
+    Its equations are the same, except that it chooses among RoPE tables."""
+    return type(own.__name__, (own,), {"forward": stock.forward, "core": VLLM_ATTN_IMPL})
 
 
 def choose_table(name: str, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

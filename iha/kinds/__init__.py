@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from iha.flops import Cost
+from iha.flops import Cost, virtual_tokens_per_token
+from iha.overlay import Overlay
 from modeling_iha import IHAConfig
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.attention_mha import MultiHeadAttention
-from modeling_iha.overlay import Overlay
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ def all_companions() -> dict[str, Companion]:
 
 def is_interleaved(config: PreTrainedConfig) -> bool:
     """Return whether a configuration is that of a decoder of Transformers with interleaved or paired heads."""
-    return hasattr(config, "interleaved_layers")
+    return hasattr(config.get_text_config(decoder=True), "interleaved_layers")
 
 
 def interleaved_kind(config: PreTrainedConfig) -> str:
     """Return the kind of the layers that `interleave_heads` or `pair_heads` changed."""
-    return "paired_heads" if getattr(config, "virtual_heads", None) == "paired" else "iha"
+    return "paired_heads" if config.get_text_config(decoder=True).virtual_heads == "paired" else "iha"
 
 
 def is_ours(config: PreTrainedConfig) -> bool:
@@ -84,12 +84,14 @@ def described(config: PreTrainedConfig) -> Any:
     if isinstance(config, IHAConfig):
         return config
     text = config.get_text_config(decoder=True)
-    interleaved = [layer_number(name) for name in getattr(config, "interleaved_layers", ())]
+    interleaved = [layer_number(name) for name in getattr(text, "interleaved_layers", ())]
     layers = range(text.num_hidden_layers)
     window = getattr(text, "sliding_window", None)
-    kinds = dict.fromkeys(layers, config.model_type) | dict.fromkeys(interleaved, interleaved_kind(config))
+    kinds = dict.fromkeys(layers, config.model_type)
+    if interleaved:
+        kinds |= dict.fromkeys(interleaved, interleaved_kind(config))
     types = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(layers)
-    if own := getattr(config, "interleaved_window", None):
+    if own := getattr(text, "interleaved_window", None):
         types = [f"window of {own}" if i in interleaved else types[i] for i in layers]
     return Overlay(
         text,
@@ -97,7 +99,7 @@ def described(config: PreTrainedConfig) -> Any:
         layer_types=types,
         sliding_window=window,
         num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        num_pseudo_heads=getattr(config, "num_pseudo_heads", 1),
+        num_pseudo_heads=virtual_tokens_per_token(config),
         pseudo_positions="shared",
     )
 

@@ -86,7 +86,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
         # The keys and values of all tokens are mixed again for each new token.
         decode = (heads**2 + 2 * groups**2 * keys) * virtual * d + 2 * heads * d * virtual**2 * keys + collapsing * d
     else:
-        # Each pseudo-query of a new token is multiplied with every cached head (`new_token_attention`).
+        # Each pseudo-query of a new token is multiplied with every cached head (`attend_new_token`).
         decode = heads * virtual * (groups * d * (virtual + 1) * keys + virtual * keys + heads * d)
     return Cost(
         parameters=mixing + collapse,

@@ -1,8 +1,7 @@
 """Describe kind "mha", multi-head attention."""
 
-from iha.flops import Cost, cached_tokens, score_products
+from iha.flops import Cost, cached_tokens, score_products, virtual_tokens_per_token
 from modeling_iha import IHAConfig
-from modeling_iha.virtual_masks import virtual_tokens_per_token
 
 from . import Companion
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 
 from iha.errors import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 from research.benchmarks.harness import medians, reported, training, wall_seconds, write
 from research.benchmarks.options import arguments
 

@@ -16,7 +16,7 @@ from conversion_scripts.convert_llama_to_iha import convert_model
 from iha.checkpoints import load_model, smollm2_gguf
 from iha.errors import run_cli
 from iha.model_cost import attention
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 from research.benchmarks.harness import medians, ratios, reported, write
 from research.benchmarks.options import arguments
 

@@ -29,11 +29,10 @@ from transformers.utils import is_flash_attn_4_available
 from iha import model_cost as cost
 from iha.errors import UserError, one_line, run_cli
 from iha.files import current_commit, expanded, sole_writer, write_json
+from iha.flops import virtual_tokens_per_token
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
-from modeling_iha.cache_names import CACHE
 from modeling_iha.flop_matched_window import flop_matched_window
-from modeling_iha.masks import make_masks
-from modeling_iha.virtual_masks import virtual_tokens_per_token
+from modeling_iha.transformers_versions import CACHE
 from research.benchmarks import harness
 from research.benchmarks.harness import Attention, inference, training
 from research.benchmarks.options import OUTPUTS
@@ -291,7 +290,7 @@ def decode_step(case: dict, preset: str, **overrides) -> Work:
     read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
     position_ids = torch.full((1, 1), case["tokens"], device=DEVICE)
     # Transformers takes the capture of a graph for tracing, under which masks are dense.
-    masks = make_masks(model.config, draw(batch, 1, 1), None, cache, position_ids)
+    masks = model.model.create_masks(draw(batch, 1, 1), None, cache, position_ids)
     step = partial(model, attention_mask=masks, position_ids=position_ids, **{CACHE: cache})
     run = inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE))
     return Work(replayed(run), {"tokens": batch, "GB": sum(tensor.nbytes for tensor in read) / 1e9})

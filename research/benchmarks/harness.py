@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from iha.files import current_commit, write_json
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_core
-from modeling_iha.masks import make_masks
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, virtual_tokens
+from modeling_iha.modeling_iha import mask_name
 
 
 # Imported once for all processes that measure memory.
@@ -35,12 +35,18 @@ class Attention(torch.nn.Module):
 
     `overrides` change fields of the config. With `checkpointing` the backward pass runs each layer again."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, checkpointing: bool = False, **overrides):
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        checkpointing: bool = False,
+        attn_implementation: str = "sdpa",
+        **overrides,
+    ):
         super().__init__()
         sizes = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 8}
         one = {"num_hidden_layers": 1, "max_position_embeddings": CONTEXT}
         config = IHAConfig.from_preset("tiny", **{**sizes, **one, **overrides})
-        self.model = IHAModel._from_config(config, dtype=dtype).eval()
+        self.model = IHAModel._from_config(config, dtype=dtype, attn_implementation=attn_implementation).eval()
         self.checkpointing = checkpointing
 
     def leaves(self) -> list[torch.nn.Parameter]:
@@ -52,7 +58,7 @@ class Attention(torch.nn.Module):
         Masks and rotary tables are made beforehand, for the shape of `states`."""
         past = 0 if cache is None else cache.get_seq_length()
         positions = torch.arange(past, past + states.shape[1], device=states.device)[None]
-        masks = make_masks(self.model.config, states, None, cache, positions)
+        masks = self.model.create_masks(states, None, cache, None)
         tables = self.model.rotary_emb.tables(states, positions)
 
         modules = [layer.self_attn for layer in self.model.layers]
@@ -62,8 +68,7 @@ class Attention(torch.nn.Module):
 
         def run(hidden_states: torch.Tensor) -> torch.Tensor:
             for module, call in zip(modules, calls):
-                arguments = {"cache": cache, "position_ids": positions}
-                hidden_states, _ = call(hidden_states, tables, masks[module.layer_type], **arguments)
+                hidden_states, _ = call(hidden_states, tables, masks[mask_name(module)], cache=cache)
             return hidden_states
 
         return run
@@ -75,7 +80,7 @@ class Attention(torch.nn.Module):
 
 def expanded() -> mock._patch:
     """Return a context in which "iha" layers decode from rebuilt virtual tokens, however many are cached."""
-    return mock.patch.object(virtual_core, "uses_new_token_path", lambda *_: False)
+    return mock.patch.object(virtual_tokens, "takes_new_token", lambda *_: False)
 
 
 def causal_lm(config: IHAConfig) -> IHAForCausalLM:

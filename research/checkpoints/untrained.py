@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from iha.errors import run_cli
 from iha.files import expanded
 from modeling_iha import IHAConfig
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from sft.make_model import write_start
 from sft.make_tokenizer import byte_tokenizer
 

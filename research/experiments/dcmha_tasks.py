@@ -36,7 +36,7 @@ from research.experiments.protocol import Rates, compare_tuned, fit, new_model
 from research.experiments.study import begin, correct_by_holm, differences, interval, points, write
 
 
-KINDS = ("mha", "paired_heads", "iha", "talking_heads", "dcmha", "multi_token")
+KINDS = ("mha", "paired_heads", "iha", "talking_heads", "dcmha")
 SMALL = sized(width=64, ffn=192, layers=2, heads=4, tokens=4, batch=64, steps=600, test=16)
 EVALUATIONS = 5
 HELD_OUT = 8

@@ -1,11 +1,11 @@
 """Interleave the heads of a tiny random model of every type with a text decoder, and compare.
 
 The types are those of AutoModelForCausalLM, and those of several media, of AutoModelForMultimodalLM. A type is exact
-if its logits stay as they were: of a batch, of a left-padded batch, of packed rows where the base keeps documents
-apart, of an image in a text where the model takes one, and of the tokens that `generate` adds on a dynamic and on a
-static cache. Then the mixing is moved at random, which must change the logits. Those of generated tokens must still be
-what they are without a cache, where this holds for the base. Windows, chunks and budgets of attention are shorter than
-the input, so that they act.
+if its logits stay as they were: of a batch, of longer rows, of a left-padded batch, of packed rows where the base
+keeps documents apart, of an image in a text where the model takes one, and of the tokens that `generate` adds on a
+dynamic and on a static cache. Then the mixing is moved at random, which must change the logits. Those of generated
+tokens must still be what they are without a cache, where this holds for the base. Windows, chunks and budgets of
+attention are shorter than the input, so that they act.
 
 At last the model is saved, and a clean process without this package does what a user does, by the library's defaults:
 it loads the directory, calls it and generates, which must give the same logits, and takes four steps of AdamW, which
@@ -44,6 +44,7 @@ from iha.files import whole_file, write_json
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads
 from modeling_iha.mixing_weights import mixing_parameters
+from modeling_iha.modeling_interleaved import decoder_config
 from research.benchmarks.harness import environment
 from research.experiments.options import RESULTS, StudyParser
 
@@ -59,15 +60,14 @@ EXACT = 2e-5
 # The types that an Auto class knows, but for this package's. One of several media may have a class for text besides.
 CAUSAL = "AutoModelForCausalLM"
 MULTIMODAL = "AutoModelForMultimodalLM"
-OURS = ("iha", "interleaved")
 OTHER_CLASSES = [
     name
     for name, model_class in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
     if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(name) != model_class
 ]
 TYPES = {
-    CAUSAL: [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in OURS],
-    MULTIMODAL: [name for name in OTHER_CLASSES if name not in OURS],
+    CAUSAL: [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.startswith(("iha", "interleaved"))],
+    MULTIMODAL: [name for name in OTHER_CLASSES if not name.startswith("interleaved")],
 }
 # The sizes of tiny models, by the names that configurations use. Windows and budgets are shorter than the input.
 NAMES = {
@@ -233,7 +233,7 @@ def compare(model: PreTrainedModel, before: dict, error_of_cache: float, trains:
     differences = {name: difference(logits, after[name]) for name, logits in before.items()}
     generator = torch.Generator().manual_seed(2)
     for weight in mixing_parameters(model):
-        weight.data += 0.3 / model.config.mixing_scale * torch.randn(weight.shape, generator=generator)
+        weight.data += 0.3 / decoder_config(model).mixing_scale * torch.randn(weight.shape, generator=generator)
     moved = outputs(model, before.keys() & {"full", "greedy", "image"})
     control = difference(before["full"], moved["full"])
     if error_of_cache <= EXACT:
@@ -340,6 +340,7 @@ def outputs(model: PreTrainedModel, names: Iterable[str] | None = None) -> dict[
 
     checks = {
         "full": lambda: logits(tokens),
+        "long": lambda: logits(long_inputs()),
         "padded": lambda: logits(tokens, attention_mask=mask)[mask.bool()],
         "greedy": lambda: greedy("dynamic"),
         "static": lambda: greedy("static"),
@@ -353,7 +354,7 @@ def outputs(model: PreTrainedModel, names: Iterable[str] | None = None) -> dict[
         try:
             found[name] = check()
         except Exception:
-            if name in ("full", "padded"):
+            if name in ("full", "long", "padded"):
                 raise  # else the base model does not take this
     if "packed" in found and difference(logits(tokens[:1, 6:]), found["packed"][:, 6:]) > EXACT:
         del found["packed"]  # the base model does not keep documents apart
@@ -362,6 +363,11 @@ def outputs(model: PreTrainedModel, names: Iterable[str] | None = None) -> dict[
 
 def inputs() -> torch.Tensor:
     return torch.randint(3, 60, (2, 13), generator=torch.Generator().manual_seed(1))
+
+
+def long_inputs() -> torch.Tensor:
+    """Return rows of more than 128 virtual tokens beyond a window of 6, so that `sdpa_in_blocks` takes blocks."""
+    return torch.randint(3, 60, (2, 53), generator=torch.Generator().manual_seed(3))
 
 
 @torch.no_grad()

@@ -27,8 +27,8 @@ from transformers import AttentionInterface
 from iha import plots
 from iha.errors import run_cli
 from iha.files import sole_writer
+from iha.flops import virtual_tokens_per_token
 from modeling_iha import IHAConfig, IHAModel
-from modeling_iha.virtual_masks import virtual_tokens_per_token
 from research.experiments.options import study_parser
 from research.experiments.study import begin, points, run_once, spread, write
 

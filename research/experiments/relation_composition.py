@@ -37,7 +37,7 @@ from iha import plots
 from iha.errors import UserError, run_cli
 from iha.files import sole_writer
 from modeling_iha import IHAModel
-from modeling_iha.virtual_masks import virtual_tokens_per_token
+from modeling_iha.modeling_iha import mask_name
 from research.experiments.language_models import build, sized
 from research.experiments.options import study_parser
 from research.experiments.protocol import start_like
@@ -108,8 +108,9 @@ class RelationModel(nn.Module):
         """Return logits [examples, m^2] of entries [examples, m^2]."""
         place = torch.arange(math.isqrt(entries.shape[1]))
         places = self.row(place)[:, None] + self.column(place)  # [m, m, width]
-        length = entries.shape[1] * virtual_tokens_per_token(self.layer.config)
-        masks = {"full_attention": torch.ones(1, 1, length, length, dtype=torch.bool)}
+        attention = self.layer.layers[0].self_attn
+        length = entries.shape[1] * attention.num_virtual_tokens
+        masks = {mask_name(attention): torch.ones(1, 1, length, length, dtype=torch.bool)}
         states = self.entry(entries) + places.flatten(0, 1)
         output = self.layer(inputs_embeds=states, attention_mask=masks, use_cache=False).last_hidden_state
         return self.readout(output).squeeze(-1)

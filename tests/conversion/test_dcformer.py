@@ -104,7 +104,7 @@ def test_schedules(window_type, pattern):
         ({"window_type": "LG"}, "window_type=LG and window_size=3"),
         ({"norm_eps": 1e-5}, "use_qk_norm=True and norm_eps=1e-05"),
         ({"rotary_pct": 0.25}, "rotary_pct=0.25"),
-        ({"mgate_dim": 5}, "mlp_gate_groups=5"),
+        ({"mgate_dim": 5}, "mgate_dim=5 and intermediate_size="),
     ],
 )
 def test_what_would_change_the_logits_is_refused_by_name(changes, message):

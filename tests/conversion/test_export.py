@@ -7,7 +7,7 @@ from tiny_sources import tiny_source
 from transformers import DynamicCache, exporters
 
 from modeling_iha import interleave_heads
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 
 
 def interleaved():

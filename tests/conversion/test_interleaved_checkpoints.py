@@ -68,7 +68,7 @@ def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
         published = {line.split()[0] for line in out.splitlines() if ".py " in line}
         assert published == imported_code("modeling_interleaved.py").keys()
         status, out, err = cli(pull_from_hub, "me/model", tmp_path / "pulled")
-        assert status == 0 and "InterleavedForCausalLM" in out, err
+        assert status == 0 and "InterleavedGemma3ForCausalLM" in out, err
     pulled = str(tmp_path / "pulled")
     chat = [{"role": "user", "content": "1+1?"}]
     with answering(pulled) as url:

@@ -5,12 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-import torch
-from helpers import HYBRID, plant, random_ids, random_model, small_config
+from helpers import HYBRID, plant, random_model, small_config
 from servers import answering
 from tiny_sources import edit_config, edit_weights, tiny_tokenizer
-from transformers import AutoModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from conversion_scripts import serve, served_models
 from iha.errors import UserError
@@ -18,9 +15,6 @@ from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
 
 NEW_TOKENS = 8
-# By default the pages take most of the memory there is.
-PAGES = ["--cb-block-size", "4", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "16"]
-CONTINUOUS = ["--continuous-batching", *PAGES]
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +45,10 @@ def answer(model, chat):
     return tiny_tokenizer().decode(tokens, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("options", [[], CONTINUOUS], ids=["one by one", "continuous batching"])
-def test_clients_of_openai_are_answered_at_once(options, checkpoint, model):
+def test_clients_of_openai_are_answered_at_once(checkpoint, model):
     """Ask three questions of different lengths at once, one of them as a stream."""
     chats = [[{"role": "user", "content": text}] for text in ("the", "the people of the state", "of the union " * 5)]
-    with answering(checkpoint, *options) as url:
+    with answering(checkpoint) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
 
         def ask(chat):
@@ -70,13 +63,12 @@ def test_clients_of_openai_are_answered_at_once(options, checkpoint, model):
     assert answers == [answer(model, chat) for chat in chats]
 
 
-@pytest.mark.parametrize("options", [[], CONTINUOUS], ids=["one by one", "continuous batching"])
-def test_a_request_that_cannot_be_answered_gets_the_reason(options, checkpoint, tmp_path, capfd):
+def test_a_request_that_cannot_be_answered_gets_the_reason(checkpoint, tmp_path, capfd):
     """Chat with a model without a chat template, and send it more tokens than its context of 64."""
     plain = shutil.copytree(checkpoint, tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
     edit_config(plain, max_position_embeddings=64)
-    with answering(str(plain), *options) as url:
+    with answering(str(plain)) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
         request = {"model": str(plain), "temperature": 0}
         for stream in (False, True):
@@ -131,6 +123,12 @@ def test_a_server_whose_packages_are_missing_is_refused(checkpoint, monkeypatch)
         serve.main()
 
 
+def test_continuous_batching_is_refused(checkpoint, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["serve", checkpoint, "--continuous-batching"])
+    with pytest.raises(UserError, match=r"--continuous-batching keeps one key .* vLLM \(docs/SERVE.md\)"):
+        serve.main()
+
+
 def test_every_name_but_that_of_a_gguf_file_is_checked(checkpoint, tmp_path, monkeypatch):
     """Check a directory that is named after such a file, and a model of the Hub at the revision that is loaded."""
     edit_config(shutil.copytree(checkpoint, tmp_path / "model.gguf-v2"), _attn_implementation="org/kernel")
@@ -146,38 +144,6 @@ def test_every_name_but_that_of_a_gguf_file_is_checked(checkpoint, tmp_path, mon
     assert read == [("org/name", "v1")] * 2 + [("org/name", "v2")] * 2
 
 
-def build_as_a_server(config, core):
-    """Build the decoder on the meta device: vLLM writes the core into the config, and SGLang passes an argument."""
-    arguments = {"attn_implementation": core} if core == "sglang" else {}
-    if core != "sglang":
-        config._attn_implementation = core
-    with torch.device("meta"):
-        return AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=True, **arguments)
-
-
-@pytest.mark.parametrize("core", ["vllm", "vllm_mla", "sglang"])  # the names by which servers register theirs
-def test_a_servers_own_attention_is_refused(core, monkeypatch):
-    """Refuse it for all but plain "mha" layers, also where a server sets it on a model that is built."""
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, core, ALL_ATTENTION_FUNCTIONS["sdpa"])
-    # vLLM and SGLang ask this before they fall back on a Transformers model.
+def test_no_server_runs_a_model_on_its_own_attention():
+    """vLLM and SGLang ask this before they fall back on a model of Transformers."""
     assert not any(each.is_backend_compatible() for each in (IHAModel, IHAForCausalLM, IHAForSequenceClassification))
-    for overrides in (
-        {"attention_kinds": ["mha", "iha"], "num_pseudo_heads": 1},
-        {"attention_kinds": ["mha", "iha"]},
-        {"attention_kinds": ["mha", "talking_heads"]},
-        {"attention_kinds": ["mha", "diff"]},
-        {"attention_kinds": "mha", "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
-    ):
-        refused = pytest.raises(ValueError, match=f"attn_implementation='{core}' knows .* layer 1 is a .*: serve")
-        with refused:
-            build_as_a_server(small_config(**overrides), core)
-        model = random_model(small_config(**overrides))
-        model.set_attn_implementation(core)
-        with refused:
-            model(random_ids(1, 5))
-
-    config = small_config(attention_kinds="mha")
-    assert build_as_a_server(config, core).device.type == "meta"
-    model = random_model(config)
-    model.set_attn_implementation(core)
-    assert model(random_ids(1, 5)).logits.isfinite().all()

@@ -9,7 +9,7 @@ from helpers import set_core
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
 
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 
 
 CORES = [

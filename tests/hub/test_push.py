@@ -182,7 +182,7 @@ FAULTS = {
     "no weights": (remove("model.safetensors"), "no file named model.safetensors"),
     "NaN": (fill_head(torch.nan), "holds NaN or infinity"),
     "other code": (append("modeling_iha.py", "\nprint('hello')\n"), "differs from this package's code"),
-    "code that is not whole": (remove("masks.py"), "code of"),
+    "code that is not whole": (remove("virtual_tokens.py"), "code of"),
     "no license": (
         lambda directory: (directory / "README.md").write_text("---\nbase_model: me/base\n---\n"),
         "does not state its license: add it, or give --license",
@@ -328,11 +328,11 @@ def test_what_is_superseded_goes_in_the_same_commit(directory, hub, push, passed
 
 def test_modules_of_a_stranger_stay():
     """Remove files with the names of our code only where there is a checkpoint of this package."""
-    there = ["masks.py", "options.py", "model.safetensors"]
+    there = ["virtual_tokens.py", "options.py", "model.safetensors"]
     assert push_to_hub.superseded(there, ["config.json"], has_new_weights=True) == ["model.safetensors"]
     there.append("modeling_iha.py")
     gone = push_to_hub.superseded(there, ["config.json", "modeling_iha.py"], has_new_weights=True)
-    assert gone == ["masks.py", "model.safetensors", "options.py"]
+    assert gone == ["model.safetensors", "options.py", "virtual_tokens.py"]
 
 
 def test_a_terminated_push_leaves_no_copy(directory, hub, push, passed, tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from iha.arguments import KINDS
 from iha.cards import render_card
 from iha.kinds import companion_of, iha
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
 from modeling_iha.mixing_weights import mixing_parameters
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.package import shipped_code
 
 
@@ -31,8 +31,8 @@ def test_a_checkpoint_ships_what_its_code_imports(kind, tmp_path):
 
 def test_what_is_derived():
     assert KINDS == sorted(kind for kind in ATTENTION_CLASSES if companion_of(kind).start)
-    assert KINDS == ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "multi_token", "talking_heads"]
-    of_scores = {"score_mix", "weight_mix", "score_conv", "weight_conv", "pre_base", "post_base"}
+    assert KINDS == ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "talking_heads"]
+    of_scores = {"score_mix", "weight_mix", "pre_base", "post_base"}
     names = {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
     assert names == {name for attention in ATTENTION_CLASSES.values() for name in attention.mixing_modules}
     model = IHAForCausalLM(small_config(**EVERY_KIND))
@@ -67,7 +67,6 @@ def test_no_deviation_at_the_exact_start():
     ("kind", "options", "added"),
     [
         ("talking_heads", {}, ["score_mix.weight", "weight_mix.weight"]),
-        ("multi_token", {}, ["score_conv.weight", "weight_conv.weight", "score_mix.weight", "weight_mix.weight"]),
         ("knocking_heads", {}, ["v_map.up", "v_map.gate", "v_map.down"]),
         (
             "knocking_heads",

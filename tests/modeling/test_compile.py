@@ -24,10 +24,9 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, GenerationConfig
 from transformers.masking_utils import causal_mask_function, create_sliding_window_causal_mask
 
-from modeling_iha import interleave_heads, virtual_core, windows
-from modeling_iha.cache_names import CACHE
-from modeling_iha.first_keys import is_first_key_mask
-from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha import interleave_heads, virtual_tokens
+from modeling_iha.configuration_iha import OPTIONS_CLASSES
+from modeling_iha.transformers_versions import CACHE
 
 
 # Few models that show every path, because Dynamo traces for a second per layer and graph: each kind stands once, and
@@ -37,12 +36,7 @@ GEOMETRIES = {
     "full": {
         "attention_kinds": FULL,
         "num_hidden_layers": len(FULL),
-        "attention_options": {kind: OPTIONS_CLASSES[kind].example for kind in FULL},
-    },
-    "scores": {
-        "attention_kinds": ["talking_heads", "multi_token"],
-        "num_hidden_layers": 2,
-        "attention_options": {"multi_token": OPTIONS_CLASSES["multi_token"].example},
+        "attention_options": {kind: getattr(OPTIONS_CLASSES[kind], "example", {}) for kind in FULL},
     },
     "windows": {
         "attention_kinds": ["iha", "simplicial", "diff"],
@@ -120,7 +114,7 @@ def test_forward(geometry, core):
     ("geometry", "inputs"),
     [
         ("shared", "padded"),
-        *(slow("paired", "packed"), slow("scores", "plain"), slow("shared", "plain"), slow("shared", "packed")),
+        *(slow("paired", "packed"), slow("shared", "plain"), slow("shared", "packed")),
         *(slow("windows", each) for each in ("plain", "padded", "packed")),
         *(slow("full", each) for each in ("plain", "packed")),
     ],
@@ -264,8 +258,8 @@ def test_a_compiled_decoder_takes_no_dense_mask_for_a_window(name, window, input
     check_makes_no_dense_mask(model, inputs, lengths)
 
 
-def check_makes_no_dense_mask(model, inputs, lengths):
-    entries = []
+def counting(entries):
+    """Return a backend that notes the entries of the largest tensor of each graph."""
 
     def backend(graph, examples):
         made = [node.meta.get("example_value") for node in graph.graph.nodes]
@@ -274,7 +268,12 @@ def check_makes_no_dense_mask(model, inputs, lengths):
         entries.append(max(size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes))
         return graph
 
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    return backend
+
+
+def check_makes_no_dense_mask(model, inputs, lengths):
+    entries = []
+    compiled = torch.compile(model, fullgraph=True, backend=counting(entries))
     for length in lengths:
         input_ids, real = random_ids(2, length), torch.ones(2, length, dtype=torch.long)
         given = {}
@@ -296,7 +295,7 @@ def check_makes_no_dense_mask(model, inputs, lengths):
 
 
 @pytest.mark.parametrize("name", [slow("mistral"), slow("llama4_text")])
-def test_layers_and_chunks_of_a_compiled_decoder(name, monkeypatch):
+def test_layers_and_chunks_of_a_compiled_decoder(name):
     """Compare with eager code where some layers are plain, padding lies anywhere, and Llama 4 attends in chunks."""
     model = train_mixing(interleave_heads(decoder(name, num_hidden_layers=2), 2, layers=[1]))
     input_ids = random_ids(2, 300)
@@ -304,67 +303,59 @@ def test_layers_and_chunks_of_a_compiled_decoder(name, monkeypatch):
     real[0, :17] = 0
     real[1, -3:] = 0
     expected = uncached_logits(model, input_ids, attention_mask=real)
-    monkeypatch.setattr(windows, "_dense_mask", None)  # each of its calls would raise an error
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         found = compiled(input_ids, attention_mask=real, use_cache=False).logits
     assert_close(found[real.bool()], expected[real.bool()])
 
 
-def test_compiled_layers_take_no_dense_mask_for_a_given_window(monkeypatch):
+def test_compiled_layers_take_no_dense_mask_for_a_given_window():
     """Compile the layers alone: their masks are made in eager code, and the window is the layers' own."""
     model = train_mixing(interleave_heads(decoder("llama", num_hidden_layers=1), 2, sliding_window=4))
     input_ids, real = random_ids(2, 300), torch.ones(2, 300, dtype=torch.long)
     real[0, :130] = 0
     expected = uncached_logits(model, input_ids, attention_mask=real)
-    monkeypatch.setattr(windows, "_dense_mask", None)
+    entries = []
     for layer in model.model.layers:
-        layer.compile(backend="eager", fullgraph=True)
+        layer.compile(backend=counting(entries), fullgraph=True)
     found = uncached_logits(model, input_ids, attention_mask=real)
     assert_close(found[real.bool()], expected[real.bool()])
+    assert len(entries) == 1 and entries[0] < (2 * 300) ** 2
 
 
-def test_masks_that_compiled_code_cannot_know_stay_dense():
+def test_masks_that_compiled_code_cannot_know_stay_dense(small_blocks):
     """Image blocks, functions of the user's and packed documents change a mask in ways that a graph cannot see."""
     config = interleave_heads(decoder("mistral", num_hidden_layers=1), 2).config
-    states = torch.zeros(1, 9, 32)
-    images = torch.tensor([[-1] * 3 + [0] * 4 + [-1] * 2])
+    states = torch.zeros(1, 20, 32)
+    images = torch.tensor([[-1] * 3 + [0] * 4 + [-1] * 13])
 
     @partial(torch.compile, backend="eager", fullgraph=True)
     def mask(**given):
-        given = {"attention_mask": torch.ones(1, 9, dtype=torch.long), **given}
+        given = {"attention_mask": torch.ones(1, 20, dtype=torch.long), **given}
         return create_sliding_window_causal_mask(config, states, **{CACHE: None}, **given)
 
-    assert is_first_key_mask(mask())
-    packed = {"attention_mask": None, "position_ids": torch.arange(9)[None]}
+    assert mask().shape == (1, 2 * 20)
+    packed = {"attention_mask": None, "position_ids": torch.arange(20)[None]}
     for given in ({"block_sequence_ids": images}, {"or_mask_function": causal_mask_function}, packed):
-        assert mask(**given).dtype == torch.bool
+        assert mask(**given).shape == (1, 1, 2 * 20, 2 * 20)
 
 
 @pytest.mark.parametrize("kind", ["iha", slow("paired_heads")])
 def test_one_compiled_token_is_causal(kind, monkeypatch):
-    """Compile a call of one token that has no cache, with the choice of a GPU: its mask is one of first keys."""
+    """Compile a call of one token that has no cache, with the choice of a GPU."""
     fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "num_hidden_layers": 1}
     model = random_model(small_config(**fields))
     input_ids = random_ids(2, 1)
     expected = uncached_logits(model, input_ids)
-    monkeypatch.setattr(virtual_core, "uses_new_token_path", lambda *args: True)
+    taken = []
+
+    def takes(module, heads, query, key, mask, dropout):
+        taken.append(mask is not None)
+        return taken[-1]
+
+    monkeypatch.setattr(virtual_tokens, "takes_new_token", takes)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
         output = compiled(input_ids, attention_mask=torch.ones_like(input_ids), use_cache=False).logits
+    assert taken == [True]
     assert_close(output, expected)
-
-
-@pytest.mark.parametrize("kind", ["iha", slow("mha")])
-def test_compiled_documents_stay_apart_under_a_mask(kind):
-    """Pack two documents in a row, each with padding after it, beside a row of one document with padding before it."""
-    fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "num_hidden_layers": 2}
-    model = random_model(small_config(**fields, layer_types=["sliding_attention", "full_attention"], sliding_window=3))
-    input_ids = random_ids(2, 12)
-    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]])
-    real = torch.tensor([[1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        output = compiled(input_ids, attention_mask=real, position_ids=positions, use_cache=False).logits
-    for row, document in ((0, slice(0, 5)), (0, slice(6, 10)), (1, slice(3, 12))):
-        assert_close(output[row : row + 1, document], uncached_logits(model, input_ids[row : row + 1, document]))

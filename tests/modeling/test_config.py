@@ -4,7 +4,6 @@ What Transformers and other libraries store in one passes."""
 
 import importlib
 import json
-import re
 import shutil
 import sys
 from copy import deepcopy
@@ -28,9 +27,6 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.configuration_iha import AUTO_MAP
 
 
-NAN, INF = float("nan"), float("inf")
-
-
 def rope(rope_type, **parameters):
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 100.0, **parameters}}
 
@@ -38,117 +34,57 @@ def rope(rope_type, **parameters):
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 BAD = [
-    ({"num_pseudo_heads": 0}, "num_pseudo_heads=0.*at least 1"),
+    ({"num_pseudo_heads": 0}, "num_pseudo_heads=0.*above 0"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3.*divide.*num_attention_heads=4"),
-    ({"num_key_value_heads": 0}, "num_key_value_heads=0.*at least 1"),
-    ({"num_attention_heads": 3, "num_key_value_heads": 3}, "hidden_size=32.*num_attention_heads=3.*head_dim"),
-    ({"num_attention_heads": 0}, "hidden_size=32.*num_attention_heads=0"),
-    ({"hidden_act": "zip"}, "hidden_act='zip'.*'gelu'"),
     ({"head_dim": 7}, "head_dim=7.*even"),
+    ({"mixing_scale": 0}, "mixing_scale=0.*above 0"),
     ({"attention_kinds": "linear"}, "attention_kinds.*'linear'.*'mha', 'iha'"),
-    ({"attention_kinds": ["iha"] * 3}, "attention_kinds has 3 entries.*num_hidden_layers=2"),
+    ({"attention_kinds": ["iha"] * 3}, r"attention_kinds has 3 entries.*one per layer \(2\)"),
     ({"layer_types": "chunked_attention"}, "layer_types.*'chunked_attention'.*'full_attention', 'sliding_attention'"),
-    ({"layer_types": ["full_attention"] * 3}, "layer_types has 3 entries.*num_hidden_layers=2"),
+    ({"layer_types": ["full_attention"] * 3}, r"layer_types has 3 entries.*one per layer \(2\)"),
     ({"layer_types": "sliding_attention", "sliding_window": 0}, "sliding_window=0.*at least 2"),
-    ({"pseudo_collapse": "mean"}, "pseudo_collapse='mean'.*'per_head', 'all_heads'"),
-    ({"attention_options": {"linear": {}}}, "attention_options.*'linear'.*'mha', 'iha'"),
-    ({"attention_options": {"iha": None}}, "attention_options.*'iha'.*None.*dict"),
+    ({"layer_types": "sliding_attention"}, "sliding_window=None.*at least 2"),
+    ({"sliding_window": 4}, "sliding_window=4.*None elsewhere"),
+    ({"pseudo_collapse": "mean"}, "'pseudo_collapse'.*'per_head', 'all_heads'.*mean"),
+    ({"attention_options": {"linear": {"foo": 1}}}, "attention_options.*'linear'"),
+    ({"attention_options": {"iha": {"foo": 1}}}, "attention_options.*'iha'"),
+    ({"attention_options": {"gated": {"foo": 1}}}, "foo"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.*rope_type.*linear.*factor"),
-    ({"rope_parameters": {"rope_type": "alibi", "rope_theta": 1e4}}, "rope_parameters.*'alibi'.*'default'.*'yarn'"),
-    ({"rope_parameters": {**PLAIN, "rope_theta": [1e4]}}, r"rope_theta=\[10000.0\]; it must be a number above 0"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.*one set"),
     ({**LOCAL, "rope_parameters": {"sliding_attention": PLAIN}}, "rope_parameters.*one set for each"),
-    ({"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}}, "layers of full_attention;.*one set"),
+    ({"rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN}}, "rope_parameters.*one set"),
     (
         {**LOCAL, "rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN, "factor": 2.0}},
         "rope_parameters.*no other key",
     ),
     (
-        {**LOCAL, "rope_parameters": {"full_attention": PLAIN, "sliding_attention": {**PLAIN, "rope_theta": 0}}},
-        "rope_theta=0; .* above 0",
+        {
+            "attention_kinds": "dcmha",
+            "attention_options": {"dcmha": {"rank": 0, "gate": False, "base_map": True, "sides": "query"}},
+        },
+        "sides='query' with rank=0 and gate=False",
     ),
-    (
-        {**LOCAL, "rope_parameters": {"full_attention": PLAIN, "sliding_attention": None}},
-        "rope_parameters.*rope_type must be one of",
-    ),
-    (
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        "rope_parameters.*partial_rotary_factor=0.5.*1.0",
-    ),
-    *[
-        (rope("default", rope_theta=theta), f"rope_theta={theta!r}; .* above 0")
-        for theta in (NAN, 0, -1.0, INF, "1e4", None, True)
-    ],
-    *[
-        (rope(rope_type, factor=factor), f"factor={factor}; .* above 0")
-        for rope_type in ("linear", "dynamic", "yarn")
-        for factor in (0, -2.0, NAN, INF)
-    ],
-    (rope("linear", factor=None), "factor=None; .* above 0"),
-    (rope("default", factor=8.0), "factor=8.0 with the rope_type 'default'"),
-    ({"rope_theta": 1e6}, "rope_theta=1000000.0 beside rope_parameters=.*100.0.*: give one base"),
-    (
-        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        "rope_scaling=.*linear.* beside rope_parameters=.*: put both",
-    ),
-    ({"per_layer_config": {"0": {"num_attention_heads": 2}}}, "per_layer_config: .* by lists, such as layer_types"),
-    *[
-        ({"attention_kinds": kind, "attention_options": {kind: options}}, message)
-        for kind, options, message in (
-            ("multi_token", {"convolution": None, "every": 4}, "convolution=None and every, which describe"),
-            (
-                "dcmha",
-                {"rank": 0, "gate": False, "base_map": True, "sides": "query"},
-                "sides='query' with rank=0 and gate=False",
-            ),
-        )
-    ],
-    (rope("yarn", factor=2.0, original_max_position_embeddings=0), "original_max_position_embeddings=0; .* above 0"),
-    (rope("yarn", factor=2.0, attention_factor=NAN), "attention_factor=nan; .* above 0"),
-    (rope("yarn", factor=2.0, beta_fast=NAN), "beta_fast=nan; .* at least 0"),
-    (rope("yarn", factor=2.0, beta_slow=-1), "beta_slow=-1; .* at least 0"),
-    (rope("yarn", factor=2.0, mscale=NAN, mscale_all_dim=1.0), "mscale=nan; .* at least 0"),
-    (
-        rope("llama3", factor=8.0, low_freq_factor=0, high_freq_factor=4.0, original_max_position_embeddings=64),
-        "low_freq_factor=0; .* above 0",
-    ),
-    (
-        rope("longrope", short_factor=[1.0] * 4, long_factor=[1.0, 1.0, NAN, 1.0], factor=4.0),
-        "long_factor=.*nan.*; .* above 0",
-    ),
-    (rope("proportional", partial_rotary_factor=1.5), "partial_rotary_factor=1.5; .* from 0 to 1"),
-    # With 0, a row of padding, whose embedding is zero, would become NaN.
-    *[({"rms_norm_eps": eps}, f"rms_norm_eps={eps}; .* above 0") for eps in (-1.0, NAN, 0.0, INF)],
     ({"initializer_range": -0.1}, "Value must be .*0.0 .*-0.1"),
-    *[
-        ({"attention_dropout": dropout}, f"attention_dropout={dropout}; .* at least 0 and below 1")
-        for dropout in (2.0, 1.0, -0.1, NAN)
-    ],
     *[
         (
             {"attention_kinds": "diff", "attention_options": {"diff": {"lambda_std_dev": value}}},
-            f"lambda_std_dev={value}; .* number, at least 0",
+            "lambda_std_dev.*number, at least 0",
         )
-        for value in (NAN, INF, -1)
+        for value in (float("nan"), float("inf"), -1)
     ],
     (
         {"attention_kinds": "knocking_heads", "attention_options": {"knocking_heads": {"values": None}}},
         "leaves multi-head attention: set one of them, or use kind 'mha'",
     ),
-    # An embedding of 61 rows: Llama fails there, too, once it is built.
-    ({"pad_token_id": 61}, "pad_token_id=61; .*vocab_size=61"),
-    ({"pad_token_id": -62}, "pad_token_id=-62; .*vocab_size=61"),
-    ({"no_rope_layers": [1, 2]}, "no_rope_layers holds 2; allowed are 0, 1"),
-    ({"no_rope_layers": [1, 0, 1]}, "no_rope_layers has 3 entries for num_hidden_layers=2"),
+    ({"no_rope_layers": [1, 2]}, "no_rope_layers.* 2: .*of 0, 1"),
+    ({"no_rope_layers": [1, 0, 1]}, r"no_rope_layers has 3 entries.*one per layer \(2\)"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD, ids=[str(fields) for fields, _ in BAD])
 def test_what_cannot_work_is_refused(fields, message):
-    with pytest.raises(Exception, match=f"(?s){message}") as caught:
+    with pytest.raises(Exception, match=f"(?s){message}"):
         small_config(**fields)
-    reason = str(caught.value).strip().splitlines()[-1]
-    assert re.search(message, reason)  # all of it in one line
 
 
 GOOD = [
@@ -189,12 +125,13 @@ def test_a_model_without_dropout_runs(kind):
     [
         ("pseudo_heads", "num_pseudo_heads"),
         ("attention_kind", "attention_kinds"),
-        ("num_heads", "num_attention_heads"),  # beside num_pseudo_heads
+        ("n_heads", "num_attention_heads"),
+        ("P", "num_pseudo_heads"),
     ],
 )
-def test_a_misspelt_field_is_refused(name, meant):
-    with pytest.raises(ValueError, match=f"no field '{name}' .*=3.*'{meant}'") as caught:
-        small_config(**{name: 3})
+def test_a_misspelt_override_of_a_preset_is_refused(name, meant):
+    with pytest.raises(ValueError, match=f"no field '{name}'; did you mean '{meant}'") as caught:
+        IHAConfig.from_preset("tiny", **{name: 3})
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -218,38 +155,26 @@ def test_what_others_store_passes(tmp_path):
     assert (config.unsloth_version, config.quantization_config["quant_method"]) == ("2026.1", "none")
 
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-
 def test_the_ffn_is_llamas_unless_a_config_says_otherwise():
     ours, llama = random_model(small_config()), LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=32))
     names = {name for name, _ in llama.model.layers[0].mlp.named_parameters()}
     assert {name for name, _ in ours.model.layers[0].mlp.named_parameters()} == names
 
 
-@pytest.mark.parametrize("missing", [SIZES, *[[name] for name in SIZES]], ids=str)
-def test_a_config_json_without_sizes_is_refused(tmp_path, missing):
-    """Refuse what would become a model of Llama-7B's sizes, whatever the weights beside it."""
-    small_config().save_pretrained(tmp_path)
-    file = tmp_path / "config.json"
-    written = json.loads(file.read_text())
-    file.write_text(json.dumps({name: value for name, value in written.items() if name not in missing}))
-    for read in (AutoConfig.from_pretrained, IHAConfig.from_pretrained):
-        with pytest.raises(ValueError, match=f"config.json names no {', '.join(missing)}") as caught:
-            read(tmp_path)
-        assert len(str(caught.value).splitlines()) == 1
-
-
+FIRST_LAYERS = {
+    "num_hidden_layers": 3,
+    "attention_kinds": ["iha", "iha", "mha"],
+    "layer_types": ["full_attention"] * 3,
+    "no_rope_layers": [1] * 3,
+}
 OVERRIDES = {
-    "a window without a sliding layer": ({"sliding_window": 4}, "sliding_window=4 would have no effect"),
-    "no option": ({"attention_options": {"iha": {"foo": 1}}}, "has the option 'foo'"),
-    "one name": ({"attention_kinds": "mha", "num_pseudo_heads": None}, {"attention_kinds": ["mha"] * 4}),
-    "the first layers": (
-        {"num_hidden_layers": 3},
-        {"attention_kinds": ["iha", "iha", "mha"], "layer_types": ["full_attention"] * 3, "no_rope_layers": [1] * 3},
-    ),
-    "more layers": ({"num_hidden_layers": 5}, "attention_kinds has 4 entries for num_hidden_layers=5"),
-    "of Transformers": ({"dtype": torch.bfloat16, "use_cache": False}, {"dtype": torch.bfloat16, "use_cache": False}),
+    "a window without a sliding layer": ({"sliding_window": 4}, "sliding_window=4 with .*None elsewhere"),
+    "no option": ({"attention_options": {"iha": {"foo": 1}}}, "attention_options.*'iha'"),
+    "fewer layers": ({"num_hidden_layers": 3}, "attention_kinds has 4 entries"),
+    "more layers": ({"num_hidden_layers": 5}, "attention_kinds has 4 entries"),
+    "other kinds": ({"attention_kinds": ["mha"] * 4}, None),
+    "the first layers": (FIRST_LAYERS, None),
+    "of Transformers": ({"dtype": torch.bfloat16, "use_cache": False}, None),
 }
 
 
@@ -259,78 +184,45 @@ def test_fields_that_replace_those_of_a_file_are_checked_with_the_rest(name, tmp
     random_model(small_config(num_hidden_layers=4, attention_kinds=["iha", "iha", "mha", "iha"])).save_pretrained(
         tmp_path
     )
-    fields, expected = OVERRIDES[name]
-    if isinstance(expected, str):
-        for auto_class in (AutoConfig, AutoModelForCausalLM):
-            with pytest.raises(Exception, match=expected):
-                auto_class.from_pretrained(tmp_path, **fields)
+    fields, message = OVERRIDES[name]
+    if message is not None:
+        with pytest.raises(Exception, match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **fields)
         return
     config, unused = AutoConfig.from_pretrained(tmp_path, **fields, device_map="cpu", return_unused_kwargs=True)
     assert unused["device_map"] == "cpu" and not fields.keys() - {"dtype"} & unused.keys()
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **fields)
     for each in (config, model.config):
-        assert {field: getattr(each, field) for field in expected} == expected
+        assert {field: getattr(each, field) for field in fields} == fields
     assert len(model.model.layers) == config.num_hidden_layers
 
 
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-ROPES = {"sliding_attention": {**ROPE, "rope_theta": 500.0}, "full_attention": ROPE}
-
-
 @pytest.mark.parametrize(
-    ("types", "given", "expected"),
+    ("field", "value", "message"),
     [
-        ("ssf", {}, {"sliding_window": 8, "rope_parameters": ROPES["sliding_attention"]}),
-        ("ffs", {}, {"sliding_window": None, "rope_parameters": ROPES["full_attention"]}),
-        ("sfs", {}, {"sliding_window": 8, "rope_parameters": ROPES}),
-        ("ssf", {"rope_parameters": ROPE}, {"sliding_window": 8, "rope_parameters": ROPE}),
-        ("ffs", {"layer_types": "sliding_attention", "rope_parameters": ROPE}, {"sliding_window": 8}),
+        ("sliding_window", 4, "sliding_window=4 with"),
+        ("num_hidden_layers", 5, "attention_kinds has 2 entries"),
+        ("attention_kinds", ["mah"] * 2, "attention_kinds has .*'mah'"),
+        ("attention_kinds", "mha", "attention_kinds has"),  # not expanded any more
     ],
 )
-def test_the_first_layers_keep_what_concerns_their_types(types, given, expected, tmp_path):
-    """Load two layers of three, of which all or some have a window and RoPE parameters of their own."""
-    kinds = {"s": "sliding_attention", "f": "full_attention"}
-    fields = {"layer_types": [kinds[each] for each in types], "sliding_window": 8, "rope_parameters": ROPES}
-    random_model(small_config(num_hidden_layers=3, **fields)).save_pretrained(tmp_path)
-    config = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2, **given).config
-    assert {field: getattr(config, field) for field in expected} == expected and len(config.layer_types) == 2
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("pseudo_positions", "foo"), ("sliding_window", 4), ("num_hidden_layers", 5), ("attention_kinds", ["mah"] * 2)],
-)
 @pytest.mark.parametrize("auto_class", [AutoModelForCausalLM, AutoModelForSequenceClassification])
-def test_fields_that_are_set_on_a_config_are_checked_when_a_model_is_built(auto_class, field, value):
+def test_fields_that_are_set_on_a_config_are_checked_when_a_model_is_built(auto_class, field, value, message):
     config = small_config()
     setattr(config, field, value)
-    with pytest.raises(ValueError, match=f"{field}.* (allowed are|would have no effect|give one name)"):
+    with pytest.raises(ValueError, match=message):
         auto_class.from_config(config)
 
 
-def test_a_name_that_is_set_for_a_list_of_layers_is_refused():
-    config = small_config()
-    config.attention_kinds = "mha"
-    with pytest.raises(ValueError, match="attention_kinds='mha' was assigned: assign a list with one entry per layer"):
-        IHAForCausalLM(config)
-
-
-def test_a_configuration_of_another_class_is_refused():
-    with pytest.raises(ValueError, match="^LlamaConfig is not an IHAConfig: build one, or convert the model"):
-        IHAForCausalLM(LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2))
-
-
-@pytest.mark.parametrize("layers", [10_001, 10**9])
-def test_a_damaged_number_of_layers_is_refused_before_lists_of_that_length_are_made(layers):
-    with pytest.raises(ValueError, match=f"num_hidden_layers={layers}; it must be at most 10000"):
-        IHAConfig.from_preset("tiny", num_hidden_layers=layers)
-    with pytest.raises(ValueError, match=f"num_hidden_layers={layers}; it must be at most 10000"):
-        IHAConfig.from_preset("small-1m-iha", num_hidden_layers=layers)
+@pytest.mark.parametrize("value", ["foo", None])
+def test_a_word_that_is_set_on_a_config_is_checked_at_once(value):
+    with pytest.raises(Exception, match="'pseudo_positions' expected one of"):
+        small_config().pseudo_positions = value
 
 
 @pytest.mark.parametrize("layers", [-1, 0, None, "5"])
 def test_a_number_of_layers_that_is_none_is_refused(layers):
-    with pytest.raises(Exception, match="num_hidden_layers"):
+    with pytest.raises(Exception, match=rf"num_hidden_layers|one per layer \({layers}\)"):
         IHAConfig.from_preset("small-1m-iha", num_hidden_layers=layers)
 
 
@@ -342,11 +234,7 @@ def test_the_configuration_imports_no_attention_code(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("bare.configuration_iha")
     imported = {name.removeprefix("bare.") for name in sys.modules if name.startswith("bare.")}
-    assert {name for name in imported if "option" not in name} == {
-        "configuration_iha",
-        "mixing_scale",
-        "tested_versions",
-    }
+    assert {name for name in imported if "option" not in name} == {"configuration_iha", "transformers_versions"}
 
 
 OWN_MODEL = """from modeling_iha import IHAForCausalLM
@@ -388,58 +276,14 @@ def test_config_round_trip(preset, tmp_path):
 SCALED = {"rope_type": "linear", "factor": 4.0}
 
 
-@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
-def test_an_override_of_the_scaling_keeps_the_base(name, tmp_path):
+def test_an_override_of_the_scaling_keeps_the_base_of_a_preset():
     """Transformers would fill in a base of 10,000."""
-    small_config().save_pretrained(tmp_path)
-    loaded = IHAConfig.from_pretrained(tmp_path, **{name: SCALED})
-    assert loaded.rope_parameters == {**SCALED, "rope_theta": 100.0}
-    preset = IHAConfig.from_preset("paper-2.4b-iha", **{name: SCALED})
+    preset = IHAConfig.from_preset("paper-2.4b-iha", rope_parameters=SCALED)
     assert preset.rope_parameters == {**SCALED, "rope_theta": 500000.0}
-
-
-def test_an_override_of_the_scaling_of_each_layer_type_keeps_its_base(tmp_path):
+    both = IHAConfig.from_preset("paper-2.4b-iha", rope_parameters=SCALED, rope_theta=7.0)
+    assert both.rope_parameters == {**SCALED, "rope_theta": 7.0}
     ropes = {"full_attention": {**PLAIN, "rope_theta": 7.0}, "sliding_attention": {**PLAIN, "rope_theta": 5.0}}
-    small_config(**LOCAL, rope_parameters=ropes).save_pretrained(tmp_path)
-    given = {"full_attention": SCALED, "sliding_attention": {**PLAIN, "rope_theta": 3.0}}
-    loaded = IHAConfig.from_pretrained(tmp_path, rope_parameters=given)
-    assert loaded.rope_parameters == {**given, "full_attention": {**SCALED, "rope_theta": 7.0}}
-    with pytest.raises(ValueError, match="no rope_theta, and the layer types .* have a base each"):
-        IHAConfig.from_pretrained(tmp_path, rope_parameters=SCALED)
-
-
-@pytest.mark.parametrize(
-    ("older", "override", "expected"),
-    [
-        ({"rope_theta": 5.0}, {"rope_theta": 7.0}, {**PLAIN, "rope_theta": 7.0}),
-        ({"rope_theta": 5.0}, {"rope_scaling": SCALED}, {**SCALED, "rope_theta": 5.0}),
-        ({"rope_theta": 5.0, "rope_scaling": SCALED}, {"rope_theta": 7.0}, {**SCALED, "rope_theta": 7.0}),
-        (
-            {"rope_theta": 5.0, "rope_scaling": SCALED},
-            {"rope_scaling": {**SCALED, "factor": 2.0}},
-            {**SCALED, "factor": 2.0, "rope_theta": 5.0},
-        ),
-        (
-            {"rope_parameters": {**PLAIN, "rope_theta": 5.0}, "rope_theta": 5.0},
-            {"rope_theta": 7.0},
-            {**PLAIN, "rope_theta": 7.0},
-        ),
-        (
-            {"rope_parameters": {**PLAIN, "rope_theta": 5.0}},
-            {"rope_theta": 7.0, "rope_parameters": None},
-            {**PLAIN, "rope_theta": 7.0},
-        ),
-        (
-            {"rope_parameters": {**PLAIN, "rope_theta": 5.0}},
-            {"rope_parameters": None},
-            {**PLAIN, "rope_theta": 5.0},
-        ),
-    ],
-)
-def test_an_override_of_rope_replaces_the_older_fields_of_a_file(older, override, expected):
-    fields = {name: value for name, value in small_config().to_dict().items() if not name.startswith("rope_")}
-    loaded = IHAConfig.from_dict(fields | older, **override)
-    assert loaded.rope_parameters == expected
+    assert IHAConfig.from_preset("paper-2.4b-iha", rope_parameters=ropes).rope_parameters == ropes
 
 
 def test_a_subclass_has_fields_of_its_own(tmp_path):
@@ -448,16 +292,6 @@ def test_a_subclass_has_fields_of_its_own(tmp_path):
 
     Scaled(**small_config().to_diff_dict()).save_pretrained(tmp_path)
     assert Scaled.from_pretrained(tmp_path, scale=3.0).scale == 3.0
-
-
-def test_overrides_that_contradict_or_mean_nothing_are_refused(tmp_path):
-    small_config().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="rope_theta=5.0 beside rope_parameters=.*: give one base"):
-        IHAConfig.from_pretrained(tmp_path, rope_theta=5.0, rope_parameters={**SCALED, "rope_theta": 6.0})
-    with pytest.raises(ValueError, match="rope_scaling beside rope_parameters"):
-        IHAConfig.from_pretrained(tmp_path, rope_scaling=SCALED, rope_parameters=SCALED)
-    with pytest.raises(ValueError, match="no field 'pseudo_heads' .*'num_pseudo_heads'"):
-        IHAConfig.from_pretrained(tmp_path, pseudo_heads=4)
 
 
 def test_files_of_others_stay_when_a_configuration_is_saved(tmp_path):

@@ -18,8 +18,8 @@ from iha.cards import render_card
 from iha.errors import UserError
 from iha.step_memory import Counter, StepMemory, of_training
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
-from modeling_iha.cache_names import CACHE
 from modeling_iha.flop_matched_window import flop_matched_window
+from modeling_iha.transformers_versions import CACHE
 
 
 VARIANTS = {
@@ -70,17 +70,6 @@ OTHER_KINDS = {
         "attention_kinds": "hyper_feature",
         "attention_bias": True,
         "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
-    },
-    "multi_token": {"attention_kinds": "multi_token"},
-    "multi_token, other options": {
-        "attention_kinds": ["mha", "multi_token", "multi_token", "multi_token"],
-        "num_hidden_layers": 4,
-        "attention_options": {
-            "multi_token": {
-                **{"query_kernel": 2, "key_kernel": 3, "every": 3, "head_mixing": "post", "head_group": 2},
-                **{"head_norm": True, "head_gate": True},
-            }
-        },
     },
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
@@ -239,7 +228,7 @@ def test_an_interleaved_checkpoint_costs_what_its_model_has(tmp_path, name, how)
     ("source", "message"),
     [
         (("paper-2.4b-global", None, 4), "--num-pseudo-heads 4: no layer of this model has pseudo-heads"),
-        (("paper-2.4b-global", None, None, 64), "would have no effect"),
+        (("paper-2.4b-global", None, None, 64), "sliding_window=64 with .*None elsewhere"),
         (("paper-2.4b-iha", None, 300), "leaves no window at 8192 tokens"),
     ],
 )

@@ -6,8 +6,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from helpers import EVERY_KIND, HYBRID, assert_close, packing, padding, random_ids, random_model, small_config
 from stand_in_gpu import GpuTensor, gpus, move
 
-from modeling_iha import new_token
-from modeling_iha.cache_names import CACHE
+from modeling_iha.transformers_versions import CACHE
 
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -68,11 +67,8 @@ INPUTS = {"plain": {}, "positions": POSITIONS, "padded": padding(PADDED)[0], "pa
         ("sdpa", "generate", "plain"),
     ],
 )
-def test_two_gpus(core, how, inputs, monkeypatch):
-    """Return the logits, gradients and tokens of a CPU where a model lies on two GPUs.
-
-    There the values of cached tokens are summed in pieces, here of 4 tokens."""
-    monkeypatch.setattr(new_token, "SPLIT_TOKENS", 4)
+def test_two_gpus(core, how, inputs, small_blocks):
+    """Return the logits, gradients and tokens of a CPU where a model lies on two GPUs."""
     input_ids = random_ids(1 if inputs == "packed" else 2, LENGTH)
     model = random_model(small_config(**EVERY_KIND, **WINDOW))
     model.set_attn_implementation(core)
@@ -94,17 +90,17 @@ def test_a_tensor_on_another_device_is_refused():
         torch.ones(2, device=FIRST) + torch.ones(2, device=SECOND)
 
 
-# Positions are looked at once, and by Transformers once for each layer type. On "sdpa" two waits find the first keys
-# of a window or of padding, and two its documents.
+# Transformers looks for documents once for each mask. A layer in blocks looks for them itself. Its mask asks once
+# whether there is padding, and SDPA's mask asks twice. Our own check of packed documents asks once.
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize(
-    ("core", "inputs", "count"),
+    ("core", "inputs", "count", "count_in_blocks"),
     [
-        *(("sdpa", "plain", 0), ("sdpa", "positions", 3 + 4), ("sdpa", "padded", 1 + 2 * 4)),
-        *(("eager", "plain", 0), ("eager", "positions", 3), ("eager", "padded", 1)),
+        *(("sdpa", "plain", 0, 0), ("sdpa", "positions", 4, 2 + 2), ("sdpa", "padded", 1 + 2 * 2, 1 + 2 * 1 + 2 * 2)),
+        *(("eager", "plain", 0, 0), ("eager", "positions", 4, 4), ("eager", "padded", 1, 1)),
     ],
 )
-def test_waits(core, inputs, count):
+def test_waits(core, inputs, count, count_in_blocks, request):
     """Count the waits for the GPU in a forward; one more token waits for nothing."""
     model = random_model(small_config(**{**HYBRID, "sliding_window": 4}))
     model.set_attn_implementation(core)
@@ -113,6 +109,10 @@ def test_waits(core, inputs, count):
     with gpus() as waits, torch.no_grad():
         model(input_ids, use_cache=False, **on_gpu(INPUTS[inputs]))
         assert len(waits) == count
+        request.getfixturevalue("small_blocks")
+        waits.clear()
+        model(input_ids, use_cache=False, **on_gpu(INPUTS[inputs]))
+        assert len(waits) == count_in_blocks
         cache = model(input_ids)[CACHE]
         waits.clear()
         model(input_ids[:, :1], **{CACHE: cache})

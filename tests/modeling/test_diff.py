@@ -18,7 +18,7 @@ from helpers import (
 )
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
-from modeling_iha import IHAConfig, IHAForCausalLM, cpu_precision
+from modeling_iha import IHAConfig, IHAForCausalLM
 
 
 DIFF_LLAMA = {field: value for field, value in LLAMA.items() if field != "mlp_bias"}
@@ -33,9 +33,8 @@ DIFF_LLAMA = {field: value for field, value in LLAMA.items() if field != "mlp_bi
     ],
     ids=str,
 )
-def test_diff_layers_are_diff_llama(cpu_cores, core, dtype, autocast, monkeypatch):
+def test_diff_layers_are_diff_llama(cpu_cores, core, dtype, autocast):
     """Compare bit by bit: the operations, their order and their precision are the same."""
-    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [])  # as on a CPU with products of the dtype
     config = DiffLlamaConfig(**DIFF_LLAMA, rms_norm_eps=1e-6)
     source = random_model(config, DiffLlamaForCausalLM, dtype=torch.float32 if autocast else dtype)
     model = IHAForCausalLM(IHAConfig(attention_kinds="diff", **DIFF_LLAMA)).to(source.dtype).eval()

@@ -22,10 +22,11 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_iha import IHAForQuestionAnswering, IHAForSequenceClassification, IHAForTokenClassification
-from modeling_iha.cache_names import CACHE
-from modeling_iha.mixed_heads import MixedHeads
-from modeling_iha.new_token import uses_new_token_path
+from modeling_iha.interleaving import MixedHeads
+from modeling_iha.modeling_iha import mask_name
 from modeling_iha.pairing import PairedHeads
+from modeling_iha.transformers_versions import CACHE
+from modeling_iha.virtual_tokens import takes_new_token
 
 
 LENGTH = 11
@@ -60,7 +61,7 @@ def test_a_cache_cut_too_short_is_refused():
     mha = random_model(small_config(attention_kinds="mha", **window))
     cache = DynamicCache(config=mha.config)
     logits_in_chunks(mha, random_ids(1, 5), [5], cache)
-    with pytest.raises(ValueError, match="sliding_window=3.*needs 1 more"):
+    with pytest.raises(ValueError, match="filled without the token that this model needs"):
         random_model(small_config(**window))(random_ids(1, 1), **{CACHE: cache})
 
 
@@ -104,15 +105,20 @@ def test_padding_before_a_static_cache(geometry, core):
 # Decoding from base states
 
 
-def takes(num_keys, batch=1, core="sdpa", dropout=0.0, **fields):
-    return uses_new_token_path(core, small_config(**fields), dropout, torch.empty(batch, 4, 1, 8), num_keys)
+def takes(num_keys, batch=1, core="sdpa", dropout=0.0, mask=True, **fields):
+    model = geometry_model("global", **fields)
+    model.set_attn_implementation(core)
+    attention, query = model.model.layers[0].self_attn, torch.empty(batch, 4, 1, 8)
+    heads, key = MixedHeads.of_module(attention, query), torch.empty(batch, 2, num_keys, 8)
+    mask = torch.ones(batch, 1, 3, 3 * num_keys, dtype=torch.bool) if mask else None
+    return takes_new_token(attention, heads, query, key, mask, dropout)
 
 
 def test_one_token():
     """Decode from base states from 64 keys in a row and 128 in the batch on."""
     assert takes(128) and takes(64, batch=2) and not takes(127) and not takes(63, batch=64)
     assert not takes(4096, core="eager") and not takes(4096, dropout=0.1)
-    assert not takes(4096, num_pseudo_heads=1)
+    assert not takes(4096, mask=False) and not takes(4096, pseudo_collapse="all_heads")
 
 
 def test_a_collapse_over_all_heads_concerns_iha_layers_only(monkeypatch):
@@ -179,7 +185,7 @@ def test_masks_for_generate_without_a_cache(geometry):
     model = geometry_model(geometry)
     embeddings = torch.zeros(1, 1, model.config.hidden_size)
     masks = model.create_masks_for_generate(model.config, embeddings, None)
-    assert set(masks) == set(model.config.layer_types)
+    assert set(masks) == {mask_name(layer.self_attn) for layer in model.model.layers}
 
 
 @pytest.mark.parametrize("geometry", ["global", "paired_heads", "window_mha"])

@@ -80,7 +80,7 @@ def test_order_1_is_multi_head_attention(core):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"orders": [1, 1.5, 1, 1]}, r"orders=\[1, 1.5, 1, 1\]; it must be"),
+        ({"orders": [1, 1.5, 1, 1]}, "Field 'orders' with value"),
         ({"orders": [1, 2]}, r"orders=\[1, 2\].*one for each of 4 heads"),
         ({"orders": 3}, "orders=3 and head_dim=8.*even"),
         ({"orders": 8}, "orders=8 and head_dim=8.*even"),
@@ -89,5 +89,5 @@ def test_order_1_is_multi_head_attention(core):
     ids=str,
 )
 def test_bad_options_are_refused(fields, message):
-    with pytest.raises(Exception, match=rf"attention_options\['hyper_feature'\] has {message}"):
+    with pytest.raises(Exception, match=message):
         hyper_feature_config(**fields)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from helpers import assert_close, decoder, random_ids, train_mixing
 from helpers import uncached_logits as logits
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving
-from modeling_iha.cache_names import CACHE
-from modeling_iha.virtual_masks import core_of
+from modeling_iha.modeling_interleaved import core_of
+from modeling_iha.transformers_versions import CACHE
 from research.experiments.model_types import CAUSAL, MULTIMODAL, tiny_model
 
 
@@ -28,6 +28,31 @@ def test_weights_that_are_renamed_by_the_name_of_the_class_are_saved(name, auto_
     model = interleave_heads(auto_class.from_pretrained(tmp_path / "plain"), 2)
     remove_interleaving(model).save_pretrained(tmp_path / "again")
     assert_close(logits(auto_class.from_pretrained(tmp_path / "again").eval(), input_ids=tokens), plain)
+
+
+LOAD = """
+import pickle
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(request["place"], trust_remote_code=True)
+again = pickle.loads(pickle.dumps(model))
+result = [type(model).__name__, again(torch.tensor(request["tokens"])).logits.tolist()]
+"""
+
+
+@pytest.mark.skipif("internlm3" not in CONFIG_MAPPING, reason="this Transformers has no InternLM 3")
+def test_a_type_that_uses_the_models_of_another(tmp_path):
+    """InternLM 3 has a configuration of its own and the models of Llama."""
+    model, tokens = train_mixing(interleave_heads(tiny_model("internlm3"), 2)), random_ids(1, 7)
+    model.save_pretrained(tmp_path)
+    name, found = run_in_clean_process(LOAD, {"place": str(tmp_path), "tokens": tokens.tolist()})
+    assert name == type(model).__name__ == "InterleavedLlamaForCausalLM_of_InternLM3Config"
+    assert_close(torch.tensor(found), logits(model, input_ids=tokens))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model) and type(again.config).__name__ == "InterleavedInternLM3Config"
+    own = interleave_heads(decoder("llama"), 2)
+    assert type(own).__name__ == "InterleavedLlamaForCausalLM"
+    assert type(AutoModel.from_config(own.config).config) is type(own.config)
 
 
 def test_hidden_states_and_attentions_of_models_without_a_head(tmp_path):

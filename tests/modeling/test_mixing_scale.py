@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import assert_close, decoder, random_ids, random_model, small_config, train_mixing, uncached_logits
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from iha.checkpoints import load_model
@@ -19,14 +19,12 @@ from modeling_iha import (
     IHAConfig,
     IHAForCausalLM,
     interleave_heads,
-    load_adapter,
     mixing_parameters,
-    save_mixing,
     set_mixing_scale,
 )
-from modeling_iha.configuration_interleaved import MIXING_MODULES
-from modeling_iha.mixing import HeadMixing
+from modeling_iha.interleaving import HeadMixing
 from modeling_iha.mixing_weights import state_with_values
+from modeling_iha.modeling_interleaved import MIXING_MODULES
 
 
 TOKENS = random_ids(2, 9)
@@ -116,31 +114,20 @@ def test_weights_keep_their_values_in_a_model_of_another_scale(way, scales, tmp_
 
 
 @pytest.mark.parametrize("name", ["llama", "zamba"])
-def test_a_saved_model_says_its_true_scale(name, tmp_path):
+def test_a_saved_model_has_a_scale_that_a_load_cannot_change(name, tmp_path):
     model = train_mixing(interleaved(40.0, name))
     expected = logits(model)
-    model.config.mixing_scale = 10
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["mixing_scale"] == 40
     loaded = load_model(tmp_path)
     assert logits(loaded).equal(expected) and loaded.config.mixing_scale == 40
     for load in (AutoModelForCausalLM, AutoConfig):
-        with pytest.raises(ValueError, match="mixing_scale=10, and the checkpoint has 40"):
+        with pytest.raises(ValueError, match="depend on mixing_scale=40.*set_mixing_scale"):
             load.from_pretrained(tmp_path, trust_remote_code=True, mixing_scale=10)
         load.from_pretrained(tmp_path, trust_remote_code=True, mixing_scale=40)
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     half.save_pretrained(tmp_path / "half")
     assert logits(AutoModelForCausalLM.from_pretrained(tmp_path / "half")).equal(logits(half))
-
-
-def test_a_model_with_one_mixing_weight_says_its_scale(tmp_path):
-    options = {"convolution": None, "head_mixing": "pre", "head_group": 2}
-    fields = {"attention_kinds": "multi_token", "attention_options": {"multi_token": options}, "num_hidden_layers": 1}
-    model = random_model(small_config(**fields, mixing_scale=2.0))
-    assert len(mixing_parameters(model)) == 1
-    model.config.mixing_scale = 1.0
-    model.save_pretrained(tmp_path)
-    assert model.config.mixing_scale == 2
 
 
 def test_a_rounded_scale_is_written_as_it_was_given(tmp_path):
@@ -204,34 +191,11 @@ def test_from_scratch_a_weight_is_its_value(dtype):
         assert torch.equal(module.value(), value)
 
 
-# Checkpoints, mixing and adapters of earlier versions, which saved no scale, and no start where the scale was 1.
-
-
-def strip(file, scale):
-    """Turn a file of weights into one of an earlier version."""
-    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("_scale")}
-    if scale == 1:
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("_start")}
-    return tensors
-
-
-@pytest.mark.parametrize("scale", [40.0, 1.0])
-@pytest.mark.parametrize("name", ["llama", "zamba", "iha"])
-def test_a_checkpoint_of_an_earlier_version_loads(name, scale, tmp_path):
-    model = random_model(small_config(mixing_scale=scale)) if name == "iha" else train_mixing(interleaved(scale, name))
-    model.save_pretrained(tmp_path)
-    save_file(strip(tmp_path / "model.safetensors", scale), tmp_path / "model.safetensors", {"format": "pt"})
-    loaded = load_model(tmp_path)  # it refuses weights that are missing
-    assert logits(loaded).equal(logits(model))
-    set_mixing_scale(loaded, 2)
-    assert logits(loaded).equal(logits(model))
-
-
 def test_a_file_of_changes_without_starts_is_refused(tmp_path):
     model = train_mixing(interleaved(40.0))
     model.save_pretrained(tmp_path)
     save_file(dict(model.named_parameters()), tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="hold changes and no starts"):
+    with pytest.raises(UserError, match="missing keys .*weight_scale"):
         load_model(tmp_path)
     parameters = dict(model.named_parameters())
     other = interleaved(40.0, seed=9)
@@ -239,29 +203,3 @@ def test_a_file_of_changes_without_starts_is_refused(tmp_path):
     assert (logits(other) - logits(model)).abs().max() > 0.01
     with pytest.raises(RuntimeError, match="weight_start"):
         other.load_state_dict(parameters)
-
-
-@pytest.mark.parametrize("scale", [20.0, 1.0])
-def test_mixing_and_adapters_of_an_earlier_version_load(scale, tmp_path):
-    model = train_mixing(interleaved(scale))
-    save_mixing(model, tmp_path)
-    file = tmp_path / "interleaving.safetensors"
-    record = {"num_pseudo_heads": 2, "pseudo_collapse": "per_head", "mixing_scale": scale, "interleaved_window": None}
-    record |= {"interleaved_layers": model.config.interleaved_layers, "num_layers": 3}
-    save_file(strip(file, scale), file, {"interleaving": json.dumps(record)})
-    for base in (decoder("llama"), interleaved(10.0)):
-        assert logits(load_adapter(base, tmp_path)).equal(logits(model))
-
-    model = get_peft_model(interleaved(scale), LoraConfig(**LORA))
-    model.save_pretrained(tmp_path / "adapter")
-    train_mixing(model)
-    model.save_pretrained(tmp_path / "adapter")
-    weights, config = tmp_path / "adapter" / "adapter_model.safetensors", tmp_path / "adapter" / "adapter_config.json"
-    save_file(strip(weights, scale), weights, {"format": "pt"})
-    fields = json.loads(config.read_text())
-    fields["auto_mapping"]["interleaving"] = {**record, "moved": False}
-    config.write_text(json.dumps(fields))
-    for base in (decoder("llama"), interleaved(10.0)):
-        assert logits(load_adapter(base, tmp_path / "adapter")).equal(logits(model))
-    with pytest.raises(ValueError, match="An earlier version saved this adapter"):
-        PeftModel.from_pretrained(interleaved(scale), tmp_path / "adapter")

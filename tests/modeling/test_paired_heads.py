@@ -19,7 +19,7 @@ from helpers import (
     small_config,
     uncached_logits,
 )
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from references import reference_attention
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 
@@ -33,7 +33,8 @@ from modeling_iha import (
     pair_heads,
     paired_decoders,
     remove_interleaving,
-    save_mixing,
+    save_adapter,
+    token_attentions,
 )
 from modeling_iha.pairing import PairedHeads
 
@@ -142,14 +143,14 @@ def test_padding_on_dynamic_and_static_caches():
 
 def test_training_copies_no_heads(monkeypatch):
     """See queries, keys and values of the whole input viewed as the virtual sequence."""
-    copied, pair = [], PairedHeads.pair
+    copied, make = [], PairedHeads.make_virtual_tokens
 
-    def record(heads, states):
-        paired = pair(heads, states)
-        copied.append(paired.data_ptr() != states.data_ptr())
-        return paired
+    def record(heads, *states):
+        virtual = make(heads, *states)
+        copied.extend(one.data_ptr() != other.data_ptr() for one, other in zip(virtual, states))
+        return virtual
 
-    monkeypatch.setattr(PairedHeads, "pair", record)
+    monkeypatch.setattr(PairedHeads, "make_virtual_tokens", record)
     model = random_model(config_of(8, 4, 2, num_hidden_layers=1))
     model(random_ids(2, 9), use_cache=False)
     assert copied == [False] * 3
@@ -178,7 +179,7 @@ def test_attentions_over_tokens():
     model = geometry_model("paired_heads", core="eager")
     attentions = model(random_ids(1, 5), output_attentions=True).attentions
     assert attentions[1].shape == (1, 2, 10, 10)  # virtual heads, virtual tokens
-    maps = model.token_attentions(attentions, 5)
+    maps = token_attentions(attentions, 5, 4)
     assert maps[1].shape == (1, 4, 5, 5)
     for head in range(4):
         i, p = head % 2, head // 2
@@ -187,7 +188,7 @@ def test_attentions_over_tokens():
             torch.testing.assert_close(maps[1][0, head, n], torch.stack(seen))
     model.config.num_hidden_layers = 1  # the forward leaves out the other layers
     attentions = model(random_ids(1, 5), output_attentions=True).attentions
-    torch.testing.assert_close(model.token_attentions(attentions, 5), maps[:1])
+    torch.testing.assert_close(token_attentions(attentions, 5, 4), maps[:1])
 
 
 def test_attentions_over_tokens_beside_a_layer_without_weights():
@@ -196,7 +197,7 @@ def test_attentions_over_tokens_beside_a_layer_without_weights():
     config = config_of(4, 2, 2, attention_kinds=["hyper", "paired_heads"], attention_options=options)
     model = random_model(config)
     model.set_attn_implementation("eager")
-    (maps,) = model.token_attentions(model(random_ids(1, 5), output_attentions=True).attentions, 5)
+    (maps,) = token_attentions(model(random_ids(1, 5), output_attentions=True).attentions, 5, 4)
     assert maps.shape == (1, 4, 5, 5)
     torch.testing.assert_close(maps.sum(-1), torch.ones(1, 4, 5))
 
@@ -281,7 +282,7 @@ REFUSED = {
     "groups": ("llama", {"num_pseudo_heads": 4}, "4: expected a divisor of the 4 query heads and 2 key/value heads"),
     "one": ("llama", {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
     "window": ("llama", {"num_pseudo_heads": 2, "sliding_window": 1}, "sliding_window is 1: expected at least 2"),
-    "word": ("llama", {"num_pseudo_heads": 2, "sliding_window": "paper"}, "'paper': expected at least 2 tokens, or"),
+    "word": ("llama", {"num_pseudo_heads": 2, "sliding_window": "paper"}, "'paper': expected at least 2 tokens, None"),
     "layers": ("llama", {"num_pseudo_heads": 2, "layers": [7]}, r"layers is \[7\]: expected"),
     "sinks": ("gpt_oss", {"num_pseudo_heads": 2}, "GptOssAttention has an attention sink for each head"),
 }
@@ -310,9 +311,13 @@ def test_heads_that_are_interleaved_are_not_paired():
 
 def test_a_probe_that_differs_is_noticed(monkeypatch):
     """Pair neighbours, and not heads that are H / P apart."""
-    monkeypatch.setattr(PairedHeads, "pair", lambda heads, states: states.flatten(1, 2).unflatten(1, (-1, 18)))
+
+    def make(heads, *states):
+        return [each.unflatten(1, (-1, 2)).permute(0, 1, 3, 2, 4).flatten(2, 3) for each in states]
+
+    monkeypatch.setattr(PairedHeads, "make_virtual_tokens", make)
     model = decoder("llama")
-    with pytest.raises(ValueError, match="The heads of llama cannot be paired "):
+    with pytest.raises(ValueError, match="The heads of llama cannot be paired: hidden states differ"):
         pair_heads(model, 2)
     assert not hasattr(model.config, "interleaved_layers")
 
@@ -341,19 +346,15 @@ def test_a_lack_of_memory_is_no_fault_of_the_model_type(probes, monkeypatch):
 
 
 def test_an_adapter_loads_on_the_plain_base_in_one_call(tmp_path):
-    """An adapter of a paired model names no target, so that PEFT alone fails on the plain base."""
     model = paired("llama", layers=[0, 2])
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # there is no mixing that could be left frozen
         adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     expected = uncached_logits(adapted, random_ids(2, 9))
-    adapted.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="not found in the base model"):
-        PeftModel.from_pretrained(decoder("llama"), tmp_path)
+    save_adapter(adapted, tmp_path)
+    assert not (tmp_path / "interleaving.safetensors").exists()
     with pytest.raises(ValueError, match="interleaved otherwise"):
         load_adapter(interleave_heads(decoder("llama"), 2, layers=[0, 2]), tmp_path)
     with pytest.warns(UserWarning, match="are paired"):
         loaded = load_adapter(decoder("llama"), tmp_path)
     assert torch.equal(uncached_logits(loaded, random_ids(2, 9)), expected)
-    with pytest.raises(ValueError, match="Paired heads have no mixing"):
-        save_mixing(paired("llama"), tmp_path / "mixing")

@@ -35,8 +35,8 @@ from references.options import AttentionOptions, llama_inv_freq
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from modeling_iha import IHAConfig, IHAForCausalLM, interleaving
-from modeling_iha.attention_iha import InterleavedHeadAttention
+from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.interleaving import MixedHeads
 
 
 # The reference itself
@@ -188,7 +188,7 @@ def test_rope_of_each_layer_type_in_use(tmp_path):
     assert torch.equal(uncached_logits(loaded, tokens), uncached_logits(model, tokens))
     frequencies = model.model.rotary_emb_sliding.inv_freq.clone()
     assert torch.equal(model.to(torch.bfloat16).model.rotary_emb_sliding.inv_freq, frequencies)
-    with pytest.raises(ValueError, match="^rope_theta: each layer type has a base of its own"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rope_theta'"):
         IHAForCausalLM.from_pretrained(tmp_path, rope_theta=5.0)
 
 
@@ -199,11 +199,11 @@ def test_rope_of_each_layer_type_in_use(tmp_path):
 def test_a_new_layer_copies_its_heads_and_takes_their_mean(collapse):
     config = small_config(num_pseudo_heads=3, pseudo_collapse=collapse, initializer_range=0.0)
     states = torch.randn(2, 5 * 3, 4, 8)
-    for layer in (IHAForCausalLM(config).model.layers[0].self_attn, InterleavedHeadAttention(config, 0)):
-        for mixing in (layer.q_mix.weight, layer.k_mix.weight, layer.v_mix.weight):
-            assert torch.equal(mixing, torch.eye(len(mixing))[..., None].expand(-1, -1, 3))
-        collapsed = interleaving.collapse(states, layer.collapse.weight, 3)
-        torch.testing.assert_close(collapsed, states.unflatten(1, (5, 3)).mean(2))
+    layer = IHAForCausalLM(config).model.layers[0].self_attn
+    for mixing in (layer.q_mix.weight, layer.k_mix.weight, layer.v_mix.weight):
+        assert torch.equal(mixing, torch.eye(len(mixing))[..., None].expand(-1, -1, 3))
+    collapsed = MixedHeads.of_module(layer, states).collapse_output(states)
+    torch.testing.assert_close(collapsed, states.unflatten(1, (5, 3)).mean(2))
 
 
 def select_pseudo_head(model, selected):

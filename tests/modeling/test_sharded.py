@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from modeling_iha import interleave_heads, load_adapter, remove_interleaving, save_mixing, set_mixing_scale
+from modeling_iha import interleave_heads, load_adapter, remove_interleaving, save_adapter, set_mixing_scale
 from modeling_iha.mixing_weights import state_with_values
 
 
@@ -31,7 +31,7 @@ def work(rank: int, place: str) -> None:
     mixing = {name: value for name, value in state_with_values(model).items() if "mix" in name or "collapse" in name}
     assert len(mixing) == 12 and all(value.equal(learned[name]) for name, value in mixing.items())
 
-    save_mixing(model, f"{place}/mixing.{rank}")
+    save_adapter(model, f"{place}/mixing.{rank}")
     other = sharded(interleave_heads(decoder("llama"), 2, seed=9, mixing_scale=1))
     for base in (decoder("llama"), other):
         assert_close(uncached_logits(load_adapter(base, f"{place}/mixing.{rank}"), TOKENS), expected)

@@ -25,10 +25,11 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
 from iha.errors import ROOT
+from iha.overlay import Overlay
 from iha.processes import run_in_clean_process
-from modeling_iha import interleave_heads, remove_interleaving, virtual_masks
+from modeling_iha import interleave_heads, remove_interleaving
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
-from modeling_iha.overlay import Overlay
+from modeling_iha.modeling_interleaved import core_of, register_core
 from research.experiments.model_types import MULTIMODAL, tiny_model
 
 
@@ -119,12 +120,12 @@ def two_processes():
     torch.distributed.destroy_process_group()
 
 
-def test_what_ddp_holds_is_refused(two_processes):
+def test_what_ddp_wraps_is_refused(two_processes):
     """DDP would leave the gradients of the mixing to each rank. Before and after it the model may be interleaved."""
     model, names = decoder("llama"), set(decoder("llama").state_dict())
     wrapped = DistributedDataParallel(model)
-    with pytest.raises(ValueError, match="before DistributedDataParallel wraps the model"):
-        interleave_heads(wrapped.module, 2)
+    with pytest.raises(ValueError, match="before PEFT, FSDP or DistributedDataParallel wraps the model"):
+        interleave_heads(wrapped, 2)
     assert set(model.state_dict()) == names
     del wrapped
     model(random_ids(1, 5)).logits.sum().backward()
@@ -175,7 +176,7 @@ def test_layers_are_cut_off(tmp_path):
         assert_close(logits(loaded, input_ids=tokens), expected)
     late = interleave_heads(decoder("llama"), 2, layers=[2])
     late.save_pretrained(tmp_path / "late")
-    with pytest.raises(ValueError, match="The first num_hidden_layers layers include no interleaved one"):
+    with pytest.raises(ValueError, match="has none of its interleaved layers .layers.2.self_attn.: keep more layers"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "late", trust_remote_code=True, num_hidden_layers=2)
     plain = remove_interleaving(interleave_heads(decoder("llama"), 2))
     assert logits(plain, input_ids=tokens).equal(logits(decoder("llama"), input_ids=tokens))
@@ -206,7 +207,7 @@ def test_the_core_of_others_is_left_as_it_is():
     handle.remove()
     assert found and all(found)
     assert list(model.config.interleaved_layers) == [f"layers.{i}.self_attn" for i in range(3)]
-    assert model.config._attn_implementation == "iha_sdpa" and plain.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == "iha_sdpa_in_blocks" and plain.config._attn_implementation == "sdpa"
 
 
 def test_threads_interleave_at_once():
@@ -219,18 +220,23 @@ def test_threads_interleave_at_once():
         assert_close(logits(model, input_ids=random_ids(1, 9)), expected)
 
 
-def test_names_of_cores_come_back(monkeypatch):
-    """Take the core from a name of this copy of the code, in this process and in a fresh one, and no other name."""
+def test_names_of_cores_come_back(monkeypatch, tmp_path):
+    """Take a core of the Hub, whose name has a "/", and copy, save and undo the model, which all read the name."""
+    for is_changed in (False, True):
+        name = register_core("some/core_", is_changed)
+        assert "/" not in name and core_of(name) == "some/core_"
+    assert core_of("sdpa") == "sdpa" and core_of("core--_") == "core--_"
+    model, tokens = decoder("llama"), random_ids(1, 9)
+    model.config._attn_implementation = "some/core_"
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "some/core_", ALL_ATTENTION_FUNCTIONS["sdpa"])
     monkeypatch.setitem(
         ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "some/core_", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
     )
-    name = virtual_masks.register_masks("some/core_")
-    assert name == "iha_some_core_" and virtual_masks.core_of(name) == "some/core_"
-    monkeypatch.setattr(virtual_masks, "CORES", {})
-    assert virtual_masks.core_of("iha_sdpa") == "sdpa" and virtual_masks.core_of("sdpa") == "sdpa"
-    with pytest.raises(ValueError, match="was registered by another copy of this code"):
-        virtual_masks.register_masks("iha_1a2b3c4d_sdpa")
+    expected = logits(decoder("llama"), input_ids=tokens)
+    interleave_heads(model, 2)
+    for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_close(logits(again, input_ids=tokens), expected)
+        assert remove_interleaving(again).config._attn_implementation == "some/core_"
 
 
 TWO_COPIES = """
@@ -253,7 +259,6 @@ run = lambda model: model(tokens, use_cache=False).logits
 with ThreadPoolExecutor(3) as executor:
     found = [list(executor.map(run, models)) for _ in range(5)]
 result = {
-    "names": [model.config._attn_implementation for model in models],
     "logits": [[each.tolist() for each in logits] for logits in found],
     "expected": expected.tolist(),
 }
@@ -269,11 +274,10 @@ def test_copies_of_the_code_share_a_process(tmp_path):
     places = [tmp_path / name for name in ("one", "other")]
     for model, place in zip(models, places):
         model.save_pretrained(place)
-    (places[1] / "virtual_core.py").open("a").write("# of another version\n")
+    (places[1] / "virtual_tokens.py").open("a").write("# of another version\n")
     request = {"places": [str(place) for place in places], "tokens": tokens.tolist(), "root": str(ROOT)}
     answer = run_in_clean_process(TWO_COPIES, {**request, "sizes": DECODER_SIZES})
     expected = [*(logits(model, input_ids=tokens) for model in models), torch.tensor(answer["expected"])]
-    assert len(set(answer["names"])) == 3
     for found in answer["logits"]:
         for one, other in zip(found, expected, strict=True):
             assert_close(torch.tensor(one), other)

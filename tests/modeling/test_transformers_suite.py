@@ -12,6 +12,14 @@ import unittest.mock
 
 import pytest
 import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaModel,
+)
 
 from modeling_iha import (
     IHAConfig,
@@ -21,7 +29,6 @@ from modeling_iha import (
     IHAForTokenClassification,
     IHAModel,
 )
-from modeling_iha.configuration_interleaved import TASKS, config_class
 from modeling_iha.modeling_interleaved import interleaved_class
 
 
@@ -46,7 +53,7 @@ for mapping, task in {
     "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES": "ForTokenClassification",
     "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES": "ForQuestionAnswering",
 }.items():
-    names = {"iha": f"IHA{task}", "interleaved": f"Interleaved{task}"}
+    names = {"iha": f"IHA{task}", "interleaved": f"InterleavedLlama{task}"}
     setattr(test_modeling_common, mapping, {**getattr(test_modeling_common, mapping), **names})
 # What the tests say when they skip (the start is enough), and why that is right for this model or this machine.
 EXPECTED_SKIPS = {
@@ -76,7 +83,7 @@ EXPECTED_SKIPS = {
     "does not support sliding window mask": "asks for Qwen2's use_sliding_window; layer_types says it here",
     "does not support output_attentions": "asked of SDPA, which returns no weights",
     "Not a prioritized model": "a list inside Transformers",
-    "asks for the name 'sdpa'": "the core over virtual tokens is called 'iha_sdpa'",
+    "asks for the name 'sdpa'": "the core over virtual tokens is called 'iha_sdpa_in_blocks'",
 }
 
 
@@ -115,8 +122,8 @@ class IHAModelTester:
 
 
 class InterleavedModelTester(IHAModelTester):
-    base_model_class = interleaved_class("InterleavedModel", config_class("llama"))
-    causal_lm_class = interleaved_class("InterleavedForCausalLM", config_class("llama"))
+    base_model_class = interleaved_class(LlamaModel)
+    causal_lm_class = interleaved_class(LlamaForCausalLM)
 
     def get_config(self):
         fields = super().get_config().to_dict()
@@ -124,8 +131,8 @@ class InterleavedModelTester(IHAModelTester):
         names += ("num_key_value_heads", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
         layers = {f"layers.{index}.self_attn": [4, 2, 2] for index in range(self.num_hidden_layers)}
         mixing = {"num_pseudo_heads": 2, "pseudo_collapse": "per_head", "mixing_scale": 40.0}
-        mixing["interleaved_window"] = None
-        return config_class("llama").from_dict(
+        mixing |= {"interleaved_window": None, "virtual_heads": None}
+        return interleaved_class(LlamaConfig).from_dict(
             {**{name: fields[name] for name in names}, **mixing, "interleaved_layers": layers}
         )
 
@@ -182,8 +189,11 @@ class InterleavedSuite(InOneProcess, unittest.TestCase):
 
     make_tester = InterleavedModelTester
     all_model_classes = tuple(
-        interleaved_class(f"Interleaved{task}", config_class("llama"))
-        for task in ("Model", *TASKS[:4])  # those of text
+        interleaved_class(base)
+        for base in (
+            *(LlamaModel, LlamaForCausalLM, LlamaForSequenceClassification),
+            *(LlamaForTokenClassification, LlamaForQuestionAnswering),
+        )
     )
     attention_kinds = ["iha", "iha"]
 
@@ -195,9 +205,9 @@ class InterleavedSuite(InOneProcess, unittest.TestCase):
     def test_can_set_attention_dynamically(self):
         """Expect the name of the core over virtual tokens."""
         model = self.model_tester.causal_lm_class(self.model_tester.get_config())
-        for core in ("eager", "sdpa", "iha_eager"):
+        for core, name in (("eager", "iha_eager"), ("sdpa", "iha_sdpa_in_blocks"), ("iha_eager", "iha_eager")):
             model.set_attn_implementation(core)
-            self.assertEqual(model.model.config._attn_implementation, f"iha_{core.removeprefix('iha_')}")
+            self.assertEqual(model.model.config._attn_implementation, name)
 
     def test_sdpa_can_dispatch_non_composite_models(self):
         self.skipTest("asks for the name 'sdpa'")
@@ -248,8 +258,8 @@ class DynamicallyComposableAndHyperFeatureSuite(IHASuite):
 
 
 @pytest.mark.slow
-class MultiTokenAndKnockingHeadsSuite(IHASuite):
-    attention_kinds = ["knocking_heads", "multi_token"]  # "multi_token" takes no window
+class KnockingHeadsAndMHASuite(IHASuite):
+    attention_kinds = ["knocking_heads", "mha"]
 
 
 @pytest.mark.slow

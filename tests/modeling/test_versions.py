@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
-from modeling_iha import interleave_heads, tested_versions
-from modeling_iha.cache_names import CACHE
+from modeling_iha import interleave_heads
+from modeling_iha.transformers_versions import CACHE, FIRST_UNTESTED, OLDEST
 
 
 @pytest.fixture
 def import_with(monkeypatch):
-    """Return a function that runs the module with the check again, with another version of Transformers."""
+    """Return a function that runs a module and the check that it imports, with another version of Transformers."""
     installed = importlib.metadata.version
 
     def import_with(version, module="configuration_iha"):
@@ -32,12 +32,13 @@ def import_with(monkeypatch):
         monkeypatch.setattr(
             importlib.metadata, "version", lambda name: version if name == "transformers" else installed(name)
         )
+        monkeypatch.delitem(sys.modules, "modeling_iha.transformers_versions")
         return runpy.run_module(f"modeling_iha.{module}")
 
     return import_with
 
 
-@pytest.mark.parametrize("module", ["configuration_iha", "configuration_interleaved"])
+@pytest.mark.parametrize("module", ["configuration_iha", "modeling_interleaved"])
 @pytest.mark.parametrize("version", ["5.16.4", "6.0.0"])
 def test_an_unsupported_version_is_refused(version, module, import_with, monkeypatch):
     """Refuse it before an import that it might lack."""
@@ -48,13 +49,13 @@ def test_an_unsupported_version_is_refused(version, module, import_with, monkeyp
         import_with(version, module)
 
 
-@pytest.mark.parametrize("version", [tested_versions.OLDEST, "5.24.3", f"{tested_versions.FIRST_UNTESTED}.0.dev0"])
+@pytest.mark.parametrize("version", [OLDEST, "5.24.3", f"{FIRST_UNTESTED}.0.dev0"])
 def test_a_supported_version_is_taken(version, import_with, recwarn):
     assert import_with(version)["IHAConfig"].model_type == "iha"
     assert not [each for each in recwarn if "was tested with Transformers" in str(each.message)]
 
 
-@pytest.mark.parametrize("module", ["configuration_iha", "configuration_interleaved"])
+@pytest.mark.parametrize("module", ["configuration_iha", "modeling_interleaved"])
 def test_a_version_newer_than_the_tests_is_taken_with_a_warning(module, import_with):
     """Let a checkpoint run on later minor versions; pip installs none of them beside the package."""
     with pytest.warns(UserWarning, match=r"before 5\.25, and 5\.99\.0 is installed: .* \"transformers<5\.25\""):
@@ -92,14 +93,6 @@ def test_a_cache_is_taken_by_either_name_and_given_back(way, name, part):
         assert prompt[CACHE] is cache and cache.get_seq_length() == 6
         assert_close(called(input_ids[:, 6:], **{name: cache})[0], expected)
         assert cache.get_seq_length() == 9
-
-
-@pytest.mark.parametrize("way", MODELS)
-def test_two_caches_are_refused(way):
-    model = MODELS[way]()
-    both = {"cache": DynamicCache(config=model.config), "past_key_values": DynamicCache(config=model.config)}
-    with pytest.raises(ValueError, match="two names of one argument"):
-        model.model.forward(random_ids(1, 3), **both) if way == "iha" else model.model(random_ids(1, 3), **both)
 
 
 # Other versions
@@ -182,7 +175,7 @@ def test_a_directory_with_old_code_gets_that_of_the_package(tmp_path, monkeypatc
         weights = (tmp_path / way / "model.safetensors").read_bytes()
         for name in shipped:
             (tmp_path / way / name).write_text("raise RuntimeError('old code')\n")
-        (tmp_path / way / "cache_names.py").unlink()
+        (tmp_path / way / "transformers_versions.py").unlink()
         *python, program, directory = shlex.split(line)
         assert (python, directory) == (["python", "-c"], "DIR")
         monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path / way)])

@@ -151,19 +151,29 @@ def test_two_processes_train_like_one(launched):
     assert (record["class"], record["sharded"]) == ("IHAForCausalLM", set())
 
 
-@pytest.mark.parametrize("name", ["shards", pytest.param("llama", marks=pytest.mark.slow), "qwen3_moe"])
-def test_fsdp2_trains_like_one_process(name, launched):
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("shards", "IHA"),
+        pytest.param("llama", "InterleavedLlama", marks=pytest.mark.slow),
+        ("qwen3_moe", "InterleavedQwen3Moe"),
+    ],
+)
+def test_fsdp2_trains_like_one_process(name, family, launched):
     record = assert_same_run(launched, name)
-    assert record["class"] == f"FSDP{'IHA' if name == 'shards' else 'Interleaved'}ForCausalLM"
+    assert record["class"] == f"FSDP{family}ForCausalLM"
     assert record["sharded"] == set(record["gradients"]) >= set(MIXING)
     (_, *of_others), (spared, *of_spared) = record["groups"]
     assert set(MIXING) <= set(spared) and of_others == of_spared == [pytest.approx(1e-4), 0.0]
 
 
-@pytest.mark.parametrize("name", ["paired", pytest.param("paired_llama", marks=pytest.mark.slow)])
-def test_fsdp2_trains_paired_heads_like_one_process(name, launched):
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("paired", "IHA"), pytest.param("paired_llama", "InterleavedLlama", marks=pytest.mark.slow)],
+)
+def test_fsdp2_trains_paired_heads_like_one_process(name, family, launched):
     record = assert_same_run(launched, name)
-    assert record["class"] == f"FSDP{'IHA' if name == 'paired' else 'Interleaved'}ForCausalLM"
+    assert record["class"] == f"FSDP{family}ForCausalLM"
     assert record["sharded"] == set(record["gradients"]) and not set(MIXING) & set(record["gradients"])
 
 

@@ -25,7 +25,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from iha.checkpoints import load_model
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
-from modeling_iha import interleave_heads, load_adapter, pair_heads, save_mixing
+from modeling_iha import interleave_heads, load_adapter, pair_heads, save_adapter
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from sft import train
 from sft.trainer import SFTRecipeTrainer
@@ -48,7 +48,7 @@ def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
     for run in ("resumed", "whole"):
         train.main(arguments(tmp_path, "plain", run, **keys))
     resumed, whole = (load_model(tmp_path / run / "final") for run in ("resumed", "whole"))
-    assert type(resumed).__name__ == "InterleavedForCausalLM"
+    assert type(resumed).__name__ == f"Interleaved{type(decoder(name)).__name__}"
     assert type(resumed).__module__ == "modeling_iha.modeling_interleaved"  # not the checkpoint's own code
     for (key, weight), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
         assert torch.allclose(weight, other, atol=1e-6), key
@@ -160,12 +160,12 @@ def test_packed_rows_have_the_loss_of_padded_ones(name, tmp_path):
 
 
 def with_loaded_mixing(model, num_pseudo_heads, sliding_window):
-    """Interleave a model by a trained mixing alone, as `save_mixing` saved it."""
+    """Interleave a model by a trained mixing alone, as `save_adapter` saved it."""
     trained = interleave_heads(copy.deepcopy(model), num_pseudo_heads, sliding_window=sliding_window)
     for weight in mixing_parameters(trained):
         torch.nn.init.normal_(weight.data, std=0.01)
     with tempfile.TemporaryDirectory() as place:
-        save_mixing(trained, place)
+        save_adapter(trained, place)
         return load_adapter(model, place)
 
 
@@ -193,7 +193,7 @@ def test_the_reference_of_dpo_computes_what_the_model_does_or_is_refused(change,
         processing_class=byte_tokenizer(),
     )
     if (window is not None or change is not interleave_heads) and not reference:
-        with pytest.raises(RuntimeError, match="reference model is the plain base.* Pass ref_model"):
+        with pytest.raises(RuntimeError, match="This plain base has the attention of .* pass ref_model"):
             trainer.train()
         return
     trainer.train()

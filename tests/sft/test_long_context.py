@@ -55,7 +55,11 @@ def test_the_recipe_sets_positions_rope_base_and_window(tmp_path):
         ("llama", {"max_length": 4096}, "max_length=4096 is beyond the model's 2048 positions"),
         ("iha", {"num_pseudo_heads": 4}, "states num_pseudo_heads=4 and .* has 2"),
         ("mha", {"num_pseudo_heads": 2}, "states num_pseudo_heads=2 and .* has 1"),
-        ("mha", {"sliding_window": 8}, "does not fit .*: sliding_window=8 would have no effect"),
+        (
+            "mha",
+            {"sliding_window": 8},
+            "does not fit .*: sliding_window=8 with the layer_types",
+        ),
         ("llama", {"sliding_window": 8}, "a 'llama' model has no such field"),
         ("interleaved", {"num_pseudo_heads": 3}, "states num_pseudo_heads=3 and .* has 2: give the plain base model"),
     ],

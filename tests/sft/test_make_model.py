@@ -101,7 +101,10 @@ def test_an_end_token_that_pads_is_learned():
     [
         (("absent", "start"), "There is no preset 'absent'"),
         (("tiny", "start", "--set", "num_hidden_layers"), "expected FIELD=VALUE"),
-        (("tiny", "start", "--set", "num_attention_heads=7"), "not a multiple of num_attention_heads=7"),
+        (
+            ("tiny", "start", "--set", "num_attention_heads=7"),
+            "must divide num_attention_heads=7",
+        ),
         (("tiny", "start", "--set", "n_layers=3"), "IHAConfig has no field 'n_layers'"),
         (("tiny", "start", "--set", "num_layers=3"), "similar: num_hidden_layers"),
         (("tiny", "start", "--set", "num_labels=3"), "IHAConfig has no field 'num_labels'"),  # a property

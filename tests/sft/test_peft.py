@@ -38,8 +38,8 @@ from trl.scripts import sft as trl_sft
 from iha.cards import render_card
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
-from modeling_iha.attention_kinds import ATTENTION_CLASSES
-from modeling_iha.kind_options import OPTIONS_CLASSES
+from modeling_iha.configuration_iha import OPTIONS_CLASSES
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from sft import train
 from sft.arguments import RunArguments
 from sft.base_model import lora_config
@@ -179,9 +179,6 @@ OWN_PARAMETERS = {
     "diff_v2": {"lambda_proj.weight": LINEAR},
     "knocking_heads": dict.fromkeys(("q_map.weight", "k_map.weight", "v_map.weight"), MIXES),
     "gated": {"output_gate.weight": LINEAR},
-    "multi_token": dict.fromkeys(
-        (f"{name}.weight" for name in ("score_conv", "weight_conv", "score_mix", "weight_mix")), MIXES
-    ),
     "dcmha": {
         **dict.fromkeys(("pre_base.weight", "post_base.weight"), MIXES),
         **{
@@ -200,7 +197,7 @@ OWN_PARAMETERS = {
 @pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
 def test_what_trains_and_what_decays(kind, use_peft, tmp_path):
-    model = random_model(Mechanism(kind, OPTIONS_CLASSES[kind].example).config(num_hidden_layers=1))
+    model = random_model(Mechanism(kind, getattr(OPTIONS_CLASSES[kind], "example", {})).config(num_hidden_layers=1))
     trainer = SFTRecipeTrainer(
         model=model,
         args=SFTConfig(str(tmp_path), learning_rate=1e-3, weight_decay=0.1, use_cpu=True, report_to="none"),

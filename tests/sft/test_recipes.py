@@ -92,7 +92,7 @@ def test_the_model_of_nemos_recipe_is_built_and_trains(is_interleaved, tiny, tmp
     model = yaml.safe_load((RECIPES / "pretrain" / "nemo_automodel.yaml").read_text())["model"]
     model["config"]["pretrained_model_name_or_path"] = start
     model = built(model)
-    assert type(model).__name__ == ("InterleavedForCausalLM" if is_interleaved else "IHAForCausalLM")
+    assert type(model).__name__ == ("InterleavedLlamaForCausalLM" if is_interleaved else "IHAForCausalLM")
     ids = torch.arange(12)[None]
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -137,7 +137,7 @@ def test_trls_command_prefers_answers_by_our_recipe(tmp_path):
     steps, trained = trl("dpo", tmp_path)
     # Before the first step the model is its reference.
     assert abs(steps[0]["rewards/chosen"]) < 1e-5 < 1e-3 < abs(steps[-1]["rewards/chosen"])
-    assert type(trained).__name__ == "InterleavedForCausalLM"
+    assert type(trained).__name__ == "InterleavedLlamaForCausalLM"
     assert_every_weight_moved(model, trained)
 
 

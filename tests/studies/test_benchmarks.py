@@ -9,7 +9,7 @@ import torch
 from tiny_sources import tiny_source
 
 from iha.errors import ROOT, UserError
-from modeling_iha import cpu_precision
+from modeling_iha import sdpa_in_blocks
 from research.benchmarks import (
     any_decoder,
     compiled,
@@ -98,7 +98,7 @@ def test_results(results, script):
 
 def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
     """Renew the results of one CPU row by row, fail where the default loses, and show all in the report."""
-    cases = [("forward", 64, 2, None), ("training", 200, 2, 16), ("decoding", 200, 2, None)]
+    cases = [("forward", 64, 2, 16), ("training", 200, 2, 16), ("decoding", 200, 2, None)]
     monkeypatch.setattr(default_form, "CASES", cases)
     monkeypatch.setattr(default_form, "IDLE_LIMIT", 1e9)
     monkeypatch.setattr(default_form, "BUSY_LIMIT", 1e9)
@@ -124,18 +124,18 @@ def test_the_rule_of_the_default(monkeypatch, tmp_path, capsys):
 
 
 def test_what_the_default_is_compared_with(monkeypatch):
-    """Compare with SDPA under a dense mask in the dtype of the states, not with what the default makes of them."""
+    """Compare blocks with SDPA under a dense mask."""
     calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
 
-    def spy(query, *args, attn_mask=None, **kwargs):
-        calls.append((query.dtype, None if attn_mask is None else attn_mask.shape[-1]))
-        return sdpa(query, *args, attn_mask=attn_mask, **kwargs)
+    def spy(query, key, value, attn_mask=None, **kwargs):
+        calls.append((len(query), query.shape[2], None if attn_mask is None else attn_mask.shape[-1]))
+        return sdpa(query, key, value, attn_mask=attn_mask, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    monkeypatch.setattr(cpu_precision, "SLOW_DTYPES", [torch.bfloat16])
+    monkeypatch.setattr(sdpa_in_blocks, "scaled_dot_product_attention", spy)
     runs = default_form.forms(torch.bfloat16, "forward", 128, 2, 16)
     runs["sdpa"]()
-    assert calls == [(torch.bfloat16, 256)]
+    assert calls == [(1, 256, 256)]
     runs["default"]()
-    # The first 32 queries, a block of 128 with the 32 keys before it, and the 96 that are left.
-    assert calls[1:] == [(torch.float32, None), (torch.float32, 128 + 32), (torch.float32, 96 + 32)]
+    # The first 32 queries, and two blocks of 128 with the 32 keys before them.
+    assert calls[1:] == [(1, 32, None), (2, 128, 128 + 32)]

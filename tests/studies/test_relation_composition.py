@@ -50,10 +50,10 @@ def test_an_epoch_has_each_example_once_and_no_row_is_padded(monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_entry_sees_every_entry(kind, monkeypatch):
-    """Change the order of entries that have no place: the answers change their order with them."""
+    """Change the order of entries that have no place, more than a block has: the answers change with them."""
     monkeypatch.setattr(relation_composition, "SIZE", TINY)
     model = relation_composition.new_model(kind, seed=0).double()
-    entries, order = torch.randint(2, (3, 25), generator=generator()), torch.randperm(25, generator=generator())
+    entries, order = torch.randint(2, (3, 100), generator=generator()), torch.randperm(100, generator=generator())
     with torch.no_grad():
         model.row.weight.zero_()
         model.column.weight.zero_()

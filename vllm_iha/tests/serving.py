@@ -71,7 +71,7 @@ def save_interleaved(
     """Save a random interleaved model whose mixing has left its start, and load it."""
     model = interleave_heads(random_base(model_type, **fields), **{"num_pseudo_heads": 2, **options})
     for parameter in mixing_parameters(model):
-        parameter.data += 0.2 / model.config.mixing_scale * torch.randn_like(parameter)
+        parameter.data += 0.2 / model.config.get_text_config().mixing_scale * torch.randn_like(parameter)
     model.to(dtype).save_pretrained(directory)
     return load(directory, dtype, type(model))
 

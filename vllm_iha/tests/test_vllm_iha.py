@@ -30,6 +30,7 @@ from serving import (
     word_tokenizer,
 )
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForImageTextToText,
     AutoTokenizer,
     CLIPImageProcessorPil,
@@ -45,9 +46,8 @@ import vllm_iha
 from iha.checkpoints import smollm2_gguf
 from iha.errors import ROOT
 from iha.processes import run_command
-from modeling_iha import IHAConfig, modeling_interleaved, pair_heads
-from modeling_iha.attention_iha import InterleavedHeadAttention
-from modeling_iha.configuration_interleaved import config_class
+from modeling_iha import IHAConfig, pair_heads
+from modeling_iha.modeling_interleaved import interleaved_class, tasks
 from vllm_iha.model import VirtualAttention
 
 
@@ -170,19 +170,6 @@ def test_iha_equals_generate(case, tmp_path, undecorated):
     lengths = LENGTHS[:6] if case == "paper" else LENGTHS
     with engine(tmp_path, num_gpu_blocks_override=100) as llm:
         outputs = serve(llm, random_tokens(*lengths))
-    assert_equal(model, outputs)
-
-
-@pytest.mark.parametrize("scale", [40.0, 1.0])
-def test_a_checkpoint_of_an_earlier_version(scale, tmp_path, undecorated):
-    """It holds no scales, and where the scale is 1 no starts, which are zero."""
-    model = save_interleaved(tmp_path, "llama", {}, mixing_scale=scale)
-    dropped = ("_scale", "_start") if scale == 1 else ("_scale",)
-    file = tmp_path / "model.safetensors"
-    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith(dropped)}
-    save_file(tensors, file, {"format": "pt"})
-    with engine(tmp_path) as llm:
-        outputs = serve(llm, random_tokens(*LENGTHS[:4]))
     assert_equal(model, outputs)
 
 
@@ -326,8 +313,8 @@ REFUSED_BASES = {
     "chunks": ("llama4_text", {"layer_types": ["chunked_attention"] * 5}, "ForCausalLM", "'chunked_attention', which"),
     "vision": ("gemma3", {}, "ForImageTextToText", "with llava alone, and this is gemma3"),
     "vision_and_experts": ("llava", {"text_config": MIXTRAL}, "ForImageTextToText", "A model of images with experts"),
-    "any_input": ("gemma3n", {}, "ForMultimodalLM", "InterleavedForMultimodalLM was not tested"),
-    "classifier": ("llama", {}, "ForSequenceClassification", "InterleavedForSequenceClassification was not tested"),
+    "sound": ("qwen2_audio", {}, "ForMultimodalLM", "InterleavedQwen2AudioForConditionalGeneration was not tested"),
+    "classifier": ("llama", {}, "ForSequenceClassification", "LlamaForSequenceClassification was not tested"),
     "logits": ("llama", {"lm_head_multiplier": 0.5}, "ForCausalLM", "lm_head_multiplier=0.5 of the logits"),
 }
 
@@ -335,10 +322,12 @@ REFUSED_BASES = {
 @pytest.mark.parametrize("case", REFUSED_BASES)
 def test_which_bases_are_refused(case, tmp_path):
     model_type, fields, task, message = REFUSED_BASES[case]
-    config = config_class(model_type)(**(fields if task != "ForCausalLM" else {**SIZES, **fields}))
-    config.num_pseudo_heads, config.architectures = 2, [f"Interleaved{task}"]
+    base = CONFIG_MAPPING[model_type]
+    config = interleaved_class(base)(**(fields if task != "ForCausalLM" else {**SIZES, **fields}))
+    config.get_text_config().num_pseudo_heads = 2
+    config.architectures = [interleaved_class(tasks(base)[f"AutoModel{task}"]).__name__]
     config.save_pretrained(tmp_path)
-    with_images = task in ("ForImageTextToText", "ForMultimodalLM")
+    with_images = task == "ForImageTextToText"
     if with_images:
         save_processor(tmp_path)
     with (
@@ -366,7 +355,7 @@ REFUSED_MODELS = {
     ),
     "rope": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, {}, "'dynamic'"),
     "head_dim": ({"head_dim": 16}, {}, "head_dim=16, .* takes 32, 64"),
-    "wrong_word": ({}, {"hf_overrides": {"pseudo_positions": "interleave"}}, "allowed are 'interleaved', 'shared'"),
+    "wrong_number": ({}, {"hf_overrides": {"num_pseudo_heads": 0}}, "num_pseudo_heads=0 .* must be above 0"),
     "window_of_none": (WINDOWS, {"hf_overrides": {"sliding_window": 0}}, "sliding_window=None .* at least 2"),
     "rope_theta": ({}, {"hf_overrides": {"rope_theta": 500.0}}, "rope_theta=500.0 .* no effect"),
     "mixing_scale": ({}, {"hf_overrides": {"mixing_scale": 10.0}}, "mixing_scale belongs to the saved weights"),
@@ -382,7 +371,7 @@ REFUSED_OPTIONS = {
     "pooling": ({"runner": "pooling"}, "--runner"),
     "block_size": ({"block_size": 48}, "multiple of 32"),
     "weight_transfer": ({"weight_transfer_config": {"backend": "nccl"}}, "--weight-transfer-config"),
-    "sleep": ({"enable_sleep_mode": True}, "Sleep at level 2 would lose"),
+    "sleep": ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
 }
 
 
@@ -419,63 +408,55 @@ def test_a_checkpoint_without_the_starts_of_its_mixing_is_refused(tmp_path):
         pass
 
 
-def test_new_weights_of_a_trainer_are_refused(tmp_path):
-    """Send a weight as TRL's GRPO does: the layers have laid out their mixing already."""
-    save_interleaved(tmp_path, "llama", {})
-    name = "model.layers.0.self_attn.q_mix.weight"
-    with engine(tmp_path) as llm, pytest.raises(NotImplementedError, match="would leave the old mixing"):
-        llm.apply_model(lambda model: model.load_weights([(name, torch.zeros(1))]))
-
-
-def test_new_weights_after_random_ones_are_refused(tmp_path):
-    """Begin with vLLM's random weights, which it lays out without loading any."""
+def test_random_starts_are_refused(tmp_path):
+    """Begin with vLLM's random weights, and send weights without starts as TRL's GRPO does."""
     save_interleaved(tmp_path, "llama", {})
     with (
         engine(tmp_path, load_format="dummy") as llm,
-        pytest.raises(NotImplementedError, match="would leave the old mixing"),
+        pytest.raises(NotImplementedError, match="holds changes of the mixing and no starts"),
     ):
         llm.apply_model(lambda model: model.load_weights([]))
 
 
-def test_reloaded_weights_reach_the_mixing(tmp_path):
-    """Change the values of the mixing in a running server, and reload the checkpoint."""
-    save_interleaved(tmp_path, "llama", {})
+@pytest.mark.parametrize("case", ["llama", "gpt_oss"])  # the second has attention sinks
+def test_new_weights_of_a_trainer_are_served(case, tmp_path, undecorated):
+    """Send weights as TRL's GRPO does, to a server of the old ones."""
+    model_type, fields, options = BASES[case]
+    save_interleaved(tmp_path / "old", model_type, fields, **options)
+    model = load(tmp_path / "old")
+    names = ("self_attn.q_mix.weight", "self_attn.collapse.weight", "self_attn.sinks")
+    weights = {name: weight for name, weight in model.named_parameters() if name.endswith(names)}
+    for weight in weights.values():
+        weight.data += 0.01 * torch.randn_like(weight)
+    model.save_pretrained(tmp_path / "new")
+    with engine(tmp_path / "old") as llm:
+        serve(llm, random_tokens(40))
+        llm.reset_prefix_cache()
+        for name, weight in weights.items():
+            llm.apply_model(lambda model, pair=(name, weight.data): model.load_weights([pair]))
+        outputs = serve(llm, random_tokens(*LENGTHS[:6]))
+    assert_equal(load(tmp_path / "new"), outputs)
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt_oss"])
+def test_reloaded_weights_are_served(case, tmp_path, undecorated):
+    """Change the mixing and the sinks in a running server, and reload the checkpoint."""
+    model_type, fields, options = BASES[case]
+    model = save_interleaved(tmp_path, model_type, fields, **options)
 
     def spoil(model):
-        for layer in model.modules():
-            for alpha in getattr(layer, "alpha", ()):
-                alpha.add_(1)
-
-    def logprobs():
-        llm.reset_prefix_cache()
-        (output,) = serve(llm, random_tokens(40))
-        return [entry.logprob for of_token in output.prompt_logprobs[1:] for entry in of_token.values()]
+        for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith((".sinks", ".weight_start", "q_mix.weight")):
+                weight.data.add_(1)
 
     with engine(tmp_path) as llm:
-        expected = logprobs()
         llm.apply_model(spoil)
-        assert logprobs() != pytest.approx(expected, abs=0.1)
+        served, ours = distances(model, serve(llm, random_tokens(40)))
+        assert served > 100 * ours
+        llm.reset_prefix_cache()
         llm.collective_rpc("reload_weights")
-        assert logprobs() == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["interleaved", "iha"])
-def test_code_that_is_older_than_the_plugin_is_refused(kind, tmp_path, monkeypatch, undecorated):
-    """Take away the attribute by which the plugin knows virtual heads: it would serve the plain base."""
-    if kind == "iha":
-        save_iha(tmp_path)
-        monkeypatch.delattr(InterleavedHeadAttention, "virtual_heads")
-    else:
-        save_interleaved(tmp_path, "llama", {})
-        today = modeling_interleaved._add_virtual_heads
-
-        def older(module, *args):
-            today(module, *args)
-            del module.virtual_heads
-
-        monkeypatch.setattr(modeling_interleaved, "_add_virtual_heads", older)
-    with pytest.raises(NotImplementedError, match="older than the plugin"), engine(tmp_path):
-        pass
+        outputs = serve(llm, random_tokens(*LENGTHS[:6]))
+    assert_equal(model, outputs)
 
 
 def test_a_package_that_cannot_be_imported_registers_no_model(monkeypatch, caplog):

@@ -6,9 +6,7 @@ from typing import Any
 
 
 class Overlay:
-    """Show an object, such as a config or a module, with the attributes of `overrides` in place of its own.
-
-    It is for reading: an attribute that is set on it does not reach the object."""
+    """Show an object, such as a config, with the attributes of `overrides` in place of its own, for reading."""
 
     def __init__(self, target: Any, **overrides):
         self._target = target

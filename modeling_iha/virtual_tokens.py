@@ -1,0 +1,211 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Run an attention layer over virtual tokens: an ordinary layer over a sequence that is P times as long.
+
+P pseudo-heads turn token n into the virtual tokens n * P .. n * P + P - 1 (interleaving.py, or pairing.py). The
+attention functions of Transformers run over these, and its mask functions make the masks, asked for N * P tokens. This
+file multiplies by P what both need: positions, windows and lengths. For P = 2 and three tokens, each query sees the
+keys marked x (with a window of two tokens, the last four x of its row):
+
+                                  key of token 0   token 1   token 2
+                     pseudo-head             0 1       0 1       0 1
+    query of token 0, pseudo-head 0          x
+                      pseudo-head 1          x x
+    query of token 1, pseudo-head 0          x x       x
+                      pseudo-head 1          x x       x x
+    query of token 2, pseudo-head 0          x x       x x       x
+                      pseudo-head 1          x x       x x       x x
+
+The shapes of all files are in these symbols:
+
+    N  tokens of a call       H  query heads                P  pseudo-heads of a head
+    W  window, in tokens      G  key and value heads        M  H for queries, G for keys and values
+    K  keys of a call, cached ones included
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionMaskInterface
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+
+
+CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")
+
+
+def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
+    """Return the keyword arguments of an attention function, with windows, lengths and positions in virtual tokens.
+
+    Positions become n * P + p even if the virtual tokens of a token share its RoPE position, because an attention
+    function takes a position that repeats for a new document."""
+    virtual = dict(kwargs)
+    for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
+        if kwargs.get(name) is not None:
+            virtual[name] = kwargs[name] * num_pseudo_heads
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        offsets = torch.arange(num_pseudo_heads, device=positions.device)
+        virtual["position_ids"] = (positions[..., None] * num_pseudo_heads + offsets).flatten(-2)
+    return virtual
+
+
+# Masks
+
+
+def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
+    """Return the mask that Transformers makes for an attention function, over P virtual tokens for each token.
+
+    It takes the arguments of Transformers' mask functions, in tokens. Pseudo-head p of token n sees the pseudo-heads
+    up to p of each token that n sees. With a window of W tokens it sees the last W * P virtual tokens. These begin
+    within token n - W, of which it sees the pseudo-heads after p."""
+    num_pseudo_heads = kwargs["config"].num_pseudo_heads
+    if attention_mask is not None:
+        attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
+    for name in ("q_length", "kv_length", "q_offset", "kv_offset", "local_size"):
+        if kwargs.get(name) is not None:
+            kwargs[name] = kwargs[name] * num_pseudo_heads
+    sees = partial(sees_virtual_token, mask_function, num_pseudo_heads)
+    return ALL_MASK_ATTENTION_FUNCTIONS[core](mask_function=sees, attention_mask=attention_mask, **kwargs)
+
+
+def register_mask(core: str) -> str:
+    """Register `virtual_mask` for an attention function of Transformers, and return its name."""
+    name = f"virtual_{core}".replace("/", "_")
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, partial(virtual_mask, core))
+    return name
+
+
+# At import, because a registration within a compiled call would invalidate its graph.
+for _core in CORES:
+    register_mask(_core)
+
+
+def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
+    """Return whether queries see keys, by their places among virtual tokens, as Transformers' mask functions do.
+
+    `sees_token` is the mask function over tokens. The places are single numbers, or a grid of consecutive ones
+    [1, 1, queries, 1] and [1, 1, 1, keys]. For a grid the mask function is called once for each pair of tokens."""
+    is_grid = query.ndim == 4 and key.ndim == 4
+    step = num_pseudo_heads if is_grid else 1
+    query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
+    key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
+    seen = sees_token(batch, head, query_token, key_token)
+    # The pseudo-heads after p are seen in the tokens that n - 1 sees too, because a window moves by one virtual token
+    # at a time, unless a document begins at n. For token 0 nothing is seen of token -1, whatever the function says.
+    seen_before = sees_token(batch, head, query_token - 1, key_token) & (key_token < query_token)
+    continues = sees_token(batch, head, query_token, query_token - 1)
+    is_later = seen & (key_token > query_token)  # in masks that are not causal, as within an image
+    seen_after = (seen_before & continues) | is_later
+
+    is_after = key % num_pseudo_heads > query % num_pseudo_heads
+    if is_grid:
+        seen, seen_after = (
+            each.repeat_interleave(step, dim=-1).repeat_interleave(step, dim=-2)
+            for each in torch.broadcast_tensors(seen, seen_after)
+        )
+    return (seen & ~is_after) | (seen_after & is_after)
+
+
+def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) -> Any:
+    """Return a mask over virtual tokens, from one of Transformers or from a user's [batch, heads, N, K] over tokens.
+
+    As in Transformers, a user's mask says all: no window is added to it. It hides a token with all its pseudo-heads,
+    and those of one token stay causal."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.shape[-2] != num_tokens or num_pseudo_heads == 1:
+        return mask
+    mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
+    keys = torch.arange(mask.shape[-1], device=mask.device)
+    queries = keys[-mask.shape[-2] :, None]  # the last keys are those of the queries, where no static cache adds more
+    hidden = (keys > queries) & (keys // num_pseudo_heads == queries // num_pseudo_heads)
+    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+
+# Attention
+
+
+def virtual_attention(
+    attend: Callable, module: nn.Module, heads: Any, query, key, value, attention_mask: Any, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the output [batch, N, H, head_dim] of attention over virtual tokens, and the weights over them.
+
+    Args:
+        attend: an attention function of Transformers, whose first argument is `module`.
+        heads: `MixedHeads` or `PairedHeads`, which make virtual tokens of heads and collapse the output.
+        query: [batch, H, N, head_dim], rotated as in the base model.
+        key, value: [batch, G, K, head_dim], rotated and cached as in the base model.
+        attention_mask: the mask of `virtual_mask`, or a user's [batch, heads, N, K].
+        kwargs: keyword arguments of the attention function, in tokens."""
+    num_pseudo_heads = heads.num_pseudo_heads
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
+    mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
+    if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
+        mask = mask[
+            ..., -key.shape[2] * num_pseudo_heads :
+        ]  # other layers cache more tokens, and the mask is sized for them
+    if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
+        return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
+    kwargs = in_virtual_tokens(kwargs, num_pseudo_heads)
+    mask = heads.mask_of_virtual_heads(mask)
+    output, weights = attend(module, *heads.make_virtual_tokens(query, key, value), mask, **kwargs)
+    return heads.collapse_output(output), weights
+
+
+def takes_new_token(
+    module: nn.Module, heads: Any, query: torch.Tensor, key: torch.Tensor, mask: Any, dropout: float | None
+) -> bool:
+    """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
+
+    On a CPU that is slower where few tokens are cached."""
+    is_sdpa = module.config._attn_implementation.endswith(("sdpa", SDPA_IN_BLOCKS))  # "iha_sdpa" too
+    if query.shape[2] > 1 or not is_sdpa or dropout or mask is None or not heads.has_new_token_path:
+        return False
+    if query.device.type != "cpu":
+        return True
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        return False  # comparing lengths would specialize the graph
+    return key.shape[2] >= 64 and len(query) * key.shape[2] >= 128
+
+
+def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return probabilities over the keys of scores [batch, heads, i, j, K], in float32 or float64.
+
+    `mask` is boolean or additive, [batch or 1, heads or 1, i, K * j]."""
+    num_pseudo_heads, num_keys = scores.shape[-2:]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    mask = mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
+    if mask.dtype == torch.bool:
+        # Padding sees nothing, and a row of -inf would become NaN.
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + mask
+    return (scores - scores.logsumexp(dim=(-2, -1), keepdim=True)).exp()
+
+
+# Caches
+
+
+def keep_window_edge(cache: Cache | None, window: int | None) -> None:
+    """Let the empty sliding layers of a cache keep one token more than a window of `window` tokens.
+
+    W * P virtual tokens reach from pseudo-head p of token n back to pseudo-head p + 1 of token n - W, which a cache
+    for W tokens has dropped. Raise a ValueError for a layer that is filled already."""
+    for layer in getattr(cache, "layers", ()):
+        if not getattr(layer, "is_sliding", False):
+            continue
+        length = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"  # a dynamic or static layer
+        if getattr(layer, length) != window:
+            continue
+        if layer.get_seq_length() > 0:
+            raise ValueError("The cache was filled without the token that this model needs: pass a new one, or none.")
+        setattr(layer, length, window + 1)
+        if hasattr(layer, "_sliding_window_tensor"):
+            layer._sliding_window_tensor.fill_(window + 1)
+        if layer.is_initialized and length == "max_cache_len":  # `generate` allocated it too short
+            layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])

@@ -1,0 +1,480 @@
+"""Test the attention function "sdpa_in_blocks" by its name, on plain decoders of Transformers and on our kinds.
+
+The result is that of "eager" with a dense mask. Where blocks apply, no mask is built, and the memory that autograd
+keeps grows with length * window."""
+
+import inspect
+from functools import partial
+from types import SimpleNamespace
+
+import fake_flash
+import pytest
+import torch
+from helpers import (
+    assert_close,
+    decoder,
+    greedy,
+    largest_saved_tensor,
+    logits_and_gradients,
+    logits_in_chunks,
+    packing,
+    random_ids,
+    random_model,
+    small_config,
+    uncached_logits,
+)
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from modeling_iha import sdpa_in_blocks
+from modeling_iha.sdpa_in_blocks import LEAST_BLOCK, NAME
+
+
+WINDOW = 40  # of the plain decoders; four rows of such a window do not fill a block
+SMALL_WINDOW = 5
+PLAIN = ["mistral", "gemma3_text"]
+# Fields of our own models, with blocks of 4 queries.
+OWN = {
+    "iha": {"num_pseudo_heads": 3},
+    "paired_heads": {"attention_kinds": "paired_heads"},
+    "mha": {"attention_kinds": "mha"},
+    "diff": {"attention_kinds": "diff"},
+}
+CASES = ["plain", "cache", "left_padding", "right_padding", "packed", "packed_row", "hole", "to_come", "custom_mask"]
+
+
+def model_of(name, window=WINDOW, **fields):
+    """Return a plain decoder or one of our models, in float32 and with random weights."""
+    if name in OWN:
+        fields = {"layer_types": "sliding_attention", "sliding_window": window, **OWN[name], **fields}
+        return random_model(small_config(**fields))
+    return decoder(name, core=NAME, sliding_window=window, max_position_embeddings=2048, **fields)
+
+
+def inputs_of(case, rows, length):
+    """Return the arguments of a forward pass."""
+    inputs = {"input_ids": random_ids(rows, length), "use_cache": case == "cache"}
+    real = torch.ones(rows, length).long()
+    if case.endswith("padding"):
+        real[0, slice(0, 13) if case == "left_padding" else slice(-13, None)] = 0
+        inputs |= {"attention_mask": real, "position_ids": (real.cumsum(-1) - 1).clamp(min=0)}
+    if case == "hole":
+        real[0, 11:13] = 0
+        inputs["attention_mask"] = real
+    if case == "to_come":  # the mask has room for tokens that are not there yet
+        real[0, :13] = 0
+        inputs |= {"attention_mask": torch.nn.functional.pad(real, (0, 5), value=1), "use_cache": True}
+    if case.startswith("packed"):
+        inputs |= packing((20, length - 20), rows)[0]
+    if case == "custom_mask":
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = (distance < 0) | (distance % 3 == 1)
+        inputs["attention_mask"] = torch.zeros(rows, 1, length, length).masked_fill(hidden, torch.finfo().min)
+    return inputs
+
+
+def assert_equals_eager(model, core=NAME, **inputs):
+    """Compare the logits of real tokens, and the gradients of every parameter."""
+    if inputs.get("attention_mask", torch.empty(0)).ndim == 4:
+        actual, expected = ([model_logits(model, each, **inputs)] for each in (core, "eager"))
+    else:
+        actual, expected = (logits_and_gradients(model, each, **inputs) for each in (core, "eager"))
+    for value, target in zip(actual, expected, strict=True):
+        assert_close(value, target)
+
+
+def model_logits(model, core, **inputs):
+    model.set_attn_implementation(core)
+    with torch.no_grad():
+        return model(**inputs).logits
+
+
+@pytest.fixture
+def blocks(monkeypatch):
+    """Record the queries of each call of `attend_in_blocks`."""
+    return counted(monkeypatch, "attend_in_blocks")
+
+
+def counted(monkeypatch, name):
+    lengths, function = [], getattr(sdpa_in_blocks, name)
+
+    def watched(query, *args, **kwargs):
+        lengths.append(query.shape[-2])
+        return function(query, *args, **kwargs)
+
+    monkeypatch.setattr(sdpa_in_blocks, name, watched)
+    return lengths
+
+
+def sliding_layers(model):
+    types = getattr(model.config, "layer_types", None) or ["sliding_attention"] * model.config.num_hidden_layers
+    return types.count("sliding_attention")
+
+
+# Plain decoders of Transformers
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "length", [1, WINDOW - 1, WINDOW, WINDOW + 1, *(WINDOW + LEAST_BLOCK + n for n in (-1, 0, 1))]
+)
+@pytest.mark.parametrize("name", PLAIN)
+def test_lengths_around_the_first_block(name, length, rows, blocks):
+    """Blocks begin where they spare each row more than LEAST_BLOCK keys."""
+    model = model_of(name)
+    assert_equals_eager(model, **inputs_of("plain", rows, length))
+    has_blocks = length > WINDOW + LEAST_BLOCK
+    assert len(blocks) == (rows * sliding_layers(model) if has_blocks else 0)
+
+
+@pytest.mark.one_of(2)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("length", [256, 301])
+@pytest.mark.parametrize("name", PLAIN)
+def test_inputs(name, length, case, blocks):
+    """Take lengths of which one is no multiple of the block.
+
+    Transformers' masks are dense for packed documents."""
+    rows = 1 if case == "packed_row" else 2
+    assert_equals_eager(model_of(name), **inputs_of(case, rows, length))
+    assert bool(blocks) == (case not in ("packed", "packed_row", "custom_mask"))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 4)])
+@pytest.mark.parametrize("name", PLAIN)
+def test_groups_of_heads(name, heads, blocks):
+    model = model_of(name, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    assert_equals_eager(model, **inputs_of("left_padding", 2, 230))
+    assert_equals_eager(model, **inputs_of("plain", 1, 230))
+    assert blocks
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_row_does_not_depend_on_what_it_is_batched_with(name):
+    model, rows = model_of(name), random_ids(3, 260)
+    batch = uncached_logits(model, rows)
+    padded = uncached_logits(
+        model,
+        torch.nn.functional.pad(rows[1:2], (30, 20)).expand(2, -1),
+        attention_mask=torch.nn.functional.pad(torch.ones(2, 260), (30, 20)).long(),
+    )
+    for row in range(3):
+        assert_close(batch[row], uncached_logits(model, rows[row : row + 1])[0])
+    assert_close(padded[0, 30:-20], batch[1])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_documents_do_not_see_one_another(name):
+    model, lengths = model_of(name), (200, 1, 230)
+    documents = random_ids(1, sum(lengths)).split(lengths, dim=1)
+    expected = torch.cat([uncached_logits(model, document) for document in documents], dim=1)
+    assert_close(uncached_logits(model, torch.cat(documents, dim=1), **packing(lengths)[0]), expected)
+
+
+def test_chunked_attention_is_left_to_sdpa(blocks):
+    """Chunks have a size as windows have."""
+    model = decoder("llama4_text", core=NAME, attention_chunk_size=WINDOW, max_position_embeddings=2048)
+    assert_equals_eager(model, **inputs_of("plain", 2, 301))
+    assert_equals_eager(model, **inputs_of("left_padding", 2, 301))
+    assert not blocks
+
+
+def test_dropout_drops_in_training_alone(blocks):
+    model = model_of("mistral", attention_dropout=0.5)
+    input_ids = random_ids(2, 230)
+    expected = uncached_logits(model_of("mistral"), input_ids)
+    assert torch.equal(uncached_logits(model, input_ids), expected)
+    model.train()
+    logits = [model(input_ids, use_cache=False).logits for _ in range(2)]
+    assert (logits[0] - logits[1]).abs().max() > 0.01 and blocks
+    logits[0].sum().backward()
+    assert all(weight.grad.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("prompt", [10, 230])
+@pytest.mark.parametrize("name", PLAIN)
+def test_generation(name, prompt, cache):
+    """Generate past the window, alone and in a batch with padding."""
+    model, tokens = model_of(name, window=16), random_ids(1, prompt)
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    expected = greedy(model_of(name, window=16), tokens, 12)
+    ones = torch.ones_like(tokens)
+    assert torch.equal(model.generate(tokens, attention_mask=ones, **options), expected)
+    batch = torch.cat((torch.nn.functional.pad(tokens[:, 4:], (4, 0)), tokens))
+    mask = torch.ones_like(batch)
+    mask[0, :4] = 0
+    generated = model.generate(batch, attention_mask=mask, **options)
+    assert torch.equal(generated[1:], expected)
+    assert torch.equal(generated[:1, 4:], greedy(model_of(name, window=16), tokens[:, 4:], 12))
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_chunks_on_a_cache(name):
+    """Take chunks and single tokens after more tokens than a window and a block, also on a cache that keeps all."""
+    model, input_ids = model_of(name, window=16), random_ids(2, 370)
+    expected = uncached_logits(model, input_ids)
+    for cache in (DynamicCache(config=model.config), DynamicCache()):
+        assert_close(logits_in_chunks(model, input_ids, [200, 168, 1, 1], cache), expected)
+
+
+@pytest.mark.one_of(3)
+@pytest.mark.parametrize("case", ["plain", "left_padding", "packed"])
+@pytest.mark.parametrize("name", ["iha", *PLAIN])
+def test_compiled_models_are_whole_graphs(name, case):
+    """Compare with the model as it is; one graph serves further lengths."""
+    model, graphs = model_of(name, num_hidden_layers=1), []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counting)
+    for length in (300, 311, 330):
+        inputs = inputs_of(case, 2, length)
+        with torch.no_grad():
+            real = inputs.get("attention_mask", torch.ones(2, length)).bool()
+            assert_close(compiled(**inputs).logits[real], model(**inputs).logits[real])
+    assert len(graphs) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "iha"])
+def test_a_compiled_model_has_the_gradients_of_eager_code(name):
+    model = model_of(name, num_hidden_layers=1)
+    inputs = inputs_of("left_padding", 2, 230)
+    expected = logits_and_gradients(model, NAME, **inputs)
+    model.compile(fullgraph=True, backend="aot_eager")
+    for actual, target in zip(logits_and_gradients(model, NAME, **inputs), expected, strict=True):
+        assert_close(actual, target)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_export(name):
+    """Export one program for lengths below and above the window."""
+    model = model_of(name, num_hidden_layers=2)
+    inputs = {"input_ids": random_ids(2, 60), "attention_mask": torch.ones(2, 60).long()}
+    shapes = {key: {1: torch.export.Dim("length", min=2, max=1000)} for key in inputs}
+    program = torch.export.export(
+        model, (), inputs | {"use_cache": False}, dynamic_shapes=shapes | {"use_cache": None}
+    )
+    for length in (7, 300):
+        tokens, mask = random_ids(2, length), torch.ones(2, length).long()
+        mask[0, :3] = 0
+        logits = program.module()(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+        expected = uncached_logits(model, tokens, attention_mask=mask)
+        assert_close(logits[mask.bool()], expected[mask.bool()])
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "iha"])
+def test_memory_grows_with_the_length_times_the_window(name):
+    """A dense mask alone would have length^2 entries."""
+    model = model_of(name, window=16)
+    sizes = [largest_saved_tensor(model, random_ids(1, length)) for length in (512, 1024)]
+    assert sizes[1] < 2.1 * sizes[0]
+    one_layer = model_of("mistral", window=16, num_hidden_layers=1)
+    assert largest_saved_tensor(one_layer, random_ids(1, 1024)) < 1024**2 / 2
+    one_layer.set_attn_implementation("sdpa")
+    assert largest_saved_tensor(one_layer, random_ids(1, 1024)) >= 1024**2
+
+
+def test_a_saved_model_loads_with_the_name(tmp_path):
+    model, tokens = model_of("mistral"), random_ids(1, 230)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)
+    assert loaded.config._attn_implementation == NAME
+    assert torch.equal(uncached_logits(loaded, tokens), uncached_logits(model, tokens))
+
+
+# The function alone
+
+
+def naive(query, key, value, documents, window):
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    rows = []
+    for b in range(len(query)):
+        out = []
+        for v in range(query.shape[2]):
+            first = max(0, v - window + 1)
+            seen = first + (documents[b, first : v + 1] == documents[b, v]).nonzero().flatten()
+            scores = torch.einsum("hd,hud->hu", query[b, :, v], key[b][:, seen]) / query.shape[-1] ** 0.5
+            out.append(torch.einsum("hu,hud->hd", scores.softmax(-1), value[b][:, seen]))
+        rows.append(torch.stack(out))
+    return torch.stack(rows)
+
+
+def random_states(rows, length):
+    generator = torch.Generator().manual_seed(length)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
+    states = (torch.randn(rows, heads, length, 6, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    return module, [each.requires_grad_() for each in states]
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4, 19, None])
+@pytest.mark.parametrize("length", [1, 5, 38])
+@pytest.mark.parametrize("packed", [False, True])
+def test_blocks_equal_single_queries(small_blocks, length, window, packed):
+    if packed and window is None:
+        pytest.skip("without a window documents are in the mask")
+    module, (query, key, value) = random_states(2, length)
+    documents = torch.zeros(2, length).int()
+    positions = torch.arange(length).expand(2, -1)
+    if packed:
+        documents[1] = torch.arange(length) // 7
+        positions = torch.stack((positions[0], positions[0] % 7))
+    if packed and window >= length:
+        return  # the mask holds them, as above
+    attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], module, sliding_window=window, scaling=6**-0.5)
+    output, weights = attend(query, key, value, None, position_ids=positions)
+    expected = naive(query, key, value, documents, length if window is None else window)
+    assert weights is None
+    torch.testing.assert_close(output, expected)
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad((output * weight).sum(), (query, key, value))
+    for actual, target in zip(gradients, torch.autograd.grad((expected * weight).sum(), (query, key, value))):
+        torch.testing.assert_close(actual, target)
+
+
+@pytest.mark.parametrize("left", [(13, 0), (13, 5)])
+def test_a_mask_hides_padding_on_both_sides_and_between_real_tokens(small_blocks, left):
+    module, (query, key, value) = random_states(2, 38)
+    real = torch.ones(2, 38, dtype=torch.bool)
+    real[0, : left[0]] = False
+    real[1, : left[1]] = False
+    real[1, 20:22] = False
+    real[1, -3:] = False
+    output, _ = ALL_ATTENTION_FUNCTIONS[NAME](module, query, key, value, real, sliding_window=9)
+    distance = torch.arange(38)[:, None] - torch.arange(38)
+    mask = (distance >= 0) & (distance < 9) & real[:, None, None]
+    key, value = (states.repeat_interleave(2, dim=1) for states in (key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+    torch.testing.assert_close(output[real], expected[real])
+    assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+@pytest.mark.parametrize("length", [38, 300])
+def test_an_argument_that_changes_scores_raises_an_error(length, name):
+    """Call it as Gemma 2 (softcap), GPT-OSS (s_aux) and T5 (position_bias) call attention functions."""
+    module, states = random_states(1, length)
+    with pytest.raises(
+        ValueError, match=f"^attn_implementation='sdpa_in_blocks' does not support {name}: use 'eager'"
+    ):
+        ALL_ATTENTION_FUNCTIONS[NAME](module, *states, None, sliding_window=5, **{name: torch.ones(())})
+
+
+@pytest.mark.parametrize("positions", [torch.arange(38)[None], torch.arange(38)[None] % 9], ids=["row", "packed"])
+def test_every_query_drops(small_blocks, positions):
+    """Attend to values of one: without dropout every output is 1."""
+    module, (query, key, value) = random_states(2, 38)
+    attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], module, query, key, torch.ones_like(value), None)
+    output, _ = attend(sliding_window=5, position_ids=positions, dropout=0.5)
+    assert ((output - 1).abs().amax(dim=(0, 2, 3)) > 0.01).all()
+    assert output.mean().item() == pytest.approx(1, abs=0.1)
+
+
+def test_blocks_are_the_same_in_several_calls(small_blocks, monkeypatch):
+    """Without gradients a CPU takes few blocks at a time, and as many as there are in a remainder."""
+    calls, attend = [], sdpa_in_blocks.scaled_dot_product_attention
+    monkeypatch.setattr(
+        sdpa_in_blocks,
+        "scaled_dot_product_attention",
+        lambda query, *args, **kwargs: calls.append(len(query)) or attend(query, *args, **kwargs),
+    )
+    module, (query, key, value) = random_states(2, 38)
+    for positions in (torch.arange(38)[None], torch.arange(38)[None] % 9):
+        arguments = (module, query, key, value, None)
+        options = {"sliding_window": 5, "position_ids": positions}
+        expected, _ = ALL_ATTENTION_FUNCTIONS[NAME](*arguments, **options)
+        calls.clear()
+        monkeypatch.setattr(sdpa_in_blocks, "GROUP_BYTES", 2 * 4 * 4 * 6 * 8)  # two blocks of 4 queries of 4 heads
+        with torch.no_grad():
+            actual, _ = ALL_ATTENTION_FUNCTIONS[NAME](*arguments, **options)
+        torch.testing.assert_close(actual, expected)
+        assert set(calls) == {1, 2}
+
+
+@pytest.mark.parametrize(("size", "window"), [(4, 8), (4, 9), (4, 3), (1, 2), (5, 1)])
+def test_the_gradient_of_overlapping_blocks_is_that_of_unfold(size, window):
+    """Compare first and second derivatives, by a function that is not linear."""
+    states = torch.randn(2, window + 3 * size, 2, dtype=torch.float64, requires_grad=True)
+    overlapping = partial(sdpa_in_blocks.overlapping_blocks, block=size, window=window)
+    unfolded = partial(sdpa_in_blocks.unfold, block=size, window=window)
+    assert torch.equal(overlapping(states), unfolded(states))
+    gradients = [torch.autograd.grad(view(states).exp().sum(), states) for view in (overlapping, unfolded)]
+    torch.testing.assert_close(*gradients)
+    assert torch.autograd.gradgradcheck(lambda states: overlapping(states).sin(), states)
+
+
+# PyTorch's FlashAttention
+
+
+def varlen_stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size=(-1, -1)):
+    """Compute what `varlen_attn` of torch 2.11 does; tests/gpu/test_gpu.py compares the real one."""
+    assert query.dtype == key.dtype == value.dtype and query.shape[1:] == key.shape[1:] == value.shape[1:]
+    assert cu_seq_q.dtype == torch.int32 and cu_seq_q is cu_seq_k and max_q == max_k >= cu_seq_q.diff().max()
+    assert window_size[1] == 0 and cu_seq_q[0] == 0 and cu_seq_q[-1] == len(query)
+    documents = zip(*(states.tensor_split(cu_seq_q[1:-1].tolist()) for states in (query, key, value)))
+    return torch.cat([fake_flash.attend(*states, scale, True, window_size) for states in documents])
+
+
+@pytest.fixture(params=[None, "varlen", "varlen_of_newer_torch"])
+def varlen(request, monkeypatch):
+    """Record the lengths of the calls of a stand-in for `varlen_attn`, which a CPU is made to take, if any."""
+    lengths = []
+
+    def stand_in(query, key, value, *args, **kwargs):
+        lengths.append(len(query))
+        if kwargs.pop("enable_gqa", False):
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+        return varlen_stand_in(query, key, value, *args, **kwargs)
+
+    def newer(query, key, value, *args, enable_gqa=False, **kwargs): ...
+
+    stand_in.__signature__ = inspect.signature(newer if request.param == "varlen_of_newer_torch" else varlen_stand_in)
+    monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", stand_in)
+    monkeypatch.setattr(sdpa_in_blocks, "has_varlen_kernel", lambda *args: request.param is not None)
+    return lengths
+
+
+@pytest.mark.one_of(3)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "custom_mask"])
+@pytest.mark.parametrize("name", [*OWN, *PLAIN])
+def test_every_path_equals_a_dense_mask(name, case, varlen, blocks, small_blocks, request):
+    """Compare forward and gradients in blocks and by varlen, of which each layer makes one call.
+
+    Padding takes blocks everywhere."""
+    model = model_of(name, window=SMALL_WINDOW)
+    core = "sdpa" if name in OWN else NAME
+    assert_equals_eager(model, core, **inputs_of(case, 1 if case == "packed_row" else 2, 30))
+    has_varlen = request.node.callspec.params["varlen"] is not None
+    has_mask = case in ("left_padding", "right_padding", "hole", "to_come")
+    is_dense = name in PLAIN and case.startswith("packed")
+    calls = (2 if name == "diff" else 1) * sliding_layers(model)
+    assert len(varlen) == (calls if has_varlen and not has_mask and not is_dense else 0)
+    assert bool(blocks) == (not is_dense and not varlen)
+
+
+def test_where_varlen_is_taken(monkeypatch):
+    """Take it in half precision on a GPU that has it, without dropout."""
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # it needs a GPU
+    monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", varlen_stand_in)
+
+    def takes(device="cuda", dtype=torch.float16, head_dim=64, value_dim=None, dropout=0.0):
+        query, value = (
+            SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 2, 3, size))
+            for size in (head_dim, value_dim or head_dim)
+        )
+        return sdpa_in_blocks.has_varlen_kernel(query, value, dropout)
+
+    assert takes() and takes(dtype=torch.bfloat16) and takes(head_dim=256)
+    assert not takes("cpu") and not takes("meta") and not takes(dtype=torch.float32)
+    assert not takes(head_dim=20) and not takes(head_dim=264) and not takes(value_dim=32) and not takes(dropout=0.1)
+    capability = (7, 5)
+    assert not takes()
+    capability = (8, 0)
+    monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", None)
+    assert not takes()
