@@ -4,8 +4,8 @@
 
 The algorithm has five steps. Step 1 projects to heads, step 2 mixes them into pseudo-heads (by alpha), step 3
 interleaves these as virtual tokens, step 4 attends over virtual tokens (virtual_tokens.py, which also lists the
-symbols of shapes), and step 5 collapses the P outputs of a token (by R). T_p is RoPE's rotation of pseudo-head p
-within its token: by p positions.
+symbols of shapes), and step 5 collapses the P outputs of a token (by R). T_p is RoPE by p positions, of
+pseudo-head p. It is 1 where the pseudo-heads of a token share a position.
 """
 
 from typing import NamedTuple
@@ -77,7 +77,7 @@ def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: t
     num_heads, _, num_pseudo_heads = alpha.shape
     alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
     states = states.transpose(1, 2)
-    # By one matrix `matmul` would fold the tokens into head_dim and copy the result. Expanded, it writes this layout.
+    # With a 2-D alpha `matmul` would fold the tokens into head_dim and copy the result. This gives the layout.
     alpha = alpha.expand(*states.shape[:2], -1, -1)
     states = torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, num_heads))  # [batch, N, P, M, head_dim]
     if rotation is not None:

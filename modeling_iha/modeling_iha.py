@@ -270,6 +270,8 @@ class IHAModel(IHAPreTrainedModel):
             positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
             positions = positions.unsqueeze(0)
 
+        # Attention functions look for documents in positions, and there are none next to a mask or a cache.
+        documents = position_ids if attention_mask is None and cache is None else None
         hidden_states = inputs_embeds
         tables = self.rotary_emb.tables(hidden_states, positions)
         position_embeddings = {"full_attention": tables, "sliding_attention": tables}
@@ -281,7 +283,7 @@ class IHAModel(IHAPreTrainedModel):
                 hidden_states,
                 attention_mask=masks[mask_name(decoder_layer.self_attn)],
                 position_embeddings=position_embeddings[decoder_layer.self_attn.layer_type],
-                position_ids=position_ids,  # attention only looks for documents in them
+                position_ids=documents,
                 use_cache=use_cache,
                 **{CACHE: cache},
                 **kwargs,
@@ -300,8 +302,8 @@ def check_inputs(
 ) -> None:
     """Raise a ValueError for a mask that cannot hold a window, and for packed documents that would see one another.
 
-    Transformers looks for documents, which begin where `position_ids` restart, in calls without a mask and a cache.
-    Flash functions then take a single row."""
+    Transformers looks for documents, which begin where `position_ids` restart, in calls with neither a mask nor a
+    cache, and in those of flash functions only if they have a single row."""
     batch, length = inputs_embeds.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None and attention_mask.ndim != 2:

@@ -138,8 +138,8 @@ class View:
 def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: int | None = None, **kwargs) -> Any:
     """Return the mask over virtual tokens, as `virtual_mask` does, within the window of the interleaved layers.
 
-    The mask of plain layers is a part of it (`mask_over_tokens`), but not of a `BlockMask`, or if the interleaved
-    layers have a window: it is then the attribute `of_tokens`."""
+    `mask_over_tokens` cuts the mask of plain layers out of it. Where it cannot (a `BlockMask`, or a window of the
+    interleaved layers), their mask is the attribute `of_tokens`."""
     make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config, **kwargs)
     if getattr(config, "num_pseudo_heads", 1) == 1:  # that of a vision tower
         return make_mask(mask_function=mask_function, local_size=local_size)
@@ -209,8 +209,8 @@ def prepare_decoder(names: list[str], decoder: PreTrainedModel, args: tuple, kwa
     """Check and change the arguments of a decoder's forward: a pre-hook of the decoder.
 
     `names` are those of the positional arguments. A cache keeps a token more (`keep_windows`) before the forward reads
-    its lengths. Gemma 4 crops the rows of a mask to `logits_to_keep` tokens, and the rows are virtual tokens here, so
-    it is replaced by `None`."""
+    its lengths. Gemma 4 crops the rows of a mask to `logits_to_keep`, and the rows are virtual tokens here, so that
+    argument becomes `None`."""
     core = decoder_config(decoder)._attn_implementation
     if core == core_of(core):
         raise RuntimeError(
@@ -525,7 +525,7 @@ def use_virtual_core(model: PreTrainedModel) -> None:
 
 
 def differs_from_base(config: PreTrainedConfig) -> bool:
-    """Return whether a model computes something other than its base, as far as its configuration tells."""
+    """Return whether a model computes something other than its base, but for a mixing that was trained here."""
     has_loaded_mixing = getattr(config, "has_loaded_mixing", False)  # by `load_adapter`
     return has_loaded_mixing or config.interleaved_window is not None or config.virtual_heads == "paired"
 

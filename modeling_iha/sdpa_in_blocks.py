@@ -31,7 +31,7 @@ except ImportError:  # a build of PyTorch without it
 
 
 NAME = "sdpa_in_blocks"
-LEAST_BLOCK = 128  # queries of a block; rows also exceed their window by so many, or SDPA computes them
+LEAST_BLOCK = 128  # queries of a block; SDPA computes rows that exceed their window by no more
 GROUP_BYTES = 2**21  # of the queries of one call without gradients: few enough to stay in a CPU's cache
 
 
@@ -126,7 +126,7 @@ def attend_in_a_row(
 def attend_in_joined_rows(query, key, value, attention_mask, starts, window: int, **options) -> torch.Tensor:
     """Return the output of rows with documents (`starts`, boolean [batch, length]) or padding, joined into one row.
 
-    The first key that each query may see keeps rows and documents apart. One graph serves compiled calls."""
+    A first visible key for each query keeps rows and documents apart. Compiled calls come here: one graph."""
     batch, _, length, _ = query.shape
     block = block_size(window)
     total = batch * length

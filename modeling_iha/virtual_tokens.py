@@ -62,8 +62,8 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
     """Return the mask that Transformers makes for an attention function, over P virtual tokens for each token.
 
     It takes the arguments of Transformers' mask functions, in tokens. Pseudo-head p of token n sees the pseudo-heads
-    up to p of each token that n sees. With a window of W tokens it sees the last W * P virtual tokens. These begin
-    within token n - W, of which it sees the pseudo-heads after p."""
+    up to p of n, and the earlier tokens that n sees. With a window of W tokens these are the last W * P virtual
+    tokens, which begin in token n - W after its pseudo-head p."""
     num_pseudo_heads = kwargs["config"].num_pseudo_heads
     if attention_mask is not None:
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
@@ -97,8 +97,8 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
     seen = sees_token(batch, head, query_token, key_token)
-    # The pseudo-heads after p are seen in the tokens that n - 1 sees too, because a window moves by one virtual token
-    # at a time, unless a document begins at n. For token 0 nothing is seen of token -1, whatever the function says.
+    # Pseudo-heads after p are seen in the tokens that n - 1 sees (a window moves by one virtual token), unless a
+    # document begins at n. For token 0 the answers about token -1 are dropped: no token is earlier.
     seen_before = sees_token(batch, head, query_token - 1, key_token) & (key_token < query_token)
     continues = sees_token(batch, head, query_token, query_token - 1)
     is_later = seen & (key_token > query_token)  # in masks that are not causal, as within an image
@@ -146,9 +146,7 @@ def virtual_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        mask = mask[
-            ..., -key.shape[2] * num_pseudo_heads :
-        ]  # other layers cache more tokens, and the mask is sized for them
+        mask = mask[..., -key.shape[2] * num_pseudo_heads :]  # it is made for the layer that caches most
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
     kwargs = in_virtual_tokens(kwargs, num_pseudo_heads)
@@ -203,7 +201,7 @@ def keep_window_edge(cache: Cache | None, window: int | None) -> None:
         if getattr(layer, length) != window:
             continue
         if layer.get_seq_length() > 0:
-            raise ValueError("The cache was filled without the token that this model needs: pass a new one, or none.")
+            raise ValueError("The filled cache keeps one token too few for this model: pass an empty cache, or none.")
         setattr(layer, length, window + 1)
         if hasattr(layer, "_sliding_window_tensor"):
             layer._sliding_window_tensor.fill_(window + 1)
