@@ -61,7 +61,7 @@ def test_a_cache_cut_too_short_is_refused():
     mha = random_model(small_config(attention_kinds="mha", **window))
     cache = DynamicCache(config=mha.config)
     logits_in_chunks(mha, random_ids(1, 5), [5], cache)
-    with pytest.raises(ValueError, match="filled without the token that this model needs"):
+    with pytest.raises(ValueError, match="keeps one token too few for this model"):
         random_model(small_config(**window))(random_ids(1, 1), **{CACHE: cache})
 
 
