@@ -96,7 +96,7 @@ test-newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	@set -e; . .venv-newest/bin/activate; \
 	export PIP_QUIET=1 PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=30; \
-	sed -n '/^## Install/,/^## Convert/s/^pip install/&/p' README.md | while read -r line; do \
+	sed -n '/^## Install/,/^## From/s/^pip install/&/p' README.md | while read -r line; do \
 		echo "$$line"; \
 		case "$$line" in \
 			*download.pytorch.org*) timeout 120 sh -c "$$line" < /dev/null || true ;; \

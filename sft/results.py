@@ -8,7 +8,7 @@ from iha.files import write_json
 from sft import make_model
 from sft.arguments import RunArguments
 from sft.record import Record, Section
-from sft.trainer import RecipeTrainer, step_of
+from sft.trainer import SFTRecipeTrainer, step_of
 from sft.training_rows import evaluation_source
 
 
@@ -55,7 +55,7 @@ def draw(points: dict[str, list], path: Path) -> None:
     plots.save_plot(figure, path)
 
 
-def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> str:
+def card(config, trainer: SFTRecipeTrainer, run: RunArguments, record: Record) -> str:
     """Return the model card of a final model, which says what it was made of and shows the curves of the run."""
     output = Path(trainer.args.output_dir)
     args = trainer.args
@@ -78,7 +78,7 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
 
 {origin} on {markdown(data)} for \
 {steps} step{"" if steps == 1 else "s"} with TRL's \
-{trainer._name}Trainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
+SFTTrainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
 
 ![Curves of the run](curves.png)
 
@@ -97,7 +97,7 @@ def card(config, trainer: RecipeTrainer, run: RunArguments, record: Record) -> s
     )
 
 
-def _facts_of_the_run(trainer: RecipeTrainer, run: RunArguments, record: Record) -> dict[str, object]:
+def _facts_of_the_run(trainer: SFTRecipeTrainer, run: RunArguments, record: Record) -> dict[str, object]:
     args = trainer.args
     facts = {}
     held_out = evaluation_source(run, args)

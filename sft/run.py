@@ -18,7 +18,8 @@ from sft.results import FINAL, card, write_curves
 from sft.trainer import (
     RECORD,
     NotFiniteError,
-    RecipeTrainer,
+    SFTRecipeTrainer,
+    check_weights,
     checkpoints_after,
     newest_whole_checkpoint,
     step_of,
@@ -90,7 +91,7 @@ def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
             shutil.rmtree(path)
 
 
-def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) -> None:
+def train(trainer: SFTRecipeTrainer, run: RunArguments, checkpoint: Path | None) -> None:
     """Train from the start or from `checkpoint`, and save the final model."""
     args = trainer.args
     if checkpoint is not None:
@@ -105,7 +106,7 @@ def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) ->
         raise UserError(
             f"Training ended after {steps} of {trainer.state.max_steps} steps, so there is no final model. {reason}"
         )
-    trainer.check_weights()
+    check_weights(trainer.model, steps)
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is None:
         trainer.accelerator.print(
             f"Warning: no evaluation gave a number for {args.metric_for_best_model}, so final/ has the last weights "
@@ -121,7 +122,7 @@ def train(trainer: RecipeTrainer, run: RunArguments, checkpoint: Path | None) ->
     accelerator.end_training()
 
 
-def save_final(trainer: RecipeTrainer, run: RunArguments) -> None:
+def save_final(trainer: SFTRecipeTrainer, run: RunArguments) -> None:
     """Write the curves and the final model with its card. Every process must call this, and the main one writes."""
     output = Path(trainer.args.output_dir)
     model = whole_model(trainer)

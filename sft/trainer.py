@@ -1,4 +1,4 @@
-"""Train with TRL's trainers.
+"""Train with TRL's SFTTrainer.
 
 Incomplete checkpoints are skipped. A loss, a gradient or a weight that is NaN or infinite stops the run.
 """
@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from datasets import IterableDataset
 from jinja2 import TemplateError
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
@@ -57,140 +57,66 @@ def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
     return None
 
 
-class RecipeTrainer(Trainer):
-    """Give a trainer what a recipe promises. This class must be the first of the trainer's bases.
+def check_weights(model: torch.nn.Module, step: int) -> None:
+    """Raise `UserError` if a weight of the model holds NaN or infinity."""
+    local = (
+        (name, value.to_local() if isinstance(value, DTensor) else value) for name, value in model.named_parameters()
+    )
+    check_finite(local, f"the model at step {step}")
 
-    Matrices decay. Vectors do not decay, nor do the weights that mix heads, because their start from scratch is not
-    zero.
 
-    Raise `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimizer's step.
-    Raise `UserError` before a weight that is NaN or infinite is saved, and for a checkpoint of another kind of launch.
+def find_best_checkpoint(args: TrainingArguments, state: TrainerState) -> None:
+    """Find the best checkpoint of a resumed run, whose path is not there any more if its directory was moved.
+
+    Raise `UserError` if it is lost: the run would silently end with the last weights in its place.
+    """
+    if not (args.load_best_model_at_end and state.best_global_step) or state.best_model_checkpoint is not None:
+        return
+    best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    if not best.is_dir():
+        raise UserError(f"load_best_model_at_end: {best}, the best checkpoint so far, is lost: put it back.")
+    state.best_model_checkpoint = str(best)
+
+
+class WholeCheckpoints(TrainerCallback):
+    """Mark a checkpoint as complete once it is, and only then remove older ones. Check the one to resume from.
+
+    Raise `UserError` for a checkpoint of another kind of launch and for a lost best checkpoint.
     """
 
-    def __init__(self, *args, **kwargs) -> None:
-        with refusing("the recipe", ValueError):  # a special token that the tokenizer lacks, keys that exclude others
-            super().__init__(*args, **kwargs)
-        self.args.logging_nan_inf_filter = False  # the mean of an evaluation would leave out what is NaN
-        self._losses: torch.Tensor | int = 0  # the sum of a step's micro-batches
+    def __init__(self, accelerator: Accelerator, limit: int | None) -> None:
+        self.accelerator = accelerator
+        self.limit = limit
 
-    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        # Transformers chooses by names, and would decay vectors such as those of differential attention's lambda.
-        of_mixing = {id(value) for value in mixing_parameters(model)}
-        vectors = {name for name, value in model.named_parameters() if value.dim() < 2}
-        mixing = {name for name, value in model.named_parameters() if id(value) in of_mixing}
-        return [name for name in super().get_decay_parameter_names(model) if name not in vectors | mixing]
-
-    def create_model_card(self, *_, **__) -> None:
-        """Write nothing: TRL's card knows neither the data nor the base model, and final/ has a card of the run."""
-
-    # NaN and infinity
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if model.training:
-            # Checked once a step, when the norm of the gradients waits for the GPU anyway.
-            self._losses = self._losses + (result[0] if return_outputs else result).detach()
-        return result
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        # This is the last call before the optimizer's step that knows the norm.
-        grad_norm = super()._get_grad_norm(model, grad_norm)
-        losses = self._losses
-        self._losses = 0  # for the next step
-        self._refuse_not_finite("loss", losses)
-        # In float16 a norm is sometimes infinite, and the scaler skips such a step by itself.
-        if self.accelerator.scaler is None and grad_norm is not None:
-            self._refuse_not_finite("gradient norm", grad_norm)
-        return grad_norm
-
-    def _refuse_not_finite(self, what: str, value: torch.Tensor | float) -> None:
-        if isinstance(value, torch.Tensor):
-            value = (value.full_tensor() if isinstance(value, DTensor) else value).detach().item()
-        if not math.isfinite(value):
-            raise NotFiniteError(f"step {self.state.global_step + 1}: the {what} is {value:g}.")
-
-    def check_weights(self) -> None:
-        """Refuse a weight of the model that holds NaN or infinity."""
-        local = (
-            (name, value.to_local() if isinstance(value, DTensor) else value)
-            for name, value in self.model.named_parameters()
-        )
-        check_finite(local, f"the model at step {self.state.global_step}")
-
-    # Checkpoints
-
-    def _save_checkpoint(self, model, trial) -> None:
-        self.check_weights()
-        output = Path(self.args.output_dir)
-        checkpoint = output / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        limit = self.args.save_total_limit
-        self.args.save_total_limit = None  # so that the Trainer removes no checkpoint before this one is whole
-        try:
-            if self.args.should_save:
-                (checkpoint / RECORD).unlink(missing_ok=True)  # a stopped run may have left a complete checkpoint
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()  # each process writes its random state, and its share of a model
-            if self.args.should_save:
-                with whole_file(checkpoint / RECORD) as file:
-                    shutil.copyfile(output / RECORD, file)
-                rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
-        finally:
-            self.args.save_total_limit = limit
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not self.is_fsdp_enabled:
-            return super().save_model(output_dir, _internal_call)
-        model = whole_model(self)
-        if self.args.should_save:
-            model.save_pretrained(output_dir or self.args.output_dir)
-            self.processing_class.save_pretrained(output_dir or self.args.output_dir)
-
-    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *others):
-        begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
+    def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
         # A checkpoint holds the steps of logs, saves and evaluations. Those of this run count.
-        self.state.compute_steps(self.args, max_steps)
-        self._find_best_checkpoint()
-        # If the last step lies inside an epoch, Transformers would go on with the epoch.
-        return (num_train_epochs, 0) if self.state.global_step >= max_steps else begun
-
-    def _find_best_checkpoint(self) -> None:
-        """Find the best checkpoint of a resumed run, whose path is not there any more if its directory was moved.
-
-        Raise `UserError` if it is lost: the run would silently end with the last weights in its place.
-        """
-        step = self.state.best_global_step
-        if not (self.args.load_best_model_at_end and step) or self.state.best_model_checkpoint is not None:
-            return
-        best = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if not best.is_dir():
-            raise UserError(f"load_best_model_at_end: {best}, the best checkpoint so far, is lost: put it back.")
-        self.state.best_model_checkpoint = str(best)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+        state.compute_steps(args, state.max_steps)
+        find_best_checkpoint(args, state)
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
             return  # It counts evaluations, and there may have been none.
         # Transformers silently ignores the files of a launch that shards in another way.
-        if checkpoint is not None and self.lr_scheduler.last_epoch == 0:
+        if state.global_step and lr_scheduler.last_epoch == 0:
             raise UserError(
-                f"{checkpoint} holds no optimizer for this launch: resume with the accelerate config that began it."
+                f"{PREFIX_CHECKPOINT_DIR}-{state.global_step} holds no optimizer for this launch: resume with the "
+                "accelerate config that began it."
             )
 
-    def _load_weights(self, checkpoint: str) -> bool:
-        """Load a whole model's weights and return True, or return False for a model that FSDP or PEFT loads."""
-        if self.is_fsdp_enabled or isinstance(self.model, PeftModel):
-            return False
-        # The Trainer expects the model's names in the files, and would leave experts unchanged.
-        self.model.load_state_dict(load_model(checkpoint, self.model.dtype).state_dict())
-        return True
+    def on_save(self, args, state, control, **kwargs):
+        self.accelerator.wait_for_everyone()  # each process writes its random state, and its share of a model
+        if not args.should_save:
+            return
+        output = Path(args.output_dir)
+        with whole_file(output / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / RECORD) as file:
+            shutil.copyfile(output / RECORD, file)
+        rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if not self._load_weights(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if not self._load_weights(str(self.state.best_model_checkpoint)):
-            super()._load_best_model()
+    def on_train_end(self, args, state, control, **kwargs):
+        best = state.best_model_checkpoint
+        if args.should_save and self.limit == 1 and best is not None:
+            # The last checkpoint was there to resume from. Trainer removes it too, but does not know the limit.
+            for path in checkpoints_after(0, args.output_dir):
+                if not path.samefile(best):
+                    shutil.rmtree(path)
 
 
 class CountTokens(TrainerCallback):
@@ -225,21 +151,106 @@ class CountTokens(TrainerCallback):
         state.log_history[-1].update(logs)
 
 
-class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
-    """Train by supervised fine-tuning."""
+class SFTRecipeTrainer(SFTTrainer):
+    """Train by supervised fine-tuning, and keep what a recipe promises.
+
+    Matrices decay. Vectors do not decay, nor do the weights that mix heads, because their start from scratch is not
+    zero. Raise `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimizer's
+    step, and `UserError` before a weight that is NaN or infinite is saved.
+
+    Each override of a private method says why nothing public does the same.
+    """
 
     eval_bytes: int | None = None  # the length of the text to evaluate on
     eval_sums: torch.Tensor | int = 0  # over the batches of an evaluation: the loss of all tokens, and their number
 
     def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+        with refusing("the recipe", ValueError):  # a special token that the tokenizer lacks, keys that exclude others
+            super().__init__(*args, **kwargs)
+        self.args.logging_nan_inf_filter = False  # the mean of an evaluation would leave out what is NaN
+        self._losses: torch.Tensor | int = 0  # the sum of a step's micro-batches
+        self.add_callback(WholeCheckpoints(self.accelerator, self.args.save_total_limit))
+        self.args.save_total_limit = None  # Trainer would remove a checkpoint before the next one is whole
         # It must be the first callback, so that the others print and report what it adds.
         self.count_tokens = CountTokens()
         self.callback_handler.callbacks.insert(0, self.count_tokens)
 
+    def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
+        # Transformers chooses by names, and would decay vectors such as those of differential attention's lambda.
+        of_mixing = {id(value) for value in mixing_parameters(model)}
+        vectors = {name for name, value in model.named_parameters() if value.dim() < 2}
+        mixing = {name for name, value in model.named_parameters() if id(value) in of_mixing}
+        return [name for name in super().get_decay_parameter_names(model) if name not in vectors | mixing]
+
+    def create_model_card(self, *_, **__) -> None:
+        """Write nothing: TRL's card knows neither the data nor the base model, and final/ has a card of the run."""
+
+    # NaN and infinity
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if model.training:
+            # Checked once a step, when the norm of the gradients waits for the GPU anyway.
+            self._losses = self._losses + (result[0] if return_outputs else result).detach()
+        return result
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        # No callback before the optimizer's step gets the norm.
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        losses = self._losses
+        self._losses = 0  # for the next step
+        self._check_finite("loss", losses)
+        # In float16 a norm is sometimes infinite, and the scaler skips such a step by itself.
+        if self.accelerator.scaler is None and grad_norm is not None:
+            self._check_finite("gradient norm", grad_norm)
+        return grad_norm
+
+    def _check_finite(self, what: str, value: torch.Tensor | float) -> None:
+        if isinstance(value, torch.Tensor):
+            value = (value.full_tensor() if isinstance(value, DTensor) else value).detach().item()
+        if not math.isfinite(value):
+            raise NotFiniteError(f"step {self.state.global_step + 1}: the {what} is {value:g}.")
+
+    # Checkpoints
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        # Trainer begins a checkpoint by this call. What it saves over is incomplete until it is marked again.
+        check_weights(self.model, self.state.global_step)
+        if output_dir is not None and self.args.should_save:
+            Path(output_dir, RECORD).unlink(missing_ok=True)
+        if not self.is_fsdp_enabled:
+            return super().save_model(output_dir, _internal_call)
+        model = whole_model(self)
+        if self.args.should_save:
+            model.save_pretrained(output_dir or self.args.output_dir)
+            self.processing_class.save_pretrained(output_dir or self.args.output_dir)
+
+    def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *others):
+        begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
+        # Trainer asks whether to stop only after a step. A run that ended inside an epoch would take one more.
+        return (num_train_epochs, 0) if self.state.global_step >= max_steps else begun
+
+    def _load_weights(self, checkpoint: str) -> bool:
+        """Load a whole model's weights and return True, or return False for a model that FSDP or PEFT loads."""
+        if self.is_fsdp_enabled or isinstance(self.model, PeftModel):
+            return False
+        # Trainer expects the model's names in the files, which saving changes, and would leave experts unchanged.
+        self.model.load_state_dict(load_model(checkpoint, self.model.dtype).state_dict())
+        return True
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if not self._load_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_weights(str(self.state.best_model_checkpoint)):
+            super()._load_best_model()
+
+    # Rows, and the evaluation of plain text
+
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        # TRL takes rows that are tokenized as they are. So it prepares them in two steps here, and `check_cut` counts
-        # whole rows between the two.
+        # TRL cuts and drops rows silently, and takes tokenized rows as they are. So it prepares them in two steps, and
+        # `check_cut` counts whole rows between the two.
         whole = copy.copy(args)
         whole.max_length = None
         whole.shuffle_dataset = False

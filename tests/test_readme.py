@@ -19,13 +19,14 @@ from helpers import DOCUMENTS, decoder, small_config
 from servers import answering
 from tiny_sources import tiny_source
 from tiny_training import byte_tokenizer, preset_config, saved
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 import modeling_iha
 from iha.errors import ROOT
 from iha.step_memory import StepMemory
 from modeling_iha import IHAForCausalLM
 from modeling_iha.mixing_weights import mixing_parameters
+from modeling_iha.transformers_versions import FIRST_UNTESTED, OLDEST
 from sft.arguments import RecipeParser
 
 
@@ -103,7 +104,9 @@ def test_what_is_linked_or_named_exists_and_code_stands_in_fences(document):
 
 def test_speed_figures_are_those_of_the_report():
     results = (ROOT / "research" / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\|(.+)\| \[(\w+)\]\(research/benchmarks/results/README\.md#\2\) \|$", README, re.MULTILINE)
+    speed = (ROOT / "docs" / "SPEED.md").read_text(encoding="utf-8")
+    link = r"\[(\w+)\]\(\.\./research/benchmarks/results/README\.md#\2\)"
+    rows = re.findall(rf"^\|(.+)\| {link} \|$", speed, re.MULTILINE)
     assert rows
     for cells, name in rows:
         figures = re.findall(r"\b\d+\.\d{3}\b", cells)
@@ -128,6 +131,20 @@ def test_the_model_types_are_counted():
     types = (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8")
     exact = re.findall(r"^## AutoModelFor\w+: ([0-9]+) of [0-9]+ types are exact", types, re.MULTILINE)
     assert "{} model types of text and {} of images or sound".format(*exact) in " ".join(README.split())
+
+
+def test_the_readme_is_short():
+    assert len(README.split()) <= 1200
+
+
+def test_the_readme_names_the_versions_that_pip_takes():
+    python, torch, oldest, first_untested = re.search(
+        r"Python (\S+) or later, PyTorch (\S+) or later, and Transformers (\S+) or later, but before (\S+)\.\s",
+        " ".join(section(README, "Install").split()),
+    ).groups()
+    assert (oldest, first_untested) == (OLDEST, FIRST_UNTESTED)
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    assert f'python_requires=">={python}"' in setup and f'"torch>={torch}"' in setup
 
 
 # What the README runs
@@ -188,34 +205,35 @@ def assert_shows(shown: str, printed: str) -> None:
     )
 
 
-def test_the_first_screen_prints_its_losses_and_its_model_writes(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "LICENSE").symlink_to(ROOT / "LICENSE")
-    [(_, training, shown), (_, generation, _), *_] = steps(README)
-    exec(compile(training, "README.md", "exec"), {})
-    losses = [[float(line.split()[1]) for line in text.splitlines()] for text in (shown, capsys.readouterr().out)]
-    assert losses[0] == pytest.approx(losses[1], abs=0.02)
-    exec(compile(generation, "README.md", "exec"), {})
-    written = capsys.readouterr().out
-    assert written.startswith("The license ") and len(written) > 20
+def losses(text: str) -> list[float]:
+    """Return the losses of a text that Trainer printed."""
+    return [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", text)]
 
 
 def test_the_readme_prints_what_it_shows(tmp_path, monkeypatch, capsys):
-    # A checkout in which the Hub's checkpoint is a local directory.
+    # A checkout in which the Hub's checkpoint is a local directory, without a card.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", sys.argv)
     for name in ("sft", "LICENSE"):
         (tmp_path / name).symlink_to(ROOT / name)
     save_tiny_weights(tmp_path / SOURCE)
-    (tmp_path / SOURCE / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
 
     for kind, content, shown in steps(README):
         capsys.readouterr()
+        torch.manual_seed(0)
         if kind == "console":
             run(content, TINY_ARGUMENTS)
         else:
             exec(compile(content, "README.md", "exec"), {})
-        assert_shows(shown, capsys.readouterr().out)
+        printed = capsys.readouterr().out
+        assert_shows(shown, printed)
+        if "Trainer(" in content:
+            assert losses(shown)[-1] < losses(shown)[0]
+            assert losses(shown) == pytest.approx(losses(printed), abs=0.02)
+
+    for saved_model in ("smollm2-interleaved", "run/checkpoint-20"):
+        model = AutoModelForCausalLM.from_pretrained(saved_model, trust_remote_code=True)
+        assert model.generate(torch.arange(8)[None], max_new_tokens=4, min_new_tokens=4).shape == (1, 12)
 
     cards = [path.read_text(encoding="utf-8") for path in sorted(tmp_path.glob("smollm2*/**/README.md"))]
     assert len(cards) == 2  # of the conversion and of the training

@@ -370,6 +370,16 @@ def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, m
     assert not (tmp_path / "run" / "final").exists()
 
 
+def test_a_checkpoint_has_no_weights_that_are_not_numbers(tiny, rows_file, tmp_path, monkeypatch):
+    # Trainer calls this between the last optimizer's step and the save.
+    monkeypatch.setattr(
+        SFTRecipeTrainer, "store_flos", lambda self: next(self.model.parameters()).data.fill_(torch.nan)
+    )
+    with pytest.raises(UserError, match="embed_tokens.weight of the model at step 1 holds NaN"):
+        train.main(command(tiny, rows_file, tmp_path / "run", max_steps=1, save_steps=1, **NO_EVALUATION))
+    assert not list((tmp_path / "run").glob("checkpoint-*/*"))
+
+
 def test_a_run_that_ends_early_leaves_no_final_model(tiny, rows_file, tmp_path):
     def stop(trainer):
         trainer.control.should_training_stop = True
@@ -525,6 +535,8 @@ def test_the_best_checkpoint_is_found_in_a_moved_directory(tiny, rows_file, tmp_
     shutil.rmtree(tmp_path / "moved" / "checkpoint-2")
     with pytest.raises(UserError, match="checkpoint-2, the best checkpoint so far, is lost"):
         train.main(command(tiny, rows_file, tmp_path / "moved", **keys))
+    train.main(command(tiny, rows_file, tmp_path / "one", **{**keys, "save_total_limit": 1}))
+    assert [path.name for path in (tmp_path / "one").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def test_a_schedule_that_counts_evaluations_is_resumed(tiny, rows_file, tmp_path):

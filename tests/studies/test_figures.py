@@ -353,8 +353,7 @@ def test_the_gains_of_each_form():
 @pytest.mark.parametrize(
     "document, heading",
     [
-        ("README.md", "Train from random weights"),
-        ("README.md", "What we measured"),
+        ("README.md", "What to expect"),
         ("docs/FORMS.md", "What each form gains"),
         ("docs/FORMS.md", "When data is scarce"),
     ],
