@@ -161,11 +161,12 @@ def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scali
     query = query.unflatten(1, (-1, block)).unflatten(0, (groups, -1))  # [G, H / G, blocks, block, head_dim]
     query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [blocks, G, H / G * block, head_dim]
     key, value = (overlapping_blocks(states, block, window) for states in (key, value))
-    mask = mask.repeat(1, heads // groups, 1)[:, None].expand(len(query), -1, -1, -1)
+    mask = mask.repeat(1, heads // groups, 1)[:, None]
     attend = partial(scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
     size = blocks_per_call(query)
     if size < len(query):
-        parts = zip(query.split(size), key.split(size), value.split(size), mask.split(size))
+        masks = mask.expand(len(query), -1, -1, -1).split(size)
+        parts = zip(query.split(size), key.split(size), value.split(size), masks)
         output = torch.cat([attend(*part) for part in parts])
     else:
         output = attend(query, key, value, mask)
