@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 
 from iha.arguments import check_cost, cost_arguments
 from iha.checkpoints import load_config
-from iha.conversion_scripts.conversion import new_config, preset_config
-from iha.conversion_scripts.convert_llama_to_iha import iha_config
+from iha.conversion.convert_llama_to_iha import iha_config
+from iha.conversion.shared import new_config, preset_config
 from iha.errors import UserError, run_cli
 from iha.flops import Cost, virtual_tokens_per_token
 from iha.kinds import interleaved_kind, is_interleaved, layer_number

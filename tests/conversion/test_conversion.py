@@ -39,18 +39,18 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from conversion_scripts import (
+from iha import processes
+from iha.arguments import KINDS
+from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
+from iha.conversion import (
     convert_diffllama_to_iha,
     convert_iha_to_llama,
     convert_llama_to_iha,
     verify_conversion,
 )
-from conversion_scripts.architectures import exact_length
-from conversion_scripts.convert_iha_to_llama import convert_back
-from conversion_scripts.convert_llama_to_iha import convert_model, iha_config
-from iha import processes
-from iha.arguments import KINDS
-from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
+from iha.conversion.architectures import exact_length
+from iha.conversion.convert_iha_to_llama import convert_back
+from iha.conversion.convert_llama_to_iha import convert_model, iha_config
 from iha.errors import UserError
 from iha.kinds import described
 from iha.processes import load_in_clean_process, run_in_clean_process

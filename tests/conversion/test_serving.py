@@ -9,8 +9,8 @@ from helpers import HYBRID, plant, random_model, small_config
 from servers import answering
 from tiny_sources import edit_config, edit_weights, tiny_tokenizer
 
-from conversion_scripts import serve, served_models
 from iha.errors import UserError
+from iha.serving import serve, served_models
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
 

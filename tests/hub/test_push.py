@@ -20,10 +20,10 @@ from huggingface_hub import constants
 from loopback_hub import LFS_SUFFIXES, Fault, File, LoopbackHub
 from tiny_sources import edit_weights, tiny_tokenizer
 
-from conversion_scripts import push_to_hub
-from conversion_scripts.checkpoint_checks import checkpoint_files
 from iha.cards import render_card
 from iha.errors import UserError
+from iha.hub import push_to_hub
+from iha.hub.checkpoint_checks import checkpoint_files
 from iha.processes import library_paths, run_in_clean_process
 
 
