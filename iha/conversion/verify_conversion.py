@@ -44,16 +44,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold how far a run is from the reference."""
+    """Hold how far a run is from the reference, in sequences of at most `exact_length` tokens."""
 
     max_logit_difference: float
     allowed_difference: float
     mean_kl: float  # of KL(reference || model), over the tokens, in nats
     greedy_agreement: int  # greedily decoded tokens before the first that differs
     greedy_tokens: int
+    exact_length: int | None = None  # by the windows of both models; None for any length
 
     @property
     def passed(self) -> bool:
+        """Return whether the run agrees with the reference. In sequences longer than `exact_length` it does not."""
         # Written so that a NaN fails.
         return self.max_logit_difference < self.allowed_difference and self.greedy_agreement == self.greedy_tokens
 
@@ -94,8 +96,8 @@ def compare_logits(reference: torch.Tensor, logits: torch.Tensor) -> tuple[float
     return torch.stack(largest).max().item(), divergence / len(reference)
 
 
-def compare(reference: Run, run: Run) -> Comparison:
-    """Return how far `run` is from `reference`."""
+def compare(reference: Run, run: Run, exact_length: int | None = None) -> Comparison:
+    """Return how far `run` is from `reference`, both over at most `exact_length` tokens."""
     largest, divergence = compare_logits(reference.logits, run.logits)
     agrees = (reference.continuation == run.continuation).long()
     return Comparison(
@@ -104,6 +106,7 @@ def compare(reference: Run, run: Run) -> Comparison:
         mean_kl=divergence,
         greedy_agreement=int(agrees.cumprod(0).sum()),
         greedy_tokens=len(agrees),
+        exact_length=exact_length,
     )
 
 
@@ -202,8 +205,9 @@ def verify(
 
     Both are compared in float32 on `tokens` tokens of the file `text`, by default a speech, of which the last
     `max_new_tokens` are decoded greedily. The figures are printed and, if a file `json` is named, written to it.
-    Return how far the conversion and the control with a broken parameter are from the source. Raise `UserError` if the
-    conversion differs or the control does not.
+    Return how far the conversion and the control with a broken parameter are from the source. If their windows differ,
+    only the first tokens are compared, and `exact_length` says how many tokens a sequence may have. Raise `UserError`
+    if the conversion differs or the control does not.
     """
     check_verification(source, converted, text, tokens, max_new_tokens, json)
     source = find_source(source)
@@ -211,7 +215,8 @@ def verify(
     config, converted_config, ids = read_both(source, converted, expanded(text or DEFAULT_TEXT), tokens)
     saved_dtype = converted_config.dtype  # the load in float32 changes it
     is_rounded = saved_dtype in (torch.bfloat16, torch.float16) and saved_dtype != config.dtype
-    length = min(tokens, exact_length(config, converted_config) or tokens)
+    longest = exact_length(config, converted_config)
+    length = min(tokens, longest or tokens)
     new_tokens = max_new_tokens
     if length < tokens:
         new_tokens = min(new_tokens, length // 2)
@@ -230,10 +235,10 @@ def verify(
     within = Run(reference.logits[:length], reference.continuation)
     logits = forward(model, ids)
     decoded = decode(model, prompt, new_tokens).continuation
-    results = {"converted": compare(within, Run(logits[:length], decoded))}
+    results = {"converted": compare(within, Run(logits[:length], decoded), longest)}
     break_one_parameter(model)
     broken = Run(forward(model, ids[:length]), decode(model, prompt, new_tokens).continuation)
-    results["control"] = compare(within, broken)
+    results["control"] = compare(within, broken, longest)
 
     _print_table(results)
     if length < tokens:
@@ -249,7 +254,8 @@ def verify(
         expected = f"max |dlogit| < {results['converted'].allowed_difference:g} and the same greedy continuation"
         rounded = f" Its weights were rounded to {saved_dtype}: verify a conversion without --dtype." * is_rounded
         raise UserError(f"{converted} does not compute what {source} does: expected {expected}.{rounded}")
-    print(f"The conversion is exact up to rounding{f', for {length} tokens' if length < tokens else ''}.")
+    limit = "" if longest is None else f", for sequences of at most {longest} tokens; longer ones differ"
+    print(f"The conversion is exact up to rounding{limit}.")
     return results
 
 

@@ -39,7 +39,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from iha import processes
+from iha import api, processes
 from iha.arguments import KINDS
 from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
 from iha.conversion import (
@@ -544,9 +544,20 @@ def test_verify_a_hybrid_within_its_window(tmp_path, cli):
     check = (verify_conversion, tmp_path / "source", tmp_path / "iha", "--json", tmp_path / "figures.json")
     code, out, err = cli(*check, "--tokens", 60, "--max-new-tokens", 20)
     assert code == 0 and "uses 24 tokens and decodes the last 12" in out, err
-    assert "exact up to rounding, for 24 tokens" in out
+    assert "exact up to rounding, for sequences of at most 24 tokens; longer ones differ." in out
     [beyond] = re.findall(r"^after 24 +(\S+).*differs, as expected from its windows", out, re.MULTILINE)
     assert float(beyond) > 0.01 and json.loads((tmp_path / "figures.json").read_text())["tokens"] == 24
+
+
+def test_verify_returns_and_writes_up_to_which_length_another_window_is_exact(tmp_path):
+    save_tiny_source(tmp_path / "source", "mistral-sliding")
+    api.convert(tmp_path / "source", tmp_path / "iha", 2)
+    figures = tmp_path / "figures.json"
+    for window, tokens, length in ((7, 40, None), (30, 40, 7), (30, 6, 7)):
+        edit_config(tmp_path / "iha", sliding_window=window)
+        results = api.verify(tmp_path / "source", tmp_path / "iha", tokens=tokens, max_new_tokens=3, json=figures)
+        assert results["converted"].passed and results["converted"].exact_length == length
+        assert json.loads(figures.read_text())["converted"]["exact_length"] == length
 
 
 @pytest.mark.parametrize(
