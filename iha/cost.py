@@ -4,6 +4,7 @@ The table gives each kind of layer, the whole model, and ratios to the same mode
 figures are those of iha/model_cost.py, and the memory is that of iha/step_memory.py.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -68,7 +69,10 @@ def of_interleaved(source: PreTrainedConfig, fields: dict) -> IHAConfig:
 
 
 def settings_of(
-    preset: str | None, config: str | None, num_pseudo_heads: int | None = None, window: int | None = None
+    preset: str | None,
+    config: str | os.PathLike | None,
+    num_pseudo_heads: int | None = None,
+    window: int | None = None,
 ) -> IHAConfig:
     """Return the config of a preset, a checkpoint or a base, with another P and another window where they are given.
 
@@ -116,7 +120,7 @@ def memory(settings: IHAConfig, batch: int, tokens: int) -> str:
 
 def cost(
     preset: str | None,
-    config: str | None,
+    config: str | os.PathLike | None,
     tokens: int,
     batch: int = 1,
     num_pseudo_heads: int | None = None,

@@ -167,6 +167,8 @@ def test_a_wheel_brings_its_commands(tmp_path):
     assert not missing
     data = ("iha/card_template.md", "iha/conversion/verify_text.txt", "configuration_iha/tiny.json")
     assert all((tmp_path / name).exists() for name in data)
+    wheel = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.py")}
+    assert not [path for path in wheel if not (ROOT / path).exists()]  # a checkout imports what an installation does
     assert {path.name for path in tmp_path.iterdir()} == {"configuration_iha", "iha", "modeling_iha"}
     program = """
 sys.meta_path = [finder for finder in sys.meta_path if type(finder).__name__ != "Blocker"]

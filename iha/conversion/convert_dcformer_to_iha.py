@@ -20,6 +20,7 @@ from iha.arguments import converter_parser
 from iha.checkpoints import MAX_LAYERS, check_finite, load_config_dict, load_generation_config, load_weights
 from iha.errors import UserError
 from iha.files import typed
+from iha.sources import find_source
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 from .shared import (
@@ -247,6 +248,7 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike) -> None:
 
     Raise `UserError`, and leave nothing behind, if the source cannot be converted.
     """
+    source = find_source(source)
 
     def make():
         entries = load_config_dict(source)

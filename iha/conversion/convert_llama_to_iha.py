@@ -16,6 +16,7 @@ from iha.arguments import check_attention, check_conversion, convert_arguments
 from iha.errors import UserError, refusing
 from iha.files import checked, typed
 from iha.kinds import companion_of
+from iha.sources import find_source
 from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
 from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
@@ -155,7 +156,8 @@ def convert(
     `source` is a directory, a Hub id or a GGUF file, and `destination` a new directory. The other arguments are the
     options of the command. Raise `UserError`, and leave nothing behind, if the source cannot be converted.
     """
-    check_conversion(source, destination, num_pseudo_heads, kind, schedule, window, value_offsets, mixing_scale, seed)
+    check_conversion(destination, num_pseudo_heads, kind, schedule, window, value_offsets, mixing_scale, seed)
+    source = find_source(source)
 
     def make():
         arguments = (num_pseudo_heads, schedule, window, kind, options)

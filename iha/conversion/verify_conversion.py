@@ -209,7 +209,7 @@ def verify(
     only the first tokens are compared, and `exact_length` says how many tokens a sequence may have. Raise `UserError`
     if the conversion differs or the control does not.
     """
-    check_verification(source, converted, text, tokens, max_new_tokens, json)
+    check_verification(text, tokens, max_new_tokens, json)
     source = find_source(source)
     converted = find_source(converted)
     config, converted_config, ids = read_both(source, converted, expanded(text or DEFAULT_TEXT), tokens)

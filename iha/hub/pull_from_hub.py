@@ -16,7 +16,7 @@ from iha.arguments import check_pull, pull_arguments
 from iha.errors import UserError
 from iha.files import checked, new_directory
 from iha.processes import load_in_clean_process
-from iha.sources import check_hub_answers
+from iha.sources import check_hub_answers, find_source
 
 from .checkpoint_checks import READ_FOLDERS, check_checkpoint, checkpoint_files, loading_code, refuse_pickles
 
@@ -52,8 +52,9 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
         if damaged := [mismatch["path"] for mismatch in found.mismatches] + lost:
             raise UserError(f"{', '.join(damaged)} of {repo_id} differs from the Hub's checksum: {advice}.")
         try:
-            checkpoint_files(temporary)
-            check_checkpoint(temporary, trust_code)
+            source = find_source(temporary)
+            checkpoint_files(source)
+            check_checkpoint(source, trust_code)
             print(f"Loading {repo_id} at {info.sha} in a clean process", flush=True)
             loaded = load_in_clean_process(temporary)
         except UserError as error:  # the directory goes with it

@@ -21,7 +21,7 @@ from iha.errors import UserError
 from iha.files import checked, expanded, read_text, signals_as_interrupts
 from iha.kinds import is_ours
 from iha.processes import load_in_clean_process
-from iha.sources import check_hub_answers
+from iha.sources import check_hub_answers, find_source
 from modeling_iha.package import PACKAGE
 
 from .checkpoint_checks import (
@@ -67,8 +67,9 @@ def push(
     """
     directory = expanded(directory)
     check_push(directory, repo_id, tag, create_pr)
-    names, others = checkpoint_files(directory)
-    card = completed_card(directory, repo_id, license, base_model)
+    source = find_source(directory)
+    names, others = checkpoint_files(source)
+    card = completed_card(source, repo_id, license, base_model)
     with _staged(directory, names, card) as stage:
         names = sorted({*names, "README.md"})
         check_checkpoint(stage, trust_code)
@@ -152,17 +153,18 @@ def _changed(api: HfApi, stage: Path, repo_id: str, revision: str) -> list[str]:
     return [mismatch["path"] for mismatch in found.mismatches] + found.extra_paths
 
 
-def completed_card(directory: Path, repo_id: str, license: str | None, base_model: str | None) -> str:
-    """Return the model card in `directory`, or a new one, with the license and base model that it lacks.
+def completed_card(source: str | os.PathLike, repo_id: str, license: str | None, base_model: str | None) -> str:
+    """Return the model card in the directory `source`, or a new one, with the license and base model that it lacks.
 
     A card of this package also gets the name `repo_id`. A `base_model` of "none" says that there is none, and so does
     the tag of a card from scratch. Raise `UserError` if the card cannot be read, states neither, or states something
     else.
     """
-    path = directory / "README.md"
-    config = load_config(directory)
+    source = find_source(source)
+    path = Path(source.location, "README.md")
+    config = load_config(source)
     if not is_ours(config) and not path.is_file():
-        raise UserError(f"{directory} holds no model card: write one, README.md, with license and base_model.")
+        raise UserError(f"{source} holds no model card: write one, README.md, with license and base_model.")
     text = read_text(path, MAX_CARD).removeprefix("\ufeff") if path.is_file() else render_card(config, repo_id)
     card = parse_card(text, path)
     if FROM_SCRATCH in (card.data.get("tags") or []) and not card.data.get("base_model"):
@@ -171,7 +173,7 @@ def completed_card(directory: Path, repo_id: str, license: str | None, base_mode
         stated = card.data.get(name) or None
         if stated is None and value is None:
             none = " (none: trained from scratch)" if name == "base_model" else ""
-            raise UserError(f"The card of {directory} does not state its {name}: add it, or give {option}{none}.")
+            raise UserError(f"The card of {source} does not state its {name}: add it, or give {option}{none}.")
         if stated is not None and value is not None and stated not in (value, [value]):
             raise UserError(f"{path} states {name} {stated!r}, and {option} says {value!r}: correct one of them.")
         if stated is None and (name, value) != ("base_model", "none"):

@@ -39,7 +39,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from iha import api, processes
+from iha import api, processes, sources
 from iha.arguments import KINDS
 from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
 from iha.conversion import (
@@ -54,6 +54,7 @@ from iha.conversion.convert_llama_to_iha import convert_model, iha_config
 from iha.errors import UserError
 from iha.kinds import described
 from iha.processes import load_in_clean_process, run_in_clean_process
+from iha.sources import locate
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.exact_start import last_pseudo_head
 from modeling_iha.mixing_weights import state_with_values
@@ -456,6 +457,14 @@ def test_clean_process_refuses_what_does_not_load(converted, tmp_path, monkeypat
 
 
 VERIFY = ("--tokens", 40, "--max-new-tokens", 20)
+
+
+def test_a_source_is_resolved_once(converted, tmp_path, monkeypatch, cli):
+    resolved = []
+    monkeypatch.setattr(sources, "locate", lambda source: resolved.append(str(source)) or locate(source))
+    cli(convert_llama_to_iha, converted / "source", tmp_path / "iha", "--num-pseudo-heads", 2)
+    cli(verify_conversion, converted / "source", tmp_path / "iha", *VERIFY)
+    assert resolved == [str(path) for path in (converted / "source", converted / "source", tmp_path / "iha")]
 
 
 @pytest.mark.parametrize(
