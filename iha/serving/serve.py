@@ -11,6 +11,8 @@ import sys
 from functools import wraps
 from typing import Any
 
+# To import this replaces the module `transformers`. It comes first, so that the server looks where we add our classes.
+import transformers.processing_utils  # noqa: F401
 import typer
 from transformers.cli.serve import Serve
 from transformers.utils import is_serve_available
