@@ -1,7 +1,7 @@
 import re
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 
 HERE = Path(__file__).resolve().parent
@@ -36,14 +36,12 @@ setup(
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],
-    packages=["modeling_iha", "configuration_iha", "iha", "iha.kinds", "iha.conversion_scripts"],
-    # Its own name is too common for anybody's site-packages.
-    package_dir={"iha.conversion_scripts": "conversion_scripts"},
+    packages=["modeling_iha", "configuration_iha", *find_packages(include=["iha", "iha.*"])],
     package_data={
         "modeling_iha": ["py.typed"],
         "configuration_iha": ["*.json", "py.typed"],
         "iha": ["card_template.md"],
-        "iha.conversion_scripts": ["verify_text.txt"],
+        "iha.conversion": ["verify_text.txt"],
     },
     entry_points={"console_scripts": ["iha = iha.cli:main"]},
     python_requires=">=3.11",

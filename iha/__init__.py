@@ -1,4 +1,5 @@
-"""Hold what the commands share, and the command `iha` itself.
+"""Hold the commands and what they share.
 
-`cli`, `api` and `cost` call `conversion_scripts`. Everything else here is below the other folders and calls none.
+`conversion`, `hub` and `serving` hold convert, verify, push, pull and serve, `cli` runs them as the command `iha`, and
+`api` gives them to Python.
 """

@@ -102,11 +102,10 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add("--seed", type=int, default=0, help="seed of the random values (default: 0)")
     arguments = vars(parser.parse_args(argv))
     check_conversion(**arguments)
-    return arguments
+    return arguments | {"source": find_source(arguments["source"])}
 
 
 def check_conversion(
-    source: str | os.PathLike,
     destination: str | os.PathLike,
     num_pseudo_heads: int | None,
     kind: str,
@@ -126,7 +125,6 @@ def check_conversion(
     if not 0 <= seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
         raise UserError(f"seed={seed}: expected a whole number from 0 to {2**64 - 1}.")
     check_new_directory(destination)
-    find_source(source)
 
 
 def check_attention(num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str) -> None:
@@ -170,16 +168,11 @@ def verify_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add("--json", help="also write the figures to this file")
     arguments = vars(parser.parse_args(argv))
     check_verification(**arguments)
-    return arguments
+    return arguments | {name: find_source(arguments[name]) for name in ("source", "converted")}
 
 
 def check_verification(
-    source: str | os.PathLike,
-    converted: str | os.PathLike,
-    text: str | os.PathLike | None,
-    tokens: int,
-    max_new_tokens: int,
-    json: str | os.PathLike | None,
+    text: str | os.PathLike | None, tokens: int, max_new_tokens: int, json: str | os.PathLike | None, **others
 ) -> None:
     """Refuse arguments of `verify` that cannot work. Raise `UserError`."""
     if max_new_tokens < 1:
@@ -190,8 +183,6 @@ def check_verification(
         check_output_file(json, replace=True)
     if text is not None and not expanded(text).exists():
         raise UserError(f"{text} does not exist: expected a text file.")
-    for checkpoint in (source, converted):
-        find_source(checkpoint)
 
 
 def push_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -287,6 +278,8 @@ def cost_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--window", type=int, help="window in tokens in place of the model's")
     arguments = vars(parser.parse_args(argv))
     check_cost(**arguments)
+    if arguments["config"] is not None:
+        arguments["config"] = find_source(arguments["config"])
     return arguments
 
 
@@ -304,9 +297,7 @@ def check_cost(
             raise UserError(f"--{name} {value}: expected at least 1.")
     if window is not None and window < 2:
         raise UserError(f"--window {window}: expected at least 2.")
-    if config is not None:
-        find_source(config)
-    elif preset not in (names := preset_names()):
+    if config is None and preset not in (names := preset_names()):
         raise UserError(f"--preset {preset}: expected one of {', '.join(names)}.")
 
 

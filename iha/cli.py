@@ -22,12 +22,12 @@ from iha.errors import run_cli
 # From a command to its module and the function that parses its arguments. The module is imported when they are
 # checked, because PyTorch takes seconds. Its function has the command's name. `serve` parses by Transformers' server.
 COMMANDS: dict[str, tuple[str, Callable[[], dict] | None]] = {
-    "convert": ("iha.conversion_scripts.convert_llama_to_iha", convert_arguments),
-    "verify": ("iha.conversion_scripts.verify_conversion", verify_arguments),
-    "push": ("iha.conversion_scripts.push_to_hub", push_arguments),
-    "pull": ("iha.conversion_scripts.pull_from_hub", pull_arguments),
+    "convert": ("iha.conversion.convert_llama_to_iha", convert_arguments),
+    "verify": ("iha.conversion.verify_conversion", verify_arguments),
+    "push": ("iha.hub.push_to_hub", push_arguments),
+    "pull": ("iha.hub.pull_from_hub", pull_arguments),
     "cost": ("iha.cost", cost_arguments),
-    "serve": ("iha.conversion_scripts.serve", None),
+    "serve": ("iha.serving.serve", None),
 }
 
 

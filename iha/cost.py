@@ -4,6 +4,7 @@ The table gives each kind of layer, the whole model, and ratios to the same mode
 figures are those of iha/model_cost.py, and the memory is that of iha/step_memory.py.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import astuple
@@ -13,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from iha.arguments import check_cost, cost_arguments
 from iha.checkpoints import load_config
-from iha.conversion_scripts.conversion import new_config, preset_config
-from iha.conversion_scripts.convert_llama_to_iha import iha_config
+from iha.conversion.convert_llama_to_iha import iha_config
+from iha.conversion.shared import new_config, preset_config
 from iha.errors import UserError, run_cli
 from iha.flops import Cost, virtual_tokens_per_token
 from iha.kinds import interleaved_kind, is_interleaved, layer_number
@@ -68,7 +69,10 @@ def of_interleaved(source: PreTrainedConfig, fields: dict) -> IHAConfig:
 
 
 def settings_of(
-    preset: str | None, config: str | None, num_pseudo_heads: int | None = None, window: int | None = None
+    preset: str | None,
+    config: str | os.PathLike | None,
+    num_pseudo_heads: int | None = None,
+    window: int | None = None,
 ) -> IHAConfig:
     """Return the config of a preset, a checkpoint or a base, with another P and another window where they are given.
 
@@ -116,7 +120,7 @@ def memory(settings: IHAConfig, batch: int, tokens: int) -> str:
 
 def cost(
     preset: str | None,
-    config: str | None,
+    config: str | os.PathLike | None,
     tokens: int,
     batch: int = 1,
     num_pseudo_heads: int | None = None,

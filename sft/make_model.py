@@ -15,9 +15,9 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-from conversion_scripts.conversion import preset_config
 from iha.cards import render_card
 from iha.checkpoints import load_tokenizer
+from iha.conversion.shared import preset_config
 from iha.errors import UserError, run_cli
 from iha.files import expanded, new_directory
 from modeling_iha import IHAConfig, IHAForCausalLM

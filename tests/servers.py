@@ -7,7 +7,7 @@ import urllib.request
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 
-from conversion_scripts import serve
+from iha.serving import serve
 
 
 def _serve(arguments):

@@ -3,12 +3,16 @@
 Launchers also start some by path. Imports between folders go downwards. Tests share modules of helpers only.
 """
 
+import ast
 import os
 import re
 import runpy
 import subprocess
 import sys
 from contextlib import suppress
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
+from pathlib import Path
 
 import pytest
 from helpers import DOCUMENTS
@@ -75,15 +79,40 @@ def test_a_command_by_path_finds_its_own_checkout(tmp_path):
         assert process.stdout == "found\n", process.stderr
 
 
-def test_imports_go_downwards():
-    upward = []
-    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
-        parts = path.relative_to(ROOT).parts
-        rank = FOLDERS.index("/".join(parts[: 2 if parts[0] == "research" and len(parts) > 2 else 1]))
-        modules = re.findall(r"^ *(?:from|import) (research\.\w+|\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-        folders = [module.replace(".", "/") for module in modules]
-        upward += [(path.name, folder) for folder in folders if folder in FOLDERS and FOLDERS.index(folder) > rank]
+def modules() -> dict[str, Path]:
+    """Return the file of each module in `FOLDERS` by its dotted name; a package has the name of its folder."""
+    files = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    names = {path: path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in files}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+def imported(module: str, path: Path) -> set[str]:
+    """Return the dotted names of what a module imports anywhere in it; `from a import b` may import a.b or a's b."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            names |= {source, *(f"{source}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def rank(module: str) -> int:
+    """Return the place in `FOLDERS` of the innermost folder that holds a module."""
+    folders = [folder for folder in FOLDERS if f"{module}.".startswith(folder.replace("/", ".") + ".")]
+    return FOLDERS.index(max(folders, key=len))
+
+
+def test_imports_go_downwards_and_in_iha_not_in_circles():
+    files = modules()
+    graph = {name: imported(name, path) & files.keys() for name, path in files.items()}
+    upward = [(name, other) for name, others in graph.items() for other in others if rank(other) > rank(name)]
     assert not upward
+    # In modeling_iha and vllm_iha a function imports, when it is called, a module that imports its own.
+    of_iha = {name: others for name, others in graph.items() if name.partition(".")[0] == "iha"}
+    TopologicalSorter(of_iha).prepare()  # raises an error that names the modules of a circle
 
 
 @pytest.mark.parametrize("path", [*COMMANDS, ROOT / "demo.py"], ids=lambda path: path.stem)
@@ -136,15 +165,17 @@ def test_a_wheel_brings_its_commands(tmp_path):
     modules = [module for module, _ in COMMANDS_OF_IHA.values()]
     missing = [name for name in modules if not (tmp_path / f"{name.replace('.', '/')}.py").exists()]
     assert not missing
-    data = ("iha/card_template.md", "iha/conversion_scripts/verify_text.txt", "configuration_iha/tiny.json")
+    data = ("iha/card_template.md", "iha/conversion/verify_text.txt", "configuration_iha/tiny.json")
     assert all((tmp_path / name).exists() for name in data)
+    wheel = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.py")}
+    assert not [path for path in wheel if not (ROOT / path).exists()]  # a checkout imports what an installation does
     assert {path.name for path in tmp_path.iterdir()} == {"configuration_iha", "iha", "modeling_iha"}
     program = """
 sys.meta_path = [finder for finder in sys.meta_path if type(finder).__name__ != "Blocker"]
 sys.path.insert(0, request["wheel"])
 before = list(sys.path)
 from iha import api, cli
-assert api.convert.__module__ == "iha.conversion_scripts.convert_llama_to_iha" and sys.path == before
+assert api.convert.__module__ == "iha.conversion.convert_llama_to_iha" and sys.path == before
 assert not any(module.__file__.startswith(request["root"]) for module in (api, sys.modules[api.convert.__module__]))
 sys.argv[:] = ["iha", "convert", "me/model", "new", "--num-pseudo-heads", "0"]
 cli.main()

@@ -21,7 +21,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from conversion_scripts.verify_conversion import DEFAULT_TEXT
+from iha.conversion.verify_conversion import DEFAULT_TEXT
 
 
 VOCAB_SIZE = 61

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
-from conversion_scripts.convert_llama_to_iha import convert_model
 from iha.checkpoints import load_model, smollm2_gguf
+from iha.conversion.convert_llama_to_iha import convert_model
 from iha.errors import run_cli
 from iha.model_cost import attention
 from modeling_iha.transformers_versions import CACHE

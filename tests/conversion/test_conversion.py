@@ -39,21 +39,22 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from conversion_scripts import (
+from iha import api, processes, sources
+from iha.arguments import KINDS
+from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
+from iha.conversion import (
     convert_diffllama_to_iha,
     convert_iha_to_llama,
     convert_llama_to_iha,
     verify_conversion,
 )
-from conversion_scripts.architectures import exact_length
-from conversion_scripts.convert_iha_to_llama import convert_back
-from conversion_scripts.convert_llama_to_iha import convert_model, iha_config
-from iha import processes
-from iha.arguments import KINDS
-from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
+from iha.conversion.architectures import exact_length
+from iha.conversion.convert_iha_to_llama import convert_back
+from iha.conversion.convert_llama_to_iha import convert_model, iha_config
 from iha.errors import UserError
 from iha.kinds import described
 from iha.processes import load_in_clean_process, run_in_clean_process
+from iha.sources import locate
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.exact_start import last_pseudo_head
 from modeling_iha.mixing_weights import state_with_values
@@ -458,6 +459,14 @@ def test_clean_process_refuses_what_does_not_load(converted, tmp_path, monkeypat
 VERIFY = ("--tokens", 40, "--max-new-tokens", 20)
 
 
+def test_a_source_is_resolved_once(converted, tmp_path, monkeypatch, cli):
+    resolved = []
+    monkeypatch.setattr(sources, "locate", lambda source: resolved.append(str(source)) or locate(source))
+    cli(convert_llama_to_iha, converted / "source", tmp_path / "iha", "--num-pseudo-heads", 2)
+    cli(verify_conversion, converted / "source", tmp_path / "iha", *VERIFY)
+    assert resolved == [str(path) for path in (converted / "source", converted / "source", tmp_path / "iha")]
+
+
 @pytest.mark.parametrize(
     "road, control",
     [pytest.param(LLAMA, 0.1, id="llama"), pytest.param(DIFFLLAMA, 0.01, marks=pytest.mark.slow, id="diffllama")],
@@ -544,9 +553,20 @@ def test_verify_a_hybrid_within_its_window(tmp_path, cli):
     check = (verify_conversion, tmp_path / "source", tmp_path / "iha", "--json", tmp_path / "figures.json")
     code, out, err = cli(*check, "--tokens", 60, "--max-new-tokens", 20)
     assert code == 0 and "uses 24 tokens and decodes the last 12" in out, err
-    assert "exact up to rounding, for 24 tokens" in out
+    assert "exact up to rounding, for sequences of at most 24 tokens; longer ones differ." in out
     [beyond] = re.findall(r"^after 24 +(\S+).*differs, as expected from its windows", out, re.MULTILINE)
     assert float(beyond) > 0.01 and json.loads((tmp_path / "figures.json").read_text())["tokens"] == 24
+
+
+def test_verify_returns_and_writes_up_to_which_length_another_window_is_exact(tmp_path):
+    save_tiny_source(tmp_path / "source", "mistral-sliding")
+    api.convert(tmp_path / "source", tmp_path / "iha", 2)
+    figures = tmp_path / "figures.json"
+    for window, tokens, length in ((7, 40, None), (30, 40, 7), (30, 6, 7)):
+        edit_config(tmp_path / "iha", sliding_window=window)
+        results = api.verify(tmp_path / "source", tmp_path / "iha", tokens=tokens, max_new_tokens=3, json=figures)
+        assert results["converted"].passed and results["converted"].exact_length == length
+        assert json.loads(figures.read_text())["converted"]["exact_length"] == length
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 from helpers import random_model, small_config
 from tiny_sources import tiny_source
 
-from conversion_scripts.convert_diffllama_to_iha import iha_config
-from conversion_scripts.convert_iha_to_llama import convert_back
+from iha.conversion.convert_diffllama_to_iha import iha_config
+from iha.conversion.convert_iha_to_llama import convert_back
 from iha.errors import UserError
 
 

@@ -8,16 +8,15 @@ from loopback_hub import LoopbackHub
 from servers import answering
 from tiny_training import byte_tokenizer, decoder, saved
 
-from conversion_scripts import (
-    convert_iha_to_llama,
-    convert_llama_to_iha,
-    pull_from_hub,
-    push_to_hub,
-    verify_conversion,
-)
 from iha.cards import render_card
 from iha.checkpoints import load_config, load_model
+from iha.conversion import (
+    convert_iha_to_llama,
+    convert_llama_to_iha,
+    verify_conversion,
+)
 from iha.errors import UserError
+from iha.hub import pull_from_hub, push_to_hub
 from modeling_iha import interleave_heads
 from modeling_iha.package import imported_code
 from sft.score_reasoning import generate_replies

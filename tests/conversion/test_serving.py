@@ -1,6 +1,8 @@
 """Serve OpenAI's client, and refuse what cannot serve."""
 
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -9,8 +11,8 @@ from helpers import HYBRID, plant, random_model, small_config
 from servers import answering
 from tiny_sources import edit_config, edit_weights, tiny_tokenizer
 
-from conversion_scripts import serve, served_models
-from iha.errors import UserError
+from iha.errors import ROOT, UserError
+from iha.serving import serve, served_models
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
 
 
@@ -43,6 +45,19 @@ def answer(model, chat):
     length = inputs["input_ids"].shape[1]
     tokens = model.generate(inputs["input_ids"], max_new_tokens=NEW_TOKENS, do_sample=False)[0, length:]
     return tiny_tokenizer().decode(tokens, skip_special_tokens=True)
+
+
+@pytest.mark.slow
+def test_the_command_gives_its_classes_to_the_server():
+    """Run its imports in a new process: Transformers replaces its own module while it is imported."""
+    program = """
+from iha.serving import serve, served_models
+served_models.find_models()
+import transformers
+assert transformers is served_models.model_manager.transformers
+assert transformers.AutoModelForMultimodalLM is served_models.WholeMultimodalLM
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 def test_clients_of_openai_are_answered_at_once(checkpoint, model):

@@ -15,8 +15,9 @@ from helpers import IHA_CODE, random_model, small_config
 from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, decoder, recipe, saved, sizes, training_rows, write_jsonl
 
-from conversion_scripts import convert_llama_to_iha, push_to_hub
+from iha.conversion import convert_llama_to_iha
 from iha.errors import ROOT
+from iha.hub import push_to_hub
 from iha.processes import load_in_clean_process, run_in_clean_process
 from modeling_iha import IHAForCausalLM
 from modeling_iha.configuration_iha import AUTO_MAP

@@ -10,11 +10,12 @@ from huggingface_hub import constants, snapshot_download
 from loopback_hub import Fault, File, LoopbackHub
 from tiny_sources import edit_config
 
-from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
 from iha import foreign_code, sources
 from iha.checkpoints import fingerprint, load_config
+from iha.conversion import verify_conversion
 from iha.errors import UserError
+from iha.hub import pull_from_hub
 from iha.processes import load_in_clean_process
 
 

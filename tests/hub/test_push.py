@@ -20,11 +20,13 @@ from huggingface_hub import constants
 from loopback_hub import LFS_SUFFIXES, Fault, File, LoopbackHub
 from tiny_sources import edit_weights, tiny_tokenizer
 
-from conversion_scripts import push_to_hub
-from conversion_scripts.checkpoint_checks import checkpoint_files
+from iha import sources
 from iha.cards import render_card
 from iha.errors import UserError
+from iha.hub import push_to_hub
+from iha.hub.checkpoint_checks import checkpoint_files
 from iha.processes import library_paths, run_in_clean_process
+from iha.sources import locate
 
 
 CHECKPOINT = IHA_CODE | {
@@ -95,6 +97,14 @@ def shard(directory):
 
 
 # Which files
+
+
+def test_a_directory_is_resolved_once(push, directory, monkeypatch):
+    """Count the resolutions of the directory and of the copy of it that is checked and published."""
+    resolved = []
+    monkeypatch.setattr(sources, "locate", lambda source: resolved.append(str(source)) or locate(source))
+    assert "Would upload" in push("--dry-run")
+    assert len(resolved) == len({*resolved}) == 2 and resolved[0] == str(directory)
 
 
 def test_only_the_checkpoint_and_weights_that_are_loaded_are_listed(directory):

@@ -23,9 +23,9 @@ from tiny_sources import edit_weights, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CLIPImageProcessorPil, LlavaProcessor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from conversion_scripts import serve
 from iha.errors import ROOT, UserError
 from iha.processes import run_in_clean_process
+from iha.serving import serve
 from modeling_iha import interleave_heads, remove_interleaving
 from modeling_iha.modeling_interleaved import register_core
 from research.experiments import model_types

@@ -10,8 +10,8 @@ import torch
 from helpers import last_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conversion_scripts.push_to_hub import completed_card
 from iha.errors import ROOT
+from iha.hub.push_to_hub import completed_card
 from modeling_iha import IHAForCausalLM
 from sft import make_model, make_tokenizer, results, train
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, sizes, write_jsonl
 from trl import SFTConfig, SFTTrainer
 
-from conversion_scripts.checkpoint_checks import checkpoint_files
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
+from iha.hub.checkpoint_checks import checkpoint_files
 from sft import make_model, results, train
 from sft import run as sft_run
 from sft.arguments import RecipeParser

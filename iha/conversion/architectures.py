@@ -17,7 +17,7 @@ from transformers import (
 from iha.errors import UserError
 from iha.kinds import is_interleaved
 
-from .conversion import check_fields
+from .shared import check_fields
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 The files that belong to it are there, its weights are whole and consistent, its code is known, and its tokenizer fits.
 """
 
+import os
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from iha.checkpoints import (
 )
 from iha.errors import UserError, refusing
 from iha.foreign_code import CUSTOM_GENERATE, references, refuse_foreign_code
+from iha.sources import Source, find_source
 
 
 # Files that Transformers reads beside weights and code.
@@ -70,20 +72,22 @@ TRAINER_STATE = {"optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "
 PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 
 
-def checkpoint_files(directory: Path) -> tuple[list[str], list[str]]:
-    """Return the names in `directory` that make up the checkpoint, and those that do not (folders end in "/").
+def checkpoint_files(source: str | os.PathLike) -> tuple[list[str], list[str]]:
+    """Return the names of a directory that make up the checkpoint, and those that do not (folders end in "/").
 
     The checkpoint consists of the weights that a load reads, the Python files that the config's `auto_map` leads to,
-    what Transformers and people read beside them, and the files of `FOLDERS`. Raise `UserError` if `directory` is not
-    a saved model, holds an adapter, or holds a pickle other than a Trainer's, which could run any code when it is
+    what Transformers and people read beside them, and the files of `FOLDERS`. Raise `UserError` if `source` is not a
+    saved model, holds an adapter, or holds a pickle other than a Trainer's, which could run any code when it is
     loaded.
     """
+    source = find_source(source)
+    directory = Path(source.location)
     if not (directory / CONFIG_NAME).is_file():
         raise UserError(f"{directory} holds no {CONFIG_NAME}: expected a saved model directory.")
-    check_no_adapter(directory)
+    check_no_adapter(source)
     entries = sorted(directory.iterdir())
     refuse_pickles(directory, [path.name for path in entries])
-    belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(directory) | _weight_names(directory)
+    belongs = LOADED_NAMES | READ_BY_PEOPLE | _code_files(source) | _weight_names(source)
     belongs |= {path.name for path in entries if any(fnmatchcase(path.name, name) for name in TOKENIZER_PATTERNS)}
     known = [path for path in entries if path.name in belongs]
     at_root = [path for path in known if path.is_file()]
@@ -118,12 +122,13 @@ def refuse_pickles(source: str | Path, names: list[str]) -> None:
         )
 
 
-def _code_files(directory: Path) -> set[str]:
+def _code_files(source: Source) -> set[str]:
     """Return the names of the modules in the config's `auto_map` and of all siblings that they import.
 
     Raise `UserError` if one is missing.
     """
-    entries = load_config_dict(directory)
+    entries = load_config_dict(source)
+    directory = Path(source.location)
     own = [reference for reference in references({"auto_map": entries.get("auto_map", {})}) if "--" not in reference]
     modules = {directory / f"{reference.rpartition('.')[0]}.py" for reference in own}
     with refusing(f"The code of {directory} is incomplete", OSError):
@@ -131,23 +136,24 @@ def _code_files(directory: Path) -> set[str]:
     return {path.name for path in modules | helpers}
 
 
-def _weight_names(directory: Path) -> set[str]:
+def _weight_names(source: Source) -> set[str]:
     """Return the names of the safetensors that a load reads, and of their index, or raise `UserError`."""
-    names = {Path(file).name for file in weight_files(directory)}
+    names = {Path(file).name for file in weight_files(source)}
     return names if SAFE_WEIGHTS_NAME in names else {SAFE_WEIGHTS_INDEX_NAME, *names}
 
 
-def check_checkpoint(directory: Path, trust_code: bool) -> None:
-    """Check all that can be checked of a checkpoint without running its code.
+def check_checkpoint(source: str | os.PathLike, trust_code: bool) -> None:
+    """Check all that can be checked of the checkpoint in the directory `source` without running its code.
 
     The code must be this package's byte for byte unless `trust_code`. Raise `UserError`.
     """
-    refuse_foreign_code(directory, trust_code)
-    config = load_config(directory)
-    if load_generation_config(directory) is None:
-        raise UserError(f"{directory} holds no {GENERATION_CONFIG_NAME}: save the model's generation config there.")
-    load_tokenizer(directory, vocabulary_of(config))
-    load_model(directory, config=config)
+    source = find_source(source)
+    refuse_foreign_code(Path(source.location), trust_code)
+    config = load_config(source)
+    if load_generation_config(source) is None:
+        raise UserError(f"{source} holds no {GENERATION_CONFIG_NAME}: save the model's generation config there.")
+    load_tokenizer(source, vocabulary_of(config))
+    load_model(source, config=config)
 
 
 def loading_code(repo_id: str, revision: str) -> str:

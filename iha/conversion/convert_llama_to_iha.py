@@ -1,0 +1,183 @@
+"""Convert a pretrained Llama-like checkpoint to "iha" or another attention kind without changing what it computes.
+
+The file of a kind in iha/kinds/ gives the values at which its parameters start.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from iha.arguments import check_attention, check_conversion, convert_arguments
+from iha.errors import UserError, refusing
+from iha.files import checked, typed
+from iha.kinds import companion_of
+from iha.sources import find_source
+from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
+from modeling_iha.flop_matched_window import flop_matched_window
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
+
+from .architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
+from .shared import (
+    SHARED_FIELDS,
+    Size,
+    build,
+    describe,
+    new_config,
+    read_source,
+    write_checkpoint,
+)
+
+
+def iha_config(
+    source: PreTrainedConfig,
+    num_pseudo_heads: int | None = None,
+    schedule: str = "global",
+    window: int | None = None,
+    kind: str = "iha",
+    options: dict | None = None,
+) -> IHAConfig:
+    """Return the configuration of the converted model.
+
+    Raise `UserError` if the source or an argument does not allow one.
+    """
+    check_attention(num_pseudo_heads, schedule, window, kind)
+    architecture = check_source(source)
+    context = source.max_position_embeddings
+    if num_pseudo_heads is not None:
+        typed(num_pseudo_heads * context, Size, "The virtual tokens of a full context")
+    kinds = [kind]
+    windows = layer_windows(source)
+    if num_pseudo_heads is not None and schedule == "hybrid":
+        # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
+        kinds = ["iha", "iha", "iha", "iha", "mha"]
+        try:
+            window = window or flop_matched_window(context, num_pseudo_heads)
+        except ValueError:
+            none = f"num_pseudo_heads={num_pseudo_heads} leaves no window of 2 tokens or more in {context}"
+            advice = "give --window, or fewer pseudo-heads"
+            raise UserError(f"{none}, by the paper's N / (2 P^2) of the hybrid schedule: {advice}.") from None
+        if window > context:
+            raise UserError(f"window={window}: expected at most the source's context, {context} tokens.")
+        windows = [None if i % 5 == 4 else window for i in range(source.num_hidden_layers)]
+    fields = {name: copy.deepcopy(getattr(source, name)) for name in SHARED_FIELDS if hasattr(source, name)}
+    return new_config(
+        IHAConfig,
+        **fields,
+        **architecture.settings(source),
+        head_dim=getattr(source, "head_dim", None),
+        attention_kinds=[kinds[i % len(kinds)] for i in range(source.num_hidden_layers)],
+        attention_options=None if options is None else {kind: options},
+        layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
+        sliding_window=next((window for window in windows if window is not None), None),
+        no_rope_layers=rope_layers(source),
+        num_pseudo_heads=num_pseudo_heads,
+        pseudo_positions="shared",
+    )
+
+
+def exact_start(
+    config: IHAConfig, layer: int, generator: torch.Generator, value_offsets: str
+) -> dict[str, torch.Tensor]:
+    """Return by name the parameters of a layer's attention that multi-head attention lacks, at their exact start.
+
+    Mixing weights come with their own starts and scales, at scale 1 (see `Mixing`)."""
+    kind = config.attention_kinds[layer]
+    start = companion_of(kind).start
+    if start is None:
+        return {}
+    started = start(config, generator, value_offsets)
+    for name, value in list(started.items()):
+        started |= {f"{name}_start": torch.zeros_like(value), f"{name}_scale": torch.ones(())}
+    with torch.device("meta"):
+        own = ATTENTION_CLASSES[kind].for_layer(config, layer).state_dict()
+    return {name: value for name, value in started.items() if name in own}
+
+
+def convert_model(
+    source: PreTrainedModel,
+    num_pseudo_heads: int | None = None,
+    schedule: str = "global",
+    window: int | None = None,
+    kind: str = "iha",
+    options: dict | None = None,
+    value_offsets: str | None = None,
+    seed: int = 0,
+    mixing_scale: float | None = None,
+) -> IHAForCausalLM:
+    """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
+
+    The arguments are those of `convert`. The result shares the memory of the weights of `source`: delete one of the
+    two, or copy it, before training. Raise `UserError` if the source is not supported or an argument does not fit it.
+    """
+    config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options)
+    value_offsets = value_offsets or "balanced"
+    generator = torch.Generator().manual_seed(seed)
+    state = source.state_dict()
+    lacks = ARCHITECTURES[source.config.model_type].lacks
+    for i, layer_kind in enumerate(config.attention_kinds):
+        prefix = f"model.layers.{i}.self_attn."
+        state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source.dtype) for name in lacks}
+        of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        started = exact_start(config, i, generator, value_offsets)
+        started |= companion_of(layer_kind).from_mha(config, of_mha)
+        state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
+    model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
+    has_mixing = bool(mixing_parameters(model))
+    if mixing_scale is not None and not has_mixing:
+        raise UserError(f"kind {kind!r} with these options has no weights that mix heads: leave out mixing_scale.")
+    if has_mixing:
+        mixing_scale = 40.0 if mixing_scale is None else mixing_scale
+        with refusing("mixing_scale", ValueError):
+            set_mixing_scale(model, mixing_scale)
+    return model
+
+
+@checked
+def convert(
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    num_pseudo_heads: int | None = None,
+    kind: str = "iha",
+    options: dict | None = None,
+    schedule: Literal["global", "hybrid"] = "global",
+    window: int | None = None,
+    value_offsets: Literal["balanced", "none"] | None = None,
+    dtype: str = "auto",
+    mixing_scale: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Convert a checkpoint without changing what it computes, and write it, its tokenizer and a model card.
+
+    `source` is a directory, a Hub id or a GGUF file, and `destination` a new directory. The other arguments are the
+    options of the command. Raise `UserError`, and leave nothing behind, if the source cannot be converted.
+    """
+    check_conversion(destination, num_pseudo_heads, kind, schedule, window, value_offsets, mixing_scale, seed)
+    source = find_source(source)
+
+    def make():
+        arguments = (num_pseudo_heads, schedule, window, kind, options)
+        model, tokenizer = read_source(source, lambda config: iha_config(config, *arguments), dtype)
+        converted = convert_model(model, *arguments, value_offsets, seed, mixing_scale)
+        if kind == "iha":
+            how = f" with {num_pseudo_heads} pseudo-heads and the {schedule} schedule"
+        else:
+            how = f" to attention of kind {kind!r}"
+            if options:
+                how += f" with {json.dumps(options)}"
+        if schedule == "hybrid":
+            config = converted.config
+            how += f", whose windows are {config.sliding_window} of {config.max_position_embeddings} tokens"
+        length = exact_length(model.config, converted.config)
+        return converted, tokenizer, describe(source, model.config.model_type, how, length)
+
+    write_checkpoint(source, destination, make)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    convert(**convert_arguments(argv))
