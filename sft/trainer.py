@@ -26,7 +26,7 @@ from iha.errors import UserError, refusing
 from iha.files import whole_file
 from modeling_iha.mixing_weights import mixing_parameters
 from sft.distributed import whole_model
-from sft.training_rows import check_cut, check_learned, splits
+from sft.training_rows import bytes_of_token, check_cut, check_learned, first_tokens, splits
 
 
 # The file that records what a run is made of. A copy is written last into a checkpoint, and marks it as complete.
@@ -253,11 +253,14 @@ class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
         return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
 
     @cached_property
-    def eval_tokens(self) -> int:
-        """Count the tokens of evaluation rows that have a loss: all but the first token of each packed document."""
-        rows = self.eval_dataset
-        documents = sum(map(len, rows["seq_lengths"])) if "seq_lengths" in rows.column_names else len(rows)
-        return sum(map(len, rows["labels"])) - documents
+    def eval_predicted(self) -> tuple[int, int]:
+        """Count the tokens of the evaluation rows that are predicted, and their bytes.
+
+        The first token of each packed document, and of each piece of a long one, is not predicted.
+        """
+        first = first_tokens(self.eval_dataset)
+        unpredicted = sum(bytes_of_token(self.processing_class, token) for token in first)
+        return sum(map(len, self.eval_dataset["labels"])) - len(first), self.eval_bytes - unpredicted
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         self.eval_sums = 0
@@ -268,7 +271,8 @@ class SFTRecipeTrainer(RecipeTrainer, SFTTrainer):
         if self.eval_bytes and "eval_loss" in logs:
             # `eval_loss` is a mean over rows of the means over the tokens of their batches.
             loss, tokens = self.accelerator.reduce(self.eval_sums).tolist()
-            bits = loss / tokens * self.eval_tokens / self.eval_bytes / math.log(2)
+            predicted_tokens, predicted_bytes = self.eval_predicted
+            bits = loss / tokens * predicted_tokens / predicted_bytes / math.log(2)
             logs["eval_bits_per_byte"] = bits
             self.accelerator.print(f"Held-out text: {bits:.4f} bits per byte.")
         super().log(logs, *args, **kwargs)

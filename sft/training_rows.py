@@ -1,5 +1,6 @@
 """Make the rows that a run trains and evaluates on from its recipe."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -351,6 +352,30 @@ def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:
     if rows is None or "text" not in rows.column_names or not is_whole:
         return None
     return sum(len(text.encode()) for text in rows["text"])
+
+
+def first_tokens(rows: Dataset) -> list[int]:
+    """Return the first token of each document in tokenized rows, which may be packed."""
+    if "seq_lengths" not in rows.column_names:
+        return [tokens[0] for tokens in rows["input_ids"]]
+    first = []
+    for row in rows.select_columns(["input_ids", "seq_lengths"]):
+        starts = np.cumsum([0, *row["seq_lengths"][:-1]])
+        first += [row["input_ids"][start] for start in starts]
+    return first
+
+
+def bytes_of_token(tokenizer: PreTrainedTokenizerBase, token: int) -> int:
+    """Return how many bytes of a text a token stands for. A special token stands for none."""
+    if token in tokenizer.all_special_ids:
+        return 0
+    piece = tokenizer.convert_ids_to_tokens(token)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and "ByteLevel" in repr(backend.decoder):  # it may be one of a sequence
+        return len(piece)  # each character stands for a byte
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return 1
+    return len(piece.replace("\u2581", " ").encode())  # SentencePiece's mark of a space
 
 
 def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset | None]:
