@@ -68,6 +68,7 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
                 "the .txt files, or write each as rows of a .jsonl file."
             )
         _check_whole(name, args, args.packing)
+        _note_short_file(name, args)
     held_out = evaluation_source(run, args)
     if held_out is not None:
         check_source(held_out.name, held_out.split)
@@ -84,6 +85,18 @@ def _check_whole(name: str, args: SFTConfig, packs: bool) -> None:
         raise UserError(
             f"{name} is one row, of which only the first max_length={args.max_length} tokens would be read: set "
             "packing to true and packing_strategy to bfd_split."
+        )
+
+
+def _note_short_file(name: str, args: SFTConfig) -> None:
+    """Print a note on a file that is packed into one row and does not fill it."""
+    if not args.packing or args.max_length is None or not name.endswith((".txt", ".json", ".jsonl")):
+        return
+    size = Path(name).stat().st_size
+    if size < args.max_length:  # a token is at least one byte
+        args.distributed_state.print(
+            f"Note: {name} has {size} bytes and does not fill one row of max_length={args.max_length} tokens, so "
+            "every step trains on all of it."
         )
 
 

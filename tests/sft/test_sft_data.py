@@ -522,6 +522,15 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(kind):
     assert sum(bytes_of_token(tokenizer, token) for token in tokens) == len(text.encode()) - special
 
 
+def test_a_text_that_is_shorter_than_a_row_is_noted(tmp_path, capsys):
+    packed = {"packing": True, "packing_strategy": "bfd_split", "assistant_only_loss": False, "max_length": 256}
+    for size, is_short in ((24, True), (256, False)):
+        (tmp_path / "train.txt").write_text("a" * size)
+        check_rows(*run_of(tmp_path / "train.txt", tmp_path, **packed))
+        note = "train.txt has 24 bytes and does not fill one row of max_length=256 tokens"
+        assert (note in capsys.readouterr().out) == is_short
+
+
 def test_rows_beyond_the_models_context_are_refused(tmp_path):
     path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}]), byte_tokenizer()
     _, args = run_of(path, tmp_path, max_length=None, assistant_only_loss=False)
