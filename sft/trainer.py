@@ -196,6 +196,8 @@ class RecipeTrainer(Trainer):
 class CountTokens(TrainerCallback):
     """Log `tokens_per_second` since the last log, and continue the count of a resumed run, which TRL starts anew.
 
+    Log `minutes_left` too, by the steps since the last log and without evaluations.
+
     If `peak_tokens_per_second`, the rate of all devices at their peak, is given, log `model_flops_utilization` too.
     """
 
@@ -206,6 +208,7 @@ class CountTokens(TrainerCallback):
         counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
         self.before = counts[-1] if counts else 0
         self.last = self.before
+        self.step = state.global_step
         self.time = time.monotonic()
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
@@ -218,9 +221,13 @@ class CountTokens(TrainerCallback):
         now = time.monotonic()
         rate = (logs["num_tokens"] - self.last) / (now - self.time)
         logs["tokens_per_second"] = rate
+        steps = state.global_step - self.step
+        if steps > 0:
+            logs["minutes_left"] = round((now - self.time) / steps * (state.max_steps - state.global_step) / 60, 1)
         if self.peak_tokens_per_second is not None:
             logs["model_flops_utilization"] = rate / self.peak_tokens_per_second
         self.last = logs["num_tokens"]
+        self.step = state.global_step
         self.time = now
         state.log_history[-1].update(logs)
 
