@@ -13,6 +13,9 @@ import matplotlib.pyplot as plt
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from iha.errors import run_cli
+from iha.sources import find_source
+
 
 parser = ArgumentParser(description=__doc__)
 parser.add_argument("model", help="a directory or a Hub id; its code runs")
@@ -21,6 +24,7 @@ parser.add_argument("out", help="the picture to write")
 parser.add_argument("--layer", type=int, help="index of a layer with virtual tokens (the first)")
 parser.add_argument("--head", type=int, default=0, help="index of the head, or of the group of paired heads (0)")
 args = parser.parse_args()
+run_cli(lambda: find_source(args.model))  # a wrong path: one line, before anything is loaded
 
 # Only the eager core returns attention weights.
 model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=True, attn_implementation="eager").eval()
@@ -36,30 +40,36 @@ if not layers:
     parser.error(f"{args.model} has no layer with virtual tokens")
 layer = layers[0] if args.layer is None else args.layer
 if layer not in layers or not 0 <= args.head < attentions[layer].shape[1]:
-    count = attentions[layers[0]].shape[1]
-    parser.error(f"expected a layer among {layers} and a head from 0 to {count - 1}")
+    parser.error(f"expected a layer among {layers} and a head below {attentions[layers[0]].shape[1]}")
 num_pseudo_heads = model.config.num_pseudo_heads
 # Virtual token n P + p is pseudo-head p of token n.
 weights = attentions[layer][0, args.head].unflatten(1, (-1, num_pseudo_heads)).unflatten(0, (-1, num_pseudo_heads))
 
-figure = plt.figure(figsize=(10, 6), layout="constrained")
-figure.suptitle(f"Layer {layer}, head {args.head}: attention of {num_pseudo_heads}² pairs of pseudo-heads")
-left, right = figure.subfigures(1, 2, width_ratios=[2, 1])
-for p, row in enumerate(left.subplots(num_pseudo_heads, num_pseudo_heads, squeeze=False)):
-    for q, axes in enumerate(row):
-        axes.imshow(weights[:, p, :, q], vmin=0, vmax=weights.max(), cmap="viridis")
-        axes.set(title=f"query {p}, key {q}", xlabel="token", ylabel="token")
-for module in (each for each in model.modules() if hasattr(each, "q_mix") and each.layer_idx == layer):
-    # Paired heads have no mixing.
+mixed = [each for each in model.modules() if hasattr(each, "q_mix") and each.layer_idx == layer]  # not paired heads
+figure = plt.figure(figsize=(6 + 4 * len(mixed), 6), layout="constrained")
+place = f"Layer {layer}, {'head' if mixed else 'group'} {args.head}"
+figure.suptitle(f"{place}: attention of {num_pseudo_heads}² pairs of pseudo-heads")
+left, *right = figure.subfigures(1, 1 + len(mixed), width_ratios=[3, 2][: 1 + len(mixed)], squeeze=False)[0]
+for pair, axes in enumerate(left.subplots(*[num_pseudo_heads] * 2, squeeze=False, sharex=True, sharey=True).flat):
+    p, q = divmod(pair, num_pseudo_heads)
+    image = axes.imshow(weights[:, p, :, q], vmin=0, vmax=weights.max(), cmap="viridis", aspect="auto")
+    axes.set(title=f"query {p}, key {q}", xlabel="token", ylabel="token")
+    axes.locator_params(integer=True)
+    axes.label_outer()
+left.colorbar(image, ax=left.axes, location="bottom", shrink=0.6, label="attention weight")
+for module, side in zip(mixed, right):
     group = args.head // (module.q_mix.weight.shape[0] // module.k_mix.weight.shape[0])
     shares = {
-        "mixing of queries": module.q_mix.value()[:, args.head],
-        "of keys": module.k_mix.value()[:, group],
-        "of values": module.v_mix.value()[:, group],
+        "queries": module.q_mix.value()[:, args.head],
+        "keys": module.k_mix.value()[:, group],
+        "values": module.v_mix.value()[:, group],
         "collapse": module.collapse.value()[args.head].unflatten(0, (-1, num_pseudo_heads)),
     }
-    for axes, (name, values) in zip(right.subplots(2, 2).flat, shares.items()):
-        image = axes.imshow(values.detach(), vmin=-1, vmax=1, cmap="RdBu")
+    for axes, (name, values) in zip(side.subplots(2, 2).flat, shares.items()):
+        image = axes.imshow(values.detach(), vmin=-1, vmax=1, cmap="RdBu", aspect="auto")
         axes.set(title=name, xlabel="pseudo-head", ylabel="head", xticks=range(num_pseudo_heads))
-    right.colorbar(image, ax=right.axes, shrink=0.6)
+        axes.locator_params("y", integer=True)
+    if len(values) == 1:  # the head's own collapse
+        axes.set(yticks=[0], yticklabels=[args.head])
+    side.colorbar(image, ax=side.axes, location="bottom", shrink=0.8, label="share of a head")
 figure.savefig(args.out)

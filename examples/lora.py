@@ -11,6 +11,8 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from iha.errors import run_cli
+from iha.sources import find_source, locate
 from modeling_iha import interleave_heads, load_adapter, save_adapter
 
 
@@ -20,6 +22,7 @@ parser.add_argument("dataset", help="rows that TRL knows: a folder of JSON lines
 parser.add_argument("out", help="the directory to make")
 parser.add_argument("--max_steps", type=int, default=-1)
 args = parser.parse_args()
+run_cli(lambda: [find_source(args.model), locate(args.dataset)])  # a wrong path: one line, before anything is loaded
 
 base = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")  # as the adapters are; autocast on a GPU
 trainer = SFTTrainer(

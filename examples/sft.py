@@ -10,6 +10,8 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from iha.errors import run_cli
+from iha.sources import find_source, locate
 from modeling_iha import interleave_heads
 
 
@@ -19,6 +21,7 @@ parser.add_argument("dataset", help="rows that TRL knows: a folder of JSON lines
 parser.add_argument("out", help="the directory to make")
 parser.add_argument("--max_steps", type=int, default=-1)
 args = parser.parse_args()
+run_cli(lambda: [find_source(args.model), locate(args.dataset)])  # a wrong path: one line, before anything is loaded
 
 # Many checkpoints are in bfloat16, whose weights round small steps away: train in float32, under autocast on a GPU.
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")

@@ -297,7 +297,10 @@ def check_cost(
             raise UserError(f"--{name} {value}: expected at least 1.")
     if window is not None and window < 2:
         raise UserError(f"--window {window}: expected at least 2.")
-    if config is None and preset not in (names := preset_names()):
+    names = preset_names()
+    if config in names and not os.path.exists(config):
+        raise UserError(f"--config {config}: this is the name of a preset: give it as --preset {config}.")
+    if config is None and preset not in names:
         raise UserError(f"--preset {preset}: expected one of {', '.join(names)}.")
 
 

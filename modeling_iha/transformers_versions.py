@@ -5,12 +5,12 @@
 From Transformers 5.24 on a cache is called `cache`: in arguments, in the inputs of `generate` and in outputs. Earlier
 versions call it `past_key_values`, and by `cache` they mean the pages of continuous batching."""
 
-import warnings
 from importlib import metadata
 from inspect import signature
 from typing import Any
 
 from packaging.version import Version
+from transformers.utils import logging
 from transformers.utils.versions import require_version
 
 
@@ -20,7 +20,7 @@ FIRST_UNTESTED = "5.25"
 # This comes before any other import of Transformers, so that a version that cannot run this code gives this error.
 require_version(f"transformers>={OLDEST},<6")
 if Version(metadata.version("transformers")) >= Version(FIRST_UNTESTED):
-    warnings.warn(
+    logging.get_logger().warning_once(  # also for the package and a checkpoint together: both use this logger
         f"This model's code was tested with Transformers before {FIRST_UNTESTED}, and "
         f"{metadata.version('transformers')} is installed: if it fails, pip install "
         f'"transformers<{FIRST_UNTESTED}".'

@@ -33,24 +33,16 @@ from iha.step_memory import of_training
 from research.experiments import paired_heads
 from research.experiments.language_models import config_of, size_of
 from research.experiments.options import path_from_root
+from research.experiments.paired_heads import ARMS
 from research.experiments.protocol import LEAST_SEEDS, WARM_UP
 
 
-# Arm -> the variant of research/experiments/paired_heads.py.
-ARMS = {
-    "windows": "global_local",
-    "short_windows": "wide_4_64",
-    "mha": "mha",
-    "paired": "paired_4",
-    "iha": "iha_4",
-}
 SIZES = {"tiny": 64, "small": 128, "medium": 256, "large": 512}  # widths
 
 
 def table(record: dict) -> str:
     """Return the table of a study's record as text: a line for each arm."""
-    names = {variant: arm for arm, variant in ARMS.items()}
-    first = names[record["rows"][0]["variant"]]
+    first = record["rows"][0]["variant"]
     titles = ("bits per byte", "equal steps", "equal FLOPs", "equal time", "tokens/s", "step, MB")
     lines = [f"{'arm':<14}{'parameters':>11}{''.join(f'{title:>18}' for title in titles)}"]
     for row in record["rows"]:
@@ -62,9 +54,9 @@ def table(record: dict) -> str:
             cells.append(f"{difference['mean']:+.4f} ± {difference['half_width']:.4f}" if difference else "-")
         # A row that is longer than half of `tokens_per_step` is alone in its step.
         cells.append(f"{record['batch'] * record['tokens'] / record['step_seconds'][row['variant']]:,.0f}")
-        config = config_of(record, **paired_heads.VARIANTS[row["variant"]])
+        config = config_of(record, **ARMS[row["variant"]])
         cells.append(f"{of_training(config, record['batch'], record['tokens'], False).peak / 1e6:,.0f}")
-        lines.append(f"{names[row['variant']]:<14}{row['parameters']:>11,}{''.join(f'{cell:>18}' for cell in cells)}")
+        lines.append(f"{row['variant']:<14}{row['parameters']:>11,}{''.join(f'{cell:>18}' for cell in cells)}")
     clock = "wall-clock time" if record["gpu"] else "the CPU time of one thread"
     lines += [
         f"Differences: loss in nats per byte minus that of {first!r}, with 95% intervals over "
@@ -102,11 +94,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     size = size_of(paired_heads.SIZES[SIZES[args.size]], args.tokens)
     for arm in arms:
         with refusing(f"--tokens {args.tokens}: the arm {arm!r} cannot be built; give longer rows", Exception):
-            config_of(size, **paired_heads.VARIANTS[ARMS[arm]])
-    print("Arms:", ", ".join(f"{arm} is {ARMS[arm]}" for arm in arms))
+            config_of(size, **ARMS[arm])
     if args.steps is not None and args.steps < WARM_UP:
         print(f"Note: --steps {args.steps} ends before the warm-up of {WARM_UP} steps, so no rate is reached.")
-    words = ["--kinds", *(ARMS[arm] for arm in arms), "--text", args.text, "--device", args.device]
+    words = ["--kinds", *arms, "--text", args.text, "--device", args.device]
     words += ["--width", SIZES[args.size], "--tokens", args.tokens, "--most-seeds", args.seeds]
     words += ["--output", ROOT / args.output / "runs", "--results", ROOT / args.output]
     words += [] if args.steps is None else ["--steps", args.steps]

@@ -26,7 +26,7 @@ from iha.errors import UserError, refusing
 from iha.files import whole_file
 from modeling_iha.mixing_weights import mixing_parameters
 from sft.distributed import whole_model
-from sft.training_rows import check_cut, check_learned, splits
+from sft.training_rows import bytes_of_token, check_cut, check_learned, first_tokens, splits
 
 
 # The file that records what a run is made of. A copy is written last into a checkpoint, and marks it as complete.
@@ -122,6 +122,8 @@ class WholeCheckpoints(TrainerCallback):
 class CountTokens(TrainerCallback):
     """Log `tokens_per_second` since the last log, and continue the count of a resumed run, which TRL starts anew.
 
+    Log `minutes_left` too, by the steps since the last log and without evaluations.
+
     If `peak_tokens_per_second`, the rate of all devices at their peak, is given, log `model_flops_utilization` too.
     """
 
@@ -132,6 +134,7 @@ class CountTokens(TrainerCallback):
         counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
         self.before = counts[-1] if counts else 0
         self.last = self.before
+        self.step = state.global_step
         self.time = time.monotonic()
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
@@ -144,9 +147,13 @@ class CountTokens(TrainerCallback):
         now = time.monotonic()
         rate = (logs["num_tokens"] - self.last) / (now - self.time)
         logs["tokens_per_second"] = rate
+        steps = state.global_step - self.step
+        if steps > 0:
+            logs["minutes_left"] = round((now - self.time) / steps * (state.max_steps - state.global_step) / 60, 1)
         if self.peak_tokens_per_second is not None:
             logs["model_flops_utilization"] = rate / self.peak_tokens_per_second
         self.last = logs["num_tokens"]
+        self.step = state.global_step
         self.time = now
         state.log_history[-1].update(logs)
 
@@ -264,11 +271,14 @@ class SFTRecipeTrainer(SFTTrainer):
         return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
 
     @cached_property
-    def eval_tokens(self) -> int:
-        """Count the tokens of evaluation rows that have a loss: all but the first token of each packed document."""
-        rows = self.eval_dataset
-        documents = sum(map(len, rows["seq_lengths"])) if "seq_lengths" in rows.column_names else len(rows)
-        return sum(map(len, rows["labels"])) - documents
+    def eval_predicted(self) -> tuple[int, int]:
+        """Count the tokens of the evaluation rows that are predicted, and their bytes.
+
+        The first token of each packed document, and of each piece of a long one, is not predicted.
+        """
+        first = first_tokens(self.eval_dataset)
+        unpredicted = sum(bytes_of_token(self.processing_class, token) for token in first)
+        return sum(map(len, self.eval_dataset["labels"])) - len(first), self.eval_bytes - unpredicted
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         self.eval_sums = 0
@@ -279,7 +289,8 @@ class SFTRecipeTrainer(SFTTrainer):
         if self.eval_bytes and "eval_loss" in logs:
             # `eval_loss` is a mean over rows of the means over the tokens of their batches.
             loss, tokens = self.accelerator.reduce(self.eval_sums).tolist()
-            bits = loss / tokens * self.eval_tokens / self.eval_bytes / math.log(2)
+            predicted_tokens, predicted_bytes = self.eval_predicted
+            bits = loss / tokens * predicted_tokens / predicted_bytes / math.log(2)
             logs["eval_bits_per_byte"] = bits
             self.accelerator.print(f"Held-out text: {bits:.4f} bits per byte.")
         super().log(logs, *args, **kwargs)

@@ -1,5 +1,6 @@
 """Make the rows that a run trains and evaluates on from its recipe."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,7 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
                 "the .txt files, or write each as rows of a .jsonl file."
             )
         _check_whole(name, args, args.packing)
+        _note_short_file(name, args)
     held_out = evaluation_source(run, args)
     if held_out is not None:
         check_source(held_out.name, held_out.split)
@@ -83,6 +85,18 @@ def _check_whole(name: str, args: SFTConfig, packs: bool) -> None:
         raise UserError(
             f"{name} is one row, of which only the first max_length={args.max_length} tokens would be read: set "
             "packing to true and packing_strategy to bfd_split."
+        )
+
+
+def _note_short_file(name: str, args: SFTConfig) -> None:
+    """Print a note on a file that is packed into one row and does not fill it."""
+    if not args.packing or args.max_length is None or not name.endswith((".txt", ".json", ".jsonl")):
+        return
+    size = Path(name).stat().st_size
+    if size < args.max_length:  # a token is at least one byte
+        args.distributed_state.print(
+            f"Note: {name} has {size} bytes and does not fill one row of max_length={args.max_length} tokens, so "
+            "every step trains on all of it."
         )
 
 
@@ -351,6 +365,30 @@ def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:
     if rows is None or "text" not in rows.column_names or not is_whole:
         return None
     return sum(len(text.encode()) for text in rows["text"])
+
+
+def first_tokens(rows: Dataset) -> list[int]:
+    """Return the first token of each document in tokenized rows, which may be packed."""
+    if "seq_lengths" not in rows.column_names:
+        return [tokens[0] for tokens in rows["input_ids"]]
+    first = []
+    for row in rows.select_columns(["input_ids", "seq_lengths"]):
+        starts = np.cumsum([0, *row["seq_lengths"][:-1]])
+        first += [row["input_ids"][start] for start in starts]
+    return first
+
+
+def bytes_of_token(tokenizer: PreTrainedTokenizerBase, token: int) -> int:
+    """Return how many bytes of a text a token stands for. A special token stands for none."""
+    if token in tokenizer.all_special_ids:
+        return 0
+    piece = tokenizer.convert_ids_to_tokens(token)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and "ByteLevel" in repr(backend.decoder):  # it may be one of a sequence
+        return len(piece)  # each character stands for a byte
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return 1
+    return len(piece.replace("\u2581", " ").encode())  # SentencePiece's mark of a space
 
 
 def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset | None]:

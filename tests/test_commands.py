@@ -212,6 +212,7 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
         (["push", ".", "/me/iha", "--dry-run"], "Error: '/me/iha' is not a valid repository name"),
         (["pull", "me/iha", "."], "is the current directory"),
         (["cost", "--preset", "nosuch", "--tokens", "2"], "Error: --preset nosuch: expected one of"),
+        (["cost", "--config", "tiny", "--tokens", "2"], "Error: --config tiny: this is the name of a preset: give it"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
 )

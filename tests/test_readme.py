@@ -317,6 +317,21 @@ def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeyp
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
+def assert_readable(figure) -> None:
+    """Assert that a picture is used to its right edge, that no label is cut or covered, and that ticks are whole."""
+    figure.draw_without_rendering()
+    boxes = [axes.get_window_extent() for axes in figure.axes]
+    assert max(box.x1 for box in boxes) > 0.9 * figure.bbox.width
+    for axes, own in zip(figure.axes, boxes):
+        assert axes.images or axes.get_xlabel()  # a scale says of what
+        for label in (axes.title, axes.xaxis.label, axes.yaxis.label):
+            place = label.get_window_extent()
+            assert figure.bbox.x0 <= place.x0 and place.x1 <= figure.bbox.x1, label
+            assert not any(place.overlaps(box) for box in boxes if box is not own and label.get_text()), label
+        for ticks in (axes.get_xticks(), axes.get_yticks()) if axes.images else ():
+            assert all(tick == int(tick) for tick in ticks), ticks
+
+
 @pytest.mark.parametrize("way", ["iha", "interleaved", "paired"])
 def test_the_example_of_patterns_draws_every_pair(way, tmp_path, monkeypatch, capsys):
     """Compare a pattern with the weights of the model, and refuse a head and a layer that are not there."""
@@ -333,12 +348,45 @@ def test_the_example_of_patterns_draws_every_pair(way, tmp_path, monkeypatch, ca
     assert left["weights"].sum(dim=(2, 3)) == pytest.approx(torch.ones(3, size), abs=1e-5)
     last = left["attentions"][left["layer"]][0, 1, -1]  # the last pseudo-head of the last token
     assert left["weights"][-1, -1].flatten().equal(last)
+    figure = left["figure"]
+    assert ("head 1" if way != "paired" else "group 1") in figure.get_suptitle()
+    assert_readable(figure)
+    pictures = [axes for axes in figure.axes if axes.images]
+    assert len(pictures) == size**2 + (0 if way == "paired" else 4)
+    assert len(figure.axes) - len(pictures) == (1 if way == "paired" else 2)  # scales
     for wrong in (["--head", "9"], ["--layer", "7"]):
         monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "model"), "\n", str(picture), *wrong])
         with pytest.raises(SystemExit):
             runpy.run_path(str(path))
         assert "expected a layer among" in capsys.readouterr().err
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 65
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 75
+
+
+@pytest.mark.parametrize("name", ["sft", "lora", "attention_patterns"])
+def test_an_example_answers_a_wrong_path_in_one_line(name, tmp_path, monkeypatch, capsys):
+    path, (base, rows) = ROOT / "examples" / f"{name}.py", base_and_rows(tmp_path)
+    wrong = str(tmp_path / "nowhere")
+    given = (
+        [[wrong, "prompt", "out.png"]]
+        if name == "attention_patterns"
+        else [[wrong, rows, "out"], [base, wrong, "out"]]
+    )
+    for words in given:
+        monkeypatch.setattr(sys, "argv", [str(path), *words])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(path))
+        said = f"Error: {wrong} is not a directory, and {tmp_path} is one: expected a directory in it, or a Hub id"
+        assert capsys.readouterr().err == f"{said} such as org/name.\n"
+
+
+def test_the_example_from_scratch_refuses_a_short_text_and_a_wrong_path(tmp_path, monkeypatch, capsys):
+    path = ROOT / "examples" / "from_scratch.py"
+    (tmp_path / "short.txt").write_text("a" * 511)
+    for name in ("short.txt", "nowhere.txt"):
+        monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / name), str(tmp_path / "out")])
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(path))
+        assert f"{name}: expected a file of at least 512 bytes" in capsys.readouterr().err
 
 
 def test_the_example_of_patterns_reads_no_bytes_where_a_tokenizer_does_not_load(tmp_path, monkeypatch):

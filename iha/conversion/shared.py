@@ -23,7 +23,7 @@ from iha.checkpoints import (
     load_tokenizer,
     weight_files,
 )
-from iha.errors import UserError, one_line, similar
+from iha.errors import UserError, one_line
 from iha.files import expanded, new_directory, typed
 from iha.sources import find_source
 from modeling_iha import IHAConfig
@@ -102,11 +102,6 @@ def new_config(config_class: type[Config], **fields) -> Config:
 
 def preset_config(name: str, **fields) -> IHAConfig:
     """Return a preset with `fields` in place of its own, or raise `UserError` if there is none or they do not fit."""
-    # Transformers stores a field that it does not know, and nothing reads it.
-    known = IHAConfig.__dataclass_fields__
-    for field in fields:
-        if field not in known:
-            raise UserError(f"IHAConfig has no field {field!r}{similar(field, known)}. docs/API.md lists all.")
     try:
         return IHAConfig.from_preset(name, **fields)
     except (StrictDataclassError, TypeError, ValueError) as error:

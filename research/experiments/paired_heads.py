@@ -86,6 +86,15 @@ VARIANTS: dict[str, dict] = {
     "diff_v2": {"attention_kinds": "diff_v2", "windows": 16},
 }
 USUAL = [name for name in VARIANTS if name not in ("paired_8", "iha_1", "gated", "diff_v2")]
+# The names that research/compare.py gives to variants
+ARMS: dict[str, dict] = {
+    "windows": VARIANTS["global_local"],
+    "short_windows": VARIANTS["wide_4_64"],
+    "mha": VARIANTS["mha"],
+    "paired": {**PAIRED_4, "control": "short_windows"},
+    "iha": {**VARIANTS["iha_4"], "control": "paired"},
+}
+VARIANTS |= ARMS
 SIZES = {
     64: language_models.SMALL,
     128: sized(width=128, ffn=352, layers=5, heads=8, tokens_per_step=2048, steps=600),
@@ -99,7 +108,7 @@ WARM_STEPS = 3
 TIMED_STEPS = 10
 TIMED_ROUNDS = 11
 LINES = {  # of the plot by time
-    "mha": "global attention",
+    "mha": "mha: global attention",
     "global_local": "windows alone (4 of 5 layers)",
     "wide_4_64": "short windows with wide positions",
     "paired_4": "paired heads in the windows, P = 4",
@@ -109,6 +118,7 @@ LINES = {  # of the plot by time
     "diff_v2": "Differential V2",
     "iha_1": "IHA, P = 1",
 }
+LINES |= {name: name for name in ARMS if name not in LINES}
 HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before. Losses that end above it are shown from the start.
 
 
@@ -203,7 +213,6 @@ def plot(table: dict) -> Figure:
     clock = f"seconds on {table['gpu']}" if table.get("gpu") else "CPU seconds, one thread"
     by_time.set(xlabel=f"training {clock}", ylabel="held-out loss")
     by_time.set(ylim=(lowest - 0.05, HIGHEST_LOSS if lowest < HIGHEST_LOSS - 0.3 else None))
-    by_time.legend(fontsize="small", loc="upper right")
     plots.dots(differences, list(compared), by_budget(compared), (-0.32, 0.32), mark=0)
     differences.set(xlabel="difference (below 0 the first is better)")
     return figure

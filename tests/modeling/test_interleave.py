@@ -356,6 +356,7 @@ def test_layers_and_windows_of_the_paper():
         (lambda: decoder("llama"), {"layers": [3]}, r"some of the attention layers \[0, 1, 2\] of llama"),
         (lambda: decoder("llama"), {"layers": []}, "some of the attention layers"),
         (lambda: decoder("llama"), {"sliding_window": 1}, "at least 2 tokens"),
+        (lambda: decoder("llama"), {"sliding_window": 4096}, "4096, longer than the context of 256 tokens"),
         (lambda: interleave_heads(decoder("llama"), 2), {}, "interleaved already"),
         (lambda: decoder("llama").model.layers[0], {}, "LlamaDecoderLayer is not a model of Transformers"),
         (sharded_llama, {}, "FSDPLlamaForCausalLM is not a model of Transformers or .* before PEFT, FSDP"),

@@ -282,6 +282,7 @@ REFUSED = {
     "groups": ("llama", {"num_pseudo_heads": 4}, "4: expected a divisor of the 4 query heads and 2 key/value heads"),
     "one": ("llama", {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
     "window": ("llama", {"num_pseudo_heads": 2, "sliding_window": 1}, "sliding_window is 1: expected at least 2"),
+    "context": ("llama", {"num_pseudo_heads": 2, "sliding_window": 4096}, "longer than the context of 256 tokens"),
     "word": ("llama", {"num_pseudo_heads": 2, "sliding_window": "paper"}, "'paper': expected at least 2 tokens, None"),
     "layers": ("llama", {"num_pseudo_heads": 2, "layers": [7]}, r"layers is \[7\]: expected"),
     "sinks": ("gpt_oss", {"num_pseudo_heads": 2}, "GptOssAttention has an attention sink for each head"),

@@ -105,9 +105,9 @@ def test_an_end_token_that_pads_is_learned():
             ("tiny", "start", "--set", "num_attention_heads=7"),
             "must divide num_attention_heads=7",
         ),
-        (("tiny", "start", "--set", "n_layers=3"), "IHAConfig has no field 'n_layers'"),
-        (("tiny", "start", "--set", "num_layers=3"), "similar: num_hidden_layers"),
-        (("tiny", "start", "--set", "num_labels=3"), "IHAConfig has no field 'num_labels'"),  # a property
+        (("tiny", "start", "--set", "n_layers=3"), "no field 'n_layers'; did you mean 'num_hidden_layers'"),
+        (("tiny", "start", "--set", "num_layers=3"), "did you mean 'num_hidden_layers'"),
+        (("tiny", "start", "--set", "num_labels=3"), "no field 'num_labels'"),  # a property
         (("tiny", "start", "--tokenizer", "."), "holds no tokenizer"),
     ],
 )

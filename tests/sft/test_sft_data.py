@@ -12,16 +12,18 @@ import torch
 from datasets import Dataset, IterableDataset
 from helpers import small_config
 from tiny_training import TEMPLATES, byte_tokenizer, recipe, sizes, training_rows, with_template, write_jsonl
-from transformers import TrainerCallback
+from tokenizers import Tokenizer, models, normalizers
+from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig
 
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from sft.arguments import RecipeParser, RunArguments, chat_template
 from sft.data import check_chat_template, load_rows, sources, to_messages
+from sft.make_tokenizer import train_tokenizer
 from sft.run import checkpoint_to_resume
 from sft.trainer import SFTRecipeTrainer
-from sft.training_rows import check_length, check_rows, hold_out_first
+from sft.training_rows import bytes_of_token, check_length, check_rows, hold_out_first
 from sft.training_rows import training_rows as rows_of_run
 
 
@@ -471,7 +473,62 @@ def test_bits_per_byte_are_those_of_all_tokens(tmp_path):
     trainer.add_callback(type("Seen", (TrainerCallback,), {"on_log": lambda *_, logs, **__: seen.append(dict(logs))}))
     bits = trainer.evaluate()["eval_bits_per_byte"]
     assert seen[-1]["eval_bits_per_byte"] == bits  # as a tracker sees it
-    assert bits == pytest.approx(expected / math.log(2) / trainer.eval_bytes, rel=1e-4)
+    # The first byte of each text is not predicted.
+    assert bits == pytest.approx(expected / math.log(2) / (trainer.eval_bytes - len(texts)), rel=1e-5)
+
+
+@pytest.mark.parametrize("max_length", [16, 100])
+def test_bits_per_byte_do_not_depend_on_the_length_of_rows(max_length, tmp_path):
+    """Evaluate a model that gives each byte the same probability, on one text in pieces of `max_length` tokens."""
+    text, tokenizer = "Größe 🙂, " * 99, byte_tokenizer()
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": text}])
+    packed = {"packing": True, "packing_strategy": "bfd_split", "assistant_only_loss": False}
+    _, args = run_of(path, tmp_path, max_length=max_length, **packed)
+    rows = Dataset.from_dict({"text": [text]})
+    trainer = trainer_of(args, rows, tokenizer, rows)
+    torch.nn.init.zeros_(trainer.model.get_output_embeddings().weight)
+    trainer.eval_bytes = len(text.encode())
+    pieces = -(-(trainer.eval_bytes + 1) // max_length)  # with the end of the text
+    predicted = trainer.eval_bytes - pieces
+    bits = trainer.evaluate()["eval_bits_per_byte"]
+    # The end of the text is predicted too, and has no bytes.
+    assert bits == pytest.approx(math.log2(len(tokenizer)) * (predicted + 1) / predicted, rel=1e-5)
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a mark for each space, and single bytes for what its vocabulary lacks, as Gemma's."""
+    pieces = ["<s>", "\u2581", "G", "r", "ö", "Gr", "\u2581Gr", *(f"<0x{byte:02X}>" for byte in range(256))]
+    merges = [("G", "r"), ("\u2581", "Gr")]
+    model = models.BPE({piece: index for index, piece in enumerate(pieces)}, merges, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte_pairs", "sentencepiece"])
+def test_the_bytes_of_the_tokens_are_those_of_the_text(kind):
+    text = "<s> Größe 🙂\n Größe" if kind == "sentencepiece" else "Größe 🙂\n Größe<|im_end|>"
+    makers = {
+        "bytes": byte_tokenizer,
+        "byte_pairs": lambda: train_tokenizer([" Größe"] * 9, 300),
+        "sentencepiece": sentencepiece_like,
+    }
+    tokenizer = makers[kind]()
+    tokens = tokenizer(text)["input_ids"]
+    special = sum(
+        len(tokenizer.convert_ids_to_tokens(token)) for token in tokens if token in tokenizer.all_special_ids
+    )
+    assert special > 0
+    assert sum(bytes_of_token(tokenizer, token) for token in tokens) == len(text.encode()) - special
+
+
+def test_a_text_that_is_shorter_than_a_row_is_noted(tmp_path, capsys):
+    packed = {"packing": True, "packing_strategy": "bfd_split", "assistant_only_loss": False, "max_length": 256}
+    for size, is_short in ((24, True), (256, False)):
+        (tmp_path / "train.txt").write_text("a" * size)
+        check_rows(*run_of(tmp_path / "train.txt", tmp_path, **packed))
+        note = "train.txt has 24 bytes and does not fill one row of max_length=256 tokens"
+        assert (note in capsys.readouterr().out) == is_short
 
 
 def test_rows_beyond_the_models_context_are_refused(tmp_path):

@@ -14,6 +14,7 @@ from helpers import random_model
 from matplotlib.image import imread
 from safetensors.torch import load_file
 from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, sizes, write_jsonl
+from transformers import TrainerState
 from trl import SFTConfig, SFTTrainer
 
 from iha.errors import ROOT, UserError, run_cli
@@ -23,7 +24,7 @@ from sft import make_model, results, train
 from sft import run as sft_run
 from sft.arguments import RecipeParser
 from sft.record import compare_records
-from sft.trainer import RECORD, SFTRecipeTrainer, newest_whole_checkpoint
+from sft.trainer import RECORD, CountTokens, SFTRecipeTrainer, newest_whole_checkpoint
 
 
 STEPS = 6
@@ -459,10 +460,11 @@ def test_pretraining_on_a_text(tmp_path, monkeypatch):
     for entry in (entry for entry in history if "loss" in entry):
         assert entry["model_flops_utilization"] == pytest.approx(entry["tokens_per_second"] * flops / 0.5e12)
     evaluated = [entry for entry in history if "eval_loss" in entry]
-    tokens = len((tmp_path / "held.txt").read_bytes())  # of bytes, with an end and less the first of each row
+    size = len((tmp_path / "held.txt").read_bytes())
     for entry in evaluated:
         bits = entry["eval_loss"] / math.log(2)
-        assert bits * (tokens - 10) / tokens < entry["eval_bits_per_byte"] < bits * (tokens + 1) / tokens
+        # The end of the text is predicted too, and the first byte of each of up to ten rows is not.
+        assert bits < entry["eval_bits_per_byte"] < bits * (size - 9) / (size - 10)
     assert len(evaluated) == 2
 
 
@@ -547,6 +549,19 @@ def test_a_schedule_that_counts_evaluations_is_resumed(tiny, rows_file, tmp_path
         train.main(command(tiny, rows_file, tmp_path / "run", **keys))
     train.main(command(tiny, rows_file, tmp_path / "run", **keys))
     assert (tmp_path / "run" / "final").is_dir()
+
+
+def test_the_time_that_is_left_is_logged(monkeypatch):
+    """Leave out the time of evaluations: the first step takes 20 s here, and the next two take 25 s each."""
+    clock = iter((100.0, 130.0, 190.0))
+    monkeypatch.setattr("sft.trainer.time.monotonic", lambda: next(clock))
+    state, logs = TrainerState(max_steps=10, log_history=[{}]), [{"num_tokens": 5}, {"num_tokens": 15}]
+    counter = CountTokens()
+    counter.on_train_begin(None, state, None)
+    for state.global_step, each in zip((1, 3), logs):
+        counter.on_evaluate(None, state, None, metrics={"eval_runtime": 10.0})
+        counter.on_log(None, state, None, logs=each)
+    assert [each["minutes_left"] for each in logs] == [9 * 20 / 60, round(7 * 25 / 60, 1)]
 
 
 def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):

@@ -527,3 +527,21 @@ STUDIES = [
 def test_each_study_says_how_long_it_takes(path):
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
     assert re.search(r"\b(seconds?|minutes?|hours?)\b", text)
+
+
+def test_the_rates_to_begin_with_are_those_of_the_studies():
+    """Compare a figure of docs/FROM_SCRATCH.md with what windows alone and paired heads learned best at."""
+    page = " ".join((ROOT / "docs" / "FROM_SCRATCH.md").read_text(encoding="utf-8").split())
+    shown = page[page.index("Begin with the best rates") : page.index("The paper takes 8e-4")]
+    studies = ("paired_heads", "paired_heads_512_128", "paired_heads_512_256_600")
+    studies += ("paired_heads_1024_512_800_packages_cuda",)
+    begun, per_step = [], []
+    for study in studies:
+        forms = [row for row in table(study)["rows"] if row["variant"] in ("global_local", "paired_4", "paired_8")]
+        [(rate, parameters)] = {(row["rate"], row["parameters"]) for row in forms}
+        begun.append((rate, round(parameters / 1e6, 1)))
+        per_step.append(f"{table(study)['tokens_per_step']:,}")
+    assert re.findall(r"(\de-\d) for ([\d.]+) million", shown) == [
+        (f"{rate:.0e}".replace("-0", "-"), str(size)) for rate, size in begun
+    ]
+    assert re.findall(r"of ([\d,]+) tokens", shown) == [*dict.fromkeys(per_step)]

@@ -10,6 +10,7 @@ from statistics import mean
 import pytest
 import torch
 
+from iha import plots
 from iha.errors import ROOT, UserError
 from iha.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
@@ -238,21 +239,25 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp
     assert row["parameters"] == base["parameters"] and runs.keys() == set(names)
 
     # The same table as the command for one's own text prints it. A step reads whole rows, of 128 tokens here.
+    arm_of = {"global_local": "windows", "paired_4": "paired"}
+    for each in table["rows"]:
+        each["variant"] = arm_of[each["variant"]]
+    for key in ("step_seconds", "runs"):
+        table[key] = {arm_of[name]: value for name, value in table[key].items()}
     (tmp_path / "table.json").write_text(json.dumps(table | {"tokens_per_step": 200}))
     asked = []
     monkeypatch.setattr(paired_heads, "main", lambda words: asked.extend(words) or tmp_path / "table.json")
     words = ["--arms", "paired", "windows", "--text", "my.txt", "--seeds", "4", "--tokens", "128"]
     compare.main([*words, "--steps", "50"])
     given = dict(zip(asked[3::2], asked[4::2]))
-    assert asked[:3] == ["--kinds", "global_local", "paired_4"]
+    assert asked[:3] == ["--kinds", "windows", "paired"]
     assert given["--output"] == str(ROOT / "outputs/compare/my-tiny-128-50/runs")
     assert given["--text"] == "my.txt" and given["--most-seeds"] == "4" and given["--steps"] == "50"
-    arms, _, windows, paired, *_ = capsys.readouterr().out.splitlines()
-    assert arms == "Arms: windows is global_local, paired is paired_4"
+    _, windows, paired, *_ = capsys.readouterr().out.splitlines()
     assert windows.split()[0] == "windows" and f"{base['loss']['mean'] / math.log(2):.4f}" in windows
     differences = [row["minus_base"][budget]["difference"] for budget in ("steps", "FLOPs", "time")]
     shown = [f"{each['mean']:+.4f} ± {each['half_width']:.4f}" for each in differences]
-    assert re.split(" {2,}", paired)[3:7] == [*shown, f"{128 / table['step_seconds']['paired_4']:,.0f}"]
+    assert re.split(" {2,}", paired)[3:7] == [*shown, f"{128 / table['step_seconds']['paired']:,.0f}"]
     compare.main([*words, "--steps", "10"])
     assert "Note: --steps 10 ends before the warm-up" in capsys.readouterr().out
     with pytest.raises(UserError, match="--tokens 64: the arm 'paired' cannot be built; give longer rows"):
@@ -261,8 +266,18 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp
     # The axis of the losses is cut above where they all fall alike, if any of them ends below.
     for lowest, is_cut in ((1.0, True), (3.0, False)):
         base["loss"]["mean"] = row["loss"]["mean"] = lowest
-        bottom, top = paired_heads.plot(table).axes[0].get_ylim()
+        figure = paired_heads.plot(table)
+        by_time, differences = figure.axes
+        bottom, top = by_time.get_ylim()
         assert bottom == pytest.approx(lowest - 0.05) and top > bottom and (top == paired_heads.HIGHEST_LOSS) == is_cut
+
+    # The plot names the arms as the table does, and no legend covers the curves.
+    plots.save_plot(figure, tmp_path / "plot.png")
+    figure.draw_without_rendering()
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][:2] == ["windows", "paired"]
+    assert [text.get_text() for text in differences.get_yticklabels()] == ["paired - windows"]
+    assert by_time.get_legend() is None and legend.get_window_extent().y1 <= by_time.get_tightbbox().y0
 
 
 def test_paired_heads_learn_a_file_of_ones_own(tmp_path):
