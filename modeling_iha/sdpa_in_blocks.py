@@ -248,7 +248,7 @@ def attend_by_varlen(
     return output.unflatten(0, (batch, length))
 
 
-# The public registries of Transformers. A second copy of this code, in a checkpoint, registers functions that compute
-# the same.
-AttentionInterface.register(NAME, sdpa_in_blocks)
-AttentionMaskInterface.register(NAME, mask_in_blocks)
+# The public registries of Transformers. A second copy of this code, in a checkpoint, leaves what the first registered.
+if NAME not in ALL_ATTENTION_FUNCTIONS:
+    AttentionInterface.register(NAME, sdpa_in_blocks)
+    AttentionMaskInterface.register(NAME, mask_in_blocks)

@@ -75,14 +75,7 @@ def cpu_cores(monkeypatch):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Take queries in blocks of 4, so that a short input has several, the last of them short."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     from modeling_iha import attention_hyper, score_matrix, sdpa_in_blocks, tuple_attention
-
-    # A test before this one may have loaded a checkpoint, whose copy of the code has registered its functions.
-    name = sdpa_in_blocks.NAME
-    monkeypatch.setitem(AttentionInterface._global_mapping, name, sdpa_in_blocks.sdpa_in_blocks)
-    monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, sdpa_in_blocks.mask_in_blocks)
 
     monkeypatch.setattr(score_matrix, "BLOCK", 4)
     monkeypatch.setattr(tuple_attention, "PAIR_BLOCK", 4)
