@@ -98,6 +98,8 @@ class IHAConfig(LlamaConfig):
             One entry per layer, or a short repeating pattern such as `[1, 1, 1, 0]`: 0 for a layer without RoPE.
         attention_options (`dict[str, dict]`, *optional*):
             Options of single mechanisms, `{kind: {option: value}}`, the fields of the class in `OPTIONS_CLASSES`.
+
+    As in Transformers, other keywords are stored and have no effect; `from_preset` raises an error for them.
     """
 
     model_type = "iha"
