@@ -92,7 +92,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         `model.to(torch.bfloat16)` would round them, and the angles at position 1000 would be off by radians."""
 
         def move(buffer: torch.Tensor) -> torch.Tensor:
-            moved = fn(buffer)  # `to_empty` makes a buffer anew, which cannot be moved from the meta device
+            moved = fn(buffer)  # keep a buffer that `to_empty` makes: one on the meta device has no data to move
             return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
 
         return super()._apply(move, recurse)
@@ -105,7 +105,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
           rotate by both, one after the other.
         - `"paired"` is at n * P + p, [batch, P, N, head_dim], for layers of paired heads.
 
-        All but `"pseudo_head"` include `attention_scaling`. RoPE types that depend on the length count tokens."""
+        All but `"pseudo_head"` include `attention_scaling`. Length-dependent RoPE types see lengths in tokens."""
         # First, because such types update inv_freq in this call, and `_table` reads it.
         tables = {"token": self(x, position_ids)}
         first = position_ids * self.config.num_pseudo_heads  # n * P

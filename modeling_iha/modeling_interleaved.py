@@ -154,7 +154,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     if not has_plain_layers or (window is None and not isinstance(mask, BlockMask)):
         return mask
     of_tokens = make_mask(mask_function=mask_function, local_size=local_size)
-    if mask is None and of_tokens is not None:  # `None` cannot hold it
+    if mask is None and of_tokens is not None:  # `None` has no attributes
         dense = kwargs | {"allow_is_causal_skip": False}
         mask = virtual_mask("sdpa", config=config, mask_function=sees, local_size=size, **dense)
     if mask is not None:
@@ -389,9 +389,9 @@ class ModelMixin:
                 model_kwargs[CACHE].activate_past_recording()  # of new layers too
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
-        """Leave masks to the forward, which would read one [batch, virtual tokens] as a user's.
+        """Return the padding mask: a mask [batch, virtual tokens] made here would be read as one over tokens.
 
-        For one new token a compiled forward needs them, and they are dense unless a flash function attends."""
+        A compiled forward of one new token needs its dense masks made here."""
         if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
             return attention_mask
         create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
@@ -525,7 +525,7 @@ def use_virtual_core(model: PreTrainedModel) -> None:
 
 
 def differs_from_base(config: PreTrainedConfig) -> bool:
-    """Return whether a model computes something other than its base, but for a mixing that was trained here."""
+    """Return whether its plain base is no reference model: by a window, paired heads or `load_adapter`."""
     has_loaded_mixing = getattr(config, "has_loaded_mixing", False)  # by `load_adapter`
     return has_loaded_mixing or config.interleaved_window is not None or config.virtual_heads == "paired"
 

@@ -31,7 +31,7 @@ except ImportError:  # a build of PyTorch without it
 
 
 NAME = "sdpa_in_blocks"
-LEAST_BLOCK = 128  # queries of a block; SDPA computes rows that exceed their window by no more
+LEAST_BLOCK = 128  # queries of a block; rows up to this much longer than the window go to SDPA
 GROUP_BYTES = 2**21  # of the queries of one call without gradients: few enough to stay in a CPU's cache
 
 
@@ -47,8 +47,8 @@ def mask_in_blocks(
 ) -> torch.Tensor | None:
     """Return `None` or [batch, keys] where `sdpa_in_blocks` computes blocks, and SDPA's mask everywhere else.
 
-    Transformers allows to skip the mask (`allow_is_causal_skip`) where it is only causal, a window and padding. Chunks
-    of tokens have a local size too, and are not a window."""
+    `allow_is_causal_skip` means that a mask is only causal, a window and padding: Transformers has found no documents.
+    Chunks of tokens have a local size too, and are not a window."""
     length, offset = kwargs["kv_length"], kwargs.get("q_offset", 0)
     is_whole_row = isinstance(offset, int) and offset == kwargs.get("kv_offset", 0) and length == kwargs["q_length"]
     is_window = kwargs.get("allow_is_causal_skip", True) and getattr(config, "attention_chunk_size", None) is None

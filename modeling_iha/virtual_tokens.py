@@ -75,7 +75,7 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
 
 
 def register_mask(core: str) -> str:
-    """Register `virtual_mask` for an attention function of Transformers, and return its name."""
+    """Register `virtual_mask` for an attention function, and return its name (in place: `register_core`)."""
     name = f"virtual_{core}".replace("/", "_")
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, partial(virtual_mask, core))
@@ -97,8 +97,8 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
     seen = sees_token(batch, head, query_token, key_token)
-    # Pseudo-heads after p are seen in the tokens that n - 1 sees (a window moves by one virtual token), unless a
-    # document begins at n. For token 0 the answers about token -1 are dropped: no token is earlier.
+    # Query (n, p) sees the pseudo-heads after p of the tokens that n - 1 sees (with a window these reach one token
+    # further back), unless a document begins at n. For token 0 `key_token < query_token` drops what -1 would see.
     seen_before = sees_token(batch, head, query_token - 1, key_token) & (key_token < query_token)
     continues = sees_token(batch, head, query_token, query_token - 1)
     is_later = seen & (key_token > query_token)  # in masks that are not causal, as within an image
@@ -114,7 +114,7 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
 
 
 def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) -> Any:
-    """Return a mask over virtual tokens, from one of Transformers or from a user's [batch, heads, N, K] over tokens.
+    """Expand a user's mask [batch, heads, N, K] to virtual tokens, and return a mask of `virtual_mask` as it is.
 
     As in Transformers, a user's mask says all: no window is added to it. It hides a token with all its pseudo-heads,
     and those of one token stay causal."""
@@ -138,15 +138,17 @@ def virtual_attention(
     Args:
         attend: an attention function of Transformers, whose first argument is `module`.
         heads: `MixedHeads` or `PairedHeads`, which make virtual tokens of heads and collapse the output.
-        query: [batch, H, N, head_dim], rotated as in the base model.
-        key, value: [batch, G, K, head_dim], rotated and cached as in the base model.
+        query: [batch, H, N, head_dim], rotated as an ordinary layer would.
+        key, value: [batch, G, K, head_dim], rotated and cached as an ordinary layer would.
         attention_mask: the mask of `virtual_mask`, or a user's [batch, heads, N, K].
         kwargs: keyword arguments of the attention function, in tokens."""
     num_pseudo_heads = heads.num_pseudo_heads
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        mask = mask[..., -key.shape[2] * num_pseudo_heads :]  # it is made for the layer that caches most
+        mask = mask[
+            ..., -key.shape[2] * num_pseudo_heads :
+        ]  # made for another layer of the cache, which keeps more tokens
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
     kwargs = in_virtual_tokens(kwargs, num_pseudo_heads)
@@ -161,7 +163,7 @@ def takes_new_token(
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
     On a CPU that is slower where few tokens are cached."""
-    is_sdpa = module.config._attn_implementation.endswith(("sdpa", SDPA_IN_BLOCKS))  # "iha_sdpa" too
+    is_sdpa = module.config._attn_implementation.endswith(("sdpa", SDPA_IN_BLOCKS))  # with any prefix
     if query.shape[2] > 1 or not is_sdpa or dropout or mask is None or not heads.has_new_token_path:
         return False
     if query.device.type != "cpu":
