@@ -52,7 +52,7 @@ class MultiHeadAttention(LlamaAttention):
 
     @property
     def core(self) -> str:
-        """Return the name of the attention function. That of "sdpa" computes windows in blocks."""
+        """Return the name of the attention function. For "sdpa" it is that of `sdpa_in_blocks`."""
         name = self.config._attn_implementation or "eager"
         return SDPA_IN_BLOCKS if name == "sdpa" else name
 

@@ -193,7 +193,7 @@ class IHAConfig(LlamaConfig):
         return OPTIONS_CLASSES[kind](**self.attention_options.get(kind, {}))
 
     def to_dict(self) -> dict:
-        # Keep a user's entries. A name with "--" is of a repository of the Hub.
+        # Keep a user's entries, but not those of a repository of the Hub, whose names have "--".
         given = getattr(self, "auto_map", None) or {}
         others = {auto: name for auto, name in given.items() if "--" not in name and name not in AUTO_MAP.values()}
         return {**super().to_dict(), "auto_map": AUTO_MAP | others}

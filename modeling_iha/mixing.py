@@ -13,8 +13,8 @@ class Mixing(nn.Module):
     Adam moves a weight by its rate at each step, which is far too little for entries of order 1. A weight is therefore
     the change w from a start, the value is start + s * w, and the gradient of w is that of the value. An optimizer
     whose steps do not depend on the size of the weight (SGD and Adam, but not `torch.optim.Adafactor`) then changes
-    the value at s times its rate, and weight decay pulls the value to its start. In half precision w is near zero,
-    where it keeps small steps. Start and scale s are buffers and are saved with w. With s = 1, as from scratch, the
+    the value at s times its rate, and weight decay pulls the value to its start. w is near zero, where half
+    precision keeps small steps. Start and scale s are buffers and are saved with w. With s = 1, as from scratch, the
     start is zero, so that w is the value."""
 
     def __init__(self, scale: float = 1.0):

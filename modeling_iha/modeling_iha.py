@@ -92,7 +92,8 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         `model.to(torch.bfloat16)` would round them, and the angles at position 1000 would be off by radians."""
 
         def move(buffer: torch.Tensor) -> torch.Tensor:
-            moved = fn(buffer)  # keep a buffer that `to_empty` makes: one on the meta device has no data to move
+            moved = fn(buffer)
+            # Not always `buffer.to`: `to_empty` starts from the meta device, which has no data to move.
             return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
 
         return super()._apply(move, recurse)
@@ -208,7 +209,7 @@ class IHAModel(IHAPreTrainedModel):
         """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
 
         `position_ids` [batch or 1, N] are those that the caller gave, which may declare packed documents, or `None`.
-        The cache first gets what windows of virtual tokens need, because masks depend on its lengths."""
+        `keep_window_edge` lengthens the cache's windows first, because masks depend on its lengths."""
         if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
             keep_window_edge(cache, self.config.sliding_window)
         masks: dict[str, Any] = {}

@@ -60,7 +60,7 @@ TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionA
 AUTO_CLASSES = ("AutoModel", *(f"AutoModelFor{task}" for task in (*TASKS, "MultimodalLM")))
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
-CHANGED = "changed_"  # a second prefix, where the model computes something other than its base
+CHANGED = "changed_"  # a second prefix, where the plain base is no reference model (`differs_from_base`)
 # PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. This name is fixed.
 HOOK = "interleaving"
 
@@ -267,8 +267,8 @@ def new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None:
 def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
     """Let a cache keep what windows of virtual tokens reach: one token more than the window.
 
-    If the base has no window and the interleaved layers have one, their empty layers of the cache become sliding
-    ones. A static cache stays as it is."""
+    If the base has no window and the interleaved layers have one, their empty dynamic layers of the cache become
+    sliding ones."""
     cache = getattr(cache, "self_attention_cache", cache)  # that of a decoder with cross-attention
     config = decoder_config(model)
     window = getattr(config, "sliding_window", None)
@@ -342,7 +342,7 @@ class ConfigMixin:
 
 
 def without_types(fields: dict) -> dict:
-    """Return the fields of a saved configuration without those that `ConfigMixin.to_dict` writes anew."""
+    """Return the fields of a saved configuration without the types that `ConfigMixin.to_dict` writes anew."""
     return {name: value for name, value in fields.items() if name not in ("model_type", "base_model_type")}
 
 
@@ -365,7 +365,7 @@ class ModelMixin:
         self.init_weights()  # of the mixing alone: the base model's are done
 
     def initialize_weights(self):
-        # This comes before `super()`, because a decoder within this model would mark the mixing as initialized.
+        # This comes before `super()`, which marks every module as initialized.
         for module in self.modules():
             if isinstance(module, Mixing) and not getattr(module, "_is_hf_initialized", False):
                 module.init_mechanism(self.config)
@@ -389,9 +389,9 @@ class ModelMixin:
                 model_kwargs[CACHE].activate_past_recording()  # of new layers too
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
-        """Return the padding mask: a mask [batch, virtual tokens] made here would be read as one over tokens.
+        """Return the masks of one new token, which a compiled forward needs, and else the padding mask.
 
-        A compiled forward of one new token needs its dense masks made here."""
+        A mask [batch, virtual tokens] would be read as one over tokens."""
         if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
             return attention_mask
         create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
@@ -479,7 +479,7 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
     config.interleaved_layers = {name: config.interleaved_layers[name] for name in modules}
     for name, module in modules.items():
         if has_virtual_heads(module):
-            continue  # The decoder of a generic task head is a model of this file itself.
+            continue  # The decoder of a generic task head has them already.
         # CODEPATH: checkpoints of `pair_heads`, not of `interleave_heads`.
         if config.virtual_heads == "paired":
             module.paired_heads = PairedHeads(config.num_pseudo_heads)
@@ -534,7 +534,7 @@ def check_layers(model: PreTrainedModel) -> None:
     """Raise a ValueError where layers were added, removed or moved after interleaving.
 
     A load makes virtual heads for the listed names alone. Wrappers such as those of `torch.compile` pass attributes
-    on, so listed modules may have virtual heads from what they wrap."""
+    on, so that `hasattr` finds the heads of a listed module through its wrapper."""
     present = [module for module in backbone_of(model).modules() if has_virtual_heads(module)]
     listed = interleaved_attention(model)
     have_heads = all(hasattr(module, "q_mix") or hasattr(module, "paired_heads") for module in listed.values())
@@ -587,7 +587,7 @@ def tasks(config_class: type[PreTrainedConfig]) -> dict[str, type[PreTrainedMode
 
 
 def register_models(config_class: type[PreTrainedConfig]) -> None:
-    """Make the Auto classes build interleaved models of a base's configuration; generic task heads need this."""
+    """Let the Auto classes build the models of an interleaved configuration; generic task heads need this."""
     for name, model in tasks(config_class).items():
         auto_class = getattr(transformers, name)
         auto_class.register(interleaved_class(config_class), interleaved_class(model, config_class), exist_ok=True)

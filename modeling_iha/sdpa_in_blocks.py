@@ -175,7 +175,7 @@ def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scali
 
 
 def block_size(window: int) -> int:
-    """Return the number of queries in a block. Larger blocks copy fewer keys, and compute more pairs outside of it."""
+    """Return the number of queries in a block. Larger blocks copy fewer keys, and compute more masked pairs."""
     return max(LEAST_BLOCK, window // 4)
 
 

@@ -75,7 +75,7 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
 
 
 def register_mask(core: str) -> str:
-    """Register `virtual_mask` for an attention function, and return its name (in place: `register_core`)."""
+    """Register `virtual_mask` for an attention function, and return the name of the mask."""
     name = f"virtual_{core}".replace("/", "_")
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, partial(virtual_mask, core))
@@ -97,8 +97,8 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
     seen = sees_token(batch, head, query_token, key_token)
-    # Query (n, p) sees the pseudo-heads after p of the tokens that n - 1 sees (with a window these reach one token
-    # further back), unless a document begins at n. For token 0 `key_token < query_token` drops what -1 would see.
+    # Query (n, p) sees pseudo-heads after p only of tokens that n - 1 sees (a window then begins one token earlier),
+    # and of none if a document begins at n. At n = 0 no `key_token < query_token`, whatever is said of token -1.
     seen_before = sees_token(batch, head, query_token - 1, key_token) & (key_token < query_token)
     continues = sees_token(batch, head, query_token, query_token - 1)
     is_later = seen & (key_token > query_token)  # in masks that are not causal, as within an image
@@ -148,7 +148,7 @@ def virtual_attention(
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
         mask = mask[
             ..., -key.shape[2] * num_pseudo_heads :
-        ]  # made for another layer of the cache, which keeps more tokens
+        ]  # a window in place, where another layer caches all tokens
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
     kwargs = in_virtual_tokens(kwargs, num_pseudo_heads)
