@@ -99,13 +99,7 @@ class MultiHeadAttention(LlamaAttention):
         return query_states, key_states, value_states
 
     def attend(
-        self,
-        query_states: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        attention_mask: Any,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs,
+        self, query_states, key_states, value_states, attention_mask: Any, rotation: tuple | None = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output [batch, N, H, head_dim] of the core, and the weights [batch, H, N, K] where it gives them.
 

@@ -98,7 +98,7 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
     seen = sees_token(batch, head, query_token, key_token)
     # Query (n, p) sees pseudo-heads after p only of tokens that n - 1 sees (a window then begins one token earlier),
-    # and of none if a document begins at n. At n = 0 no `key_token < query_token`, whatever is said of token -1.
+    # and of none if a document begins at n. For n = 0 `key_token < query_token` is false: token -1 counts for nothing.
     seen_before = sees_token(batch, head, query_token - 1, key_token) & (key_token < query_token)
     continues = sees_token(batch, head, query_token, query_token - 1)
     is_later = seen & (key_token > query_token)  # in masks that are not causal, as within an image
@@ -148,7 +148,7 @@ def virtual_attention(
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
         mask = mask[
             ..., -key.shape[2] * num_pseudo_heads :
-        ]  # a window in place, where another layer caches all tokens
+        ]  # this layer caches fewer tokens than the mask is made for
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
     kwargs = in_virtual_tokens(kwargs, num_pseudo_heads)
@@ -157,13 +157,12 @@ def virtual_attention(
     return heads.collapse_output(output), weights
 
 
-def takes_new_token(
-    module: nn.Module, heads: Any, query: torch.Tensor, key: torch.Tensor, mask: Any, dropout: float | None
-) -> bool:
+def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropout: float | None) -> bool:
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
     On a CPU that is slower where few tokens are cached."""
-    is_sdpa = module.config._attn_implementation.endswith(("sdpa", SDPA_IN_BLOCKS))  # with any prefix
+    core = module.config._attn_implementation.rpartition("iha_")[2]  # in place it is called "iha_sdpa"
+    is_sdpa = core in ("sdpa", SDPA_IN_BLOCKS)
     if query.shape[2] > 1 or not is_sdpa or dropout or mask is None or not heads.has_new_token_path:
         return False
     if query.device.type != "cpu":

@@ -212,6 +212,25 @@ def test_a_core_of_somebody_else_attends_under_its_own_masks(monkeypatch):
     assert_close(model(random_ids(2, 9), attention_mask=mask).logits[mask.bool()], expected)
 
 
+@torch.no_grad()
+def test_a_core_of_somebody_else_attends_for_a_new_token_too(monkeypatch):
+    """Name it like SDPA: one new token over many cached ones is computed without virtual tokens on SDPA alone."""
+    lengths = []
+
+    def attend(module, query, *args, **kwargs):
+        lengths.append(query.shape[2])
+        return sdpa_attention_forward(module, query, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "my_sdpa", attend)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS, "my_sdpa", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model = random_model(small_config(num_hidden_layers=1))
+    model.config._attn_implementation = "my_sdpa"
+    cache = DynamicCache(config=model.config)
+    for length in (150, 1):
+        model(random_ids(1, length), use_cache=True, **{CACHE: cache})
+    assert lengths == [2 * 150, 2]
+
+
 def test_a_core_without_masks_is_refused_by_virtual_heads(monkeypatch):
     """Without a mask padding would be seen, and the tokens of a cache left out."""
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "maskless", sdpa_attention_forward)

@@ -14,10 +14,10 @@ MOST_FILES = 10
 def model_of(kind):
     if kind == "interleaved":
         return interleave_heads(decoder("llama"), num_pseudo_heads=2)
-    return IHAForCausalLM(small_config(attention_kinds=kind))
+    return IHAForCausalLM(small_config(attention_kinds=kind.split("+")))
 
 
-@pytest.mark.parametrize("kind", ["iha", "paired_heads", "interleaved"])
+@pytest.mark.parametrize("kind", ["iha", "iha+mha", "paired_heads+mha", "interleaved"])
 def test_a_checkpoint_ships_what_one_can_read(kind, tmp_path):
     model_of(kind).save_pretrained(tmp_path)
     files = list(tmp_path.glob("**/*.py"))
