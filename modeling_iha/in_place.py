@@ -53,7 +53,6 @@ from .modeling_interleaved import (
     use_virtual_core,
     without_types,
 )
-from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .transformers_versions import CACHE
 
 
@@ -67,7 +66,7 @@ FIELDS = (
     "interleaved_window",
     "mixing_scale",
 )
-# What the running `_recording` of a thread has recorded
+# The running `_recording` fills this, for its own thread alone.
 CALLS: ContextVar[dict] = ContextVar("calls")
 
 
@@ -146,7 +145,7 @@ def interleave_heads(
     check_window(model, sliding_window)
     # The configuration is changed below. A model with a head gets a copy of it, because other models may share the
     # object. A model without a head may be part of a larger model, which must read the same object, so there it is
-    # changed in place. A known limit: the larger model cannot be saved then. Interleave the whole model instead.
+    # changed in place.
     own_configs = config_attributes(model)
     if tasks(type(model.config)).get("AutoModel") is not type(model):
         _copy_config(model)
@@ -540,8 +539,7 @@ def detach_virtual_heads(model: PreTrainedModel) -> None:
                 delattr(module, name)
     tied = model.all_tied_weights_keys
     model.all_tied_weights_keys = {name: source for name, source in tied.items() if not is_mixing(name)}
-    core = core_of(config._attn_implementation)
-    config._attn_implementation_internal = "sdpa" if core == SDPA_IN_BLOCKS else core
+    config._attn_implementation_internal = core_of(config._attn_implementation)
 
 
 def detach(model: PreTrainedModel) -> None:

@@ -180,9 +180,13 @@ def mask_over_tokens(mask: Any, num_tokens: int, config: PreTrainedConfig) -> An
 
 
 def core_of(name: str) -> str:
-    """Return the attention function that an `attn_implementation` of ours stands for; any other stands for itself."""
+    """Return the attention function that an `attn_implementation` of ours stands for; any other stands for itself.
+
+    Blocks stand for "sdpa", for which `use_virtual_core` chooses them."""
     core = name.removeprefix(CHANGED).removeprefix(PREFIX)
-    return name if core == name else core.replace("--", "/")
+    if core == name:
+        return name
+    return "sdpa" if core == SDPA_IN_BLOCKS else core.replace("--", "/")
 
 
 def register_core(core: str, is_changed: bool) -> str:

@@ -14,7 +14,6 @@ from trl import SFTConfig, SFTTrainer
 from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
 from modeling_iha.modeling_interleaved import core_of
-from modeling_iha.sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from sft.arguments import RunArguments, evaluates
 from sft.data import (
     Rows,
@@ -178,7 +177,6 @@ def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
     if not (args.packing or args.padding_free):
         return
     core = core_of(model.config._attn_implementation)
-    core = "sdpa" if core == SDPA_IN_BLOCKS else core
     if core not in ISOLATING_CORES and not is_flash_attention_requested(requested_attention_implementation=core):
         raise UserError(
             f"packing with attn_implementation={core!r} is not known to keep documents apart: use one of "
