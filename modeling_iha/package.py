@@ -22,7 +22,7 @@ from .modeling_iha import ATTENTION_CLASSES
 KIND_LISTS = ("modeling_iha.py", "configuration_iha.py")  # these name the files of every kind
 PACKAGE = Path(__file__).resolve().parent
 OUR_FIRST_LINE = b"# Copyright 2026 the modeling_iha authors."
-# What other libraries call a field
+# Other libraries' names of our fields
 ALIASES = {
     "P": "num_pseudo_heads",
     "context_length": "max_position_embeddings",

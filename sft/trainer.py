@@ -221,7 +221,7 @@ class SFTRecipeTrainer(SFTTrainer):
     # Checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # Trainer begins a checkpoint by this call. What it saves over is incomplete until it is marked again.
+        # Trainer begins a checkpoint by this call. One that it saves over is incomplete until it is marked again.
         check_weights(self.model, self.state.global_step)
         if output_dir is not None and self.args.should_save:
             Path(output_dir, RECORD).unlink(missing_ok=True)
