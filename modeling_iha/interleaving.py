@@ -15,6 +15,7 @@ from torch import nn
 from transformers.utils.generic import maybe_autocast
 
 from .mixing import Mixing
+from .sdpa_in_blocks import at_once
 from .virtual_tokens import masked_softmax
 
 
@@ -75,6 +76,10 @@ def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: t
 
     [batch, N * P, M, head_dim] is a view of what the mixing writes, so interleaving copies nothing."""
     num_heads, _, num_pseudo_heads = alpha.shape
+    size = at_once(states, dim=2, growth=num_pseudo_heads)
+    if size < states.shape[2]:
+        parts = states.split(size, dim=2)
+        return torch.cat([make_virtual_sequence(part, alpha, rotation) for part in parts], dim=2)
     alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
     states = states.transpose(1, 2)
     # With a 2-D alpha `matmul` would fold the tokens into head_dim and copy the result. This gives the layout.

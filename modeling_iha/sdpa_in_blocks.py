@@ -12,8 +12,8 @@ serves every decoder with windows that supports FlashAttention. All other calls 
 more than a window) go to SDPA with the mask that SDPA takes.
 """
 
-from functools import partial
 from inspect import signature
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ except ImportError:  # a build of PyTorch without it
 
 NAME = "sdpa_in_blocks"
 LEAST_BLOCK = 128  # queries of a block; rows up to this much longer than the window go to SDPA
-GROUP_BYTES = 2**21  # of the queries of one call without gradients: few enough to stay in a CPU's cache
+CACHED_BYTES = 2**21  # of what is computed at once without gradients
 
 
 def takes_blocks(length: int, window: int | None) -> bool:
@@ -162,16 +162,14 @@ def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scali
     query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [blocks, G, H / G * block, head_dim]
     key, value = (overlapping_blocks(states, block, window) for states in (key, value))
     mask = mask.repeat(1, heads // groups, 1)[:, None]
-    attend = partial(scaled_dot_product_attention, dropout_p=dropout, scale=scaling)
-    size = blocks_per_call(query)
-    if size < len(query):
-        masks = mask.expand(len(query), -1, -1, -1).split(size)
-        parts = zip(query.split(size), key.split(size), value.split(size), masks)
-        output = torch.cat([attend(*part) for part in parts])
-    else:
-        output = attend(query, key, value, mask)
-    output = output.unflatten(2, (-1, block)).permute(0, 3, 1, 2, 4)  # [blocks, block, G, H / G, head_dim]
-    return output.flatten(2, 3).flatten(0, 1)[:length]
+    size = at_once(query, dim=0)
+    masks = mask.split(size) if len(mask) > 1 else repeat(mask)
+    outputs = []
+    for part in zip(query.split(size), key.split(size), value.split(size), masks):
+        output = scaled_dot_product_attention(*part, dropout_p=dropout, scale=scaling)
+        output = output.unflatten(2, (-1, block)).permute(0, 3, 1, 2, 4)  # [blocks, block, G, H / G, head_dim]
+        outputs.append(output.flatten(2, 3).flatten(0, 1))
+    return torch.cat(outputs)[:length]
 
 
 def block_size(window: int) -> int:
@@ -184,11 +182,14 @@ def join_rows(states: torch.Tensor) -> torch.Tensor:
     return states.transpose(1, 2).flatten(0, 1).transpose(0, 1)
 
 
-def blocks_per_call(query: torch.Tensor) -> int:
-    """Return how many of the blocks [count, G, rows, head_dim] one call of SDPA computes."""
-    if query.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(query):
-        return len(query)
-    return max(1, GROUP_BYTES // (query[0].numel() * query.element_size()))
+def at_once(states: torch.Tensor, dim: int, growth: int = 1) -> int:
+    """Return how many slices of states along a dimension to compute at once, where results are `growth` times as large.
+
+    These are all slices, or, without gradients, as many as stay in the cache of a CPU."""
+    count = states.shape[dim]
+    if states.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(states):
+        return count
+    return max(1, CACHED_BYTES * count // (states.nbytes * growth))
 
 
 class OverlappingBlocks(torch.autograd.Function):
