@@ -1,4 +1,4 @@
-"""Write research/benchmarks/results/README.md, a page for each GPU, and plots, from the JSON files beside them.
+"""Write research/benchmarks/results/README.md, a page for each GPU, and plots, from the JSON files next to them.
 
 A JSON file holds rows. A row holds its setting and, by name, "seconds", "extra_bytes" if they were measured, "ratios",
 and the same ratios as "predicted" by the cost model, if it predicts them. A table has a line for each ratio and a
@@ -27,7 +27,7 @@ PARSER.add_argument(
 ABOUT = """# Benchmarks
 
 A time is the ratio of the medians of interleaved runs in one process. A memory is the ratio of two
-peaks, each measured in a process of its own. Below 1 the first takes less. The longest ones are
+peaks, each measured in a separate process. Below 1 the first takes less. The longest ones are
 timed once, without a warm-up: prefill beyond 16,384 tokens and the backward pass of schedule beyond
 4,096. The JSON files hold seconds, bytes, threads and what the cost model predicts. `python -m
 research.benchmarks.report` writes this page from them, and `make bench` measures all of them again.
@@ -145,7 +145,7 @@ def measured_on(result: dict) -> str:
 
 
 def default_lines(results: list[dict]) -> list[str]:
-    """Return the default of an "iha" layer over SDPA on each CPU, idle and beside busy processes."""
+    """Return the default of an "iha" layer over SDPA on each CPU, idle and next to busy processes."""
     columns = {
         f"CPU {number}, {name}": [row for row in result["rows"] if (row["busy"] > 0) == busy]
         for number, result in enumerate(results, 1)
