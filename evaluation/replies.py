@@ -74,7 +74,7 @@ _MULTIPLE = re.compile(
 )
 
 # Parts of a reply without a box.
-# Formulas in lines of their own: "\[ x = 3 \]", "$$x = 3$$"
+# Formulas in separate lines: "\[ x = 3 \]", "$$x = 3$$"
 _DISPLAY = re.compile(
     r"\\\[(.*?)\\\]|\$\$(.*?)\$\$|\\begin\{((?:align|gather|eqnarray)\*?)\}(.*?)\\end\{\3\}", re.DOTALL
 )
@@ -159,7 +159,7 @@ def _without_unit(answer: str) -> str:
     number = answer[: unit.start()].strip() if unit else ""
     if number:
         words = re.findall("[a-z]+", (unit[1] or unit[2] or unit[3]).lower())
-        # The words are kept beside the number, because math_verify would drop every text.
+        # The words are kept next to the number, because math_verify would drop every text.
         answer = number if _NO_UNITS.isdisjoint(words) else f"({number}, {' '.join(words)})"
     return _THOUSANDS.sub(_without_separators, _SUM.sub("", answer))
 
@@ -277,7 +277,7 @@ _MARKDOWN = MarkdownIt("commonmark").disable(["code", "html_block"])
 
 
 def _names(code: str) -> tuple[set[str], set[str], set[str]]:
-    """Return the names that `code` defines, those that it imports, and those that it uses beside Python's own."""
+    """Return the names that `code` defines, those that it imports, and those that it uses besides Python's own."""
     try:
         tables = [symtable.symtable(code, "reply", "exec")]
     # A truncated program is still the reply's program. The parser of Python 3.11 raises MemoryError for many words.

@@ -1,4 +1,4 @@
-"""Write the report of an evaluation: a Markdown file with our figures beside the paper's."""
+"""Write the report of an evaluation: a Markdown file with our figures next to the paper's."""
 
 import math
 from collections import defaultdict
@@ -86,7 +86,7 @@ def _paper_table(results: dict, table: dict) -> str:
 
 
 def markdown(results: dict) -> str:
-    """Return the report, which says in lines of its own what was cut or left out."""
+    """Return the report, which says in separate lines what was cut or left out."""
     tasks = results["tasks"]
     means = results["ruler"]
     lines = [
@@ -124,7 +124,7 @@ def markdown(results: dict) -> str:
         for table in (PAPER[name] for name in ("table_1", "table_2", "ruler"))
         if any(_ours(results, column) for column in table["columns"])
     ]
-    lines += [f"## Beside the paper\n\n{PAPER['source']}.\n", *beside] if beside else []
+    lines += [f"## Next to the paper\n\n{PAPER['source']}.\n", *beside] if beside else []
     return "\n".join(lines) + "\n"
 
 

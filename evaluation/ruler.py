@@ -1,6 +1,6 @@
 """Make lm-eval's RULER tasks (Hsieh et al., 2024) for one length each, and score them.
 
-The documents are lm-eval's own. This file gives each length a figure of its own, and seeds the random state by run,
+The documents are lm-eval's own. This file gives each length a separate figure, and seeds the random state by run,
 task and length, because lm-eval draws needles from the global state. `niah_single_1`, `niah_multikey_2`,
 `niah_multikey_3`, `ruler_vt`, `ruler_cwe` and `ruler_fwe` need no network. lm-eval gets the essays and the questions
 of the other tasks from the Hub.

@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
     args = complete(parser.parse_args(argv))
     # There is no timeout, because some processes finish hours before others.
     process = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])
-    # The main process holds the lock. The other processes of the run write beside it.
+    # The main process holds the lock. The other processes of the run write next to it.
     with sole_writer(args.output) if process.is_main_process else nullcontext():
         return measure(args, process)
 
@@ -318,7 +318,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         },
     }
     results["ruler"] = report.ruler_means(results["tasks"])
-    (args.output / "results.json").unlink(missing_ok=True)  # figures of earlier samples do not stand beside new ones
+    (args.output / "results.json").unlink(missing_ok=True)  # figures of earlier samples do not stand next to new ones
     for name, rows in samples.items():
         write_jsonl(args.output / f"samples_{name}.jsonl", kept_samples(rows))
     print(report.write(results, args.output))

@@ -1,4 +1,4 @@
-"""Run programs that a model wrote, each in a Python process of its own with limits, never in the evaluating process.
+"""Run programs that a model wrote, each in a separate Python process with limits, never in the evaluating process.
 
 A program gets an empty working directory, an empty environment, and limits on processor time, wall-clock time, address
 space and the size of a file. If bubblewrap (https://github.com/containers/bubblewrap) is installed and works, it also

@@ -73,7 +73,7 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "the converted checkpoint",
     )
     add = parser.add_argument
-    # `check_attention` says why another kind is refused.
+    # `check_attention` says why another kind is rejected.
     add("--kind", metavar="KIND", default="iha", help=f"attention kind: {', '.join(KINDS)} (default: iha)")
     add("--options", type=json_object, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
     add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
@@ -116,19 +116,19 @@ def check_conversion(
     seed: int,
     **others,
 ) -> None:
-    """Refuse arguments of `convert` that cannot work. Raise `UserError`."""
+    """Reject arguments of `convert` that cannot work. Raise `UserError`."""
     check_attention(num_pseudo_heads, schedule, window, kind)
     if kind != "iha" and value_offsets is not None:
         raise UserError(f"kind {kind!r} has no pseudo-heads, whose values could differ: leave out --value-offsets.")
     if mixing_scale is not None and not 0 < mixing_scale < math.inf:
         raise UserError(f"mixing_scale={mixing_scale}: expected a number above 0.")
-    if not 0 <= seed < 2**64:  # PyTorch's generators refuse others, or take them for another seed
+    if not 0 <= seed < 2**64:  # PyTorch's generators reject others, or take them for another seed
         raise UserError(f"seed={seed}: expected a whole number from 0 to {2**64 - 1}.")
     check_new_directory(destination)
 
 
 def check_attention(num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str) -> None:
-    """Refuse a kind, P, schedule and window that cannot work together for any source. Raise `UserError`."""
+    """Reject a kind, P, schedule and window that cannot work together for any source. Raise `UserError`."""
     if kind not in KINDS:
         raise UserError(f"kind={kind!r} has no exact start from Llama; expected one of {', '.join(KINDS)}.")
     if kind == "iha" and num_pseudo_heads is None:
@@ -174,7 +174,7 @@ def verify_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def check_verification(
     text: str | os.PathLike | None, tokens: int, max_new_tokens: int, json: str | os.PathLike | None, **others
 ) -> None:
-    """Refuse arguments of `verify` that cannot work. Raise `UserError`."""
+    """Reject arguments of `verify` that cannot work. Raise `UserError`."""
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens={max_new_tokens}: expected at least 1.")
     if tokens <= max_new_tokens:
@@ -212,7 +212,7 @@ def push_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def check_push(directory: str | os.PathLike, repo_id: str, tag: str | None, create_pr: bool, **others) -> None:
-    """Refuse arguments of `push` that cannot work. Raise `UserError`."""
+    """Reject arguments of `push` that cannot work. Raise `UserError`."""
     check_repo_id(repo_id)
     if "/" not in repo_id:  # the card names what its code loads
         raise UserError(f"{repo_id!r} lacks the name of its owner: expected one such as me/{repo_id}.")
@@ -227,7 +227,7 @@ def check_push(directory: str | os.PathLike, repo_id: str, tag: str | None, crea
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Refuse a name that no repository of the Hub can have. Raise `UserError`."""
+    """Reject a name that no repository of the Hub can have. Raise `UserError`."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -255,7 +255,7 @@ def pull_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def check_pull(repo_id: str, directory: str | os.PathLike, **others) -> None:
-    """Refuse arguments of `pull` that cannot work. Raise `UserError`."""
+    """Reject arguments of `pull` that cannot work. Raise `UserError`."""
     check_repo_id(repo_id)
     check_new_directory(directory)
 
@@ -291,7 +291,7 @@ def check_cost(
     num_pseudo_heads: int | None,
     window: int | None,
 ) -> None:
-    """Refuse arguments of `cost` that cannot work. Raise `UserError`."""
+    """Reject arguments of `cost` that cannot work. Raise `UserError`."""
     for name, value in (("tokens", tokens), ("batch", batch), ("num-pseudo-heads", num_pseudo_heads)):
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: expected at least 1.")

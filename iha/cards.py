@@ -79,7 +79,7 @@ class Results(TypedDict):
 def metadata(card: str, source: str | os.PathLike) -> dict:
     """Return the metadata of a card, given as the text of a README.md.
 
-    Raise `UserError` for YAML that `read_yaml` refuses.
+    Raise `UserError` for YAML that `read_yaml` rejects.
     """
     block = REGEX_YAML_BLOCK.search(card)
     return (block and parse_yaml(block[2], f"The metadata of {source}", dict | None)) or {}
@@ -88,7 +88,7 @@ def metadata(card: str, source: str | os.PathLike) -> dict:
 def parse_card(card: str, source: str | os.PathLike = "the card") -> ModelCard:
     """Return the card of a text, whose lines may end as on Windows.
 
-    Raise `UserError` for metadata that `metadata` or the Hub's library refuses.
+    Raise `UserError` for metadata that `metadata` or the Hub's library rejects.
     """
     card = card.replace("\r\n", "\n")
     metadata(card, source)
@@ -263,7 +263,7 @@ def schedule(config: IHAConfig) -> str:
 
 
 def _costs(config: Any) -> str | None:
-    """Return the table of predicted costs beside the same model with "mha" over all tokens in every layer.
+    """Return the table of predicted costs next to the same model with "mha" over all tokens in every layer.
 
     It is `None` where the cost model does not know a layer.
     """

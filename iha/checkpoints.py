@@ -1,4 +1,4 @@
-"""Read checkpoints for all commands, and refuse one that does not load completely."""
+"""Read checkpoints for all commands, and reject one that does not load completely."""
 
 import hashlib
 import importlib.util
@@ -53,7 +53,7 @@ MAX_LAYERS = 10_000  # a damaged config.json may ask for lists that fill the mem
 # A part of the advice of other libraries that no command here can follow -> the text that replaces the advice. No path
 # holds it by accident.
 _ADVICE = {
-    "trust_remote_code=True": "only code of its own could load it, and no command here runs the code of a checkpoint "
+    "trust_remote_code=True": "only its own code could load it, and no command here runs the code of a checkpoint "
     "(`python -m conversion_scripts.convert_dcformer_to_iha` converts DCFormer without its code)",
     "deserializing header": "safetensors are damaged, or only a pointer of Git LFS: fetch it again (git lfs pull)",
     "gguf>=": 'GGUF files need the package gguf: run pip install -e ".[scripts]" in the checkout',
@@ -169,7 +169,7 @@ def _optional_file(location: str, name: str, revision: str | None = None) -> str
 
 
 def check_no_adapter(source: str | os.PathLike, revision: str | None = None) -> None:
-    """Refuse a checkpoint with a LoRA adapter, because Transformers would load the base that the adapter names.
+    """Reject a checkpoint with a LoRA adapter, because Transformers would load the base that the adapter names.
 
     Raise `UserError`.
     """
@@ -196,7 +196,7 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
 
 
 def _check_index(location: str) -> None:
-    """Refuse a whole file of weights beside an index of others, which a load would ignore. Raise `UserError`."""
+    """Reject a whole file of weights next to an index of others, which a load would ignore. Raise `UserError`."""
     whole, index = (_optional_file(location, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
     if whole is None or index is None:
         return
@@ -256,7 +256,7 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.P
 def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig | None = None) -> Any:
     """Return the causal language model in `source`, of the class that its config names, on CPU, in eval mode.
 
-    It comes from a directory, a Hub id or a GGUF file, which is dequantised, and `config` takes the place of its own.
+    It comes from a directory, a Hub id or a GGUF file, which is dequantised, and `config` replaces its own.
     Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns) or are not
     finite in that dtype, or if there is a generation config that cannot be read.
     """
@@ -295,7 +295,7 @@ def check_filled(info: dict, source: str | os.PathLike) -> None:
 
 
 def _check_tied(model: Any, source: str | os.PathLike) -> None:
-    """Refuse embeddings that the config ties and the files hold apart, of which other loaders take the first.
+    """Reject embeddings that the config ties and the files hold apart, of which other loaders take the first.
 
     Raise `UserError`.
     """
@@ -350,11 +350,11 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     `vocab_size` rows.
     """
     if lacks_tokenizer(source):
-        raise UserError(f"{source} holds no tokenizer: save one beside the weights (tokenizer.save_pretrained).")
+        raise UserError(f"{source} holds no tokenizer: save one next to the weights (tokenizer.save_pretrained).")
     source = find_source(source)
     with _refusing(f"{source} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
-        # This is a class of Transformers, even if the source names code of its own.
+        # This is a class of Transformers, even if the source names other code.
         tokenizer.init_kwargs.pop("auto_map", None)
         token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
         if highest < 0:
@@ -366,7 +366,7 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
         if has_only_added and read <= {tokenizer.unk_token_id}:
             raise UserError(
                 "it knows no word, because its files are incomplete: put its vocabulary, such as tokenizer.json, "
-                "beside tokenizer_config.json."
+                "next to tokenizer_config.json."
             )
     if highest >= vocab_size:
         wrong = f"its token {token!r} has the id {highest}, and the embedding has {vocab_size} rows"

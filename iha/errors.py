@@ -65,7 +65,7 @@ def run_cli(main: Callable[[], object]) -> None:
 
 def _explained(error: BaseException, arguments: list[str]) -> str:
     """Return one line on an exception that ended a command, which names a file with the traceback of a defect."""
-    # Libraries wrap the system's error in exception types of their own, and keep its wording.
+    # Libraries wrap the system's error in their own exception types, and keep its wording.
     refused = ("(os error ", "can't allocate memory")
     if isinstance(error, (UserError, OSError, MemoryError)) or any(text in str(error) for text in refused):
         return one_line(error)

@@ -71,16 +71,16 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def _new_sibling(path: Path) -> Path:
-    """Make an empty file under a new name beside `path`, so that it is neither another writer's file nor a link."""
+    """Make an empty file under a new name next to `path`, so that it is neither another writer's file nor a link."""
     sibling = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     sibling.touch(exist_ok=False)
     return sibling
 
 
 def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
-    """Refuse, before the work, a `path` that `whole_file` could not write after it.
+    """Reject, before the work, a `path` that `whole_file` could not write after it.
 
-    A file of that name is refused too, unless it may be replaced. Raise `UserError`.
+    A file of that name is rejected too, unless it may be replaced. Raise `UserError`.
     """
     path = Path(os.path.realpath(expanded(path)))
     try:
@@ -161,9 +161,9 @@ def signals_as_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _temporary_sibling(dst: Path) -> Iterator[Path]:
-    """Yield the new directory .NAME.unfinished beside `dst`, and remove it if it still exists in the end.
+    """Yield the new directory .NAME.unfinished next to `dst`, and remove it if it still exists in the end.
 
-    The file .NAME.lock beside it is locked meanwhile. The system drops the lock of a run that is killed, and the next
+    The file .NAME.lock next to it is locked meanwhile. The system drops the lock of a run that is killed, and the next
     run removes what that one left. Raise `UserError` when another run holds the lock.
     """
     temporary = dst.with_name(f".{dst.name}.unfinished")
@@ -283,7 +283,7 @@ def _validator(shape: Any) -> Any:
 
 
 def checked(function: Callable) -> Callable:
-    """Have a function refuse arguments of other types than its annotations name, with a `UserError`."""
+    """Have a function reject arguments of other types than its annotations name, with a `UserError`."""
     signature = inspect.signature(function)
     hints = get_type_hints(function)
 
@@ -317,7 +317,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class UniqueKeyLoader(yaml.SafeLoader):
-    """Refuse a key that is there twice, of which PyYAML would keep the last."""
+    """Reject a key that is there twice, of which PyYAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         unique_keys([(key.value, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)])
@@ -325,7 +325,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
 
 
 class _PlainLoader(UniqueKeyLoader):
-    """Also refuse aliases, by which a small file of a stranger could fill the memory."""
+    """Also reject aliases, by which a small file of a stranger could fill the memory."""
 
     def compose_node(self, parent: yaml.Node, index: Any) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):

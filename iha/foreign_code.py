@@ -1,4 +1,4 @@
-"""Find a stranger's code in a checkpoint, and refuse it.
+"""Find a stranger's code in a checkpoint, and reject it.
 
 A checkpoint's code runs only if it is this package's, byte for byte, or if the user says so. docs/CHECKPOINTS.md says
 what each command runs, and when.
@@ -20,7 +20,7 @@ CUSTOM_GENERATE = "custom_generate/generate.py"  # Transformers puts it in the p
 
 
 def refuse_foreign_code(directory: Path, trust_code: bool) -> None:
-    """Refuse, by name, code that is not this package's and that a load of `directory` would run.
+    """Reject, by name, code that is not this package's and that a load of `directory` would run.
 
     The load is one with `trust_remote_code=True`. Raise `UserError` unless `trust_code`.
     """

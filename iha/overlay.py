@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Overlay:
-    """Show an object, such as a config, with the attributes of `overrides` in place of its own, for reading."""
+    """Show an object, such as a config, with the attributes of `overrides` instead of its own, for reading."""
 
     def __init__(self, target: Any, **overrides):
         self._target = target

@@ -95,7 +95,7 @@ def plain_numbers(axes: Axes) -> None:
 
 
 def save_plot(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG, with one legend below of all panels without a legend of their own."""
+    """Write a figure as PNG, with one legend below of all panels that have no legend."""
     named: dict[str, Artist] = {}
     for axes in figure.axes:
         plain_numbers(axes)

@@ -178,7 +178,7 @@ def load_in_clean_process(
 ) -> dict:
     """Load a saved model in a new isolated process that cannot import `modeling_iha`, and generate.
 
-    The process has no Hub. It loads the model with `trust_remote_code=True`, refuses missing, unexpected or mismatched
+    The process has no Hub. It loads the model with `trust_remote_code=True`, rejects missing, unexpected or mismatched
     weights, and loads the tokenizer. With a `prompt` (text, or a list of chat messages for the chat template) it
     decodes greedily.
 

@@ -95,7 +95,7 @@ def check_hub_answers(repo_id: str) -> None:
 
 
 def check_on_hub(source: str) -> None:
-    """Refuse a Hub id that the Hub does not have, or that is not in the cache where the Hub does not answer.
+    """Reject a Hub id that the Hub does not have, or that is not in the cache where the Hub does not answer.
 
     It asks the Hub once. Transformers would ask for several files, and for each of them six times within 23 s.
     Raise `UserError`.

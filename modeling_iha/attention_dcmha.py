@@ -81,7 +81,7 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     Before and after the softmax the matrix of every head becomes a combination of the matrices of all heads in its
     group. The query's and the key's token compute the weights of the combination from the layer's input.
 
-    A token's weights lie beside its query, key and value, along the last dimension. Any stock cache holds a key's
+    A token's weights lie next to its query, key and value, along the last dimension. Any stock cache holds a key's
     weights before the softmax with the key, and those after it with the value: (H / G) (2 R + 1) more numbers in each.
     """
 
@@ -138,7 +138,7 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
         cache: Cache | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Project as Llama does, with the composition weights beside the queries, keys and values."""
+        """Project as Llama does, with the composition weights next to the queries, keys and values."""
         query_states, key_states, value_states = super().project(hidden_states, position_embeddings, None)
         query_states = self.append_weights(query_states, hidden_states, self.pre_query, self.post_query)
         key_states = self.append_weights(key_states, hidden_states, self.pre_key)

@@ -3,7 +3,7 @@
 """Make the mixing weights that leave a layer's output unchanged, and measure how far a layer is from them.
 
 At the start every pseudo-head equals its head, and the pseudo-heads of a token share its RoPE position. The collapse
-selects the last pseudo-head, the only one that sees all copies of its own token under the interleaved causal mask.
+selects the last pseudo-head, the only one that sees all copies of its token under the interleaved causal mask.
 Every layer then computes what it computed before (the inclusion of IHA, Theorem 2, in its causal form). The copies of
 a token have equal keys, so they get equal weights. Value offsets that sum to zero over the copies therefore cancel,
 and make the pseudo-heads differ without changing the result.

@@ -24,7 +24,7 @@ def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
 
     The model may be within PEFT, DDP or FSDP; PEFT trains copies of the weights, so call this after it has wrapped
     the model. An optimizer takes the weights as a group, such as `{"params": mixing_parameters(model),
-    "weight_decay": 0.0}`. They need no rate of their own where `mixing_scale` is not 1.
+    "weight_decay": 0.0}`. They need no separate rate where `mixing_scale` is not 1.
 
     The weights hold changes from starts, times a scale, and the starts and scales are buffers. To copy a model into
     one with another seed or scale, copy its `state_dict()`, not only its `parameters()`."""

@@ -50,7 +50,7 @@ from .transformers_versions import CACHE, pop_cache
 from .virtual_tokens import keep_window_edge, register_mask
 
 
-# The attention of each kind, one to a line. A checkpoint ships the lines of its own kinds.
+# The attention of each kind, one to a line. A checkpoint ships the lines of its kinds.
 ATTENTION_CLASSES = {
     "mha": MultiHeadAttention,
     "iha": InterleavedHeadAttention,
@@ -76,7 +76,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     """Compute Llama's rotary tables and those of interleaved virtual positions, for the layers of one type."""
 
     def __init__(self, config: IHAConfig, layer_type: str = "full_attention"):
-        # CODEPATH: layers with a window may have RoPE parameters of their own, and Llama's table knows one set.
+        # CODEPATH: layers with a window may have separate RoPE parameters, and Llama's table knows one set.
         if config.has_sliding_rope:
             rope_parameters = config.rope_of(layer_type)
             config = copy(config)  # the caller's keeps the parameters of both layer types
@@ -200,7 +200,7 @@ class IHAModel(IHAPreTrainedModel):
         self.layers = nn.ModuleList([IHADecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = IHARotaryEmbedding(config=config)
-        # CODEPATH: layers with a window may have RoPE parameters of their own, as in Gemma 3.
+        # CODEPATH: layers with a window may have separate RoPE parameters, as in Gemma 3.
         self.rotary_emb_sliding = IHARotaryEmbedding(config, "sliding_attention") if config.has_sliding_rope else None
         self.gradient_checkpointing = False
         self.post_init()
@@ -374,7 +374,7 @@ class IHATaskHead:
     than the one imported above."""
 
     def __init__(self, config: IHAConfig):
-        # `register` replaces what is there, without a word. No public name says if a user has registered a class.
+        # `register` silently replaces what is there. No public name says if a user has registered a class.
         if type(config) not in AutoModel._model_mapping:
             AutoModel.register(type(config), IHAModel)
         super().__init__(config)  # type: ignore[call-arg]  # the next base class is the generic head

@@ -55,7 +55,7 @@ def pair_heads(
 
     The virtual tokens of a token share its RoPE position, as the base model rotates its heads. A small model that
     learned code lost a quarter of its gain over windows alone at equal steps by this, and its gain at equal time is
-    undecided (docs/FORMS.md). In `IHAForCausalLM` each head has a position of its own.
+    undecided (docs/FORMS.md). In `IHAForCausalLM` each head has a separate position.
 
     Return the model. Raise a ValueError, and leave the model as it was, where its heads cannot be paired."""
     own_configs = config_attributes(model)

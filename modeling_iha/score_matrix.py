@@ -113,7 +113,7 @@ class ScoreMatrixAttention(MultiHeadAttention):
     """Attend in blocks of queries, where a kind may change scores before and weights after the softmax.
 
     The backward pass recomputes each block, so scores are never kept for all queries, except inside `torch.compile`.
-    Masks are those of SDPA or the eager core. A flash core or FlexAttention never builds the scores and is refused.
+    Masks are those of SDPA or the eager core. A flash core or FlexAttention never builds the scores and is rejected.
     """
 
     @property

@@ -98,7 +98,7 @@ class RunArguments(ScriptArguments, ModelConfig):
     eval_size: float = key("Rows held out for evaluation: a share below 1, or a number of rows.", 0.0)
     eval_dataset_name: str | None = key("Rows to evaluate on, in place of eval_size: a file or an id on the Hub.")
     num_pseudo_heads: int | None = key(
-        "P, with which a plain base model is interleaved. A checkpoint with another number of pseudo-heads is refused."
+        "P, with which a plain base model is interleaved. A checkpoint with another number of pseudo-heads fails."
     )
     interleaved_layers: list[str] | None = key("Layers to interleave: indices, or paper; all by default.")
     interleaved_window: str | None = key("Window of these layers in tokens, or paper; the base's own by default.")
@@ -141,7 +141,7 @@ class RecipeParser(TrlParser):
         super().__init__((RunArguments, config_class), usage=usage.replace("%", "%%"), allow_abbrev=False)
         for action in self._actions:
             if action.dest in UNUSED_KEYS:
-                action.help = SUPPRESS  # `parse` refuses these
+                action.help = SUPPRESS  # `parse` rejects these
 
     def parse(self, argv: Sequence[str] | None) -> "tuple[RunArguments, TrainingArguments]":
         """Return the keys of `argv`, or of the command line if it is None.
@@ -180,7 +180,7 @@ class RecipeParser(TrlParser):
         return run, args
 
     def _check_choices(self, run: RunArguments, args: "TrainingArguments") -> None:
-        """Refuse values of a recipe's file that the command line would refuse. Raise `UserError`."""
+        """Reject values of a recipe's file that the command line would reject. Raise `UserError`."""
         for action in self._actions:
             value = _value(action.dest, run, args)
             for each in value if isinstance(value, list) else [value]:
@@ -203,7 +203,7 @@ class RecipeParser(TrlParser):
         for word in unknown:
             if word.startswith("--"):
                 self._check_key(word.removeprefix("--").partition("=")[0].replace("-", "_"))
-        # TRL would refuse bf16, its own default, on such a machine.
+        # TRL would reject bf16, its own default, on such a machine.
         cannot = not namespace.use_cpu and not is_torch_bf16_gpu_available()
         self.bf16_is_off = cannot and namespace.bf16 is True
         if cannot:
@@ -217,7 +217,7 @@ def _value(name: str, run: RunArguments, args: "TrainingArguments") -> Any:
 
 
 def _check_file(words: Sequence[str]) -> None:
-    """Refuse `--config` without a file, and a file with a key that is there twice. Raise `UserError`."""
+    """Reject `--config` without a file, and a file with a key that is there twice. Raise `UserError`."""
     if "--config" not in words:
         return
     following = list(words[words.index("--config") + 1 :])
@@ -232,7 +232,7 @@ def _check_file(words: Sequence[str]) -> None:
 def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
     """Keep one start, a checkpoint or a preset. A start on the command line replaces the recipe's.
 
-    Raise `UserError` if there is no start, if there are two, and for keys of a preset beside a checkpoint.
+    Raise `UserError` if there is no start, if there are two, and for keys of a preset next to a checkpoint.
     """
     # The parser also takes `--model-name-or-path=DIR` for `--model_name_or_path DIR`.
     options = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
@@ -256,7 +256,7 @@ def evaluates(args: "TrainingArguments") -> bool:
 
 
 def _check_adapters(run: RunArguments) -> None:
-    """Refuse keys of adapters for a run without them. Raise `UserError`."""
+    """Reject keys of adapters for a run without them. Raise `UserError`."""
     fields = RunArguments.__dataclass_fields__
     of_adapters = [name for name in fields if name.startswith(("lora_", "use_rslora", "use_dora"))]
     given = [name for name in of_adapters if getattr(run, name) != fields[name].default]
@@ -268,7 +268,7 @@ def _check_adapters(run: RunArguments) -> None:
 
 
 def _check_schedule(args: "TrainingArguments") -> None:
-    """Refuse options that the schedule of the learning rate does not take. Raise `UserError`."""
+    """Reject options that the schedule of the learning rate does not take. Raise `UserError`."""
     schedule = args.lr_scheduler_type
     options = args.lr_scheduler_kwargs
     what = f"lr_scheduler_type {schedule} with lr_scheduler_kwargs {options}"
@@ -280,7 +280,7 @@ def _check_schedule(args: "TrainingArguments") -> None:
 
 
 def _check_order(args: "TrainingArguments") -> None:
-    """Refuse orders of the rows that a resumed run cannot go on with. Raise `UserError`."""
+    """Reject orders of the rows that a resumed run cannot go on with. Raise `UserError`."""
     # These two draw from the global random state, which is not that of the epoch's start when a run resumes.
     if args.train_sampling_strategy == "group_by_length":
         raise UserError(
@@ -295,7 +295,7 @@ def _check_order(args: "TrainingArguments") -> None:
 
 
 def _check_saves(args: "TrainingArguments") -> None:
-    """Refuse `load_best_model_at_end` where the best evaluation may have no checkpoint. Raise `UserError`."""
+    """Reject `load_best_model_at_end` where the best evaluation may have no checkpoint. Raise `UserError`."""
     by_steps = args.save_strategy == SaveStrategy.STEPS and args.eval_strategy == IntervalStrategy.STEPS
     if args.load_best_model_at_end and by_steps and args.save_steps != args.eval_steps:
         raise UserError(
@@ -305,7 +305,7 @@ def _check_saves(args: "TrainingArguments") -> None:
 
 
 def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
-    """Refuse keys of the data that exclude each other, and an evaluation without rows. Raise `UserError`."""
+    """Reject keys of the data that exclude each other, and an evaluation without rows. Raise `UserError`."""
     is_file = names_file(run.dataset_name)
     if run.dataset_config is not None and is_file:
         raise UserError(f"dataset_config: {run.dataset_name} is a file and has no configurations: remove the key.")
@@ -331,7 +331,7 @@ def chat_template(args: "TrainingArguments") -> str | None:
 
 
 def read_chat_template(path: str) -> str:
-    """Return the chat template in the .jinja file `path`, and refuse one that cannot be read."""
+    """Return the chat template in the .jinja file `path`, and reject one that cannot be read."""
     if Path(path).suffix != ".jinja":  # TRL would take the name of a model
         raise UserError(f"chat_template_path: {path} is not a .jinja file.")
     return read_text(path, MAX_TEMPLATE)

@@ -61,7 +61,7 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
         if value is not None:
             if not hasattr(text_config, name):
                 raise UserError(f"{name}: a {config.model_type!r} model has no such field; remove the key.")
-            # Without sliding layers `validate` refuses a window of an IHA model, and no other.
+            # Without sliding layers `validate` rejects a window of an IHA model, and no other.
             layer_types = getattr(text_config, "layer_types", None) or ["sliding_attention"]
             has_sliding_layers = isinstance(config, IHAConfig) or "sliding_attention" in layer_types
             if name == "sliding_window" and not has_sliding_layers:
@@ -138,7 +138,7 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
     """
     must_interleave = interleaves(config, run)
     if run.attn_implementation is not None:
-        # The model then refuses a core that is not installed before its weights are read.
+        # The model then rejects a core that is not installed before its weights are read.
         config._attn_implementation = run.attn_implementation
     model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
     if must_interleave:
@@ -237,7 +237,7 @@ def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     """Return the adapters that `run` asks for, or None.
 
-    The modules that only this kind of attention has (`own_modules`) are trained in full beside the adapters. Raise
+    The modules that only this kind of attention has (`own_modules`) are trained in full next to the adapters. Raise
     `UserError` for a module that the model does not have, or a target that would not be trained.
     """
     config = get_peft_config(run)
@@ -279,7 +279,7 @@ def _tied_embedding(model: PreTrainedModel) -> str | None:
 
 
 def _check_tied(key: str, targets: Iterable[str], tied: str) -> None:
-    """Refuse targets of an adapter that name `tied`, which is tied to the output head. Raise `UserError`."""
+    """Reject targets of an adapter that name `tied`, which is tied to the output head. Raise `UserError`."""
     wrong = [target for target in targets if f".{tied}".endswith(f".{target}")]
     if wrong:
         raise UserError(

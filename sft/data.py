@@ -1,4 +1,4 @@
-"""Read rows of several schemas as TRL's `messages`, `text` or `prompt` and `completion`, and refuse bad ones by name.
+"""Read rows of several schemas as TRL's `messages`, `text` or `prompt` and `completion`, and reject bad ones by name.
 
 TRL itself ignores OpenThoughts' `system` column and does not rename its roles. It tokenizes, cuts and packs the rows.
 """
@@ -35,7 +35,7 @@ from iha.files import read_yaml, typed
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 # A column of a row -> the names under which its turns hold the role and the text.
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-Text = Annotated[str, MinLen(0)]  # a bound makes pydantic read the text, and refuse half of a surrogate pair
+Text = Annotated[str, MinLen(0)]  # a bound makes pydantic read the text, and reject half of a surrogate pair
 Role = Literal["system", "user", "human", "assistant", "gpt"]
 Messages = Annotated[list[TypedDict("Message", {"role": Role, "content": Text})], MinLen(1)]
 Conversation = Annotated[list[TypedDict("Turn", {"from": Role, "value": Text})], MinLen(1)]
@@ -190,7 +190,7 @@ def holds_text_files(name: str) -> bool:
 
 
 def check_source(name: str, split: str) -> None:
-    """Refuse a file that is not there, and a split of a file, which has none. Raise `UserError`."""
+    """Reject a file that is not there, and a split of a file, which has none. Raise `UserError`."""
     if _suffix(name) in READERS and not Path(name).is_file():
         raise UserError(f"{name}: no such file; expected {', '.join(READERS)}, or the id of a dataset on the Hub.")
     if Path(name).is_file() and (_suffix(name) not in READERS or split != "train"):
@@ -198,7 +198,7 @@ def check_source(name: str, split: str) -> None:
 
 
 def check_split(source: RowSource, key: str, or_else: str = "") -> None:
-    """Refuse a configuration or a split that a directory or a dataset on the Hub does not have.
+    """Reject a configuration or a split that a directory or a dataset on the Hub does not have.
 
     `key` is the key of the recipe that names the split, and `or_else` is another way out. Raise `UserError`, which
     lists what there is.
@@ -259,7 +259,7 @@ def load_rows(
         first = next(iter(rows), None)
     except StopIteration:  # raised by the reader of an empty file
         first = None
-    except Exception as error:  # each reader raises exceptions of its own, and its cause says what is wrong
+    except Exception as error:  # each reader raises its own exceptions, and its cause says what is wrong
         raise UserError(f"{name}, split {split!r}, cannot be read: {one_line(error.__cause__ or error)}") from error
     if first is None:
         raise UserError(f"{name}: it holds no rows.")
@@ -295,9 +295,9 @@ def rendering(what: str) -> AbstractContextManager[None]:
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:
-    """Refuse a tokenizer without a chat template.
+    """Reject a tokenizer without a chat template.
 
-    If the loss is on the assistant's text only (`assistant_only`), refuse a template that does not mark this text
+    If the loss is on the assistant's text only (`assistant_only`), reject a template that does not mark this text
     together with its end-of-turn token.
     """
     if tokenizer.chat_template is None:

@@ -1,4 +1,4 @@
-"""Train on more than one device: refuse launches that would train something else, and gather sharded weights."""
+"""Train on more than one device: reject launches that would train something else, and gather sharded weights."""
 
 import os
 
@@ -23,7 +23,7 @@ def asks_for_fsdp(args: TrainingArguments) -> bool:
 
 
 def check_launch(args: TrainingArguments) -> None:
-    """Refuse, before a model is loaded, a launch that would train something else than it says. Raise `UserError`.
+    """Reject, before a model is loaded, a launch that would train something else than it says. Raise `UserError`.
 
     The launcher's request is in environment variables, and the state that resulted in `args.distributed_state`. If
     the two differ, accelerate prints no warning and trains without sharding, or in one process.
@@ -81,7 +81,7 @@ def whole_model(trainer: Trainer) -> PreTrainedModel | None:
 
     Every process must call this. If the model is sharded, process 0 gets a copy on its CPU and the others get None.
 
-    FSDP2 replaces the model's class by one of its own. To save that class would write the code of PyTorch's FSDP into
+    FSDP2 replaces the model's class by another. To save that class would write the code of PyTorch's FSDP into
     the checkpoint in place of the model's code.
     """
     accelerator = trainer.accelerator

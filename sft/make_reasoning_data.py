@@ -145,7 +145,7 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
     """
     draws = rows * DRAWS_PER_ROW
     what = f"generator {generator!r} with seed {seed} and options {options}"
-    # Generators do not check all of their options, and each raises exceptions of its own.
+    # Generators do not check all of their options, and each raises its own exceptions.
     with refusing(what, Exception):
         dataset = reasoning_gym.create_dataset(generator, seed=seed * SEED_STRIDE, size=draws, **options)
     seen = set(excluded)

@@ -1,4 +1,4 @@
-"""Record what a run is made of, and refuse to resume a run that was made of something else."""
+"""Record what a run is made of, and do not resume a run that was made of something else."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ class Record(TypedDict):
 
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-# The files of a checkpoint that decide on the model and its tokens. A card or a log beside them does not.
+# The files of a checkpoint that decide on the model and its tokens. A card or a log next to them does not.
 _MODEL_FILES = ("*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.model", "*.txt")
 # Keys that a record leaves out: paths on this machine, keys that other sections record, and keys that nothing reads.
 _UNRECORDED = {
@@ -180,7 +180,7 @@ def _refuse_changes(kept: Record, record: Record, checkpoint: Path) -> None:
     if is_stream and kept["processes"] != record["processes"]:
         raise UserError(
             f"the run began with {kept['processes']} processes and cannot go on with {record['processes']}, because "
-            "each of them reads files of the stream of its own: start as many."
+            "each of them reads separate files of the stream: start as many."
         )
 
 

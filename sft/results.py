@@ -87,7 +87,7 @@ SFTTrainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
 {table}"""
     return render_card(
         config,
-        # The path as seen from beside output_dir. If it were missing, a name of the Hub would run a stranger's code.
+        # The path as seen from next to output_dir. If it were missing, a name of the Hub would run a stranger's code.
         f"./{output.name}/{FINAL}",
         base_model=None if run.preset else source_base_model(start),
         **({} if run.preset else source_license(start)),

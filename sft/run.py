@@ -1,4 +1,4 @@
-"""Run a recipe in a directory of its own: lock it, find the checkpoint to resume from, train, save the final model."""
+"""Run a recipe in its directory: lock it, find the checkpoint to resume from, train, save the final model."""
 
 import shutil
 import sys
@@ -37,7 +37,7 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
     args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
     args.dataloader_pin_memory &= args.device.type != "cpu"  # PyTorch warns at every epoch that it cannot
     output = Path(args.output_dir)
-    # The main process holds the lock. The other processes of the run write beside it.
+    # The main process holds the lock. The other processes of the run write next to it.
     with sole_writer(output) if args.process_index == 0 else nullcontext():
         if (output / FINAL).exists():
             raise UserError(
@@ -76,7 +76,7 @@ def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
 
 
 def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
-    """Refuse complete checkpoints later than the one to resume from. Raise `UserError`.
+    """Reject complete checkpoints later than the one to resume from. Raise `UserError`.
 
     The rotation of checkpoints would take the one with the most steps for the newest, and remove those of this run. If
     the run resumes in this directory, later checkpoints that a stopped save left incomplete are removed. Directories
@@ -137,4 +137,4 @@ def save_final(trainer: SFTRecipeTrainer, run: RunArguments) -> None:
         if is_ours(model.config):
             shutil.copy(output / "curves.png", directory)
             (directory / "README.md").write_text(card(model.config, trainer, run, record), encoding="utf-8")
-    print(f"Final model: {output / FINAL}\nCurves:      loss.json and curves.png beside it")
+    print(f"Final model: {output / FINAL}\nCurves:      loss.json and curves.png next to it")

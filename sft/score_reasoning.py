@@ -86,7 +86,7 @@ def is_right(reply: str, generator: str, entry: dict) -> bool:
     try:
         with time_limit(VERIFIER_SECONDS):
             return verifier(generator)(extract_solution(reply), entry) == 1.0
-    # Each verifier raises exceptions of its own.
+    # Each verifier raises its own exceptions.
     except Exception:
         return False
 
@@ -108,7 +108,7 @@ def correctness(completions: list[list[dict]], generator: list[str], entry: list
 
 
 def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int) -> None:
-    """Refuse chat prompts that leave no room for `new_tokens` more tokens in the model's positions."""
+    """Reject chat prompts that leave no room for `new_tokens` more tokens in the model's positions."""
     lengths = []
     for number, prompt in enumerate(prompts, 1):
         with rendering(f"row {number}"):
@@ -157,7 +157,7 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
 
 
 def read_rows(path: str | Path, limit: int | None = None) -> list[dict]:
-    """Return the first `limit` rows of a file, or all, and refuse an empty one."""
+    """Return the first `limit` rows of a file, or all, and reject an empty one."""
     rows = list(islice(read_jsonl(path), limit))
     if not rows:
         raise UserError(f"{path}: no rows.")
@@ -199,7 +199,7 @@ def score(
     """Return the accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
 
     `prompts` are those of `check_rows`. A reply counts when it `is_right`. Raise `UserError` for a tokenizer and
-    prompts that `generate_replies` refuses.
+    prompts that `generate_replies` rejects.
     """
     replies = generate_replies(model, tokenizer, prompts, batch_size, max_new_tokens)
     correct = sum(is_right(reply, row["generator"], row["entry"]) for row, reply in zip(rows, replies, strict=True))

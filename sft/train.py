@@ -33,7 +33,7 @@ USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value .
 
 Fine-tune a model on OpenThoughts-format rows, or train a preset from random weights on text. Every key below can be in
 the YAML file or on the command line, which overrides the file. After a stop, the same command resumes from the newest
-complete checkpoint. With another model or other data it is refused.
+complete checkpoint. Another model or other data raises an error.
 
 example:
   python -m sft.train --config sft/recipes/demo/sft.yaml \\

@@ -34,7 +34,7 @@ ISOLATING_CORES = ("eager", "sdpa", "flex_attention")
 
 
 def check_rows(run: RunArguments, args: SFTConfig) -> None:
-    """Refuse, before anything is loaded, keys that exclude each other and missing files. Raise `UserError`.
+    """Reject, before anything is loaded, keys that exclude each other and missing files. Raise `UserError`.
 
     With TRL's strategies `bfd` and `bfd_split`, `position_ids` restart at every document. The masks of eager, SDPA and
     FlexAttention and the lengths of FlashAttention follow from them. With `wrapped`, documents cannot be told apart.
@@ -75,7 +75,7 @@ def check_rows(run: RunArguments, args: SFTConfig) -> None:
 
 
 def _check_whole(name: str, args: SFTConfig, packs: bool) -> None:
-    """Refuse a text file, which is one row, if it would be cut to its first `max_length` tokens. Raise `UserError`."""
+    """Reject a text file, which is one row, if it would be cut to its first `max_length` tokens. Raise `UserError`."""
     if args.max_length is None or splits(args, packs) or not is_one_row(name):
         return
     # A token is at least one byte, and the last token ends the text. A compressed file may hold any length.
@@ -150,7 +150,7 @@ def _same_config(one: RowSource, other: RowSource) -> bool:
 
 
 def check_splits(run: RunArguments, args: TrainingArguments) -> None:
-    """Refuse configurations and splits that the run's datasets do not have, and an evaluation on the training rows.
+    """Reject configurations and splits that the run's datasets do not have, and an evaluation on the training rows.
 
     Raise `UserError`.
     """
@@ -164,7 +164,7 @@ def check_splits(run: RunArguments, args: TrainingArguments) -> None:
 
 
 def check_held_out(held_out: RowSource, run: RunArguments) -> None:
-    """Refuse to evaluate on rows that the run trains on. Raise `UserError`."""
+    """Do not evaluate on rows that the run trains on. Raise `UserError`."""
     learned = [RowSource(name, run.dataset_train_split, run.dataset_config) for name, _ in sources(run.dataset_name)]
     if any(_share_rows(held_out, source) for source in learned):
         raise UserError(
@@ -173,7 +173,7 @@ def check_held_out(held_out: RowSource, run: RunArguments) -> None:
 
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
-    """Refuse an attention core or a model that is not known to keep packed documents apart. Raise `UserError`."""
+    """Reject an attention core or a model that is not known to keep packed documents apart. Raise `UserError`."""
     if not (args.packing or args.padding_free):
         return
     core = core_of(model.config._attn_implementation)
@@ -255,7 +255,7 @@ def are_texts(features: Features) -> bool:
 
 
 def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> None:
-    """Refuse a tokenizer whose chat template does not take these rows. Raise `UserError`."""
+    """Reject a tokenizer whose chat template does not take these rows. Raise `UserError`."""
     if not are_texts(features):
         check_chat_template(tokenizer, args.assistant_only_loss)
     elif args.assistant_only_loss:
@@ -336,7 +336,7 @@ def check_learned(rows: IterableDataset, max_length: int | None) -> IterableData
 
 
 def check_length(trainer: SFTTrainer) -> None:
-    """Refuse rows that are longer than the model's context, where `max_length` cuts none. Raise `UserError`.
+    """Reject rows that are longer than the model's context, where `max_length` cuts none. Raise `UserError`.
 
     The rows of a stream are not looked at.
     """

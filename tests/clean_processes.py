@@ -39,7 +39,7 @@ for line in sys.stdin:
     sys.stdin = open(0, encoding="utf-8", closefd=False)
     exec(compile(call["program"], "<string>", "exec"), {"__name__": "__main__"})
     sys.stdout.flush()
-    os._exit(0)  # an end of its own would free what the parent has imported, page by page
+    os._exit(0)  # a normal end would free what the parent has imported, page by page
 """
 
 

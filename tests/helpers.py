@@ -106,7 +106,7 @@ IHA_GEOMETRIES = ["one_pseudo_head", "no_gqa", "hybrid", "hybrid_window_of_2"]
 # Of the other kinds than "iha".
 OTHER_KINDS = [name for name, fields in GEOMETRIES.items() if isinstance(fields.get("attention_kinds"), str)]
 
-# Plain decoders, whose heads are interleaved, and fields of model types beside the sizes.
+# Plain decoders, whose heads are interleaved, and fields of model types besides the sizes.
 DECODERS = ("llama", "gemma3_text", "olmo2", "qwen3_moe")
 DECODER_SIZES = {
     **SIZES,
@@ -321,7 +321,7 @@ def packing(lengths, rows=1):
 
 
 def cumulative_lengths(lengths):
-    """Return what a padding-free collator gives beside position_ids for documents of these lengths in one row."""
+    """Return what a padding-free collator gives besides position_ids for documents of these lengths in one row."""
     boundaries, longest = torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths)
     lengths = {f"cu_seq_lens_{side}": boundaries for side in "qk"}
     return lengths | {f"max_length_{side}": longest for side in "qk"}
@@ -330,7 +330,7 @@ def cumulative_lengths(lengths):
 def on_cores(geometries, cores=CORES):
     """Return (core, geometry) for all cores that differ: "base" is of "iha" layers.
 
-    Flash cores and FlexAttention refuse `ScoreMatrixAttention`.
+    Flash cores and FlexAttention reject `ScoreMatrixAttention`.
     """
 
     def differs(core, geometry):

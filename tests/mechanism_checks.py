@@ -22,11 +22,11 @@ class Mechanism:
 
     @property
     def is_linear(self):
-        """Return whether this is the linear form of "hyper", which is a layer of its own."""
+        """Return whether this is the linear form of "hyper", which is a separate layer."""
         return self.kind == "hyper" and bool(self.options.get("linear"))
 
     def config(self, window=None, **overrides):
-        """Return a `small_config` of layers of this kind, or skip the test for a window that the kind refuses.
+        """Return a `small_config` of layers of this kind, or skip the test for a window that the kind rejects.
 
         The epsilon of the norms is of the size of the squares that it is added to: where attention is normed, as in
         "diff", a query that sees a single key would else leave its scale no gradient.

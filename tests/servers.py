@@ -1,4 +1,4 @@
-"""Serve a checkpoint in a process of its own."""
+"""Serve a checkpoint in a separate process."""
 
 import socket
 import sys
@@ -28,7 +28,7 @@ def _answers(url, process):
 
 @contextmanager
 def answering(*arguments):
-    """Yield the address of a server, which runs in a process of its own."""
+    """Yield the address of a server, which runs in a separate process."""
     for _ in range(3):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Stand in for GPUs: CPU tensors that report a CUDA device, refuse tensors of another device and count waits.
+"""Stand in for GPUs: CPU tensors that report a CUDA device, reject tensors of another device and count waits.
 
 `with gpus() as waits:` makes every tensor whose device is "cuda:k" a [`GpuTensor`]. It lists in `waits` each operation
 for which the CPU would wait for a GPU. The values are those that a CPU computes. In C++ the tensors are on the CPU, so

@@ -23,7 +23,7 @@ from iha.processes import run_in_clean_process
 from iha.sources import find_source, locate
 
 
-# Started by path, Python looks beside the script only. This line adds its checkout.
+# Started by path, Python looks next to the script only. This line adds its checkout.
 LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md\n"
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 FOLDERS = (

@@ -113,7 +113,7 @@ FAULTS = {
     ("llama",): {
         **wrong("_attn_implementation", "org/kernel", "'org/kernel' would load what is not"),
         "adapter": (lambda source: (source / "adapter_config.json").write_text("{}"), "holds a LoRA adapter"),
-        "code of its own": (lambda source: edit_config(source, **OWN_CODE), "no command here runs the code"),
+        "its own code": (lambda source: edit_config(source, **OWN_CODE), "no command here runs the code"),
         "beyond float16": (
             set_weight("down_proj.weight", first_value(65536.0)),
             "layers.0.mlp.down_proj.weight of ",
@@ -133,7 +133,7 @@ FAULTS = {
         ),
         "pointers of Git LFS": (lambda source: shards(source)[1].write_text(LFS), "of Git LFS: fetch it again"),
         "tied and different": (set_config("tie_word_embeddings", True), "its files hold two that differ"),
-        "whole file beside": (whole_file_beside, f"model.safetensors and {INDEX} disagree"),
+        "whole file and index": (whole_file_beside, f"model.safetensors and {INDEX} disagree"),
     },
     # No class checks a DCFormer, and numbers of one place broadcast.
     ("dcformer",): {
@@ -185,7 +185,7 @@ def test_a_bad_destination_is_found_before_anything_is_read(tmp_path, run):
 
 
 def write_slowly(destination, ready, go_on):
-    """Run in a process of its own, with the signals of one that is started in a terminal."""
+    """Run in a separate process, with the signals of one that is started in a terminal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)

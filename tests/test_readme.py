@@ -78,7 +78,7 @@ def test_a_command_goes_on_only_after_a_backslash(document):
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_what_is_linked_or_named_exists_and_code_stands_in_fences(document):
-    """Refuse indented blocks, whose commands a tool that wraps lines would join, and what a shell cannot read."""
+    """Reject indented blocks, whose commands a tool that wraps lines would join, and what a shell cannot read."""
     text = (ROOT / document).read_text(encoding="utf-8")
     outside = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     assert not re.search(r"(?:^|\n\n|^#.*\n)(?: {4}|\t)\S.*", outside, re.MULTILINE)
@@ -334,7 +334,7 @@ def assert_readable(figure) -> None:
 
 @pytest.mark.parametrize("way", ["iha", "interleaved", "paired"])
 def test_the_example_of_patterns_draws_every_pair(way, tmp_path, monkeypatch, capsys):
-    """Compare a pattern with the weights of the model, and refuse a head and a layer that are not there."""
+    """Compare a pattern with the weights of the model, and reject a head and a layer that are not there."""
     model = IHAForCausalLM(small_config(attention_kinds=["mha", "iha"])) if way == "iha" else decoder("llama")
     if way != "iha":
         (modeling_iha.interleave_heads if way == "interleaved" else modeling_iha.pair_heads)(model, 2)
@@ -438,7 +438,7 @@ def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("iha.cost.of_training", lambda *_: StepMemory(1, 1, 1, 1))
     (tmp_path / "sft").symlink_to(ROOT / "sft")
     (tmp_path / "train.txt").write_text(README)
-    (tmp_path / "held.txt").write_text(README[::-1])  # a copy of the other would be refused
+    (tmp_path / "held.txt").write_text(README[::-1])  # a copy of the other would be rejected
     blocks, ran = re.findall(r"^```(sh|python)\n(.*?)^```", FROM_SCRATCH, re.DOTALL | re.MULTILINE), []
     for language, block in blocks:
         if language == "python":

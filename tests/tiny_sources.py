@@ -57,7 +57,7 @@ SOURCES = {
         },
     ),
 }
-# What has a command of its own.
+# What has a separate command.
 OTHER_SOURCES = {
     "diffllama": (DiffLlamaForCausalLM, {"lambda_std_dev": 0.2}),
     "diffllama-tied-bias-head-dim": (

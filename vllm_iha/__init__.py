@@ -9,7 +9,7 @@ from importlib.util import find_spec
 VLLM = ("0.31", "0.32")
 # Tasks of Transformers, with the class of model.py that serves interleaved models of a task.
 SERVED = {"CAUSAL_LM": "InterleavedForCausalLM", "IMAGE_TEXT_TO_TEXT": "InterleavedForImageTextToText"}
-# Their models are registered so that they are refused in one line.
+# Their models are registered so that they are rejected in one line.
 REFUSED = ("MULTIMODAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING")
 
 

@@ -23,7 +23,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class InterleavedModelConfig(VerifyAndUpdateConfig):
-    """Refuse what the plugin cannot serve, and set the block size."""
+    """Reject what the plugin cannot serve, and set the block size."""
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
@@ -101,7 +101,7 @@ def refused_option(vllm_config: VllmConfig, step: int) -> str | None:
     given = getattr(config, "rope_theta", rope_theta)
     if given != rope_theta:
         return (
-            f"rope_theta={given} has no effect beside rope_parameters={parameters}: set it in rope_parameters, and "
+            f"rope_theta={given} has no effect next to rope_parameters={parameters}: set it in rope_parameters, and "
             "repeat the other keys."
         )
     if isinstance(model_config.hf_overrides, dict) and "mixing_scale" in model_config.hf_overrides:

@@ -222,7 +222,7 @@ class Interleaved(VirtualTransformers):
 
 
 def logit_scale(config: PreTrainedConfig) -> float:
-    """Return by what a base multiplies its logits, beside `logit_scale`: Granite divides, HyperCLOVA X multiplies."""
+    """Return by what a base multiplies its logits, besides `logit_scale`: Granite divides, HyperCLOVA X multiplies."""
     scaling = getattr(config, "logits_scaling", 1.0)
     return scaling if config.model_type.startswith("hyperclovax") else 1 / scaling
 

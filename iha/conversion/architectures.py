@@ -41,7 +41,7 @@ class Architecture:
 
     @property
     def known_fields(self) -> tuple[str, ...]:
-        """Return the config fields, beside the shared ones, that may be set."""
+        """Return the config fields, besides the shared ones, that may be set."""
         return (*(name for name in (self.attention_bias, self.mlp_bias) if isinstance(name, str)), *self.fields)
 
     def settings(self, config: PreTrainedConfig) -> dict[str, bool]:

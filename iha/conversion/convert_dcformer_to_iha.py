@@ -252,7 +252,7 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike) -> None:
 
     def make():
         entries = load_config_dict(source)
-        # Loading takes long, so everything that can be refused without weights is refused first.
+        # Loading takes long, so everything that can be rejected without weights is rejected first.
         config = iha_config(entries)
         generation_config = load_generation_config(source)
         tokenizer = read_tokenizer(source, config.vocab_size)

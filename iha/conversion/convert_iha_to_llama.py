@@ -2,7 +2,7 @@
 
 Layers of kind "diff", trained or not, become a DiffLlama. Others have to compute multi-head attention: their kind is
 "mha", or "iha" with parameters that are still at the exact start of `convert_llama_to_iha.py`, or that fold into the
-projections. The command refuses anything else and names the first parameter that has moved.
+projections. The command rejects anything else and names the first parameter that has moved.
 """
 
 import os
@@ -64,7 +64,7 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
     fields = {name: getattr(config, name) for name in (*SHARED_FIELDS, "head_dim")}
     if config.has_sliding_rope:
         raise UserError(
-            "The layers with a window have a RoPE of their own, which no stock architecture has "
+            "The layers with a window have a separate RoPE, which no stock architecture has "
             f"({', '.join(ARCHITECTURES)}): use the checkpoint as it is."
         )
     has_llama_ffn = config.gated_mlp and not config.mlp_gate_groups
@@ -78,7 +78,7 @@ def stock_config(model: IHAForCausalLM) -> tuple[Architecture, PreTrainedConfig]
         except UserError:
             if config.hidden_size % config.num_attention_heads == 0:
                 raise
-            continue  # Llama's config refuses such heads, and others allow them
+            continue  # Llama's config rejects such heads, and others allow them
         if _computes_the_same(architecture, target, model):
             return architecture, target
     names = ["gated_mlp", "mlp_gate_groups", "use_qk_norm", "attention_bias", "mlp_bias"]

@@ -65,7 +65,7 @@ Model = TypeVar("Model", bound=PreTrainedModel)
 
 
 def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
-    """Refuse a source config that sets a field which is neither shared nor one of its architecture's `fields`.
+    """Reject a source config that sets a field which is neither shared nor one of its architecture's `fields`.
 
     Such a field could change what the model computes. Raise a `UserError` that names it.
     """
@@ -93,7 +93,7 @@ def check_iha(source: str | os.PathLike, config: PreTrainedConfig) -> None:
 
 
 def new_config(config_class: type[Config], **fields) -> Config:
-    """Return `config_class(**fields)`, or raise `UserError` if the class refuses the fields."""
+    """Return `config_class(**fields)`, or raise `UserError` if the class rejects the fields."""
     try:
         return config_class(**fields)
     except (StrictDataclassError, TypeError, ValueError) as error:
@@ -101,7 +101,7 @@ def new_config(config_class: type[Config], **fields) -> Config:
 
 
 def preset_config(name: str, **fields) -> IHAConfig:
-    """Return a preset with `fields` in place of its own, or raise `UserError` if there is none or they do not fit."""
+    """Return a preset with `fields` replaced, or raise `UserError` if there is none or they do not fit."""
     try:
         return IHAConfig.from_preset(name, **fields)
     except (StrictDataclassError, TypeError, ValueError) as error:
@@ -137,7 +137,7 @@ def read_source(
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
     """Return the model, of the class that its config names, and the tokenizer of the checkpoint `src`, if it has one.
 
-    Loading takes long, so `check` first refuses what the config alone shows. Raise `UserError`.
+    Loading takes long, so `check` first rejects what the config alone shows. Raise `UserError`.
     """
     src = find_source(src)
     check_no_adapter(src)

@@ -34,7 +34,7 @@ from iha.foreign_code import CUSTOM_GENERATE, references, refuse_foreign_code
 from iha.sources import Source, find_source
 
 
-# Files that Transformers reads beside weights and code.
+# Files that Transformers reads besides weights and code.
 LOADED_NAMES = {
     "added_tokens.json",
     "chat_template.jinja",
@@ -65,9 +65,9 @@ TOKENIZER_PATTERNS = (
 READ_BY_PEOPLE = {"LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png"}
 EVAL_RESULTS = ".eval_results"  # the Hub's folder of results, one YAML file for each source
 FOLDERS = {EVAL_RESULTS: "*.yaml", CHAT_TEMPLATE_DIR: "*.jinja"}
-# The folders of a repository that Transformers or the Hub reads. `pull` fetches `custom_generate` to refuse it.
+# The folders of a repository that Transformers or the Hub reads. `pull` fetches `custom_generate` to reject it.
 READ_FOLDERS = {*FOLDERS, str(Path(CUSTOM_GENERATE).parent)}
-# Pickles that a Trainer writes beside a model. No load reads them.
+# Pickles that a Trainer writes next to a model. No load reads them.
 TRAINER_STATE = {"optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin"}
 PICKLE_SUFFIXES = {".bin", ".ckpt", ".joblib", ".pickle", ".pkl", ".pt", ".pth"}
 
@@ -76,7 +76,7 @@ def checkpoint_files(source: str | os.PathLike) -> tuple[list[str], list[str]]:
     """Return the names of a directory that make up the checkpoint, and those that do not (folders end in "/").
 
     The checkpoint consists of the weights that a load reads, the Python files that the config's `auto_map` leads to,
-    what Transformers and people read beside them, and the files of `FOLDERS`. Raise `UserError` if `source` is not a
+    what Transformers and people read besides them, and the files of `FOLDERS`. Raise `UserError` if `source` is not a
     saved model, holds an adapter, or holds a pickle other than a Trainer's, which could run any code when it is
     loaded.
     """
@@ -117,7 +117,7 @@ def refuse_pickles(source: str | Path, names: list[str]) -> None:
     names = [name for name in names if name not in TRAINER_STATE]
     if pickles := [name for name in names if Path(name).suffix.lower() in PICKLE_SUFFIXES]:
         raise UserError(
-            f"{source} holds {', '.join(pickles)}: pickles are refused, a checkpoint is safetensors only. Remove or "
+            f"{source} holds {', '.join(pickles)}: pickles are rejected, a checkpoint is safetensors only. Remove or "
             "convert them."
         )
 

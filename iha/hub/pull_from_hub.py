@@ -27,7 +27,7 @@ def pull(repo_id: str, directory: str | os.PathLike, revision: str = "main", tru
 
     With `trust_code`, code that is not this package's is run. Downloaded files stay in the Hub's cache, so a call
     that was stopped goes on from there. Raise `UserError` if a file differs from the Hub's checksum or the checkpoint
-    does not pass `check_checkpoint`, and the client's errors where the Hub refuses.
+    does not pass `check_checkpoint`, and the client's errors where the Hub rejects the request.
     """
     check_pull(repo_id, directory)
     check_hub_answers(repo_id)

@@ -37,7 +37,7 @@ from .checkpoint_checks import (
 
 # Names of weights, in one file or several, of any variant, as Transformers looks for them.
 WEIGHTS = ["model.safetensors*", "model[.-]*.safetensors*", "pytorch_model*.bin*"]
-# A load would find these at the root of a repository beside the published files, or in their place.
+# A load would find these at the root of a repository next to the published files, or in their place.
 SUPERSEDED = [
     *WEIGHTS,
     *sorted(LOADED_NAMES),
@@ -62,7 +62,7 @@ def push(
     """Check a saved model, commit it to the model repository `repo_id`, made if necessary, and load it back.
 
     The options are those of the command. Return the web address of the commit or pull request. Raise `UserError`,
-    before anything is uploaded where that is possible, and the client's errors where the Hub refuses. If it is
+    before anything is uploaded where that is possible, and the client's errors where the Hub rejects it. If it is
     stopped, the repository holds the old checkpoint or the new one, and the same call goes on from there.
     """
     directory = expanded(directory)
@@ -93,7 +93,7 @@ def push(
         has_new_weights = any(_matches(name, WEIGHTS) for name in changed)
         gone = superseded(api.list_repo_files(repo_id, revision=info.sha), names, has_new_weights)
         if gone:
-            print(f"Removing what a load of {repo_id} would find beside these or in their place: {', '.join(gone)}")
+            print(f"Removing what a load of {repo_id} would find next to these or in their place: {', '.join(gone)}")
         tags = {ref.name: ref.target_commit for ref in api.list_repo_refs(repo_id).tags}
         is_elsewhere = tag in tags and tags[tag] != info.sha
         would_move = tag in tags and (changed or gone)
@@ -109,7 +109,7 @@ def push(
             ],
             commit_message="Upload Interleaved Head Attention model",
             create_pr=create_pr,
-            parent_commit=info.sha,  # the Hub refuses if somebody committed meanwhile
+            parent_commit=info.sha,  # the Hub rejects it if somebody committed meanwhile
         )
         api.snapshot_download(repo_id, revision=commit.oid, allow_patterns=names)
         print(f"Loading {repo_id} at {commit.oid} in a clean process", flush=True)
@@ -128,7 +128,7 @@ def push(
 def superseded(there: list[str], published: list[str], has_new_weights: bool) -> list[str]:
     """Return the files of a repository, other than the published ones, that the new commit has to remove.
 
-    A load would find them beside the published files or in their place, or they are results of former weights.
+    A load would find them next to the published files or in their place, or they are results of former weights.
     """
     folders = READ_FOLDERS if has_new_weights else READ_FOLDERS - {EVAL_RESULTS}
     # Somebody's own masks.py stays: only a checkpoint of this package has one of these.

@@ -112,7 +112,7 @@ def layer_number(name: str) -> int:
 def own_modules(model: torch.nn.Module) -> list[str]:
     """Return the names of the modules that a kind of attention initialises by itself, such as the mixing.
 
-    They are small and have starts of their own, so they train in full beside adapters.
+    They are small and have separate starts, so they train in full next to adapters.
     """
     modules = {name.rpartition(".")[2]: module for name, module in model.named_modules()}
     with_starts = {name: module for name, module in modules.items() if hasattr(module, "init_mechanism")}

@@ -1,7 +1,7 @@
 """Serve a checkpoint with `transformers serve`, an OpenAI-compatible server, and all its options.
 
 The server looks for the class of a checkpoint among the names of `transformers`. This command adds those of this
-package, and refuses weights that do not fill their models. It runs the installed package, not the code in the
+package, and rejects weights that do not fill their models. It runs the installed package, not the code in the
 checkpoint.
 
 example: python -m conversion_scripts.serve smollm2-iha --port 8000

@@ -1,4 +1,4 @@
-"""Make Transformers' server find the classes of this package, and refuse models that it would serve wrongly."""
+"""Make Transformers' server find the classes of this package, and reject models that it would serve wrongly."""
 
 import os
 from typing import Any
@@ -16,7 +16,7 @@ from modeling_iha.modeling_interleaved import ModelMixin
 
 
 class ModelRefused(UserError, HTTPException):
-    """Refuse a model: in one line of the command that loads it, or to the client that names it by status 400."""
+    """Reject a model: in one line of the command that loads it, or to the client that names it by status 400."""
 
     def __init__(self, message: str):
         HTTPException.__init__(self, 400, message)
@@ -26,7 +26,7 @@ class ModelRefused(UserError, HTTPException):
 
 
 class WholeModel:
-    """Refuse weights that do not fill a model of ours. Transformers would put random ones in their place."""
+    """Reject weights that do not fill a model of ours. Transformers would put random ones in their place."""
 
     @classmethod
     def from_pretrained(cls, source: str, *arguments: Any, **options: Any) -> Any:
@@ -91,7 +91,7 @@ class WithinContext(utils.GenerateManager):
 
 
 def check_served(source: str, revision: str | None = None) -> None:
-    """Refuse the name of a model, as the server takes it, that cannot be served. Raise `UserError`.
+    """Reject the name of a model, as the server takes it, that cannot be served. Raise `UserError`.
 
     It may end in a revision, "@v1". GGUF files have names of the server's own, "ORG/NAME:FILE.gguf", which it checks
     itself.

@@ -97,7 +97,7 @@ def measure(threads: int, dtype: str, name: str, window: str, tokens: int, repea
     make = {form: partial(prepare, model, name, tokens) for form, model in decoders.items()}
     if name != "training" and not torch.allclose(make["interleaved"]()(), make[BASE]()(), atol=AGREES[dtype]):
         raise RuntimeError("The interleaved decoder and IHAForCausalLM compute different logits.")
-    # Every run has a cache of its own, because the place of a cache in memory moved a ratio by a tenth.
+    # Every run has a new cache, because the place of a cache in memory moved a ratio by a tenth.
     seconds = medians(make, repeats, timer=lambda form: wall_seconds(form()))
     setting = {"threads": threads, "dtype": dtype, "pass": name, "window": window, "tokens": tokens}
     kept = {f"interleaved / {base}": seconds["interleaved"] / seconds[base] for base in (BASE, "plain")}

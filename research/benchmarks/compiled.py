@@ -50,7 +50,7 @@ def config_of(kind: str, windows: int | None, tokens: int) -> IHAConfig:
 
 
 def models(family: str, tokens: int) -> dict[str, torch.nn.Module]:
-    """Return the models of a family by name, with weights of their own."""
+    """Return the models of a family by name, each with separate weights."""
     torch.manual_seed(0)
     if family == "IHAForCausalLM":
         return {name: IHAForCausalLM(config_of(*form, tokens)) for name, form in FORMS.items()}

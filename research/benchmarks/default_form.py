@@ -5,7 +5,7 @@ after N cached ones, of one row and of 16 (batch decoding). It has width 512 and
 window in blocks and SDPA under a dense mask. One new token meets base keys in the default and virtual keys in SDPA.
 Without a window and a cache both are the same.
 
-Idle, the default may take at most 1.05 of SDPA's time, and beside busy processes 1.2: the command fails where it takes
+Idle, the default may take at most 1.05 of SDPA's time, and next to busy processes 1.2: the command fails if it takes
 more. Results are kept for each CPU, in default_form/.
 
 example: python -m research.benchmarks.default_form --threads 1 2 8 --busy 0 2 --dtypes float32 bfloat16
@@ -159,7 +159,7 @@ def main() -> None:
         worst = max(losses, key=lambda row: row["ratios"][RATIO])
         raise UserError(
             f"{len(losses)} of {len(measured)} settings take more than {IDLE_LIMIT} of SDPA's time idle or "
-            f"{BUSY_LIMIT} beside busy processes; the worst {worst['ratios'][RATIO]:.2f}: "
+            f"{BUSY_LIMIT} next to busy processes; the worst {worst['ratios'][RATIO]:.2f}: "
             f"{ {key: worst[key] for key in SETTING} }."
         )
 

@@ -1,4 +1,4 @@
-"""Write research/benchmarks/results/README.md, a page for each GPU, and plots, from the JSON files beside them.
+"""Write research/benchmarks/results/README.md, a page for each GPU, and plots, from the JSON files next to them.
 
 A JSON file holds rows. A row holds its setting and, by name, "seconds", "extra_bytes" if they were measured, "ratios",
 and the same ratios as "predicted" by the cost model, if it predicts them. A table has a line for each ratio and a
@@ -27,7 +27,7 @@ PARSER.add_argument(
 ABOUT = """# Benchmarks
 
 A time is the ratio of the medians of interleaved runs in one process. A memory is the ratio of two
-peaks, each measured in a process of its own. Below 1 the first takes less. The longest ones are
+peaks, each measured in a separate process. Below 1 the first takes less. The longest ones are
 timed once, without a warm-up: prefill beyond 16,384 tokens and the backward pass of schedule beyond
 4,096. The JSON files hold seconds, bytes, threads and what the cost model predicts. `python -m
 research.benchmarks.report` writes this page from them, and `make bench` measures all of them again.
@@ -39,6 +39,8 @@ COLUMNS = {"any_decoder": ("pass", "window"), "obvious": ("pass", "window", "tok
 # Presets by the names that a plot gives them and the schedules.
 GPU_FORMS = {"global-local": "windows alone", "paired-heads": "paired heads"}
 GPU_FORMS |= {f"iha, P = {virtual}": f"schedule, P = {virtual}" for virtual in (2, 4, 20)}
+GPU_CELLS = """A cell has the milliseconds, in brackets their ratio to those of the first line, and the peak of
+memory in GB."""
 DEFAULT = """## default_form
 The default of an "iha" layer over SDPA on the virtual sequence under a dense mask: the lowest and
 the highest of all dtypes and numbers of threads. [Figures](default_form): `python -m
@@ -143,7 +145,7 @@ def measured_on(result: dict) -> str:
 
 
 def default_lines(results: list[dict]) -> list[str]:
-    """Return the default of an "iha" layer over SDPA on each CPU, idle and beside busy processes."""
+    """Return the default of an "iha" layer over SDPA on each CPU, idle and next to busy processes."""
     columns = {
         f"CPU {number}, {name}": [row for row in result["rows"] if (row["busy"] > 0) == busy]
         for number, result in enumerate(results, 1)
@@ -170,8 +172,8 @@ def render(results: dict[str, dict], defaults: list[dict]) -> str:
 
 
 def gpu_setting(row: dict) -> str:
-    """Return the part, the sizes and the pass of a row that a GPU measured."""
-    words = [row["part"]]
+    """Return the sizes and the pass of a row that a GPU measured."""
+    words = []
     if "family" in row:
         words.append(row["family"])
     words.append(f"{row['tokens']:,} tokens")
@@ -186,25 +188,29 @@ def gpu_setting(row: dict) -> str:
     return ", ".join(words)
 
 
+def gpu_cells(row: dict) -> dict[str, str]:
+    """Return by form its milliseconds, their ratio to those of the first form, and its GB, or why it failed."""
+    cells = {}
+    for form, seconds in row["seconds"].items():
+        ratio = f"{row['ratios'][form]:.2f}" if form in row["ratios"] else "–"  # there is no time of the base
+        cells[form] = f"{1000 * seconds:.1f} ({ratio}), {row['peak_bytes'][form] / 1e9:.1f}"
+    return cells | {form: f"failed: {error.split('.')[0]}" for form, error in row["failed"].items()}
+
+
 def gpu_lines(result: dict) -> list[str]:
-    """Return the page of a GPU: for each row its forms, with time, ratio to that of the first, and memory."""
+    """Return the page of a GPU: a table for each part and commit, with a line for each form."""
     about = f"{result['device']}, torch {result['torch']}, transformers {result['transformers']}, bfloat16."
-    lines = [f"# {result['device']}", f"{about} [Figures](gpu.json); [what is measured](../README.md).", ""]
-    lines += ["![Ratios to the first form of each row](gpu.png)"]
+    lines = [f"# {result['device']}", f"{about} [Figures](gpu.json); [what is measured](../README.md).", "", GPU_CELLS]
+    lines += ["", "![Ratios to the first form of each row](gpu.png)"]
+    groups: dict[tuple[str, str], list[dict]] = {}
     for row in result["rows"]:
-        cells = {
-            # Without a time of the base there is no ratio.
-            form: [
-                f"{1000 * seconds:.1f}",
-                f"{row['ratios'][form]:.2f}" if form in row["ratios"] else "–",
-                f"{row['peak_bytes'][form] / 1e9:.1f}",
-            ]
-            for form, seconds in row["seconds"].items()
-        }
-        cells |= {form: ["failed", "", error.split(".")[0]] for form, error in row["failed"].items()}
-        commit = commit_of(row)
-        lines += ["", f"## {gpu_setting(row)}", f"{commit[0].upper()}{commit[1:]}.", ""]
-        lines += table(["", "ms", "ratio", "GB"], cells)
+        groups.setdefault((row["part"], commit_of(row)), []).append(row)
+    for (part, commit), rows in groups.items():
+        columns = [gpu_cells(row) for row in rows]
+        forms = dict.fromkeys(form for cells in columns for form in cells)
+        lines += ["", f"## {part}", f"{commit[0].upper()}{commit[1:]}.", ""]
+        header = ["", *map(gpu_setting, rows)]
+        lines += table(header, {form: [cells.get(form, "") for cells in columns] for form in forms})
     return lines
 
 
@@ -225,7 +231,7 @@ def gpu_plot(result: dict) -> Figure:
     points = {form: [ratios.get(form) for ratios in ratios_of_rows] for form in forms}
     message = f"{result['device']}: time over that of the first form of each row"
     figure, (axes,) = plots.panels(message, height=1.5 + 0.4 * len(rows))
-    plots.dots(axes, [gpu_setting(row) for row in rows], points, mark=1)
+    plots.dots(axes, [f"{row['part']}, {gpu_setting(row)}" for row in rows], points, mark=1)
     axes.set(xlabel="ratio", xscale="log")
     return figure
 

@@ -45,7 +45,7 @@ class Made:
 
     checkpoint: Path
     results: dict  # of its evaluation, as `python -m evaluation.run` writes them
-    record: dict = field(default_factory=dict)  # what its record holds beside weights, config and versions
+    record: dict = field(default_factory=dict)  # what its record holds besides weights, config and versions
 
 
 # Recipes

@@ -8,7 +8,7 @@ are trained on text. It conjectures that heads whose QK and OV circuits are fixe
 Here small models are trained on the tasks themselves: 7 transformations by 4 patterns about persons by 2 orders of
 the facts, and 9 transformations by 2 patterns about sets, as in the file that the authors released. The words are
 numbered and not English. A fact or the question is one position, the sum of its words, because a name that stands
-beside its word takes longer to learn than this study runs. The loss is that of the answer.
+next to its word takes longer to learn than this study runs. The loss is that of the answer.
 
 In each task an eighth of the words are never the source of an answer in training, though they are in other tasks:
 "new" examples ask for those. The arms are compared at equal steps and parameters under the protocol of protocol.py,

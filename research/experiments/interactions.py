@@ -94,7 +94,7 @@ def interacting(name: str, effect: torch.Tensor, rows: int, agents: int) -> Rows
 
 
 def collisions_by_label(rows: int, agents: int) -> Rows:
-    """Draw agents that collide with those of their own label, as one-hot labels and cells side by side."""
+    """Draw agents that collide with those of the same label, as one-hot labels and cells side by side."""
     cells = torch.randint(CELLS, (rows, agents))
     labels = torch.randint(LABELS, (rows, agents))
     effects = window()[cells[:, :, None], cells[:, None]] * (labels[:, :, None] == labels[:, None])
@@ -256,7 +256,7 @@ def plot(table: dict) -> Figure:
     figure, (axes,) = plots.panels(message, height=4)
     names = list(next(iter(table["learned"].values())))
     series = {name: points([errors.get(each) for each in names]) for name, errors in table["learned"].items()}
-    # The error of an interaction is a mean square of its own, and no share of the target's variance.
+    # The error of an interaction is a separate mean square, and no share of the target's variance.
     plots.dots(axes, [name.replace("interaction", "interaction (mean square)") for name in names], series)
     axes.set(
         xscale="log", xlabel="mean squared error as a share of the target's variance, all seeds (lower is better)"

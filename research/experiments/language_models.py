@@ -38,7 +38,7 @@ from research.experiments.protocol import BUDGETS, COUNTS, Rates, budgets, compa
 from research.experiments.study import begin, correct_by_holm, interval, points, write
 
 
-# Variant -> its fields beside those of the size. Four layers in five have a window, the length divided by `windows`.
+# Variant -> its fields besides those of the size. Four layers in five have a window, the length divided by `windows`.
 # `control` is another variant that it is compared with, besides the first.
 SCHEDULE = {"attention_kinds": "iha", "control": "global_local"}
 VARIANTS: dict[str, dict] = {

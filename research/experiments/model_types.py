@@ -11,7 +11,7 @@ At last the model is saved, and a clean process without this package does what a
 it loads the directory, calls it and generates, which must give the same logits, and takes four steps of AdamW, which
 must lower the loss and reach every mixing matrix.
 
-`interleave_heads` refuses every other type with the reason, or Transformers does not build it here. A type that fails
+`interleave_heads` rejects every other type with the reason, or Transformers does not build it here. A type that fails
 in another way is an error of this package, and the exit code is 1. Without --types the command writes
 research/experiments/results/model_types.json and docs/MODEL_TYPES.md. A type takes about ten seconds of one core, all
 of them the better part of an hour.
@@ -121,7 +121,7 @@ SHARED = {
     "num_hidden_layers": 4,
     "num_kv_shared_layers": 2,
 }
-# A BERT-like decoder: without this it is an encoder, which is refused.
+# A BERT-like decoder: without this it is an encoder, which is rejected.
 DECODER = {"is_decoder": True}
 MROPE = ("qwen2_vl_text", "qwen2_5_vl_text", "glm4v_text", "glm46v_text", "glm_ocr_text")
 FIELDS = {
@@ -223,7 +223,7 @@ def try_type(model_type: str, auto_class: str, directory: Path) -> dict:
     try:
         interleave_heads(model, PSEUDO_HEADS)
     except ValueError as error:
-        return {"verdict": "refused", "reason": one_line(error)}
+        return {"verdict": "rejected", "reason": one_line(error)}
     return compare(model, before, error_of_cache, trains, directory)
 
 
@@ -304,7 +304,7 @@ def check_base(model: PreTrainedModel, before: dict[str, torch.Tensor], auto_cla
         model.save_pretrained(directory)
         try:
             loaded = auto_class.from_pretrained(directory)
-        except ValueError:  # of another Auto class: `interleave_heads` refuses it
+        except ValueError:  # of another Auto class: `interleave_heads` rejects it
             return
     after = outputs(loaded, before.keys() & {"full", "image"})
     if difference(before["full"], after["full"]) > EXACT:
@@ -508,7 +508,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             path.write_text(document(tables, setting), encoding="utf-8")
     rows = [(name, row) for table in tables.values() for name, row in table.items()]
     if errors := [name for name, row in rows if row["verdict"].isupper()]:
-        raise UserError(f"Neither exact nor refused: {', '.join(errors)}.")
+        raise UserError(f"Neither exact nor rejected: {', '.join(errors)}.")
 
 
 def measured(name: str, auto_class: str) -> dict:

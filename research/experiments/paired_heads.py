@@ -1,4 +1,4 @@
-"""Train small language models whose heads share their virtual sequence, beside windows alone and the paper's schedule.
+"""Train small language models whose heads share their virtual sequence, windows alone and the paper's schedule.
 
 "paired_heads" makes one virtual sequence of the heads that are there. It has no more parameters than "mha", and with
 a window of as many virtual tokens it attends to as many pairs. Four layers in five have a window here, and the fifth
@@ -13,7 +13,7 @@ one of the paper's schedule two. The table of ten variants and six seeds took ab
 - `iha_P` is the paper's schedule.
 
 After all variants have been trained, their training steps are timed in turn. The machine should be quiet then. The
-times are kept beside the runs: remove `seconds-*.json` to take them again. The text is the source of Python's standard
+times are kept with the runs: remove `seconds-*.json` to take them again. The text is the source of Python's standard
 library, the topics of its manual (`--text prose`), or a file of your own (`--text train.txt`); the last tenth is held
 out. On a GPU (`--device cuda`) models are compiled and learn in bfloat16 autocast. Runs of several commands, a variant
 each and at once, can be copied into one directory: the command that names it and all of them writes the table.
@@ -200,7 +200,7 @@ def plot(table: dict) -> Figure:
     message = f"Losses in nats per byte by time, and their differences with 95% intervals: {size}"
     figure, (by_time, differences) = plots.panels(message, 2, 2, height=1.5 + 0.3 * len(compared))
     for name, label in LINES.items():
-        if name not in table["step_seconds"]:  # not run, or not timed beside the others
+        if name not in table["step_seconds"]:  # not run, or not timed next to the others
             continue
         steps = [point[0] for point in table["runs"][name][0]]
         spreads = [interval([point[1] for point in at]) for at in zip(*table["runs"][name])]

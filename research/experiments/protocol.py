@@ -84,7 +84,7 @@ def new_model(config: IHAConfig, base: IHAConfig, seed: int) -> IHAForCausalLM:
 
 
 def has_mixing(config: IHAConfig) -> bool:
-    """Return if a model has mixing modules, which learn at a rate of their own."""
+    """Return if a model has mixing modules, which learn at a separate rate."""
     with torch.device("meta"):
         return bool(mixing_parameters(IHAForCausalLM(config)))
 

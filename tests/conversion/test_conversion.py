@@ -70,7 +70,7 @@ CONVERT = {
 }
 P3, TALKING_HEADS = {"num_pseudo_heads": 3}, {"kind": "talking_heads"}
 OTHER_KINDS = [{"kind": kind} for kind in KINDS if kind != "iha"]
-# "smollm3-sliding" has what a kind meets in a layer, whatever the architecture: a head_dim of its own, windows, biases
+# "smollm3-sliding" has what a kind meets in a layer, whatever the architecture: another head_dim, windows, biases
 # and layers without RoPE. "qwen3" adds QK-norm.
 CONVERSIONS = [
     *((name, P3) for name in SOURCES),
@@ -342,7 +342,7 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
         ({"attention_kinds": "talking_heads"}, "Layer 0 is of kind 'talking_heads'"),
         ({"attention_kinds": "mha", "no_rope_layers": [1, 0], "use_qk_norm": True}, r"no_rope_layers=\[1, 0\]"),
         ({"pseudo_positions": "interleaved"}, "pseudo_positions='interleaved'"),
-        ({**LOCAL_ROPE, "attention_kinds": "mha"}, "layers with a window have a RoPE of their own"),
+        ({**LOCAL_ROPE, "attention_kinds": "mha"}, "layers with a window have a separate RoPE"),
     ],
 )
 def test_no_stock_architecture_is_refused(fields, message):
@@ -500,7 +500,7 @@ def test_verify_accepts_the_conversion_and_refuses_a_changed_one(road, control, 
     "stored, loaded, pickled", [(torch.float16, "bfloat16", False), (torch.bfloat16, "float16", True)]
 )
 def test_weights_that_the_dtype_of_the_config_rounds_are_named(stored, loaded, pickled, tmp_path, cli):
-    """Convert files whose config names another dtype, in which a load rounds them without a word; then keep them."""
+    """Convert files whose config names another dtype, in which a load silently rounds them; then keep them."""
     source = save_tiny_source(tmp_path / "source", dtype=stored)
     if pickled:
         (tmp_path / "source" / "model.safetensors").unlink()
@@ -617,7 +617,7 @@ def test_back_conversion_command(road, travel, tmp_path, cli):
         ("qwen2", "rope.scaling.factor", lambda file: file.add_rope_scaling_factor(4.0)),
         ("phi3", "attention.sliding_window", lambda file: file.add_sliding_window(2047)),
         ("phi3", "rope.dimension_count=6", lambda file: file.add_rope_dimension_count(6)),
-        # What changes nothing is not refused, and the weights are looked for.
+        # What changes nothing is not rejected, and the weights are looked for.
         ("llama", None, lambda file: (file.add_rope_scaling_factor(1.0), file.add_sliding_window(0))),
     ],
 )
@@ -658,11 +658,11 @@ def test_a_source_without_a_tokenizer_converts_there_and_back(tmp_path, cli):
     ],
 )
 def test_a_tokenizer_that_knows_no_word_is_refused(name, added, tmp_path):
-    """Refuse what Transformers builds from a tokenizer_config.json alone: no text has ids, or all are unknown."""
+    """Reject what Transformers builds from a tokenizer_config.json alone: no text has ids, or all are unknown."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     settings = {"tokenizer_class": name, "added_tokens_decoder": added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="no usable tokenizer: it knows no word, .* such as tokenizer.json, beside"):
+    with pytest.raises(UserError, match="no usable tokenizer: it knows no word, .* such as tokenizer.json, next to"):
         load_tokenizer(tmp_path, 61)
     save_tiny_source(tmp_path)
     assert load_tokenizer(tmp_path, 61)("the")["input_ids"]

@@ -1,4 +1,4 @@
-"""Refuse what no IHA checkpoint of "diff" layers or no DiffLlama computes; test_conversion.py converts the rest."""
+"""Reject what no IHA checkpoint of "diff" layers or no DiffLlama computes; test_conversion.py converts the rest."""
 
 import pytest
 from helpers import random_model, small_config

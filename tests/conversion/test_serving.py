@@ -1,4 +1,4 @@
-"""Serve OpenAI's client, and refuse what cannot serve."""
+"""Serve OpenAI's client, and reject what cannot serve."""
 
 import shutil
 import subprocess
@@ -32,7 +32,7 @@ def checkpoint(model, tmp_path_factory):
     model.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     plant(path, path.parent / "mark")
-    (path / "processor_config.json").unlink()  # Transformers refuses a processor's code itself
+    (path / "processor_config.json").unlink()  # Transformers rejects a processor's code itself
     yield str(path)
     assert not (path.parent / "mark").exists()
 

@@ -417,7 +417,7 @@ def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch, c
     assert read_json(output / "results.json") == results
     text = (output / "report.md").read_text()
     assert "math500: 4 of 4 replies were still going" in text and "The run began" not in text
-    assert "Beside the paper" not in text and "| **ours** |" not in text  # the examples are hand-made
+    assert "Next to the paper" not in text and "| **ours** |" not in text  # the examples are hand-made
     rows = list(read_jsonl(output / "samples_gsm8k.jsonl"))
     assert [len(row["replies"]) for row in rows] == [2, 2] and rows[0]["target"].endswith("#### 7")
 
@@ -439,7 +439,7 @@ def replies_of(output, task="gsm8k"):
 
 
 def test_a_killed_run_goes_on_and_more_samples_are_others(tiny, tmp_path, monkeypatch):
-    """Give each sample random numbers of its own: a run that goes on would else repeat those of its beginning."""
+    """Give each sample separate random numbers: a run that goes on would else repeat those of its beginning."""
     arguments = [str(tiny), "--suite", "smoke", "--tasks", "gsm8k", "--max-new-tokens", "12", "--samples"]
     run.main([*arguments, "4", "--output", str(tmp_path / "whole")])
     whole = replies_of(tmp_path / "whole")
@@ -651,7 +651,7 @@ def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, s
     about |= {"versions": {"torch": "2"}, "first_device": "cuda", "first_versions": {"torch": "1"}}
     text = report.markdown({**about, "tasks": tasks, "ruler": report.ruler_means(tasks)})
     assert "- The run began with torch 1, device cuda." in text
-    assert ("| **ours** | 50.0" in text) == ("Beside the paper" in text) == beside
+    assert ("| **ours** | 50.0" in text) == ("Next to the paper" in text) == beside
     assert ("was measured with --limit 50, so it cannot be compared with published figures." in text) == bool(note)
 
 

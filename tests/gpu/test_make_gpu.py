@@ -53,7 +53,7 @@ def test_another_commit_and_another_try_are_measured(visit, cli, tmp_path):
     content["rows"][-1] |= {"failed": {base: "out of memory"}, "ratios": {}}
     del content["rows"][-1]["seconds"][base]
     path.write_text(json.dumps(content))
-    assert any("| – |" in line for line in report.gpu_lines(content))  # without a base there are no ratios
+    assert any("(–)" in line for line in report.gpu_lines(content))  # without a base there are no ratios
     assert cli(gpu, *arguments, "--commit", "another", "--retry", "--seconds", "0")[0] == 0
     assert table(out)["rows"][-1]["failed"] == {base: "out of memory"}  # nothing was tried
     assert cli(gpu, *arguments, "--commit", "another", "--retry")[0] == 0

@@ -154,7 +154,7 @@ def test_a_card_says_what_serves_the_model():
     assert 'vLLM serves "iha" and "mha" layers' in render_card(small_config(), "name")
     gated = small_config(attention_kinds=["iha", "gated"], num_hidden_layers=2)
     assert "vLLM, SGLang and llama.cpp do not run it" in render_card(gated, "name")
-    # The recipe's rate of the mixing is refused for a model without one.
+    # The recipe's rate of the mixing is rejected for a model without one.
     assert "--mixing_scale 1" not in render_card(gated, "name")
     assert "--mixing_scale 1" in render_card(small_config(attention_kinds="paired_heads"), "name")
 

@@ -112,7 +112,7 @@ REFUSED = {
     "private": (fault("GET", "/api/", 401), "401"),
     "dropped": (fault("GET", "/resolve/", "drop"), ""),
     "no model": (lambda hub: hub.head("me/iha").pop("config.json"), "me/iha holds no config.json"),
-    "a pickle": (put("pytorch_model.bin", b"x", True), "me/iha holds pytorch_model.bin: pickles are refused"),
+    "a pickle": (put("pytorch_model.bin", b"x", True), "me/iha holds pytorch_model.bin: pickles are rejected"),
     "other sizes": (resize, "me/iha does not hold the weights its config asks for: mismatched keys "),
 }
 
@@ -150,7 +150,7 @@ def test_a_repository_with_a_tokenizer_alone_is_told_by_its_commit(hub, saved, t
 
 
 def test_pull_runs_nothing_before_it_may(hub, pull, saved, tmp_path, monkeypatch):
-    """Refuse planted code, which a load with --trust-code runs."""
+    """Reject planted code, which a load with --trust-code runs."""
     monkeypatch.setattr(pull_from_hub, "load_in_clean_process", load_in_clean_process)
     planted, mark = shutil.copytree(saved, tmp_path / "planted"), tmp_path / "mark"
     names = plant(planted, mark)

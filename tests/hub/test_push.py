@@ -1,4 +1,4 @@
-"""Test what is published, what is refused, and what a repository holds whatever goes wrong.
+"""Test what is published, what is rejected, and what a repository holds whatever goes wrong.
 
 The real client speaks, in this process, to a stand-in for the Hub.
 """
@@ -166,7 +166,7 @@ def test_dry_run_prints_the_upload_and_stays_off_the_network(hub, push):
     assert stay.startswith("Not part of a checkpoint") and all(name in stay for name in STRAY)
 
 
-# Refusals before anything is uploaded
+# Rejections before anything is uploaded
 
 
 def fill_head(value):
@@ -187,7 +187,7 @@ def append(name, text):
 
 FAULTS = {
     "an adapter": (lambda directory: (directory / "adapter_config.json").write_text("{}"), "holds a LoRA adapter"),
-    "a pickle": (lambda directory: torch.save({}, directory / "state.PKL"), "pickles are refused"),
+    "a pickle": (lambda directory: torch.save({}, directory / "state.PKL"), "pickles are rejected"),
     "no tokenizer": (remove("tokenizer.json"), "no usable tokenizer"),
     "no weights": (remove("model.safetensors"), "no file named model.safetensors"),
     "NaN": (fill_head(torch.nan), "holds NaN or infinity"),
@@ -369,7 +369,7 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     card = hub.head("me/iha")["README.md"].content.decode()
     assert "license: mit" in card and "base_model" not in card and 'name = "me/iha"\n' in card
     assert not (directory / "README.md").exists()
-    assert "license: none" in push_to_hub.completed_card(directory, "me/iha", "none", "none")  # the Hub refuses it
+    assert "license: none" in push_to_hub.completed_card(directory, "me/iha", "none", "none")  # the Hub rejects it
     # A card that a converter or trainer wrote has the directory's name.
     (directory / "README.md").write_text(render_card(small_config(), "a-directory", license="mit", base_model="me/b"))
     push()

@@ -223,7 +223,7 @@ def test_the_mixing_of_a_decoder_within_a_model_of_images(tmp_path):
     assert logits(load_adapter(tiny_model("gemma3", MULTIMODAL), tmp_path)).equal(logits(model))
 
 
-# Refusals
+# Rejections
 
 
 def test_an_adapter_comes_after_the_interleaving(base):

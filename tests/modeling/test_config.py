@@ -1,4 +1,4 @@
-"""Test that a config that cannot work is refused where it is built or read.
+"""Test that a config that cannot work is rejected where it is built or read.
 
 What Transformers and other libraries store in one passes."""
 
@@ -314,7 +314,7 @@ def test_files_of_others_stay_when_a_configuration_is_saved(tmp_path):
 
 @pytest.mark.parametrize("given", [{"rope_theta": 5.0}, {"full_attention": dict(PLAIN), "sliding_attention": PLAIN}])
 def test_the_callers_rope_parameters_stay_as_they_are(given):
-    """Transformers completes what it is given, in some versions beside the layer types."""
+    """Transformers completes what it is given, in some versions besides the layer types."""
     before = deepcopy(given)
     for _ in range(2):
         small_config(**LOCAL, rope_parameters=given)

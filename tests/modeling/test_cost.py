@@ -56,9 +56,9 @@ OTHER_KINDS = {
             "dcmha": {"rank": 1, "gate": False, "base_map": True, "stages": "pre", "sides": "query", "num_groups": 2}
         },
     },
-    # A window keeps one token more beside "iha" layers.
+    # A window keeps one token more next to "iha" layers.
     **{
-        f"{kind} beside iha": {
+        f"{kind} next to iha": {
             "attention_kinds": ["iha", kind],
             "layer_types": "sliding_attention",
             "sliding_window": 5,

@@ -165,7 +165,7 @@ def test_exact_start_from_llama(options):
         assert module.gate.weight.grad.abs().max() > 0
 
 
-# Refusals
+# Rejections
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_two_gpus(core, how, inputs, small_blocks):
 
 
 def test_a_tensor_on_another_device_is_refused():
-    """Show that the stand-in finds what a GPU would refuse."""
+    """Show that the stand-in finds what a GPU would reject."""
     with gpus(), pytest.raises(RuntimeError, match="same device"):
         GpuTensor(torch.ones(2), FIRST) + torch.ones(2)
     with gpus(), pytest.raises(RuntimeError, match="same device"):

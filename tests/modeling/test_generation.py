@@ -56,7 +56,7 @@ def test_cache_bytes_are_llamas(num_pseudo_heads, positions, dtype):
 
 
 def test_a_cache_cut_too_short_is_refused():
-    """Refuse the cache of an "mha" model, which has dropped a token that the "iha" window still reaches."""
+    """Reject the cache of an "mha" model, which has dropped a token that the "iha" window still reaches."""
     window = {"layer_types": "sliding_attention", "sliding_window": 3}
     mha = random_model(small_config(attention_kinds="mha", **window))
     cache = DynamicCache(config=mha.config)

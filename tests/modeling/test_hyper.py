@@ -35,7 +35,7 @@ def hyper_config(window=None, kind="hyper", **fields):
     return kind_config(kind, options, window, **fields)
 
 
-# Every kind of pair, without and with windows of their own.
+# Every kind of pair, without and with separate windows.
 PAIRS = {"no_sharing": {"sharing": False}, "strict": {"strict_order": True}, "simplicial": {"kind": "simplicial"}}
 BIASES = {"attention_bias": True, "use_qk_norm": True, "num_key_value_heads": 1}
 LINEAR = {

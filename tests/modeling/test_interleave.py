@@ -640,7 +640,7 @@ def test_mixing_learns_at_a_rate_of_its_own(name, wrap):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_small_steps_are_kept_and_decay_pulls_to_the_start(dtype):
-    """Take steps as at 1e-5, which are lost beside entries of 1 in bfloat16, and then steps of decay alone."""
+    """Take steps as at 1e-5, which are lost next to entries of 1 in bfloat16, and then steps of decay alone."""
     model = interleave_heads(decoder("llama").to(dtype), 2)
     start, weights = state_with_values(model), mixing_parameters(model)
     optimizer = torch.optim.AdamW(weights, lr=1e-5, eps=0, weight_decay=0.0)
@@ -948,7 +948,7 @@ for place in request["places"]:
 
 
 def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
-    """Refuse some of the heads, as `from_pretrained` would share them; no process group is needed to ask."""
+    """Reject some of the heads, as `from_pretrained` would share them; no process group is needed to ask."""
     shared = DistributedConfig(tp_size=2, fsdp_size=1)
     model = decoder("llama")
     model.config.distributed_config = shared  # as `from_pretrained` leaves it
@@ -984,7 +984,7 @@ def test_attention_maps_are_reduced_to_tokens(way):
 
 
 def test_the_fields_of_a_configuration_do_not_name_the_plain_base(tmp_path):
-    """Look the class up as torchtitan 0.3.0 does: by the fields of a configuration, copied into one of its own.
+    """Look the class up as torchtitan 0.3.0 does: by the fields of a configuration, copied into another.
 
     Others, which look it up by `model_type`, find how to build what the base needs."""
     model = interleave_heads(decoder("llama"), 2)

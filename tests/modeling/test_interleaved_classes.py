@@ -42,7 +42,7 @@ result = [type(model).__name__, again(torch.tensor(request["tokens"])).logits.to
 
 @pytest.mark.skipif("internlm3" not in CONFIG_MAPPING, reason="this Transformers has no InternLM 3")
 def test_a_type_that_uses_the_models_of_another(tmp_path):
-    """InternLM 3 has a configuration of its own and the models of Llama."""
+    """InternLM 3 has its own configuration and the models of Llama."""
     model, tokens = train_mixing(interleave_heads(tiny_model("internlm3"), 2)), random_ids(1, 7)
     model.save_pretrained(tmp_path)
     name, found = run_in_clean_process(LOAD, {"place": str(tmp_path), "tokens": tokens.tolist()})
@@ -56,7 +56,7 @@ def test_a_type_that_uses_the_models_of_another(tmp_path):
 
 
 def test_hidden_states_and_attentions_of_models_without_a_head(tmp_path):
-    """Ask for them in place, and of two loaded models of different bases: each has the layers of its own base."""
+    """Ask for them in place, and of two loaded models of different bases: each has the layers of its base."""
     tokens, loaded = random_ids(1, 7), {}
     for name in ("llama", "gpt2"):
         decoder(name).base_model.save_pretrained(tmp_path / name)

@@ -1,6 +1,6 @@
 """Pad, pack and mask on every core: a row does not depend on what it is batched or packed with.
 
-What a core would silently ignore is refused. Padding and packing of every kind are in test_mechanisms.py.
+What a core would silently ignore is rejected. Padding and packing of every kind are in test_mechanisms.py.
 """
 
 from types import SimpleNamespace
@@ -161,7 +161,7 @@ def test_a_custom_mask_on_a_static_cache_raises_an_error(geometry):
 def test_a_mask_that_hides_a_token_from_itself(core, kind):
     """Compare chunks on a cache with the whole input: the last key that a query sees is not its own then."""
     if core == "base" and kind == "mha":
-        pytest.skip("it has no form of its own for one new token")
+        pytest.skip("it has no separate form for one new token")
     model = random_model(small_config(attention_kinds=kind, num_pseudo_heads=2))
     set_core(model, core)
     input_ids = random_ids(1, 12)
@@ -194,7 +194,7 @@ def test_a_bias_on_visible_pairs_is_added_on_a_cache_too(core, kind):
 
 @pytest.mark.parametrize("kind", ["talking_heads", "hyper"])
 def test_kinds_with_their_own_scores_refuse_a_core_that_they_never_call(kind, monkeypatch):
-    """Refuse it because Transformers makes no mask for a core that registers none."""
+    """Reject it because Transformers makes no mask for a core that registers none."""
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "another", sdpa_attention_forward)
     model = random_model(small_config(attention_kinds=kind, attn_implementation="another"))
     with pytest.raises(ValueError, match="'another' never builds: use 'sdpa' or 'eager'"):
@@ -299,7 +299,7 @@ PACKINGS = {
 @pytest.mark.parametrize("case", PACKINGS)
 @pytest.mark.parametrize("core", CORES)
 def test_packing_is_kept_apart_or_refused(core, case):
-    """Keep the documents apart, or refuse the call: a Llama joins them on this core or on another."""
+    """Keep the documents apart, or reject the call: a Llama joins them on this core or on another."""
     inputs, cores = PACKINGS[case]
     model = geometry_model("hybrid", core)
     llama = random_model(

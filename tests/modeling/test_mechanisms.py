@@ -132,7 +132,7 @@ def _reference(config_json, inputs):
 @pytest.mark.parametrize("core", CORES)
 @mechanisms
 def test_core(cpu_cores, mechanism, core, inputs):
-    """Compare logits and gradients of a model in float32, or see a core refused that never builds the scores."""
+    """Compare logits and gradients of a model in float32, or see a core rejected that never builds the scores."""
     config = mechanism.hybrid_config()
     names = ("attention_kinds", "attention_options", "rms_norm_eps", "layer_types", "sliding_window")
     stated = json.dumps({name: getattr(config, name) for name in names})
@@ -240,7 +240,7 @@ def test_learning(mechanism):
 @pytest.mark.parametrize("window", [None, 3])
 @mechanisms
 def test_attention_is_dropped_in_training_alone(mechanism, window, monkeypatch):
-    """Mechanisms without weights of one softmax to drop refuse `attention_dropout`."""
+    """Mechanisms without weights of one softmax to drop reject `attention_dropout`."""
     plain = random_model(mechanism.config(window))
     try:
         dropping = random_model(mechanism.config(window, attention_dropout=0.5))
@@ -289,7 +289,7 @@ def refusal(kind, options):
 
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)
 def test_options(kind):
-    """See nonsense refused for every option, by its name."""
+    """See nonsense rejected for every option, by its name."""
     options = OPTIONS_CLASSES[kind]
     for option in fields(options) if is_dataclass(options) else ():
         reasons = {str(value): refusal(kind, {option.name: value}) for value in NONSENSE}

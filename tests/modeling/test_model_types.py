@@ -1,4 +1,4 @@
-"""Interleave tiny models whose code differs most, and check every refusal and the page of all model types.
+"""Interleave tiny models whose code differs most, and check every rejection and the page of all model types.
 
 `python -m research.experiments.model_types` tries all types; `try_type` of this command compares one with itself.
 """
@@ -200,7 +200,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory):
-    """Save a model that reads images, beside its processor, and return the directory and both."""
+    """Save a model that reads images, next to its processor, and return the directory and both."""
     tokenizer = copy.deepcopy(tiny_tokenizer())  # which all tests share
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     config = tiny_config("llava")
@@ -277,12 +277,12 @@ def test_window_of_the_paper_needs_a_length(model_type):
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_refused(model_type, tmp_path):
     row = try_type(model_type, CAUSAL, tmp_path)
-    assert row["verdict"] == "refused" and REFUSED[model_type] in row["reason"], row
+    assert row["verdict"] == "rejected" and REFUSED[model_type] in row["reason"], row
 
 
 @pytest.mark.parametrize("model_type", ["moshi", "inkling_text", "minimax_m3_vl_text"])
 def test_refusal_leaves_the_model(model_type):
-    """Refuse before and after the mixing is attached, on a window that the check shortens."""
+    """Reject before and after the mixing is attached, on a window that the check shortens."""
     model = tiny_model(model_type)
     before, config, kind = outputs(model), model.config.to_dict(), type(model)
     with pytest.raises(ValueError, match=re.escape(REFUSED[model_type])):
@@ -348,6 +348,6 @@ def test_page():
     assert (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8") == document(tables, record)
     for auto_class, least in {CAUSAL: 138, MULTIMODAL: 40}.items():
         verdicts = [row["verdict"] for row in tables[auto_class].values()]
-        assert verdicts.count("exact") >= least and set(verdicts) == {"exact", "refused", "not built"}
+        assert verdicts.count("exact") >= least and set(verdicts) == {"exact", "rejected", "not built"}
         if record["transformers"] == transformers.__version__:
             assert list(tables[auto_class]) == TYPES[auto_class]

@@ -185,7 +185,7 @@ def test_device_map_with_disk_offload(core, tied, tmp_path):
 
 @pytest.mark.parametrize("kind", ["iha", "knocking_heads", "talking_heads", "dcmha"])
 def test_mixing_in_another_dtype_than_the_layer(kind):
-    """Keep the mixing in float32 beside a base in bfloat16, without autocast."""
+    """Keep the mixing in float32 next to a base in bfloat16, without autocast."""
     options = {"knocking_heads": {"values": "mlp", "queries": True}} if kind == "knocking_heads" else None
     model = random_model(small_config(attention_kinds=kind, attention_options=options)).to(torch.bfloat16)
     for layer in model.model.layers:

@@ -1,6 +1,6 @@
 """Keep packed documents apart: what TRL packs and collates is learned as each document alone.
 
-This holds for every kind of attention on every core that takes it; what could not keep them apart is refused.
+This holds for every kind of attention on every core that takes it; what could not keep them apart is rejected.
 """
 
 import fake_flash
@@ -26,7 +26,7 @@ from sft.trainer import SFTRecipeTrainer
 from sft.training_rows import check_packing
 
 
-# Documents with a length of their own each; a sequence of 16 holds several.
+# Documents of different lengths; a sequence of 16 holds several.
 LENGTHS = (9, 7, 5, 5, 3, 2, 1)
 
 
@@ -52,7 +52,7 @@ def packed_trainer(model, tmp_path) -> SFTRecipeTrainer:
 
 
 def separate_loss(model, batch) -> torch.Tensor:
-    """Return the loss, over all labels, of the documents of a packed batch, each in a forward of its own."""
+    """Return the loss, over all labels, of the documents of a packed batch, each in a separate forward."""
     total, count = 0.0, 0
     boundaries = batch["cu_seq_lens_q"].tolist()
     assert len(boundaries) > 3

@@ -60,7 +60,7 @@ def is_close(actual, expected, tolerance):
 def decided(model):
     """Return a prompt, and its 8 greedy tokens without a cache, where the likeliest token always leads by 0.15.
 
-    bitsandbytes rounds a token otherwise beside other tokens, so a cache moves the logits of int8 by up to 0.05."""
+    bitsandbytes rounds a token otherwise next to other tokens, so a cache moves the logits of int8 by up to 0.05."""
     for seed in range(200):
         prompt = random_ids(1, 9, seed=seed)
         tokens = greedy(model, prompt, 8)

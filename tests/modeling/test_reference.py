@@ -226,7 +226,7 @@ def test_mha_is_contained(num_pseudo_heads, collapse):
     """Select one pseudo-head of identity mixing: the last one gives multi-head attention (IHA, Theorem 2).
 
     Its query sees all P copies of every token up to its own, so the P-fold sums of the softmax cancel. The first
-    pseudo-head sees one copy of its own token and P of all earlier ones, so its own token is weighted P times too
+    pseudo-head sees one copy of its token and P of all earlier ones, so its token is weighted P times too
     little.
     """
     config = small_config(num_pseudo_heads=num_pseudo_heads, pseudo_collapse=collapse, pseudo_positions="shared")

@@ -75,7 +75,7 @@ def test_a_part_is_never_lost_in_silence(tmp_path):
 
 
 def test_a_part_with_a_head_is_in_the_report_of_loading(tmp_path):
-    """Interleave the decoder beside an encoder, whose saved configuration stays plain."""
+    """Interleave the decoder next to an encoder, whose saved configuration stays plain."""
     encoder = BertModel(BertConfig(**DECODER_SIZES))
     whole = EncoderDecoderModel(encoder=encoder, decoder=decoder("gpt2"))
     interleave_heads(whole.decoder, 2)

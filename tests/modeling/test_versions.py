@@ -1,6 +1,6 @@
-"""Run on every supported Transformers, whatever it calls a cache, and refuse the others by name.
+"""Run on every supported Transformers, whatever it calls a cache, and reject the others by name.
 
-The refusal comes before the package imports anything that another version might lack.
+The error comes before the package imports anything that another version might lack.
 """
 
 import importlib.metadata
@@ -44,7 +44,7 @@ def import_with(monkeypatch):
 @pytest.mark.parametrize("module", ["configuration_iha", "modeling_interleaved"])
 @pytest.mark.parametrize("version", ["5.16.4", "6.0.0"])
 def test_an_unsupported_version_is_refused(version, module, import_with, monkeypatch):
-    """Refuse it before an import that it might lack."""
+    """Reject it before an import that it might lack."""
     later = ("transformers.modeling_rope_utils", "transformers.models.llama.configuration_llama")
     for name in (*later, "huggingface_hub.dataclasses"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -69,7 +69,7 @@ def test_a_supported_version_is_taken(version, import_with, warned):
 
 @pytest.mark.parametrize("module", ["configuration_iha", "modeling_interleaved"])
 def test_a_version_newer_than_the_tests_is_taken_with_a_warning(module, import_with, warned):
-    """Let a checkpoint run on later minor versions; pip installs none of them beside the package."""
+    """Let a checkpoint run on later minor versions; pip installs none of them next to the package."""
     import_with("5.99.0", module)
     [warning] = warned
     assert re.search(r"before 5\.25, and 5\.99\.0 is installed: .* \"transformers<5\.25\"", warning)
@@ -156,7 +156,7 @@ def save_models(directory):
 
 
 def versions_beside():
-    """Return the Python of each environment that the Makefile has set up, beside the one that runs the tests."""
+    """Return the Python of each environment that the Makefile has set up, besides the one that runs the tests."""
     found = [path.with_name("bin") / "python" for path in sorted(ROOT.glob(".venv*/installed"))]
     return [python for python in found if python.parent.parent.resolve() != Path(sys.prefix).resolve()]
 

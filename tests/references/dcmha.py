@@ -163,7 +163,7 @@ def released_causal_lm(
             attention[f"{name}.w1.weight"] = layer["attention.dyn_w_proj.dw1"][:, 0, c].T
             attention[f"{name}.w2"] = torch.einsum("irm->rmi", layer["attention.dyn_w_proj.qkw"][0, c])[None]
             attention[f"{name}.gate.weight"] = layer["attention.dyn_w_proj.dd"][:, 0, c * heads : (c + 1) * heads].T
-        # The official QK-norm has an epsilon of its own.
+        # The official QK-norm has a separate epsilon.
         options = AttentionOptions(heads, heads, head_dim, inv_freq, window=window, norm_eps=1e-6)
         normed = rms_norm(hidden, layer["attention_norm.weight"], config["norm_eps"])
         hidden = hidden + dcmha_attention(normed, attention, options)

@@ -160,7 +160,7 @@ def rotate(vectors: Tensor, positions: Tensor, inv_freq: Tensor, scaling: float 
 def visible_keys(v, num_pseudo, window, is_real, document):
     """Return the indices of the virtual keys that virtual query v sees.
 
-    They are causal, in its window, real, and of its own document.
+    They are causal, in its window, real, and of its document.
     """
     n = v // num_pseudo
     first = 0 if window is None else max(0, v - window * num_pseudo + 1)

@@ -75,7 +75,7 @@ def default_inputs(
     padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs of a layer beside hidden states `[B, N, D]`, by default those of one document without padding.
+    """Return the inputs of a layer but hidden states `[B, N, D]`, by default those of one document without padding.
 
     Args:
         position_ids: `[B, N]` RoPE position of each token, default 0..N-1.

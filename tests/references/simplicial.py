@@ -1,4 +1,4 @@
-"""Compute 2-simplicial attention with the loops of `hyper.py`: all pairs of tokens, each with keys of its own."""
+"""Compute 2-simplicial attention with the loops of `hyper.py`: all pairs of tokens, each with separate keys."""
 
 from .hyper import tuple_attention
 

@@ -218,7 +218,7 @@ def test_tensor_parallelism_shares_the_ffn_and_computes_the_same(launched):
     assert record["sharded"] == ffn | {"lm_head.weight", "model.embed_tokens.weight"}
 
 
-# Launches that are refused -------------------------------------------------------------------------------------------
+# Launches that are rejected ------------------------------------------------------------------------------------------
 
 
 def as_launched(patch, environment: dict[str, str], state: DistributedType, processes: int) -> Namespace:

@@ -1,4 +1,4 @@
-"""Test adapters beside mixing and collapse weights that stay trainable."""
+"""Test adapters next to mixing and collapse weights that stay trainable."""
 
 import re
 import shlex
@@ -46,13 +46,13 @@ from sft.base_model import lora_config
 from sft.trainer import SFTRecipeTrainer
 
 
-# The modules that `train.py` trains at a rate of their own, of each kind.
+# The modules that `train.py` trains at a separate rate, of each kind.
 MODULES = {kind: sorted(attention.mixing_modules) for kind, attention in ATTENTION_CLASSES.items()}
 MIXING = MODULES["iha"]
 
 
 def lora(**overrides) -> LoraConfig:
-    """Return adapters on the projections, far from their neutral start, beside trained mixing weights."""
+    """Return adapters on the projections, far from their neutral start, next to trained mixing weights."""
     fields = {"r": 4, "target_modules": PROJECTIONS, "modules_to_save": MIXING, "init_lora_weights": False}
     return LoraConfig(task_type="CAUSAL_LM", **{**fields, **overrides})
 
@@ -104,7 +104,7 @@ def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
 
 
 def test_all_linear_leaves_the_mixing_frozen():
-    """Leave the mixing to `modules_to_save`: "all-linear" passes it over, and naming it is refused."""
+    """Leave the mixing to `modules_to_save`: "all-linear" passes it over, and naming it is rejected."""
     model = get_peft_model(random_model(small_config()), lora(target_modules="all-linear", modules_to_save=None))
     trained = {name.split(".lora_")[0].rpartition(".")[2] for name in take_a_step(model)}
     assert trained == {*PROJECTIONS, "gate_proj", "up_proj", "down_proj"}
@@ -166,8 +166,8 @@ def test_a_command_that_names_peft_runs_as_written(command, config, tmp_path, mo
 # sft/train.py
 
 
-# How `SFTRecipeTrainer` trains the parameters that a kind has beside its projections: (weight decay, whether they are
-# trained beside adapters). The table of sft/recipes/README.md says the same.
+# How `SFTRecipeTrainer` trains the parameters that a kind has besides its projections: (weight decay, whether they are
+# trained next to adapters). The table of sft/recipes/README.md says the same.
 MIXES, MATRIX, VECTOR = (0.0, True), (0.1, True), (0.0, False)
 LINEAR = (0.1, False)  # they take adapters, as the projections do
 OWN_PARAMETERS = {

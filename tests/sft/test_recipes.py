@@ -19,7 +19,7 @@ from sft.data import mix, sources
 
 
 RECIPES = ROOT / "sft" / "recipes"
-# Those of preferences and rewards have tests of their own, and most tests of runs take the demo.
+# Those of preferences and rewards have separate tests, and most tests of runs take the demo.
 FILES = [
     "openthoughts/sft.yaml",
     "openthoughts3/sft.yaml",

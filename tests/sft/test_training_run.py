@@ -1,4 +1,4 @@
-"""Test what a run refuses, what it records, how it stops, and how it goes on."""
+"""Test what a run rejects, what it records, how it stops, and how it goes on."""
 
 import json
 import math
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("in_repository_root")
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> str:
-    """Save a tiny IHA model with a byte tokenizer, beside a card whose metadata is no YAML."""
+    """Save a tiny IHA model with a byte tokenizer, next to a card whose metadata is no YAML."""
     directory = tmp_path_factory.mktemp("tiny")
     (directory / "README.md").write_text("---\nlicense: [apache\n---\n# A model\n")
     return saved(random_model(byte_config(bos_token_id=0)), directory)
@@ -226,7 +226,7 @@ def test_a_run_does_not_continue_with_what_the_checkpoint_would_not_take(
 
 
 def test_what_decides_on_the_rows_of_a_run_is_fixed(whole, tmp_path):
-    """Each process packs its share of the rows, and reads files of a stream of its own."""
+    """Each process packs its share of the rows, and reads separate files of a stream."""
     kept = json.loads((whole / "checkpoint-6" / RECORD).read_text())
 
     def refusal(recipe: dict, then: dict, **others) -> str:

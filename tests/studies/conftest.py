@@ -22,8 +22,8 @@ def unpainted():
 def run_study(tmp_path, monkeypatch, capsys):
     """Return a function that runs a study twice, and returns its table and how many runs it made each time.
 
-    Constants of its module are those of `sizes`. It refuses to write beside another run, and with each constant of
-    `changed` in place of its own to go on.
+    Constants of its module are those of `sizes`. It does not write next to another run, and with each constant of
+    `changed` replaced to go on.
     """
 
     def run(module, words: list, sizes: dict, changed: dict, again: list | None = None) -> tuple[dict, list[int]]:

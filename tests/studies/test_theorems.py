@@ -36,7 +36,7 @@ def test_the_inclusion_is_strict_from_p_2_on_by_the_values_of_section_4_1_alone(
 def test_three_constructions_count_pairs_exactly_at_the_length_they_are_built_for(table):
     for row in table["theorem_4"]:
         assert row["heads"] == {"iha": 2 + (row["tokens"] > 4), "mha": row["tokens"], "mha, 2 heads": 2}
-        heads, width = row["heads"]["iha"], row["tokens"] + 1  # a token's value beside its one-hot position
+        heads, width = row["heads"]["iha"], row["tokens"] + 1  # a token's value next to its one-hot position
         head_dim = row["tokens"] + row["tokens"] % 2
         mixing = 3 * heads**3 + heads**3  # P = H
         assert row["parameters"]["iha"] == 3 * heads * head_dim * width + mixing

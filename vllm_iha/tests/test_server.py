@@ -1,4 +1,4 @@
-"""Serve checkpoints in a process of their own to OpenAI's client, many clients at a time, some of which leave."""
+"""Serve checkpoints in separate processes to OpenAI's client, many clients at a time, some of which leave."""
 
 import asyncio
 import os

@@ -377,9 +377,9 @@ REFUSED_OPTIONS = {
 
 @pytest.mark.parametrize("case", [*REFUSED_MODELS, *REFUSED_OPTIONS])
 def test_what_is_refused(case, tmp_path, monkeypatch):
-    """Refuse before weights are loaded: the directory holds none."""
+    """Reject before weights are loaded: the directory holds none."""
     fields, options, message = REFUSED_MODELS.get(case, ({}, *REFUSED_OPTIONS.get(case, ({}, ""))))
-    if case == "sleep":  # vLLM itself refuses it on a CPU
+    if case == "sleep":  # vLLM itself rejects it on a CPU
         monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda self: True)
     config = IHAConfig.from_preset("tiny", **{"hidden_size": 128, "head_dim": 32, **fields})
     config.architectures = ["IHAForCausalLM"]
