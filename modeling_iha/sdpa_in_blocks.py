@@ -162,14 +162,18 @@ def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scali
     query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [blocks, G, H / G * block, head_dim]
     key, value = (overlapping_blocks(states, block, window) for states in (key, value))
     mask = mask.repeat(1, heads // groups, 1)[:, None]
-    size = at_once(query, dim=0)
-    masks = mask.split(size) if len(mask) > 1 else repeat(mask)
-    outputs = []
-    for part in zip(query.split(size), key.split(size), value.split(size), masks):
-        output = scaled_dot_product_attention(*part, dropout_p=dropout, scale=scaling)
+
+    def attend(query, key, value, mask) -> torch.Tensor:
+        output = scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scaling)
         output = output.unflatten(2, (-1, block)).permute(0, 3, 1, 2, 4)  # [blocks, block, G, H / G, head_dim]
-        outputs.append(output.flatten(2, 3).flatten(0, 1))
-    return torch.cat(outputs)[:length]
+        return output.flatten(2, 3).flatten(0, 1)
+
+    size = at_once(query, dim=0)
+    if size >= len(query):  # to split into one part would copy gradients
+        return attend(query, key, value, mask)[:length]
+    masks = mask.split(size) if len(mask) > 1 else repeat(mask)
+    parts = zip(query.split(size), key.split(size), value.split(size), masks)
+    return torch.cat([attend(*part) for part in parts])[:length]
 
 
 def block_size(window: int) -> int:
@@ -183,7 +187,7 @@ def join_rows(states: torch.Tensor) -> torch.Tensor:
 
 
 def at_once(states: torch.Tensor, dim: int, growth: int = 1) -> int:
-    """Return how many slices of states along a dimension to compute at once, where results are `growth` times as large.
+    """Return how many slices of states along a dimension to compute at once. Results are `growth` times as large.
 
     These are all slices, or, without gradients, as many as stay in the cache of a CPU."""
     count = states.shape[dim]
