@@ -513,5 +513,5 @@ def test_compiled_documents_take_blocks(varlen, small_blocks):
     expected, _ = attend(*states, position_ids=positions)
     uncompiled = len(varlen)
     actual, _ = torch.compile(attend, fullgraph=True, backend="eager")(*states, position_ids=positions)
-    torch.testing.assert_close(actual, expected)
+    assert_close(actual, expected)  # the stand-in computes its softmax in float32
     assert len(varlen) == uncompiled
