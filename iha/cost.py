@@ -111,10 +111,14 @@ def row(title: str, cost: Cost, tokens: int, batch: int) -> str:
 
 
 def memory(settings: IHAConfig, batch: int, tokens: int) -> str:
-    """Return a line on the memory of a training step, with and without checkpointing of activations."""
-    whole, checkpointed = (of_training(settings, batch, tokens, checkpointing) for checkpointing in (False, True))
-    parts = (f"{name} {getattr(whole, name) / 1e9:.2f}" for name in ("weights", "gradients", "optimizer"))
+    """Return a line on the memory of a training step, and how virtual tokens that are made again change it."""
+    kept, recomputed = (changed(settings, recompute_virtual_tokens=choice) for choice in (False, True))
+    whole, checkpointed = (of_training(kept, batch, tokens, checkpointing) for checkpointing in (False, True))
     peaks = f"{whole.peak / 1e9:.2f} GB, {checkpointed.peak / 1e9:.2f} with activation checkpointing"
+    if virtual_tokens_per_token(settings) > 1:
+        peak = of_training(recomputed, batch, tokens, False).peak
+        peaks += f", {peak / 1e9:.2f} with recompute_virtual_tokens"
+    parts = (f"{name} {getattr(whole, name) / 1e9:.2f}" for name in ("weights", "gradients", "optimizer"))
     return f"{peaks} ({', '.join(parts)})"
 
 

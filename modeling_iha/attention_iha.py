@@ -24,9 +24,8 @@ class InterleavedHeadAttention(MultiHeadAttention):
         output = einsum("bhnpd,hp->bnhd", output, collapse)
 
     With grouped-query attention the G key/value heads mix among themselves. The cache holds base keys and values, as
-    Llama's does. Calls rebuild virtual ones, but one new token needs none (interleaving.py). Let T_x be RoPE's
-    rotation by x positions. Mixing acts across heads and RoPE within a head, so they commute, and
-    T_{nP+p} = T_p T_{nP}. The cached keys are rotated by nP, and the remaining T_p is the same for every token."""
+    Llama's does. Mixing acts across heads and RoPE within a head, so they commute, and T_{nP+p} = T_p T_{nP}, where
+    T_x rotates by x positions. Cached keys are rotated by nP, and the remaining T_p is the same for every token."""
 
     mixing_modules = ("q_mix", "k_mix", "v_mix", "collapse")
 

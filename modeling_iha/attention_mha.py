@@ -119,11 +119,8 @@ class MultiHeadAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `IHAModel.create_masks`."""
         cache = pop_cache(kwargs)
-        query_states, key_states, value_states = self.project(hidden_states, position_embeddings, cache)
         attn_output, attn_weights = self.attend(
-            query_states,
-            key_states,
-            value_states,
+            *self.project(hidden_states, position_embeddings, cache),
             attention_mask,
             dropout=0.0 if not self.training else self.attention_dropout,
             scaling=self.scaling,

@@ -86,6 +86,9 @@ class IHAConfig(LlamaConfig):
             (Definition 3).
         mixing_scale (`float`, *optional*, defaults to 1.0):
             How many times the optimizer's rate the mixing learns at (mixing.py). The saved weights depend on it.
+        recompute_virtual_tokens (`bool`, *optional*):
+            Whether the backward pass makes virtual tokens again, which are kept for it otherwise. By default it does
+            so on a GPU of which they would fill a quarter. Outputs and gradients do not change.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
@@ -98,8 +101,6 @@ class IHAConfig(LlamaConfig):
             One entry per layer, or a short repeating pattern such as `[1, 1, 1, 0]`: 0 for a layer without RoPE.
         attention_options (`dict[str, dict]`, *optional*):
             Options of single mechanisms, `{kind: {option: value}}`, the fields of the class in `OPTIONS_CLASSES`.
-
-    As in Transformers, other keywords are stored and have no effect; `from_preset` raises an error for them.
     """
 
     model_type = "iha"
@@ -118,6 +119,7 @@ class IHAConfig(LlamaConfig):
     pseudo_positions: Literal["interleaved", "shared"] = "interleaved"
     pseudo_collapse: Literal["per_head", "all_heads"] = "per_head"
     mixing_scale: float | int = 1.0
+    recompute_virtual_tokens: bool | None = None
     gated_mlp: bool = True
     mlp_gate_groups: int | None = None
     use_qk_norm: bool = False

@@ -34,10 +34,6 @@ class HeadMixing(Mixing):
         noise = torch.randn_like(self.weight) * getattr(config, "initializer_range", 0.02)
         self.init_weight("weight", torch.eye(len(noise)).to(noise).unsqueeze(-1) + noise)
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return alpha for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""
-        return self.value()
-
 
 class HeadCollapse(Mixing):
     """Combine pseudo-heads into heads by learned weights, R of IHA, Algorithm 1, step 5.
@@ -57,10 +53,6 @@ class HeadCollapse(Mixing):
         num_heads, columns = self.weight.shape
         shares = torch.ones(num_heads, 1) if columns == self.num_pseudo_heads else torch.eye(num_heads)
         self.init_weight("weight", shares.repeat_interleave(self.num_pseudo_heads, dim=1) / self.num_pseudo_heads)
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return R for the states, as `HeadMixing` returns alpha."""
-        return self.value()
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

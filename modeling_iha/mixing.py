@@ -45,3 +45,7 @@ class Mixing(nn.Module):
         value = torch.addcmul(getattr(self, f"{name}_start"), weight.detach(), getattr(self, f"{name}_scale"))
         # This adds zero: the gradient of the weight is that of the value, without the scale.
         return value + (weight - weight.detach())
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the value for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""
+        return self.value()

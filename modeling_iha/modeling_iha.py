@@ -142,12 +142,10 @@ class IHAMLP(LlamaMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         channels = self.up_proj(x)
-        # CODEPATH: as in __init__.
         if self.config.gated_mlp:
             channels = self.act_fn(self.gate_proj(x)) * channels
         else:
             channels = self.act_fn(channels)
-        # CODEPATH: as in __init__.
         if self.config.mlp_gate_groups is not None:
             scores = self.group_gate(x)
             gate = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
@@ -160,7 +158,6 @@ class IHADecoderLayer(LlamaDecoderLayer):
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         nn.Module.__init__(self)  # Llama's would first build the attention and FFN that are replaced here
-        self.hidden_size = config.hidden_size
         self.self_attn = ATTENTION_CLASSES[config.attention_kinds[layer_idx]].for_layer(config, layer_idx)
         self.mlp = IHAMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -170,7 +167,6 @@ class IHADecoderLayer(LlamaDecoderLayer):
 class IHAPreTrainedModel(LlamaPreTrainedModel):
     """Hold what all IHA models share: their initialization, and what other programs may do with them."""
 
-    config_class = IHAConfig
     config: IHAConfig
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
@@ -193,14 +189,10 @@ class IHAModel(IHAPreTrainedModel):
     def __init__(self, config: IHAConfig):
         config.validate_architecture()  # fields may have been set since the config was built
         super().__init__(config)
-        self.padding_idx = config.pad_token_id
-        self.vocab_size = config.vocab_size
-
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList([IHADecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = IHARotaryEmbedding(config=config)
-        # CODEPATH: layers with a window may have separate RoPE parameters, as in Gemma 3.
         self.rotary_emb_sliding = IHARotaryEmbedding(config, "sliding_attention") if config.has_sliding_rope else None
         self.gradient_checkpointing = False
         self.post_init()
@@ -341,7 +333,6 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def __init__(self, config: IHAConfig):
         super().__init__(config)
         self.model = IHAModel(config)
-        self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

@@ -94,7 +94,9 @@ def sdpa_in_blocks(
     if attention_mask is None and position_ids is not None:  # next to a mask, positions declare no documents
         starts = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1)
     options = {"dropout": dropout, "scaling": scaling}
-    if attention_mask is None and has_varlen_kernel(query, value, dropout):
+    # Finding documents on a GPU would break a graph.
+    is_traceable = starts is None or not torch.compiler.is_compiling()
+    if attention_mask is None and is_traceable and has_varlen_kernel(query, value, dropout):
         return attend_by_varlen(query, key, value, starts, sliding_window, scaling), None
     if torch.compiler.is_compiling() or attention_mask is not None or (starts is not None and starts[:, 1:].any()):
         return attend_in_joined_rows(query, key, value, attention_mask, starts, sliding_window, **options), None
@@ -228,11 +230,11 @@ def unfold(states: torch.Tensor, block: int, window: int) -> torch.Tensor:
 
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Return whether PyTorch's FlashAttention takes these states: half precision, on a GPU from Ampere on."""
-    if varlen_attn is None or query.device.type != "cuda" or dropout or torch.compiler.is_compiling():
+    if varlen_attn is None or query.device.type != "cuda" or dropout:
         return False
     fits = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     is_half = value.dtype in (torch.float16, torch.bfloat16)
-    return fits and is_half and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return fits and is_half and torch.cuda.get_device_properties(query.device).major >= 8
 
 
 def attend_by_varlen(

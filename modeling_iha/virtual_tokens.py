@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionMaskInterface
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -55,15 +56,10 @@ def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
     return virtual
 
 
-# Masks
-
-
 def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
     """Return the mask that Transformers makes for an attention function, over P virtual tokens for each token.
 
-    It takes the arguments of Transformers' mask functions, in tokens. Pseudo-head p of token n sees the pseudo-heads
-    up to p of n, and the earlier tokens that n sees. With a window of W tokens these are the last W * P virtual
-    tokens, which begin in token n - W after its pseudo-head p."""
+    It takes the arguments of Transformers' mask functions, in tokens. `sees_virtual_token` has the rule."""
     num_pseudo_heads = kwargs["config"].num_pseudo_heads
     if attention_mask is not None:
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
@@ -127,9 +123,6 @@ def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) 
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
-# Attention
-
-
 def virtual_attention(
     attend: Callable, module: nn.Module, heads: Any, query, key, value, attention_mask: Any, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -146,15 +139,42 @@ def virtual_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        mask = mask[
-            ..., -key.shape[2] * num_pseudo_heads :
-        ]  # this layer caches fewer tokens than the mask is made for
+        # This layer caches fewer tokens than the mask is made for.
+        mask = mask[..., -key.shape[2] * num_pseudo_heads :]
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
     kwargs = in_virtual_tokens(kwargs, num_pseudo_heads)
     mask = heads.mask_of_virtual_heads(mask)
-    output, weights = attend(module, *heads.make_virtual_tokens(query, key, value), mask, **kwargs)
-    return heads.collapse_output(output), weights
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
+        output, weights = attend(module, *heads.make_virtual_tokens(query, key, value), mask, **kwargs)
+        return heads.collapse_output(output), weights
+
+    if torch.is_grad_enabled() and recomputes(module, query):
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+        return checkpoint(run, query, key, value, use_reentrant=False, context_fn=contexts)
+    return run(query, key, value)
+
+
+def recomputes(module: nn.Module, query: torch.Tensor) -> bool:
+    """Return whether the backward pass makes virtual tokens again (`recompute_virtual_tokens` of the config).
+
+    Other hooks of autograd, such as those of activation checkpointing, have precedence, and no public function tells
+    of them. In compiled code the compiler chooses what to keep."""
+    if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return False
+    config = module.config
+    choice = getattr(config, "recompute_virtual_tokens", None)
+    if choice is None and query.device.type == "cuda":
+        kept = 3 * query.nbytes * config.num_pseudo_heads * config.num_hidden_layers
+        return kept > torch.cuda.get_device_properties(query.device).total_memory / 4
+    return bool(choice)
+
+
+def keep_attention(context: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:
+    """Keep what attention functions return, and compute everything else again."""
+    is_attention = "attention" in operator.name() or "attn" in operator.name()
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropout: float | None) -> bool:
@@ -185,9 +205,6 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     else:
         scores = scores + mask
     return (scores - scores.logsumexp(dim=(-2, -1), keepdim=True)).exp()
-
-
-# Caches
 
 
 def keep_window_edge(cache: Cache | None, window: int | None) -> None:

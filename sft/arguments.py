@@ -108,6 +108,9 @@ class RunArguments(ScriptArguments, ModelConfig):
     mixing_scale: float | None = key(
         "Rate of the mixing over learning_rate: 40 by default if the run interleaves, else the checkpoint's."
     )
+    recompute_virtual_tokens: bool | None = key(
+        "Whether the backward pass makes virtual tokens again and does not keep them: less memory, more time."
+    )
     max_position_embeddings: int | None = key("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = key("RoPE base to train with, which the trained checkpoint keeps.")
     sliding_window: int | None = key("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")

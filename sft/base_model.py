@@ -175,6 +175,10 @@ def prepare_model(
     if run.mixing_scale not in (None, getattr(decoder, "mixing_scale", None)):
         with refusing("mixing_scale", ValueError):
             set_mixing_scale(model, run.mixing_scale)
+    if run.recompute_virtual_tokens is not None:
+        if virtual_tokens_per_token(model.config) == 1:
+            raise UserError("recompute_virtual_tokens: the model has no virtual tokens; remove the key.")
+        decoder.recompute_virtual_tokens = run.recompute_virtual_tokens
     if must_interleave:
         layers = len(decoder.interleaved_layers)
         total = decoder.num_hidden_layers

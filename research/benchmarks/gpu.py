@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from typing import NamedTuple
 
 import torch
+from torch.nn import attention
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import is_flash_attn_4_available
@@ -36,7 +38,7 @@ from modeling_iha.transformers_versions import CACHE
 from research.benchmarks import harness
 from research.benchmarks.harness import Attention, inference, training
 from research.benchmarks.options import OUTPUTS
-from research.benchmarks.schedule import schedules
+from research.benchmarks.schedule import SCHEDULE, schedules
 
 
 # Parts of the measurement; users look for the first ones first.
@@ -54,7 +56,26 @@ PARSER.add_argument("--out", type=expanded, default=OUTPUTS / "gpu", help=where)
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPILER = "inductor" if DEVICE == "cuda" else "eager"
-CORES = ["sdpa", *["flash_attention_4"] * (DEVICE == "cuda" and is_flash_attn_4_available())]
+FLASH_PACKAGES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+
+
+def flash_kernels() -> list[str]:
+    """Return the FlashAttentions that PyTorch can put under SDPA and `varlen_attn` here, from 2.13 on."""
+    if DEVICE == "cpu" or not hasattr(attention, "activate_flash_attention_impl"):
+        return []
+    return [name for name, package in FLASH_PACKAGES.items() if is_installed(package)]
+
+
+def is_installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package that holds it
+        return False
+
+
+# "sdpa, FA3" is "sdpa" on that kernel (`flash_kernel`).
+CORES = ["sdpa", *(f"sdpa, {name}" for name in flash_kernels())]
+CORES += ["flash_attention_4"] * (DEVICE == "cuda" and is_flash_attn_4_available())
 # Global attention over more virtual tokens takes seconds per run.
 LONGEST = 131072
 ENDED = "ended the process, or was stopped"
@@ -95,13 +116,13 @@ def layers(case: dict, core: str, **fields) -> Work:
 
     A model makes masks and rotary tables once for all of its layers, so they are made here and not timed."""
     with torch.device(DEVICE):
-        attention = Attention(dtype=DTYPE, attn_implementation=core, **sizes(case), **fields)
-    config = attention.model.config
+        modules = Attention(dtype=DTYPE, attn_implementation=core.partition(",")[0], **sizes(case), **fields)
+    config = modules.model.config
     tokens = case["tokens"]
     costs = [cost.attention(config, *kind, tokens, "sdpa") for kind in zip(config.attention_kinds, config.layer_types)]
     products = sum(one.training if case["backward"] else one.prefill for one in costs)
     states = draw(1, tokens, config.hidden_size)
-    return Work(timed(case, attention.attend(states), states, attention.leaves()), {"TFLOP": 2e-12 * products})
+    return Work(timed(case, modules.attend(states), states, modules.leaves()), {"TFLOP": 2e-12 * products})
 
 
 def timed(case: dict, function: Callable, states: torch.Tensor, parameters: list) -> Callable[[], None]:
@@ -133,20 +154,23 @@ def arms(tokens: int, pseudo_heads: list[int]) -> dict[str, dict]:
         "paired heads": {**windows, **paired, "sliding_window": tokens // 64},
     }
     for virtual in pseudo_heads:
-        fields[f"schedule, P = {virtual}"] = schedules(tokens, virtual)["4 iha + 1 mha"]
+        fields[f"schedule, P = {virtual}"] = schedules(tokens, virtual)[SCHEDULE]
     return fields
 
 
 def schedule_forms(case: dict) -> Forms:
     """Compare attention of five layers.
 
-    In training a schedule's layers keep their virtual tokens: more than 100 GB at 65536 tokens and P = 20. Gradient
-    checkpointing computes them again in the backward pass."""
+    In training a schedule's layers keep their virtual tokens: more than 100 GB at 65536 tokens and P = 20. Else the
+    backward pass makes these again ("recomputed"), or with gradient checkpointing all of a layer."""
     forms = {}
     for (name, fields), core in product(arms(case["tokens"], case["pseudo_heads"]).items(), CORES):
-        forms[f"{name}: {core}"] = partial(layers, case, core, **fields)
+        kept = fields | {"recompute_virtual_tokens": False}
+        forms[f"{name}: {core}"] = partial(layers, case, core, **kept)
         if case["backward"] and "iha" in fields["attention_kinds"]:
-            forms[f"{name}: {core}, checkpointed"] = partial(layers, case, core, checkpointing=True, **fields)
+            recomputed = fields | {"recompute_virtual_tokens": True}
+            forms[f"{name}: {core}, recomputed"] = partial(layers, case, core, **recomputed)
+            forms[f"{name}: {core}, checkpointed"] = partial(layers, case, core, checkpointing=True, **kept)
     return forms
 
 
@@ -173,7 +197,7 @@ def decoder(case: dict, core: str, virtual: int, window: str | None) -> Work:
         **{**sizes(case), "num_key_value_heads": case["groups"]},
     )
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE, attn_implementation=core)
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE, attn_implementation=core.partition(",")[0])
     if virtual > 1:
         interleave_heads(model, virtual, sliding_window=window, layers="paper" if window else None)
     if case["compiled"]:
@@ -408,6 +432,20 @@ def attempt(name: str, failed: dict[str, str], save: Callable[[], None], seconds
     synchronize()  # an error that leaves the GPU unusable ends the command
 
 
+@contextmanager
+def flash_kernel(form: str) -> Iterator[None]:
+    """Put the FlashAttention that a form names under SDPA and `varlen_attn`, if it names one."""
+    named = [name for name in FLASH_PACKAGES if f"sdpa, {name}" in form]
+    if not named:
+        yield
+        return
+    attention.activate_flash_attention_impl(named[0])
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl()
+
+
 def run_case(row: dict, forms: Forms, until: float, save: Callable[[], None], retries: bool = False) -> None:
     """Measure the forms of a case that have no figures and have not failed, or if `retries` have."""
     row["base"] = next(iter(forms))
@@ -416,7 +454,7 @@ def run_case(row: dict, forms: Forms, until: float, save: Callable[[], None], re
         has_failed = name in row["failed"] and not retries
         if name in row["seconds"] or has_failed or time.monotonic() > until:
             continue
-        with attempt(name, row["failed"], save, seconds):
+        with attempt(name, row["failed"], save, seconds), flash_kernel(name):
             for figure, value in measure(prepare()).items():
                 row.setdefault(figure, {})[name] = value
             base = row["seconds"].get(row["base"])

@@ -237,9 +237,9 @@ def test_a_change_without_effect_is_refused(source, message):
         cost_command.settings_of(*source)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_memory_of_a_training_step_is_that_of_a_real_one(checkpointing):
-    config = small_config(attention_kinds=["iha", "mha"], **WINDOWS)
+@pytest.mark.parametrize(("checkpointing", "recompute"), [(False, False), (False, True), (True, False)])
+def test_the_memory_of_a_training_step_is_that_of_a_real_one(checkpointing, recompute):
+    config = small_config(attention_kinds=["iha", "mha"], **WINDOWS, recompute_virtual_tokens=recompute)
     counted = of_training(config, 2, 64, checkpointing)
     model, counter = random_model(config).train(), Counter()
     if checkpointing:

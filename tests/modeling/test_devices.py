@@ -1,5 +1,7 @@
 """Run every kind on stand-ins for GPUs: find tensors on another device, and waits of the CPU for the GPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -16,7 +18,8 @@ LENGTH = 11
 
 @pytest.fixture(autouse=True)
 def no_driver(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    properties = SimpleNamespace(major=9, total_memory=2**40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     # The backward pass calls factories such as `torch.arange` outside the modes.
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
 

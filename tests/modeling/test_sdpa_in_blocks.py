@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import fake_flash
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from helpers import (
     assert_close,
     decoder,
@@ -23,6 +24,8 @@ from helpers import (
     small_config,
     uncached_logits,
 )
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -459,8 +462,9 @@ def test_every_path_equals_a_dense_mask(name, case, varlen, blocks, small_blocks
 
 def test_where_varlen_is_taken(monkeypatch):
     """Take it in half precision on a GPU that has it, without dropout."""
-    capability = (8, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)  # it needs a GPU
+    major = 8
+    properties = lambda device: SimpleNamespace(major=major)  # noqa: E731  # the real ones need a GPU
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", varlen_stand_in)
 
     def takes(device="cuda", dtype=torch.float16, head_dim=64, value_dim=None, dropout=0.0):
@@ -473,8 +477,41 @@ def test_where_varlen_is_taken(monkeypatch):
     assert takes() and takes(dtype=torch.bfloat16) and takes(head_dim=256)
     assert not takes("cpu") and not takes("meta") and not takes(dtype=torch.float32)
     assert not takes(head_dim=20) and not takes(head_dim=264) and not takes(value_dim=32) and not takes(dropout=0.1)
-    capability = (7, 5)
+    major = 7
     assert not takes()
-    capability = (8, 0)
+    major = 8
     monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", None)
     assert not takes()
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_compiled_windows_take_varlen(groups, monkeypatch):
+    """Trace PyTorch's operator and its gradient without data, as one graph each. It has no kernel for a CPU."""
+    monkeypatch.setattr(sdpa_in_blocks, "has_varlen_kernel", lambda *args: True)
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes if "varlen" in str(node.target)])
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    with FakeTensorMode():
+        states = [torch.empty(2, n, 200, 64, dtype=torch.bfloat16, requires_grad=True) for n in (4, groups, groups)]
+        attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], torch.nn.Module(), attention_mask=None, sliding_window=16)
+        compiled = torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+        compiled(*states)[0].sum().backward()
+    assert [each.grad.shape for each in states] == [each.shape for each in states]
+    assert graphs == [["torch_attn._varlen_attn.default"], ["torch_attn._varlen_attn_backward.default"]]
+    torch._dynamo.reset()
+
+
+def test_compiled_documents_take_blocks(varlen, small_blocks):
+    """Find documents by values only in uncompiled code: their number would be the size of a tensor."""
+    module, states = random_states(2, 38)
+    attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], module, attention_mask=None, sliding_window=5)
+    positions = torch.arange(38)[None] % 9
+    expected, _ = attend(*states, position_ids=positions)
+    uncompiled = len(varlen)
+    actual, _ = torch.compile(attend, fullgraph=True, backend="eager")(*states, position_ids=positions)
+    assert_close(actual, expected)  # the stand-in computes its softmax in float32
+    assert len(varlen) == uncompiled

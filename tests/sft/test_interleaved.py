@@ -70,12 +70,14 @@ def test_a_recipe_says_how_heads_are_interleaved(tmp_path, capsys):
     saved(decoder("llama"), tmp_path / "plain")
     short = {"max_steps": 2, "eval_size": 0, "eval_strategy": "no", "eval_on_start": "false"}
     how = {"interleaved_layers": "1", "interleaved_window": "paper", "collapse": "all_heads"}
+    how["recompute_virtual_tokens"] = "true"
     train.main(arguments(tmp_path, "plain", "run", num_pseudo_heads=2, mixing_scale=10, **short, **how))
     assert "Interleaved 1 of 2 layers, P = 2, window 32." in capsys.readouterr().out  # 256 / (2 P^2)
     first = load_model(tmp_path / "run" / "final")
     config = first.config
     assert list(config.interleaved_layers) == ["layers.1.self_attn"] and config.pseudo_collapse == "all_heads"
     assert (config.interleaved_window, config.mixing_scale) == (32, 10)
+    assert config.recompute_virtual_tokens is True
 
     # A checkpoint keeps its values where the recipe gives its mixing another rate.
     expected = state_with_values(first)
@@ -114,6 +116,12 @@ def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path
     saved(interleave_heads(made, 2) if model == "interleaved" else made, tmp_path / model)
     with pytest.raises(UserError, match=named):
         train.main(arguments(tmp_path, model, "run", **keys))
+
+
+def test_a_plain_model_has_no_virtual_tokens_to_recompute(tmp_path):
+    saved(decoder("llama"), tmp_path / "plain")
+    with pytest.raises(UserError, match="recompute_virtual_tokens: the model has no virtual tokens"):
+        train.main(arguments(tmp_path, "plain", "run", recompute_virtual_tokens="true"))
 
 
 def test_a_rate_of_the_mixing_needs_a_mixing(tmp_path):

@@ -1,0 +1,195 @@
+"""Test `recompute_virtual_tokens`: what a backward pass makes again changes no gradient and is not kept until then."""
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import decoder, packing, random_ids, random_model, set_core, small_config, train_mixing
+from transformers import AutoModelForCausalLM
+
+from iha.step_memory import Counter
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, interleaving
+from modeling_iha.virtual_tokens import recomputes
+
+
+WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+MODELS = {
+    "iha": {},
+    "window": WINDOW,
+    "all heads": {"pseudo_collapse": "all_heads", "num_pseudo_heads": 3},
+    "dropout": {**WINDOW, "attention_dropout": 0.5},
+    "paired heads": {"attention_kinds": "paired_heads", "num_pseudo_heads": 2},
+}
+LENGTH = 180  # blocks begin 128 virtual tokens after a window
+
+
+def model_of(name, choice, dtype=torch.float64):
+    """Return a decoder in place, or a model of ours, with the same weights for each choice."""
+    if name == "in place":
+        model = decoder("llama")
+        interleave_heads(model, 2)
+        train_mixing(model)
+        model.config.recompute_virtual_tokens = choice
+        return model.to(dtype)
+    return random_model(small_config(**MODELS[name], recompute_virtual_tokens=choice), dtype=dtype)
+
+
+def gradients_of(model, **inputs):
+    torch.manual_seed(0)  # of the dropout
+    model.train()
+    model.zero_grad()
+    ids = random_ids(2, LENGTH)
+    model(ids, labels=ids, use_cache=False, **inputs).loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+def watch(monkeypatch, owner, name):
+    """Return a list of weak references to the storages of what a function returns."""
+    function, made = getattr(owner, name), []
+
+    def watched(*args):
+        result = function(*args)
+        made.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    monkeypatch.setattr(owner, name, watched)
+    return made
+
+
+def alive(made):
+    return sum(storage() is not None for storage in made)
+
+
+@pytest.mark.parametrize("case", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("name", [*MODELS, "in place"])
+def test_gradients_are_the_same_to_the_bit(name, case):
+    inputs = {
+        "plain": {},
+        "padded": {"attention_mask": torch.tensor([[0] * 7 + [1] * (LENGTH - 7), [1] * LENGTH])},
+        "packed": packing((70, LENGTH - 70), 2)[0],
+    }[case]
+    assert_equal(*(gradients_of(model_of(name, choice), **inputs) for choice in (True, False)))
+
+
+def test_every_core_takes_it():
+    for core in ("eager", "sdpa"):
+        models = [model_of("iha", choice) for choice in (True, False)]
+        for model in models:
+            set_core(model, core)
+        assert_equal(*map(gradients_of, models))
+
+
+@pytest.mark.parametrize("name", ["iha", "window", "in place"])
+@pytest.mark.parametrize("choice", [True, False, None])
+def test_no_virtual_token_is_kept_between_the_passes(name, choice, monkeypatch):
+    made = watch(monkeypatch, interleaving, "make_virtual_sequence")
+    model, ids = model_of(name, choice, torch.float32).train(), random_ids(1, LENGTH)
+    made.clear()
+    loss = model(ids, labels=ids, use_cache=False).loss
+    layers = model.config.num_hidden_layers
+    assert len(made) == 3 * layers
+    assert alive(made) == 0 if choice else alive(made) > 2 * layers  # blocks may have copied the queries
+    loss.backward()
+    assert len(made) == (6 if choice else 3) * layers and alive(made) == 0
+
+
+@pytest.mark.parametrize("name", ["iha", "window"])
+def test_the_outputs_of_attention_are_all_that_is_kept(name):
+    """Count in bytes, because blocks copy what does not fill one: three of four virtual tensors go."""
+    kept = []
+    for choice in (False, True):
+        model = model_of(name, choice, torch.float32).train()
+        with Counter() as counter:
+            loss = model(random_ids(1, LENGTH), use_cache=False).logits.sum()
+        kept.append(counter.now)
+        loss.backward()
+    config = model.config
+    heads = 2 * config.num_key_value_heads + config.num_attention_heads
+    virtual = config.num_hidden_layers * 4 * LENGTH * config.num_pseudo_heads * heads * config.head_dim
+    assert kept[0] - kept[1] >= virtual
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_under_activation_checkpointing_nothing_more_is_kept(use_reentrant, monkeypatch):
+    """Hooks of autograd do not nest: those of this option would keep the output that checkpointing drops."""
+    expected = gradients_of(model_of("iha", False))
+    model = model_of("iha", True)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()  # reentrant checkpointing needs it
+    assert_equal(gradients_of(model), expected)
+    outputs = watch(monkeypatch, interleaving.MixedHeads, "collapse_output")
+    virtual = watch(monkeypatch, interleaving, "make_virtual_sequence")
+    kept = []
+    attend = interleaving.MixedHeads.collapse_output
+
+    def collapse(heads, output):
+        kept.append(weakref.ref(output.untyped_storage()))
+        return attend(heads, output)
+
+    monkeypatch.setattr(interleaving.MixedHeads, "collapse_output", collapse)
+    ids = random_ids(1, LENGTH)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    assert len(kept) == len(outputs) == 2 and alive(kept) == alive(virtual) == 0
+    loss.backward()
+
+
+def test_a_compiled_model_leaves_the_choice_to_the_compiler():
+    torch._dynamo.reset()
+    expected = gradients_of(model_of("window", False))
+    model = model_of("window", True)
+    model.compile(fullgraph=True, backend="aot_eager")
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
+    torch._dynamo.reset()
+
+
+def test_without_gradients_nothing_is_wrapped(monkeypatch):
+    made = watch(monkeypatch, interleaving, "make_virtual_sequence")
+    with torch.no_grad():
+        model_of("iha", True, torch.float32)(random_ids(1, 9), use_cache=False)
+    assert len(made) == 6 and alive(made) == 0
+
+
+def test_the_default_goes_by_the_memory_of_the_gpu(monkeypatch):
+    """Queries, keys and values of 2 layers with P = 4 take 24 times the bytes of the queries."""
+    memory = 1000
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+    module = SimpleNamespace(config=small_config(num_pseudo_heads=4))
+
+    def query(size, device="cuda"):
+        return SimpleNamespace(device=torch.device(device), nbytes=size)
+
+    assert (
+        recomputes(module, query(11))
+        and not recomputes(module, query(10))
+        and not recomputes(module, query(11, "cpu"))
+    )
+    module.config.recompute_virtual_tokens = False
+    assert not recomputes(module, query(11))
+    module.config.recompute_virtual_tokens = True
+    assert recomputes(module, query(1)) and recomputes(module, query(1, "cpu"))
+    with torch.autograd.graph.save_on_cpu():
+        assert not recomputes(module, query(11))
+
+
+@pytest.mark.parametrize("choice", [True, False, None])
+def test_a_checkpoint_keeps_the_choice(choice, tmp_path):
+    model = model_of("iha", choice, torch.float32)
+    model.save_pretrained(tmp_path)
+    assert IHAConfig.from_pretrained(tmp_path).recompute_virtual_tokens is choice
+    loaded = IHAForCausalLM.from_pretrained(tmp_path, recompute_virtual_tokens=not choice)
+    assert loaded.model.layers[0].self_attn.config.recompute_virtual_tokens is (not choice)
+
+
+def test_a_decoder_in_place_keeps_the_choice(tmp_path):
+    model = model_of("in place", True, torch.float32)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    attention = loaded.model.layers[0].self_attn
+    assert attention.config.recompute_virtual_tokens and recomputes(attention, torch.ones(1))
