@@ -175,6 +175,8 @@ def gpu_setting(row: dict) -> str:
     if "family" in row:
         words.append(row["family"])
     words.append(f"{row['tokens']:,} tokens")
+    if "step" in row:
+        words.append(f"{row['step']} with P = {row['pseudo_heads'][0]}")
     if "layers" in row:
         words.append(f"{row['layers']} layers")
     if "batch" in row:
@@ -192,20 +194,32 @@ def gpu_lines(result: dict) -> list[str]:
     lines = [f"# {result['device']}", f"{about} [Figures](gpu.json); [what is measured](../README.md).", ""]
     lines += ["![Ratios to the first form of each row](gpu.png)"]
     for row in result["rows"]:
-        cells = {
-            # Without a time of the base there is no ratio.
-            form: [
-                f"{1000 * seconds:.1f}",
-                f"{row['ratios'][form]:.2f}" if form in row["ratios"] else "–",
-                f"{row['peak_bytes'][form] / 1e9:.1f}",
-            ]
-            for form, seconds in row["seconds"].items()
-        }
-        cells |= {form: ["failed", "", error.split(".")[0]] for form, error in row["failed"].items()}
+        columns = gpu_columns(row)
+        # Without a time of the base there is no ratio.
+        cells = {form: [column.get(form, "–") for column in columns.values()] for form in row["seconds"]}
+        empty = [""] * (len(columns) - 3)
+        cells |= {form: ["failed", "", error.split(".")[0], *empty] for form, error in row["failed"].items()}
         commit = commit_of(row)
         lines += ["", f"## {gpu_setting(row)}", f"{commit[0].upper()}{commit[1:]}.", ""]
-        lines += table(["", "ms", "ratio", "GB"], cells)
+        lines += table(["", *columns], cells)
     return lines
+
+
+def gpu_columns(row: dict) -> dict[str, dict[str, str]]:
+    """Return the columns of the table of a row, each by form. Predictions and errors are there if the row has them."""
+    digits = 3 if row["part"] == "expand" else 1  # which takes microseconds
+    columns = {
+        "ms": {form: f"{1000 * seconds:.{digits}f}" for form, seconds in row["seconds"].items()},
+        "ratio": {form: f"{ratio:.2f}" for form, ratio in row["ratios"].items()},
+        "GB": {form: f"{size / 1e9:.1f}" for form, size in row.get("peak_bytes", {}).items()},
+    }
+    others = {
+        "predicted ratio": {form: f"{ratio:.2f}" for form, ratio in row.get("predicted ratios", {}).items()},
+        "predicted ms": {form: f"{1000 * time:.3f}" for form, time in row.get("predicted seconds", {}).items()},
+        "ms at full bandwidth": {form: f"{1000 * time:.3f}" for form, time in row.get("bound seconds", {}).items()},
+        "error": {form: f"{error:.1e}" for form, error in row.get("error", {}).items()},
+    }
+    return columns | {name: cells for name, cells in others.items() if cells}
 
 
 def short_form(form: str) -> str:
