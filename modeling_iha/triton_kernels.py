@@ -60,10 +60,11 @@ def kernels_take(states: torch.Tensor, weights: torch.Tensor) -> bool:
         return False
     if type(states) is not torch.Tensor or states.shape[-1] % 2 or len(weights) > MOST_HEADS.get(states.dtype, 0):
         return False
-    # No public function tells that a transform is active.
-    if torch._C._are_functorch_transforms_active() or torch.cuda.get_device_capability(states.device) < (8, 0):
+    if torch.compiler.is_compiling():
+        return True  # Inductor needs Triton too, and Dynamo does not trace what follows
+    if torch._C._are_functorch_transforms_active():  # no public function tells
         return False
-    return torch.compiler.is_compiling() or triton_works()
+    return torch.cuda.get_device_capability(states.device) >= (8, 0) and triton_works()
 
 
 @cache

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import HYBRID, assert_close, decoder, random_ids, small_config, train_mixing
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modeling_iha import IHAForCausalLM, interleave_heads, interleaving
 from modeling_iha.interleaving import MixedHeads, make_virtual_sequence
@@ -197,6 +198,14 @@ def test_whole_models(monkeypatch):
             assert calls
         for without_kernels, with_kernels in zip(*found, strict=True):
             assert_close(with_kernels, without_kernels, 1e-5)
+
+
+def test_tensors_without_memory_are_mixed_in_pytorch():
+    """Leave CPU tensors, and those of an export, to PyTorch."""
+    assert not triton_kernels.kernels_take(torch.empty(1, 2, 3, 4), torch.empty(2, 2, 2))
+    with FakeTensorMode():
+        states, alpha = torch.empty(1, 2, 3, 4, device="cuda"), torch.empty(2, 2, 2, device="cuda")
+    assert not triton_kernels.kernels_take(states, alpha)
 
 
 def test_a_machine_where_triton_fails_mixes_in_pytorch(monkeypatch):
