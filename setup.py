@@ -80,6 +80,7 @@ setup(
             "openai",
             "rich",
             "torchao",
+            "triton; platform_system == 'Linux'",
             "uvicorn",
         ],
     },

@@ -16,6 +16,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .mixing import Mixing
 from .sdpa_in_blocks import at_once
+from .triton_kernels import collapse, expand, kernels_take
 from .virtual_tokens import masked_softmax
 
 
@@ -67,6 +68,8 @@ def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: t
     """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] by alpha [M, M, P].
 
     [batch, N * P, M, head_dim] is a view of what the mixing writes, so interleaving copies nothing."""
+    if kernels_take(states, alpha):
+        return expand(states, alpha, rotation).transpose(1, 2)
     num_heads, _, num_pseudo_heads = alpha.shape
     size = at_once(states, dim=2, growth=num_pseudo_heads)
     if size < states.shape[2]:
@@ -113,6 +116,8 @@ class MixedHeads(NamedTuple):
 
     def collapse_output(self, output: torch.Tensor) -> torch.Tensor:
         """Return heads [batch, N, H, head_dim] of virtual outputs [batch, N * P, H, head_dim] by R (step 5)."""
+        if self.has_new_token_path and kernels_take(output, self.collapse):
+            return collapse(output, self.collapse)
         output = output.unflatten(1, (-1, self.num_pseudo_heads))
         weight = self.collapse.to(output.dtype)
         if weight.shape[1] == self.num_pseudo_heads:

@@ -11,6 +11,9 @@ gc.disable()
 # The test models are tiny: more threads than one cost more than they give, most of all with several processes at a
 # time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton reads this when it is imported. Without a GPU its interpreter runs the kernels.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
 from clean_processes import Forking  # noqa: E402

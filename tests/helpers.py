@@ -162,6 +162,7 @@ IHA_CODE = {
     "attention_mha.py",
     "attention_iha.py",
     "interleaving.py",
+    "triton_kernels.py",
     "mixing.py",
     "transformers_versions.py",
 }

@@ -1,4 +1,4 @@
-"""Measure on a GPU, in bfloat16: layers, schedules, whole decoders, training steps and decoded tokens.
+"""Measure on a GPU, in bfloat16: mixing, layers, schedules, whole decoders, training steps and decoded tokens.
 
 A form is timed and written to gpu.json, in a directory named after the device, before the next one begins, and is not
 repeated: the same command goes on. A form that raises, or ends the process, stays in `failed` until --retry. On a CPU
@@ -11,6 +11,7 @@ import argparse
 import faulthandler
 import gc
 import json
+import os
 import re
 import statistics
 import sys
@@ -21,6 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import product
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch.nn import attention
@@ -32,8 +34,9 @@ from iha import model_cost as cost
 from iha.errors import UserError, one_line, run_cli
 from iha.files import current_commit, expanded, sole_writer, write_json
 from iha.flops import virtual_tokens_per_token
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving, triton_kernels
 from modeling_iha.flop_matched_window import flop_matched_window
+from modeling_iha.interleaving import MixedHeads, make_virtual_sequence
 from modeling_iha.transformers_versions import CACHE
 from research.benchmarks import harness
 from research.benchmarks.harness import Attention, inference, training
@@ -41,8 +44,8 @@ from research.benchmarks.options import OUTPUTS
 from research.benchmarks.schedule import SCHEDULE, schedules
 
 
-# Parts of the measurement; users look for the first ones first.
-PARTS = ("schedule", "decoder", "training", "decoding", "compiled training", "compiled decoder", "layer")
+# Parts of the measurement; users look for the first ones first. If "expand" is wrong or slow, so are the others.
+PARTS = ("expand", "schedule", "decoder", "training", "decoding", "compiled training", "compiled decoder", "layer")
 PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 PARSER.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (all)")
 PARSER.add_argument("--seconds", type=float, default=float("inf"), help="begin no form after so many (no limit)")
@@ -90,10 +93,13 @@ SLEEP_CYCLES = 20_000_000
 
 
 class Work(NamedTuple):
-    """Hold a function to time and its computed amounts: "TFLOP", "GB" that it reads, "tokens"."""
+    """Hold a function to time and its computed amounts: "TFLOP", "GB" that it reads, "tokens".
+
+    `error` is that of its results in bfloat16, relative to float64."""
 
     run: Callable[[], None]
     amounts: dict[str, float]
+    error: float | None = None
 
 
 Forms = dict[str, Callable[[], Work]]  # by name; each builds what it needs, on the device. The first is the base.
@@ -106,6 +112,108 @@ def draw(*shape: int) -> torch.Tensor:
 def sizes(case: dict) -> dict:
     heads = case["heads"]
     return {"hidden_size": heads * case["head_dim"], "num_attention_heads": heads, "num_key_value_heads": heads}
+
+
+# Mixing
+
+
+# Several times what rounding to bfloat16 (2^-9) leaves. A kernel that is wrong is off by about 1.
+MOST_ERROR = 0.02
+STEPS = ("expand", "expand without rotation", "collapse")
+# An H200's bandwidth, in bytes per second, and the shares of it that kernels are predicted to reach: KERNEL_SHARE
+# forward, and backward in "expand" and in "collapse".
+BANDWIDTH = 4.8e12
+KERNEL_SHARE = 0.75
+BACKWARD_SHARES = {"expand": 0.6, "expand without rotation": 0.6, "collapse": 0.7}
+
+
+def in_pytorch(function: Callable) -> Callable:
+    """Return the function, run without Triton kernels."""
+    return mock.patch.object(interleaving, "kernels_take", lambda *_: False)(function)
+
+
+def collapse_heads(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return MixedHeads(weight[None], None, None, weight, None).collapse_output(output)
+
+
+def mixing(case: dict, form: str) -> Work:
+    """Build one step around attention, for the queries, keys or values of one layer, and check it on the first tokens.
+
+    Raise a ValueError if it is further from its definition in float64 than rounding explains."""
+    tokens, heads, size = case["tokens"], case["heads"], case["pseudo_heads"][0]
+    dtype = getattr(torch, case["dtype"])
+    options = {"device": DEVICE, "requires_grad": True}
+    if case["step"] == "collapse":
+        states = torch.randn(1, tokens * size, heads, case["head_dim"], dtype=dtype, **options)
+        weights = torch.randn(heads, size, **options)
+        few = states[:, : 37 * size]
+        definition, kernel = collapse_heads, triton_kernels.collapse
+    else:
+        states = torch.randn(1, tokens, heads, case["head_dim"], dtype=dtype, **options).transpose(1, 2)
+        weights = torch.randn(heads, heads, size, **options)
+        few = states[:, :, :37]
+        angles = torch.randn(size, case["head_dim"] // 2, device=DEVICE).repeat(1, 2)
+        rotation = None if "without" in case["step"] else (angles.cos(), angles.sin())
+        definition = partial(make_virtual_sequence, rotation=rotation)
+        kernel = partial(triton_kernels.expand, rotation=rotation)
+    function = {
+        "eager": in_pytorch(definition),
+        "compiled": in_pytorch(torch.compile(definition, backend=COMPILER, dynamic=False)),
+        "kernels": kernel,
+    }[form]
+    error = error_of(function, definition, few.detach(), weights.detach())
+    if not error < MOST_ERROR:
+        raise ValueError(f"{case['step']} is off by {error:.1e} of its norm: expected less than {MOST_ERROR}.")
+    states = states.detach().requires_grad_()
+    seed = torch.randn_like(function(states, weights))
+
+    def run() -> None:
+        torch.autograd.grad(function(states, weights), (states, weights), seed)
+
+    gigabytes = sum(passes(case)) * base_bytes(case) / 1e9
+    return Work(run if case["backward"] else inference(function, states, weights), {"GB": gigabytes}, error)
+
+
+def error_of(function: Callable, definition: Callable, *inputs: torch.Tensor) -> float:
+    """Return the largest relative error of a result and its gradients, compared with the definition in float64."""
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    result, expected = function(*inputs), definition(*exact)
+    if result.shape != expected.shape:  # `expand` returns what `make_virtual_sequence` views as heads
+        result = result.transpose(1, 2)
+    seed = torch.randn_like(result)
+    found = (result, *torch.autograd.grad(result, inputs, seed))
+    wanted = (expected, *torch.autograd.grad(expected, exact, seed.double()))
+    return max(((one.double() - two).norm() / two.norm()).item() for one, two in zip(found, wanted, strict=True))
+
+
+def base_bytes(case: dict) -> int:
+    """Return the bytes of the heads of all tokens."""
+    return case["tokens"] * case["heads"] * case["head_dim"] * 2
+
+
+def passes(case: dict) -> tuple[int, int]:
+    """Return how often the kernels read or write such heads, forward and backward (0 if it is not run)."""
+    size = case["pseudo_heads"][0]
+    backward = 2 * size + 1 if case["step"] == "collapse" else 2 * (size + 1)
+    return size + 1, backward if case["backward"] else 0
+
+
+def mixing_forms(case: dict) -> Forms:
+    """Compare the PyTorch code with what Inductor makes of it and with the Triton kernels.
+
+    A dry run has the kernels where Triton's interpreter can run them."""
+    forms = ["eager", "compiled"]
+    if triton_kernels.triton and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
+        forms.append("kernels")
+    return {form: partial(mixing, case, form) for form in forms}
+
+
+def predicted_mixing(case: dict) -> dict[str, dict[str, float]]:
+    """Return the seconds of the kernels on an H200: predicted, and at its bandwidth."""
+    forward, backward = (count * base_bytes(case) / BANDWIDTH for count in passes(case))
+    seconds = forward / KERNEL_SHARE + backward / BACKWARD_SHARES[case["step"]]
+    return {"predicted seconds": {"kernels": seconds}, "bound seconds": {"kernels": forward + backward}}
 
 
 # Attention layers
@@ -167,11 +275,33 @@ def schedule_forms(case: dict) -> Forms:
     for (name, fields), core in product(arms(case["tokens"], case["pseudo_heads"]).items(), CORES):
         kept = fields | {"recompute_virtual_tokens": False}
         forms[f"{name}: {core}"] = partial(layers, case, core, **kept)
+        if core == "sdpa" and "iha" in fields["attention_kinds"]:
+            forms[f"{name}: {core}, without kernels"] = partial(layers_in_pytorch, case, core, **kept)
         if case["backward"] and "iha" in fields["attention_kinds"]:
             recomputed = fields | {"recompute_virtual_tokens": True}
             forms[f"{name}: {core}, recomputed"] = partial(layers, case, core, **recomputed)
             forms[f"{name}: {core}, checkpointed"] = partial(layers, case, core, checkpointing=True, **kept)
     return forms
+
+
+def layers_in_pytorch(*args, **fields) -> Work:
+    work = layers(*args, **fields)
+    return work._replace(run=in_pytorch(work.run))
+
+
+# By tokens and P, for SDPA and FlashAttention 2 on an H200: five layers, forward, and with backward, in times the time
+# of five "mha" layers. Of 65,536 tokens, on an H100.
+PREDICTED_SCHEDULES = {
+    **{(8192, 2): (1.25, 1.41), (8192, 4): (1.37, 1.57), (8192, 20): (2.18, 2.52)},
+    **{(65536, 2): (1.57, 1.63), (65536, 4): (1.66, 1.72), (65536, 20): (1.91, 1.97)},
+}
+
+
+def predicted_schedules(case: dict) -> dict[str, dict[str, float]]:
+    """Return the predicted ratios, for sizes that have one."""
+    found = {size: PREDICTED_SCHEDULES.get((case["tokens"], size)) for size in case["pseudo_heads"]}
+    ratios = {f"schedule, P = {size}: sdpa": pair[case["backward"]] for size, pair in found.items() if pair}
+    return {"predicted ratios": ratios}
 
 
 # Any decoder
@@ -332,6 +462,7 @@ def paper_forms(work: Callable[..., Work], case: dict) -> Forms:
 
 
 FORMS: dict[str, Callable[[dict], Forms]] = {
+    "expand": mixing_forms,
     "layer": layer_forms,
     "schedule": schedule_forms,
     "decoder": decoder_forms,
@@ -341,6 +472,9 @@ FORMS: dict[str, Callable[[dict], Forms]] = {
     "compiled decoder": decoder_forms,
 }
 
+# What is known of a case beforehand, by the names of a row
+PREDICTIONS: dict[str, Callable[[dict], dict]] = {"expand": predicted_mixing, "schedule": predicted_schedules}
+
 
 def cases(part: str, dry: bool) -> list[dict]:
     """Return the cases of a part, the cheapest first; in a dry run tiny ones."""
@@ -349,6 +483,10 @@ def cases(part: str, dry: bool) -> list[dict]:
     tiny = {"tokens": 128, "heads": 4, "head_dim": 8, "layers": 5}
     backward = [{"backward": False}, {"backward": True}]
     full = {
+        "expand": [
+            {"tokens": 8192, "step": step, "pseudo_heads": [size], **each, "dtype": "bfloat16"}
+            for size, step, each in product((4, 2, 20), STEPS, backward)
+        ],
         "layer": [{"tokens": tokens, **three, **each} for tokens, each in product((2048, 8192, 65536), backward)],
         "schedule": [{"tokens": tokens, **three, **each} for tokens, each in product((8192, 32768, 65536), backward)],
         "decoder": [
@@ -368,6 +506,8 @@ def cases(part: str, dry: bool) -> list[dict]:
     }[part]
     if dry:
         tiny |= {"pseudo_heads": [2]} if "pseudo_heads" in full[0] else {"groups": 2, "intermediate_size": 32}
+        if part == "expand":  # each step; in float32, because Triton's interpreter multiplies the bits of bfloat16
+            return [{**case, **tiny, "dtype": "float32"} for case in full[-1 : -2 * len(STEPS) : -2]]
         return [{**full[-1], **tiny}]
     return [{**paper, **each} for each in full]
 
@@ -408,7 +548,7 @@ def measure(work: Work) -> dict[str, float]:
     figures = {"seconds": statistics.median(times), "peak_bytes": torch.cuda.max_memory_allocated()}
     for unit, amount in work.amounts.items():
         figures[f"{unit} per second"] = amount / figures["seconds"]
-    return figures
+    return figures if work.error is None else {**figures, "error": work.error}
 
 
 @contextmanager
@@ -492,6 +632,7 @@ def main() -> None:
                 row = found[0] if found else None
                 if row is None:
                     row = {**case, "commit": commit, "failed": {}, "seconds": {}, "ratios": {}}
+                    row |= PREDICTIONS[part](case) if part in PREDICTIONS else {}
                     table["rows"].append(row)
                 print(", ".join(f"{key} {value}" for key, value in case.items()), flush=True)
                 run_case(row, FORMS[part](case), until, save, args.retry)

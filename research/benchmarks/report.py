@@ -41,6 +41,13 @@ GPU_FORMS = {"global-local": "windows alone", "paired-heads": "paired heads"}
 GPU_FORMS |= {f"iha, P = {virtual}": f"schedule, P = {virtual}" for virtual in (2, 4, 20)}
 GPU_CELLS = """A cell has the milliseconds, in brackets their ratio to those of the first line, and the peak of
 memory in GB."""
+# What else a cell may have, by its name in a row
+GPU_NOTES = {
+    "predicted ratios": "predicted ratio {:.2f}".format,
+    "predicted seconds": lambda seconds: f"predicted {1000 * seconds:.3f} ms",
+    "bound seconds": lambda seconds: f"at full bandwidth {1000 * seconds:.3f} ms",
+    "error": "error {:.1e}".format,
+}
 DEFAULT = """## default_form
 The default of an "iha" layer over SDPA on the virtual sequence under a dense mask: the lowest and
 the highest of all dtypes and numbers of threads. [Figures](default_form): `python -m
@@ -177,6 +184,8 @@ def gpu_setting(row: dict) -> str:
     if "family" in row:
         words.append(row["family"])
     words.append(f"{row['tokens']:,} tokens")
+    if "step" in row:
+        words.append(f"{row['step']} with P = {row['pseudo_heads'][0]}")
     if "layers" in row:
         words.append(f"{row['layers']} layers")
     if "batch" in row:
@@ -189,11 +198,20 @@ def gpu_setting(row: dict) -> str:
 
 
 def gpu_cells(row: dict) -> dict[str, str]:
-    """Return by form its milliseconds, their ratio to those of the first form, and its GB, or why it failed."""
+    """Return by form its milliseconds, their ratio to those of the first form, and its GB, or why it failed.
+
+    Predictions and errors follow if the row has them."""
+    digits = 3 if row["part"] == "expand" else 1  # which takes microseconds
     cells = {}
     for form, seconds in row["seconds"].items():
         ratio = f"{row['ratios'][form]:.2f}" if form in row["ratios"] else "–"  # there is no time of the base
-        cells[form] = f"{1000 * seconds:.1f} ({ratio}), {row['peak_bytes'][form] / 1e9:.1f}"
+        cell = f"{1000 * seconds:.{digits}f} ({ratio})"
+        if form in row.get("peak_bytes", {}):
+            cell += f", {row['peak_bytes'][form] / 1e9:.1f}"
+        for name, shown in GPU_NOTES.items():
+            if form in row.get(name, {}):
+                cell += "; " + shown(row[name][form])
+        cells[form] = cell
     return cells | {form: f"failed: {error.split('.')[0]}" for form, error in row["failed"].items()}
 
 

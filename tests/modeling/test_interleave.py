@@ -550,6 +550,7 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
             "virtual_tokens.py",
             "sdpa_in_blocks.py",
             "interleaving.py",
+            "triton_kernels.py",
             "mixing.py",
             "pairing.py",
             "transformers_versions.py",

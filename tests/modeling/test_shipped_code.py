@@ -1,14 +1,22 @@
 """Count what a checkpoint ships: README promises it to whoever reads that code before trusting it."""
 
+import importlib.util
+import sys
+
 import pytest
+import torch
 from helpers import decoder, small_config
+from transformers.dynamic_module_utils import get_imports
 
 from iha.errors import ROOT
 from modeling_iha import IHAForCausalLM, interleave_heads
+from modeling_iha.package import PACKAGE
 
 
 MOST_LINES = 1500
 MOST_FILES = 10
+KERNELS = "triton_kernels.py"  # one more file, which is counted alone: only GPUs need it
+MOST_LINES_OF_KERNELS = 450
 
 
 def model_of(kind):
@@ -20,11 +28,24 @@ def model_of(kind):
 @pytest.mark.parametrize("kind", ["iha", "iha+mha", "paired_heads+mha", "interleaved"])
 def test_a_checkpoint_ships_what_one_can_read(kind, tmp_path):
     model_of(kind).save_pretrained(tmp_path)
-    files = list(tmp_path.glob("**/*.py"))
-    lines = sum(len(file.read_text().splitlines()) for file in files)
-    assert 5 <= len(files) <= MOST_FILES and 1000 <= lines <= MOST_LINES, (len(files), lines)
+    lines = {file.name: len(file.read_text().splitlines()) for file in tmp_path.glob("**/*.py")}
+    kernels = lines.pop(KERNELS, 0)
+    total = sum(lines.values())
+    assert 5 <= len(lines) <= MOST_FILES and 1000 <= total <= MOST_LINES, (len(lines), total)
+    assert (kernels == 0) == (kind == "paired_heads+mha") and kernels <= MOST_LINES_OF_KERNELS, kernels
 
 
 def test_readme_promises_what_is_counted():
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"at most {MOST_LINES:,} lines of code in at most {MOST_FILES} files" in text
+    code = f"at most {MOST_LINES:,} lines of code in at most {MOST_FILES} files"
+    assert f"{code}, and {MOST_LINES_OF_KERNELS} of GPU kernels" in text
+
+
+def test_the_kernels_ship_to_machines_without_triton(monkeypatch):
+    """Import them where `import triton` fails. Transformers' loader asks for no package that it finds in a `try`."""
+    assert "triton" not in get_imports(PACKAGE / KERNELS)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = importlib.util.spec_from_file_location("kernels_without_triton", PACKAGE / KERNELS)
+    kernels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+    assert kernels.triton is None and not kernels.kernels_take(torch.empty(1, 2, 3, 4), torch.empty(2, 2, 2))

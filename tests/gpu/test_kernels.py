@@ -1,0 +1,109 @@
+"""Test what only a GPU can show of the Triton kernels. `make gpu` also runs test_triton_kernels.py there."""
+
+import os
+
+import pytest
+import torch
+from helpers import set_core
+from torch.distributed.tensor import DTensor, init_device_mesh
+
+from modeling_iha import IHAConfig, IHAForCausalLM, interleaving
+from modeling_iha.interleaving import make_virtual_sequence
+from modeling_iha.triton_kernels import collapse, expand, kernels_take
+
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter would run the kernels"),
+]
+
+
+def mixing(num_heads=20, size=4, num_tokens=300, head_dim=128, dtype=torch.bfloat16):
+    states = torch.randn(1, num_tokens, num_heads, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
+    return states.requires_grad_(), torch.randn(num_heads, num_heads, size, device="cuda", requires_grad=True)
+
+
+def test_which_calls_the_kernels_take():
+    states, alpha = mixing()
+    assert kernels_take(states, alpha) and kernels_take(states.float(), alpha)
+    assert not kernels_take(states.double(), alpha)
+    assert not kernels_take(states[..., :127], alpha)
+    assert not kernels_take(states.cpu(), alpha)
+    assert not kernels_take(*mixing(num_heads=65, num_tokens=1))
+    assert not kernels_take(*mixing(num_heads=33, num_tokens=1, dtype=torch.float32))
+
+
+def test_a_functional_transform_mixes_in_pytorch():
+    states, alpha = mixing()
+    gradient = torch.func.grad(lambda states: make_virtual_sequence(states, alpha).float().pow(2).sum())(states)
+    make_virtual_sequence(states, alpha).float().pow(2).sum().backward()
+    assert (gradient.float() - states.grad.float()).norm() < 0.02 * states.grad.float().norm()
+
+
+def test_a_dtensor_is_mixed_in_pytorch(tmp_path):
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        states, alpha = mixing()
+        sharded = DTensor.from_local(states.detach(), init_device_mesh("cuda", (1,)))
+        assert not kernels_take(sharded, alpha)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_gradients_are_the_same_in_every_run():
+    states, alpha = mixing(num_tokens=5000)
+    output = torch.randn(1, 8000, 20, 128, device="cuda", requires_grad=True)
+    weight = torch.randn(20, 4, device="cuda", requires_grad=True)
+    for result, inputs in (expand(states, alpha), (states, alpha)), (collapse(output, weight), (output, weight)):
+        seed = torch.randn_like(result)
+        first, second = (torch.autograd.grad(result, inputs, seed, retain_graph=True) for _ in range(2))
+        assert all(map(torch.equal, first, second))
+
+
+def test_a_cuda_graph_replays_them():
+    states, alpha = (tensor.detach() for tensor in mixing())
+    expected = expand(states, alpha)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        virtual = expand(states, alpha)
+    states.neg_()
+    graph.replay()
+    assert torch.equal(virtual, -expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_states_on_another_device():
+    states, alpha = (tensor.detach() for tensor in mixing())
+    assert torch.equal(expand(states.to("cuda:1"), alpha.to("cuda:1")).cpu(), expand(states, alpha).cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_whole_models(dtype, compiled, monkeypatch):
+    """Compare logits and gradients with those of a model in float32 without kernels."""
+    fields = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "num_pseudo_heads": 3}
+    torch.manual_seed(0)
+    model = IHAForCausalLM(IHAConfig.from_preset("tiny", **fields)).to("cuda", torch.bfloat16).float()
+    set_core(model, "sdpa")
+    input_ids = torch.randint(256, (2, 333)).cuda()
+    with monkeypatch.context() as patch:
+        patch.setattr(interleaving, "kernels_take", lambda *_: False)
+        expected = model(input_ids=input_ids, labels=input_ids, use_cache=False)
+        expected.loss.backward()
+    wanted = [expected.logits, *(parameter.grad for parameter in model.parameters())]
+    model.zero_grad()
+    model = model.to(dtype)
+    if compiled:
+        model.compile(fullgraph=True)
+    calls = []
+    take = interleaving.kernels_take
+    if not compiled:
+        monkeypatch.setattr(interleaving, "kernels_take", lambda *given: calls.append(take(*given)) or calls[-1])
+    found = model(input_ids=input_ids, labels=input_ids, use_cache=False)
+    found.loss.backward()
+    assert compiled or (calls and all(calls))
+    for got, want in zip([found.logits, *(parameter.grad for parameter in model.parameters())], wanted, strict=True):
+        bound = 1e-3 if dtype == torch.float32 else 0.03
+        assert (got.float() - want).norm() / want.norm() < bound
