@@ -166,6 +166,21 @@ def test_the_heads_of_the_paper(num_pseudo_heads, window, dtype):
     check(*draw(20, 20, num_pseudo_heads, 128, 150, dtype=dtype), mask_of(num_pseudo_heads, 150, window))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@torch.no_grad()
+def test_a_cuda_graph_reads_the_mask_of_each_token():
+    heads, *states = draw(20, 20, 4, 128, 300)
+    mask = mask_of(4, 300, free=100)
+    run = partial(decode, *states, mask, 0.1, *heads)
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    mask.copy_(mask_of(4, 300))
+    graph.replay()
+    assert output.equal(run())
+
+
 # Whole models
 
 
