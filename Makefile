@@ -121,7 +121,8 @@ bench: .venv/installed
 
 # The environment of a GPU is taken as it is.
 gpu:
-	$(PYTHON) -m pytest tests/gpu/test_gpu.py tests/gpu/test_kernels.py tests/modeling/test_triton_kernels.py
+	$(PYTHON) -m pytest tests/gpu/test_gpu.py tests/gpu/test_kernels.py tests/modeling/test_triton_kernels.py \
+		tests/modeling/test_decoding_kernels.py
 	$(PYTHON) -m research.benchmarks.gpu --out research/benchmarks/results/gpu
 
 checkpoints: .venv/test-installed

@@ -16,7 +16,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .mixing import Mixing
 from .sdpa_in_blocks import at_once
-from .triton_kernels import collapse, expand, kernels_take
+from .triton_kernels import collapse, decode, expand, kernels_decode, kernels_take
 from .virtual_tokens import masked_softmax
 
 
@@ -147,6 +147,8 @@ class MixedHeads(NamedTuple):
             key, value: [batch, G, K, head_dim].
             mask: boolean or additive [batch or 1, H or 1, P, K * P] over virtual tokens.
             scaling: factor of the scores."""
+        if kernels_decode(query, self.q_mix):
+            return decode(query, key, value, mask, scaling, *self)
         batch, num_heads = query.shape[:2]
         num_keys = key.shape[2]
         num_pseudo_heads = self.num_pseudo_heads

@@ -43,8 +43,8 @@ class Mixing(nn.Module):
         """Return the value of a weight."""
         weight = getattr(self, name)
         value = torch.addcmul(getattr(self, f"{name}_start"), weight.detach(), getattr(self, f"{name}_scale"))
-        # This adds zero: the gradient of the weight is that of the value, without the scale.
-        return value + (weight - weight.detach())
+        # The sum adds zero: the gradient of the weight is that of the value, without the scale.
+        return value + (weight - weight.detach()) if torch.is_grad_enabled() else value
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return the value for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""

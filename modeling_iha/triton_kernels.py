@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute steps of interleaving.py on a GPU, each in one pass over virtual tokens, by Triton kernels.
 
-`expand` mixes, rotates and interleaves heads (IHA, Algorithm 1, steps 2 and 3), and `collapse` is step 5. The PyTorch
-code of interleaving.py defines both. It computes where `kernels_take` is false, as it is without Triton.
+`expand` mixes, rotates and interleaves heads (IHA, Algorithm 1, steps 2 and 3), and `collapse` is step 5. `decode`
+attends with one new token. The PyTorch code of interleaving.py defines all three. It computes where `kernels_take` or
+`kernels_decode` is false, as they are without Triton.
 
 The symbols of virtual_tokens.py are P (pseudo-heads), M (heads in) and H (heads out, here also for keys and values).
 D is head_dim and F is D / 2. Names in capitals are constants of a compiled kernel.
@@ -33,8 +34,8 @@ try:
 except ImportError:
     triton = None
 
-    def jit(function):
-        return function
+    def jit(function=None, **options):
+        return function or jit
 
 
 logger = logging.get_logger(__name__)
@@ -448,3 +449,213 @@ def differentiable_gradients_of_collapse(gradient, output, weight) -> tuple:
 def collapse(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return heads [batch, N, H, D] of virtual outputs [batch, N * P, H, D] by R [H, P], in their dtype."""
     return Collapse.apply(output.contiguous(), weight.contiguous())
+
+
+# Decode: attend with one new token over base keys and values
+
+
+# A tile of scores has so many rows (h, i, j) and keys.
+SCORE_ROWS, SCORE_KEYS = 64, 64
+NORM_BLOCK = 256
+# So many programs sum values: about two for each of the 132 multiprocessors of an H100. The number does not depend on
+# the GPU, so neither does the sum.
+VALUE_PROGRAMS = 264
+MOST_FEATURES = 256
+
+
+def kernels_decode(query: torch.Tensor, q_mix: torch.Tensor) -> bool:
+    """Return whether `decode` takes a query [batch, H, 1, head_dim]: in half precision, without gradients.
+
+    In float32 no tensor core computes its products. Heads longer than `MOST_FEATURES` would spill registers."""
+    if torch.is_grad_enabled() or query.dtype == torch.float32 or query.shape[-1] > MOST_FEATURES:
+        return False
+    return kernels_take(query, q_mix)
+
+
+def decode(query, key, value, mask, scaling: float, q_mix, k_mix, v_mix, collapse, rotation: Rotation) -> torch.Tensor:
+    """Return the output [batch, 1, H, head_dim] of one new token by four kernels, a sum and a cast.
+
+    `MixedHeads.attend_new_token` defines it, and names the arguments with their shapes. The collapse is "per_head",
+    and keys and values have the dtype of the query.
+
+    Let r[h, i, j] = T_j^T T_i sum_m alpha_Q[m, h, i] query[m], for query pseudo-head i and key pseudo-head j of head h
+    in group g. The kernels compute, each with all keys in parallel:
+
+        scores   s[h, i, j, k] = r[h, i, j] . sum_m alpha_K[m, g, j] key[m, k]
+        norms    n[h, i] = log(sum_jk exp(s[h, i, j, k]))
+        shares   w[h, m, k] = sum_j alpha_V[m, g, j] sum_i R[h, i] exp(s[h, i, j, k] - n[h, i])
+        parts    sum_k w[h, m, k] value[m, k], over chunks of keys; the output is their sum"""
+    batch, num_heads, _, head_dim = query.shape
+    num_groups, num_keys = key.shape[1:3]
+    value_dim = value.shape[-1]
+    size = collapse.shape[1]
+    rows = num_heads * size**2
+    tiles = parts_of(num_keys, SCORE_KEYS)
+    tiles_of_chunk = parts_of(tiles, max(1, VALUE_PROGRAMS // (num_groups * batch)))
+    chunks = parts_of(tiles, tiles_of_chunk)
+
+    query = query.contiguous()
+    mask = mask.expand(batch, num_heads, -1, -1)
+    q_mix, k_mix, v_mix, collapse = (weight.contiguous() for weight in (q_mix, k_mix, v_mix, collapse))
+    cos, sin = (None, None) if rotation is None else (table.contiguous() for table in rotation)
+    # Rows of whole tiles are aligned, and kernels need no bound in them.
+    scores = query.new_empty(batch, rows, tiles * SCORE_KEYS, dtype=torch.float32)
+    tops, sums = query.new_empty(2, batch, rows, tiles, dtype=torch.float32)
+    norms = query.new_empty(batch, num_heads, size, dtype=torch.float32)
+    shares = query.new_empty(batch, num_heads, num_groups, tiles * SCORE_KEYS)
+    parts = query.new_empty(batch, chunks * num_groups, num_heads, value_dim, dtype=torch.float32)
+
+    sizes = {"H": num_heads, "G": num_groups, "KEYS": SCORE_KEYS}
+    with on_device_of(query):
+        scores_kernel[tiles, parts_of(rows, SCORE_ROWS), batch](
+            query, key, mask, q_mix, k_mix, cos, sin, scores, tops, sums, num_keys, scaling,
+            *key.stride(), *mask.stride(), **sizes, P=size, F=head_dim // 2, ROWS=SCORE_ROWS,
+            BLOCK_H=power_of_two(num_heads, 16), BLOCK_F=power_of_two(head_dim // 2, 16),
+        )  # fmt: skip
+        norms_kernel[(batch * num_heads * size,)](tops, sums, norms, size * tiles, BLOCK=NORM_BLOCK)
+        shares_kernel[tiles, num_heads, batch](
+            scores, norms, v_mix, collapse, shares,
+            **sizes, P=size, BLOCK_P=power_of_two(size, 16), BLOCK_G=power_of_two(num_groups, 16),
+        )  # fmt: skip
+        parts_kernel[chunks, num_groups, batch](
+            shares, value, parts, num_keys, tiles, tiles_of_chunk, *value.stride(),
+            **sizes, D=value_dim, BLOCK_H=power_of_two(num_heads, 16), BLOCK_D=power_of_two(value_dim, 16),
+        )  # fmt: skip
+    return parts.sum(1).to(value.dtype).unsqueeze(1)
+
+
+@jit(do_not_specialize=["num_keys", "mask_b", "mask_h", "mask_i", "mask_k"])  # these change with each token
+def scores_kernel(
+    query, key, mask, q_mix, k_mix, cos, sin, scores, tops, sums, num_keys, scaling,
+    key_b, key_m, key_k, key_d,  # strides of key [batch, G, K, head_dim]
+    mask_b, mask_h, mask_i, mask_k,  # strides of mask [batch, H, P, K * P]
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, F: tl.constexpr,  # F = head_dim / 2
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Write scores [batch, H * P * P, tiles * KEYS]; for each tile, the maximum and the sum of exponentials.
+
+    The latter are [batch, H * P * P, tiles]. Scores of keys that the mask hides are the least number, as in
+    `masked_softmax`, and those behind the last key are -inf."""
+    tile = tl.program_id(0)
+    batch = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # (h, i, j)
+    exists = row < H * P * P
+    h = row // (P * P)
+    i = row // P % P
+    j = row % P
+    k = tile * KEYS + tl.arange(0, KEYS)
+    f = tl.arange(0, BLOCK_F)
+    is_key = k < num_keys
+
+    # Two halves of r[h, i, j]: RoPE rotates feature f with f + F.
+    m = tl.arange(0, BLOCK_H)
+    mix = tl.load(
+        q_mix + (m[None] * H + h[:, None]) * P + i[:, None], mask=exists[:, None] & (m < H)[None], other=0.0
+    ).to(query.dtype.element_ty)
+    source = query + (batch * H + m)[:, None] * (2 * F) + f[None]
+    is_state = (m < H)[:, None] & (f < F)[None]
+    first = tl.dot(mix, tl.load(source, mask=is_state, other=0.0), input_precision="ieee")
+    second = tl.dot(mix, tl.load(source + F, mask=is_state, other=0.0), input_precision="ieee")
+    if cos is not None:
+        # T_j^T T_i rotates by i - j positions.
+        at = tl.abs(i - j)[:, None] * (2 * F) + f[None]
+        c = tl.load(cos + at, mask=(f < F)[None], other=0.0).to(tl.float32)
+        s = tl.load(sin + at, mask=(f < F)[None], other=0.0).to(tl.float32)
+        s = tl.where((i < j)[:, None], -s, s)
+        first, second = first * c - second * s, second * c + first * s
+    first = first.to(key.dtype.element_ty)
+    second = second.to(key.dtype.element_ty)
+
+    keys = key + batch * key_b + k.to(tl.int64)[None] * key_k + f[:, None] * key_d
+    weights = k_mix + h // (H // G) * P + j
+    is_key_feature = (f < F)[:, None] & is_key[None]
+    total = tl.zeros((ROWS, KEYS), tl.float32)
+    for _ in range(G):
+        product = tl.dot(first, tl.load(keys, mask=is_key_feature, other=0.0), input_precision="ieee")
+        later = tl.load(keys + F * key_d, mask=is_key_feature, other=0.0)
+        product = tl.dot(second, later, product, input_precision="ieee")
+        total += tl.load(weights, mask=exists, other=0.0).to(tl.float32)[:, None] * product
+        keys += key_m
+        weights += G * P
+
+    total *= scaling
+    least = -3.4028234663852886e38  # `torch.finfo(torch.float32).min`
+    place = batch * mask_b + h[:, None] * mask_h + i[:, None] * mask_i + (k[None] * P + j[:, None]) * mask_k
+    seen = tl.load(mask + place, mask=exists[:, None] & is_key[None], other=0)
+    if mask.dtype.element_ty == tl.int1:
+        total = tl.where(seen, total, least)
+    else:
+        total = tl.maximum(total + seen.to(tl.float32), least)
+    total = tl.where(is_key[None], total, float("-inf"))
+    top = tl.max(total, 1)
+    place = batch * (H * P * P) + row
+    num_tiles = tl.num_programs(0)
+    tl.store(scores + place[:, None] * (num_tiles * KEYS) + k[None], total, mask=exists[:, None])
+    tl.store(tops + place * num_tiles + tile, top, mask=exists)
+    tl.store(sums + place * num_tiles + tile, tl.sum(tl.exp(total - top[:, None]), 1), mask=exists)
+
+
+@jit(do_not_specialize=["size"])
+def norms_kernel(tops, sums, norms, size, BLOCK: tl.constexpr):
+    """Write the norms [batch * H * P] of P * tiles = `size` maxima and sums each."""
+    i = tl.program_id(0).to(tl.int64)
+    top = float("-inf")
+    total = 0.0
+    for start in range(0, size, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tile_top = tl.load(tops + i * size + place, mask=place < size, other=float("-inf"))
+        tile_sum = tl.load(sums + i * size + place, mask=place < size, other=0.0)
+        higher = tl.maximum(top, tl.max(tile_top))
+        total = total * tl.exp(top - higher) + tl.sum(tile_sum * tl.exp(tile_top - higher))
+        top = higher
+    tl.store(norms + i, top + tl.log(total))
+
+
+@jit
+def shares_kernel(
+    scores, norms, v_mix, collapse, shares, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """Write shares [batch, H, G, tiles * KEYS], each program for one head and one tile of keys."""
+    h = tl.program_id(1)
+    head = tl.program_id(2).to(tl.int64) * H + h
+    num_keys = tl.num_programs(0) * KEYS
+    k = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    j = tl.arange(0, BLOCK_P)
+    m = tl.arange(0, BLOCK_G)
+    total = tl.zeros((BLOCK_P, KEYS), tl.float32)
+    for i in range(P):
+        place = (head * P + i) * P + j
+        score = tl.load(scores + place[:, None] * num_keys + k[None], mask=(j < P)[:, None], other=float("-inf"))
+        total += tl.load(collapse + h * P + i).to(tl.float32) * tl.exp(score - tl.load(norms + head * P + i))
+    weights = v_mix + (m[:, None] * G + h // (H // G)) * P + j[None]
+    mix = tl.load(weights, mask=(m < G)[:, None] & (j < P)[None], other=0.0).to(tl.float32)
+    mixed = tl.dot(mix, total, input_precision="ieee")
+    target = shares + (head * G + m)[:, None] * num_keys + k[None]
+    tl.store(target, mixed.to(shares.dtype.element_ty), mask=(m < G)[:, None])
+
+
+@jit(do_not_specialize=["num_keys", "num_tiles", "tiles_of_chunk"])
+def parts_kernel(
+    shares, value, parts, num_keys, num_tiles, tiles_of_chunk,
+    value_b, value_m, value_k, value_d,  # strides of value [batch, G, K, D]
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
+    KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write parts [batch, chunks * G, H, D], each program for one chunk of keys of one cached head."""
+    chunk = tl.program_id(0)
+    m = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    h = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    first = chunk * tiles_of_chunk
+    total = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    for tile in range(first, tl.minimum(first + tiles_of_chunk, num_tiles)):
+        k = tile * KEYS + tl.arange(0, KEYS)
+        source = shares + ((batch * H + h) * G + m)[:, None] * (num_tiles * KEYS) + k[None]
+        share = tl.load(source, mask=(h < H)[:, None], other=0.0)
+        source = value + batch * value_b + m.to(tl.int64) * value_m + k.to(tl.int64)[:, None] * value_k
+        states = tl.load(source + d[None] * value_d, mask=(k < num_keys)[:, None] & (d < D)[None], other=0.0)
+        total = tl.dot(share, states, total, input_precision="ieee")
+    place = ((batch * tl.num_programs(0) + chunk) * G + m) * H + h
+    tl.store(parts + place[:, None] * D + d[None], total, mask=(h < H)[:, None] & (d < D)[None])

@@ -92,8 +92,8 @@ def test_predictions_stand_next_to_figures():
     row |= gpu.predicted_mixing(row) | {"error": {"kernels": 0.0017}}
     result = {"device": "a GPU", "torch": "2", "transformers": "5", "rows": [row]}
     page = "\n".join(report.gpu_lines(result))
-    assert "|  | ms | ratio | GB | predicted ms | ms at full bandwidth | error |" in page
-    assert "| kernels | 0.070 | – | – | 0.058 | 0.044 | 1.7e-03 |" in page
+    cell = "0.070 (–); predicted 0.058 ms; at full bandwidth 0.044 ms; error 1.7e-03"
+    assert f"| kernels | {cell} |" in page
     case |= {"part": "schedule", "pseudo_heads": [4, 20], "backward": True}
     wanted = {"schedule, P = 4: sdpa": 1.57, "schedule, P = 20: sdpa": 2.52}
     assert gpu.predicted_schedules(case) == {"predicted ratios": wanted}

@@ -1,0 +1,327 @@
+"""Compare the Triton kernels of one new token with `attend_new_token` in float64, count their launches, compile them.
+
+On a machine without a GPU they run in Triton's interpreter (conftest.py), which multiplies the bits of bfloat16: there
+half precision is float16. Compiling them needs no GPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import decoder, geometry_model, random_ids, set_core, train_mixing
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
+
+from modeling_iha import interleave_heads, interleaving, triton_kernels
+from modeling_iha.interleaving import HeadMixing, MixedHeads
+from modeling_iha.pairing import PairedHeads
+from modeling_iha.transformers_versions import CACHE
+from modeling_iha.triton_kernels import decode, kernels_decode
+
+
+COMPILE = Path(__file__).resolve().parents[1] / "compile_decoding_kernels.py"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The largest difference to float64, over the largest value. In float16 that of the plain formula is up to 3.4e-3 here.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+needs_triton = pytest.mark.skipif(triton_kernels.triton is None, reason="Triton is not installed (pip install triton)")
+in_each_dtype = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16] if DEVICE == "cpu" else [torch.float16, torch.bfloat16]
+)
+HALF = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+
+
+def rotation_of(num_pseudo_heads, head_dim):
+    angles = torch.arange(num_pseudo_heads)[:, None] * 100.0 ** (-torch.arange(head_dim // 2) * 2 / head_dim)
+    return torch.cat((angles.cos(),) * 2, dim=-1).to(DEVICE), torch.cat((angles.sin(),) * 2, dim=-1).to(DEVICE)
+
+
+def mask_of(num_pseudo_heads, num_keys, window=None, padding=(0,), free=0, num_heads=1):
+    """Return the mask [batch, num_heads, P, K * P] of a new token, behind which `free` slots of the cache are free.
+
+    Row b begins with `padding[b]` tokens of padding. Head h hides h more tokens."""
+    keys = torch.arange(num_keys * num_pseudo_heads)
+    query = (num_keys - free - 1) * num_pseudo_heads + torch.arange(num_pseudo_heads)[:, None]
+    seen = keys <= query
+    if window is not None:
+        seen = seen & (keys > query - window * num_pseudo_heads)
+    hidden_tokens = torch.tensor(padding)[:, None] + torch.arange(num_heads)
+    return (seen & (keys >= hidden_tokens[..., None, None] * num_pseudo_heads)).to(DEVICE)
+
+
+def additive(mask, least):
+    return torch.zeros(mask.shape, device=DEVICE).masked_fill(~mask, least)
+
+
+def draw(num_heads, groups, num_pseudo_heads, head_dim, num_keys, batch=1, dtype=HALF, rotates=True):
+    """Return `MixedHeads`, and a query, keys and values."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = (num_heads, groups, groups)
+    mixes = [torch.randn(size, size, num_pseudo_heads, generator=generator).to(DEVICE) for size in sizes]
+    collapse = torch.randn(num_heads, num_pseudo_heads, generator=generator).to(DEVICE)
+    heads = MixedHeads(*mixes, collapse, rotation_of(num_pseudo_heads, head_dim) if rotates else None)
+    query = torch.randn(batch, 1, num_heads, head_dim, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    states = torch.randn(2, batch, groups, num_keys, head_dim, generator=generator).to(DEVICE, dtype)
+    return heads, query, *states
+
+
+def in_float64(heads):
+    rotation = heads.rotation and tuple(table.double() for table in heads.rotation)
+    return MixedHeads(*(weight.double() for weight in heads[:4]), rotation)
+
+
+@torch.no_grad()
+def check(heads, query, key, value, mask):
+    scaling = query.shape[-1] ** -0.5 / query.shape[1]
+    actual = decode(query, key, value, mask, scaling, *heads)
+    exact_mask = mask if mask.dtype == torch.bool else mask.double()
+    exact = in_float64(heads).attend_new_token(query.double(), key.double(), value.double(), exact_mask, scaling)
+    assert actual.shape == exact.shape and actual.dtype == value.dtype
+    assert (actual - exact).abs().max() <= TOLERANCE[value.dtype] * exact.abs().max()
+
+
+# Results
+
+
+@needs_triton
+@in_each_dtype
+def test_groups_a_window_and_padding(dtype):
+    """Hide the oldest key from the pseudo-heads that it is too far from, and the padding of the second row."""
+    mask = mask_of(3, 70, window=69, padding=(0, 5))
+    assert mask[0, 0, :, :3].tolist() == [[False, True, True], [False, False, True], [False] * 3]
+    check(*draw(4, 2, 3, 16, 70, batch=2, dtype=dtype), mask)
+
+
+@needs_triton
+@in_each_dtype
+def test_a_static_cache_with_free_slots(dtype):
+    heads, query, key, value = draw(2, 2, 4, 10, 130, dtype=dtype, rotates=False)
+    key[:, :, 61:] = value[:, :, 61:] = 1000
+    mask = mask_of(4, 130, free=69)
+    check(heads, query, key, value, mask)
+    check(heads, query, key, value, additive(mask, torch.finfo(dtype).min).to(dtype))
+
+
+@needs_triton
+def test_twenty_pseudo_heads():
+    check(*draw(1, 1, 20, 16, 66), mask_of(20, 66, window=65))
+
+
+@needs_triton
+@in_each_dtype
+def test_one_key(dtype):
+    check(*draw(5, 5, 2, 80, 1, dtype=dtype), mask_of(2, 1))
+
+
+@needs_triton
+def test_a_mask_for_each_head():
+    mask = mask_of(2, 40, num_heads=4)
+    check(*draw(4, 2, 2, 16, 40), mask)
+    check(*draw(4, 2, 2, 16, 40), additive(mask, -torch.inf))
+
+
+@needs_triton
+def test_a_pseudo_head_that_sees_nothing():
+    """Sum the values for it, as the plain formula does (in float64 that takes their mean)."""
+    heads, *states = draw(4, 2, 2, 16, 70)
+    mask = mask_of(2, 70)
+    mask[:, :, 0] = False
+    with torch.no_grad():
+        actual, plain = decode(*states, mask, 0.1, *heads), heads.attend_new_token(*states, mask, 0.1)
+    assert plain.isfinite().all() and (actual - plain).abs().max() < 4 * TOLERANCE[HALF] * plain.abs().max()
+
+
+@needs_triton
+def test_scores_that_no_exponential_holds():
+    heads, query, key, value = draw(4, 2, 2, 16, 150)
+    check(heads, query * 300, key, value, mask_of(2, 150))
+
+
+@needs_triton
+def test_keys_and_values_that_are_views():
+    """Read a cache that stores tokens first, and one whose features are not adjacent."""
+    heads, query, key, value = draw(4, 2, 2, 16, 70, batch=2)
+    key = key.transpose(1, 2).contiguous().transpose(1, 2)
+    value = value.transpose(2, 3).contiguous().transpose(2, 3)
+    check(heads, query, key, value, mask_of(2, 70))
+
+
+@needs_triton
+def test_values_that_are_shorter_than_keys():
+    heads, query, key, value = draw(4, 2, 2, 16, 70)
+    check(heads, query, key, value[..., :6], mask_of(2, 70))
+
+
+@pytest.mark.slow
+@needs_triton
+@in_each_dtype
+@pytest.mark.parametrize(("num_pseudo_heads", "window"), [(2, 149), (4, 149), (20, 149), (2, None)])
+def test_the_heads_of_the_paper(num_pseudo_heads, window, dtype):
+    check(*draw(20, 20, num_pseudo_heads, 128, 150, dtype=dtype), mask_of(num_pseudo_heads, 150, window))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@torch.no_grad()
+def test_a_cuda_graph_reads_the_mask_of_each_token():
+    heads, *states = draw(20, 20, 4, 128, 300)
+    mask = mask_of(4, 300, free=100)
+    run = partial(decode, *states, mask, 0.1, *heads)
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    mask.copy_(mask_of(4, 300))
+    graph.replay()
+    assert output.equal(run())
+
+
+# Whole models
+
+
+@needs_triton
+@pytest.mark.one_of(2)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["window", "llama"])
+def test_models(name, cache, monkeypatch):
+    """Decode a token with an "iha" model within a window, and with an interleaved decoder, after left padding."""
+    calls = []
+    monkeypatch.setattr(interleaving, "decode", lambda *arguments: calls.append(1) or decode(*arguments))
+    monkeypatch.setattr(interleaving, "kernels_decode", lambda *_: True)  # in float32, and on a CPU
+    if name == "llama":
+        model = train_mixing(interleave_heads(decoder("llama", num_hidden_layers=2), 2))
+    else:
+        model = geometry_model(name)
+    input_ids, mask = random_ids(2, 12).to(DEVICE), torch.ones(2, 12, dtype=torch.long, device=DEVICE)
+    mask[0, :3] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    set_core(model.to(DEVICE), "sdpa")
+    past = StaticCache(model.config, max_cache_len=16) if cache == "static" else DynamicCache(config=model.config)
+    with torch.no_grad():
+        expected = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
+        inputs = {"attention_mask": mask[:, :-1], "position_ids": positions[:, :-1], CACHE: past}
+        model(input_ids[:, :-1], **inputs, use_cache=True)
+        assert not calls
+        set_core(model, "base")
+        inputs = {"attention_mask": mask, "position_ids": positions[:, -1:], CACHE: past}
+        actual = model(input_ids[:, -1:], **inputs, use_cache=True).logits[:, -1]
+    assert len(calls) == 2
+    assert (actual - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+# Launches
+
+
+NO_LAUNCH = ("_unsafe_view", "new_empty", "empty", "promote_types")
+
+
+class Launches(TorchDispatchMode):
+    """Count operators that launch a kernel on a GPU: those that return no view."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        name = operator.overloadpacket.__name__
+        is_view = any(result.alias_info and not result.alias_info.is_write for result in operator._schema.returns)
+        if not is_view and name not in NO_LAUNCH:
+            self.count[name] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+class Kernel:
+    """Take the place of a kernel, and count its launches."""
+
+    def __init__(self, name, count):
+        self.name, self.count = name, count
+
+    def __getitem__(self, grid):
+        return lambda *_, **__: self.count.update([self.name])
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Return a function that counts the launches of another one without gradients."""
+
+    @torch.no_grad()
+    def launches(function):
+        with Launches() as mode:
+            for name in ("scores_kernel", "norms_kernel", "shares_kernel", "parts_kernel"):
+                monkeypatch.setattr(triton_kernels, name, Kernel(name, mode.count))
+            function()
+        return mode.count.total()
+
+    return launches
+
+
+@pytest.mark.parametrize("num_pseudo_heads", [2, 4, 20])
+def test_launches(num_pseudo_heads, launches):
+    """Launch 6 instead of 34. Paired heads launch at most 14 and have no kernels of their own.
+
+    One operator may launch several kernels, such as `logsumexp`, which both plain formulas call."""
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    mixes = [empty(20, 20, num_pseudo_heads) for _ in range(3)]
+    rotation = (empty(num_pseudo_heads, 128), empty(num_pseudo_heads, 128))
+    heads = MixedHeads(*mixes, empty(20, num_pseudo_heads), rotation)
+    mask = empty(1, 1, num_pseudo_heads, 2049 * num_pseudo_heads, dtype=torch.bool)
+    states = (empty(1, 20, 1, 128), empty(1, 20, 2049, 128), empty(1, 20, 2049, 128), mask, 0.1)
+    assert launches(lambda: decode(*states, *heads)) == 6
+    assert launches(lambda: heads.attend_new_token(*states)) == 34
+    assert launches(lambda: PairedHeads(num_pseudo_heads).attend_new_token(*states)) <= 14
+
+
+def test_without_gradients_a_weight_is_one_launch(launches):
+    mixing = HeadMixing(20, 4)
+    assert launches(lambda: mixing(None)) == 1
+
+
+# The choice
+
+
+def test_gradients_and_float32_take_the_plain_formula(monkeypatch):
+    monkeypatch.setattr(triton_kernels, "kernels_take", lambda *_: True)
+    query = torch.empty(1, 4, 1, 16, dtype=torch.bfloat16)
+    q_mix = torch.empty(4, 4, 2)
+    assert not kernels_decode(query, q_mix)
+    with torch.no_grad():
+        assert kernels_decode(query, q_mix)
+        assert not kernels_decode(query.float(), q_mix)
+        assert not kernels_decode(query.repeat(1, 1, 1, 17), q_mix)
+
+
+# Compilation
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("architecture", "shapes"),
+    [
+        (90, [[20, 20, 4, 128, True]]),
+        *(pytest.param(architecture, "all", marks=pytest.mark.slow) for architecture in (80, 90, 120)),
+    ],
+)
+def test_no_kernel_spills_registers(architecture, shapes, tmp_path):
+    """Compile what launches compile on A100, H100 and consumer Blackwell, whose programs share at most 99 KiB.
+
+    A shape is heads, groups, P, head_dim, and whether the pseudo-heads rotate."""
+    if shapes == "all":
+        heads = [[20, 20, 2, 128, True], [20, 20, 20, 128, True], [32, 8, 2, 64, False]]
+        shapes = [*heads, [64, 64, 2, 128, True], [16, 8, 2, 256, True], [9, 3, 3, 80, False]]
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_ALWAYS_COMPILE": "1",
+        "TRITON_DUMP_PTXAS_LOG": "1",
+    }
+    environment |= {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, COMPILE, json.dumps([architecture, shapes])]
+    compiled = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    assert len(compiled) == 4 * len(shapes)
+    for kernel in compiled:
+        assert kernel["registers"] > 0 and kernel["spilled"] == 0 and kernel["shared"] <= 99 * 1024, kernel
