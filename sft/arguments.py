@@ -299,9 +299,9 @@ def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
 
 def chat_template(args: "TrainingArguments") -> str | None:
     """Return the text of the recipe's chat template, a .jinja file, or None if it names none. Raise `UserError`."""
-    path = args.chat_template_path
-    if path is None:
+    if args.chat_template_path is None:
         return None
+    path = os.path.expanduser(args.chat_template_path)
     if Path(path).suffix != ".jinja":  # TRL would take the name of a model
         raise UserError(f"chat_template_path: {path} is not a .jinja file.")
     return read_text(path, MAX_TEMPLATE)
