@@ -145,18 +145,6 @@ def kept_samples(rows: list[dict]) -> list[dict]:
     return kept
 
 
-def note_left_out(directory: Path, tasks: Iterable[str]) -> None:
-    """Print which tasks of an earlier report in `directory` will not be in that of these tasks."""
-    path = directory / "results.json"
-    earlier = read_json(path)["tasks"] if path.is_file() else {}
-    gone = [name for name in earlier if name not in tasks]
-    if gone:
-        print(
-            f"Note: the report will leave out {', '.join(gone)}, which the earlier one has. Their replies are in the "
-            "cache: add them to --tasks."
-        )
-
-
 def _checksums(directory: Path | None) -> dict[str, str]:
     """Return the SHA-256 of each data file in the directory `--data`."""
     if directory is None:
@@ -265,7 +253,6 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     record = {}
     if process.is_main_process:
         record = claim_output(args.output, identity)
-        note_left_out(args.output, tasks)
         note_missing_isolation(args.tasks)
     process.wait_for_everyone()
 

@@ -36,11 +36,11 @@ def new_parser(description: str, example: str) -> argparse.ArgumentParser:
 # Converters
 
 
-def converter_parser(description: str, example: str, source: str, destination: str) -> argparse.ArgumentParser:
+def converter_parser(description: str, example: str, source: str) -> argparse.ArgumentParser:
     """Return a parser of the positional arguments of a converter; the description is the docstring of the command."""
     parser = new_parser(description, example)
     parser.add_argument("source", help=source)
-    parser.add_argument("destination", type=os.path.expanduser, help=f"new directory for {destination}")
+    parser.add_argument("destination", type=os.path.expanduser, help="new directory for the converted checkpoint")
     return parser
 
 
@@ -70,7 +70,6 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "computes. Model types of sources: llama, ministral, mistral, qwen2, qwen3, smollm3.",
         "HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2",
         "source checkpoint: a directory, a Hub id or a GGUF file",
-        "the converted checkpoint",
     )
     add = parser.add_argument
     # `check_attention` says why another kind is rejected.

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import torch
-import yaml
 from annotated_types import Ge, Interval
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -297,26 +296,6 @@ def _short(number: float) -> str:
 
 
 # Changes by an evaluation or a publication
-
-
-def with_metadata(card: str, name: str, value: str, source: str | os.PathLike = "the card") -> str:
-    """Return a `card` with one more line of metadata, which may have stood there without a value.
-
-    Everything else stays as it is: a `ModelCard` would drop comments and read version 1.10 as 1.1. Raise `UserError`
-    if the metadata of `source` is written in a way that takes no such line.
-    """
-    line = yaml.safe_dump({name: value}, allow_unicode=True, width=math.inf).rstrip("\n")
-    block = REGEX_YAML_BLOCK.search(card)
-    if block is None:
-        return f"---\n{line}\n---\n{card}"
-    end = "\r\n" if block[3].startswith("\r\n") else "\n"
-    stated, without_value = re.subn(rf"(?m)^{name}:[^\r\n]*", lambda _: line, block[2], count=1)
-    entries = stated if without_value else f"{block[2]}{end}{line}"
-    edited = card[: block.start(2)] + entries + card[block.end(2) :]
-    with suppress(UserError):
-        if metadata(edited, source).get(name) == value:
-            return edited
-    raise UserError(f"{source} takes no line {line!r} at the end of its metadata: add it there by hand.")
 
 
 def with_name(card: str, name: str) -> str:

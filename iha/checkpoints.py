@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -48,8 +47,6 @@ from iha.sources import LOADED, find_source
 # The names of tokenizer files start with one of these (Transformers, SentencePiece, BPE and Mistral).
 TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 
-MAX_LAYERS = 10_000  # a damaged config.json may ask for lists that fill the memory
-
 # A part of the advice of other libraries that no command here can follow -> the text that replaces the advice. No path
 # holds it by accident.
 _ADVICE = {
@@ -60,24 +57,6 @@ _ADVICE = {
     "Weights only load failed": "it is damaged, or a pickle of more than tensors, which is not read because it could "
     "run any code",
 }
-
-
-class _Entries(TypedDict, total=False):
-    """Bound the entries of a config.json by which lists are made as soon as it is read."""
-
-    num_hidden_layers: Annotated[int, Field(le=MAX_LAYERS)] | None
-    num_labels: Annotated[int, Field(le=100_000)] | None
-
-
-_Tokens = int | list[int] | None
-
-
-class _Generation(TypedDict, total=False):
-    """Hold the entries of a generation_config.json that Transformers does not check."""
-
-    bos_token_id: _Tokens
-    eos_token_id: _Tokens
-    pad_token_id: _Tokens
 
 
 class _Index(TypedDict):
@@ -156,7 +135,7 @@ def load_config_dict(source: str | os.PathLike, revision: str | None = None) -> 
     with _refusing(f"{source} has no usable configuration"):
         if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
             raise UserError(f"it holds no {CONFIG_NAME}.")
-        entries = read_json(str(cached_file(location, CONFIG_NAME, revision=revision)), _Entries)
+        entries = read_json(str(cached_file(location, CONFIG_NAME, revision=revision)))
         if elsewhere := code_elsewhere(entries):
             what = ", ".join(elsewhere)
             raise UserError(f"{what} would load what is not in the checkpoint. Remove this from its {CONFIG_NAME}.")
@@ -192,7 +171,7 @@ def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None
     location = find_source(source).location
     with _refusing(f"{source} has no usable {GENERATION_CONFIG_NAME}"):
         file = _optional_file(location, GENERATION_CONFIG_NAME)
-        return None if file is None else GenerationConfig.from_dict(read_json(file, _Generation))
+        return None if file is None else GenerationConfig.from_dict(read_json(file))
 
 
 def _check_index(location: str) -> None:

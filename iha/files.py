@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
@@ -300,37 +299,8 @@ def read_json(path: str | os.PathLike, shape: Any = dict) -> Any:
     """Return what a JSON file holds, of the types that `shape` names: see `typed`. Raise `UserError`."""
     text = read_text(path, MAX_TEXT)
     with refusing(f"{path} cannot be read as JSON", ValueError, RecursionError):
-        content = json.loads(text, object_pairs_hook=unique_keys)
+        content = json.loads(text)
     return typed(content, shape, path)
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of an object as a dictionary.
-
-    Raise `ValueError` for a key given twice, of which JSON and YAML would silently keep the last.
-    """
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        raise ValueError(f"the key {next(key for key in counts if counts[key] > 1)!r} is given twice")
-    return content
-
-
-class UniqueKeyLoader(yaml.SafeLoader):
-    """Reject a key that is there twice, of which PyYAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        unique_keys([(key.value, value) for key, value in node.value if isinstance(key, yaml.ScalarNode)])
-        return super().construct_mapping(node, deep)
-
-
-class _PlainLoader(UniqueKeyLoader):
-    """Also reject aliases, by which a small file of a stranger could fill the memory."""
-
-    def compose_node(self, parent: yaml.Node, index: Any) -> yaml.Node:
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("an alias (*name) could stand for any number of values: write its value out")
-        return super().compose_node(parent, index)
 
 
 def read_yaml(path: str | os.PathLike, shape: Any = Any) -> Any:
@@ -343,7 +313,7 @@ def parse_yaml(text: str, source: str | os.PathLike, shape: Any = Any) -> Any:
     if len(text) > MAX_YAML:
         raise UserError(f"{source} has more than {MAX_YAML:,} characters of YAML: expected fewer.")
     with refusing(f"{source} cannot be read as YAML", ValueError, RecursionError, yaml.YAMLError):
-        content = yaml.load(text, Loader=_PlainLoader)
+        content = yaml.safe_load(text)
     return typed(content, shape, source)
 
 
@@ -364,7 +334,7 @@ def _row(line: bytes, source: str, shape: Any) -> dict:
     # Numbers of too many digits and objects too deep for Python are not JSONDecodeErrors.
     with refusing(f"{source} is no object of JSON in UTF-8", ValueError, RecursionError):
         # Some editors begin a file with a byte order mark.
-        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique_keys)
+        row = json.loads(line.decode("utf-8-sig"))
     return typed(row, shape, source)
 
 

@@ -9,15 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import yaml
-from transformers import get_scheduler
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, TrlParser
 
 from iha.errors import UserError, refusing, similar
-from iha.files import UniqueKeyLoader, read_text
+from iha.files import read_text
 from sft.data import names_file
 
 
@@ -152,7 +150,8 @@ class RecipeParser(TrlParser):
         Raise `UserError` for a key that is unknown, unused or excluded by another, and for a number out of range.
         """
         words = sys.argv[1:] if argv is None else argv
-        _check_file(words)
+        if words[-1:] == ["--config"]:
+            raise UserError("--config: give the recipe's file.")
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
         if args.chat_template_path is not None:  # TRL reads it too
@@ -176,7 +175,6 @@ class RecipeParser(TrlParser):
                 raise UserError(f"{name}={value:g}: expected at least {least}.")
         self._check_choices(run, args)
         _check_adapters(run)
-        _check_schedule(args)
         _check_order(args)
         _check_saves(args)
         _check_data_keys(run, args)
@@ -219,19 +217,6 @@ def _value(name: str, run: RunArguments, args: "TrainingArguments") -> Any:
     return getattr(run, name) if hasattr(run, name) else getattr(args, name, None)
 
 
-def _check_file(words: Sequence[str]) -> None:
-    """Reject `--config` without a file, and a file with a key that is there twice. Raise `UserError`."""
-    if "--config" not in words:
-        return
-    following = list(words[words.index("--config") + 1 :])
-    if not following:
-        raise UserError("--config: give the recipe's file.")
-    path = Path(following[0])
-    if path.is_file():  # a pipe can be read only once, and TRL reads it
-        with refusing(f"{path} cannot be read as YAML", ValueError, yaml.YAMLError), open(path, "rb") as file:
-            yaml.load(file, Loader=UniqueKeyLoader)
-
-
 def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
     """Keep one start, a checkpoint or a preset. A start on the command line replaces the recipe's.
 
@@ -268,18 +253,6 @@ def _check_adapters(run: RunArguments) -> None:
             f"{', '.join(given)}: without effect, as there are no adapters: set use_peft to true, or remove what is "
             "named here."
         )
-
-
-def _check_schedule(args: "TrainingArguments") -> None:
-    """Reject options that the schedule of the learning rate does not take. Raise `UserError`."""
-    schedule = args.lr_scheduler_type
-    options = args.lr_scheduler_kwargs
-    what = f"lr_scheduler_type {schedule} with lr_scheduler_kwargs {options}"
-    if options and schedule in ("constant", "constant_with_warmup"):
-        raise UserError(f"{what}: this schedule has no options.")
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
-    with refusing(what, TypeError, ValueError):
-        get_scheduler(schedule, optimizer, 0, 1, options)
 
 
 def _check_order(args: "TrainingArguments") -> None:
@@ -328,13 +301,10 @@ def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
 
 
 def chat_template(args: "TrainingArguments") -> str | None:
-    """Return the text of the recipe's chat template, or None if it names none."""
-    path = args.chat_template_path
-    return None if path is None else read_chat_template(os.path.expanduser(path))
-
-
-def read_chat_template(path: str) -> str:
-    """Return the chat template in the .jinja file `path`, and reject one that cannot be read."""
+    """Return the text of the recipe's chat template, a .jinja file, or None if it names none. Raise `UserError`."""
+    if args.chat_template_path is None:
+        return None
+    path = os.path.expanduser(args.chat_template_path)
     if Path(path).suffix != ".jinja":  # TRL would take the name of a model
         raise UserError(f"chat_template_path: {path} is not a .jinja file.")
     return read_text(path, MAX_TEMPLATE)

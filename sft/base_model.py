@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 import torch
 from peft import LoraConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
-from trl import get_peft_config
+from transformers.utils.generic import is_flash_attention_requested
+from trl import SFTConfig, get_peft_config
 
 from iha.checkpoints import (
     end_tokens,
@@ -25,11 +26,14 @@ from iha.flops import virtual_tokens_per_token
 from iha.kinds import is_interleaved, own_modules
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, mixing_parameters, set_mixing_scale
 from modeling_iha.modeling_iha import IHARotaryEmbedding
+from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import RunArguments, chat_template
 from sft.data import rendering
 from sft.make_model import config_of, start_tokenizer
 
 
+# Cores that keep packed documents apart, besides the flash cores.
+ISOLATING_CORES = ("eager", "sdpa", "flex_attention")
 # Keys of a recipe that change the configuration of the base model.
 CONFIG_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window")
 # Keys of a recipe that say how `num_pseudo_heads` interleaves a plain base model.
@@ -161,10 +165,51 @@ def random_model(run: RunArguments, config: IHAConfig, seed: int) -> IHAForCausa
     return IHAForCausalLM(config).to(getattr(torch, run.dtype))
 
 
-def prepare_model(
-    run: RunArguments, args: TrainingArguments, config: PreTrainedConfig
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model of `load_base_model`, and its tokenizer with the recipe's chat template. Raise `UserError`."""
+def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
+    """Refuse an attention core or a model that is not known to keep packed documents apart. Raise `UserError`."""
+    if not (args.packing or args.padding_free):
+        return
+    core = core_of(model.config._attn_implementation)
+    if core not in ISOLATING_CORES and not is_flash_attention_requested(requested_attention_implementation=core):
+        raise UserError(
+            f"packing with attn_implementation={core!r} is not known to keep documents apart: use one of "
+            f"{', '.join(ISOLATING_CORES)} or a flash core, or set packing to false."
+        )
+    if core not in ("eager", "sdpa") or model.device.type == "meta":
+        return  # other cores may need a GPU, on which the model is not yet, and other processes may have the weights
+    with refusing("packing", ValueError, TypeError):
+        are_apart = keeps_documents_apart(model)
+    if not are_apart:
+        raise UserError(
+            f"packing: documents that are packed would attend to one another in this {model.config.model_type!r} "
+            "model, which does not tell them by position_ids: set packing and padding_free to false."
+        )
+
+
+@torch.no_grad()
+def keeps_documents_apart(model: PreTrainedModel) -> bool:
+    """Return whether the second of two packed documents does not depend on the tokens of the first."""
+    length = 8
+    vocabulary = model.get_input_embeddings().num_embeddings
+    second = torch.arange(2, 2 + length) % vocabulary
+    position_ids = torch.arange(length, device=model.device).repeat(2)[None]
+    was_training = model.training
+    model.eval()  # without dropout
+    found = []
+    for shift in (5, 17):
+        first = (second + shift) % vocabulary
+        tokens = torch.cat((first, second))[None].to(model.device)
+        logits = model(input_ids=tokens, position_ids=position_ids, use_cache=False).logits
+        found.append(logits[:, length:].float())
+    model.train(was_training)
+    # Other tokens may share an expert or a product, so the last bits may differ.
+    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
+    return bool((found[0] - found[1]).abs().max() <= tolerance * found[0].abs().max())
+
+
+def prepare_model(run: RunArguments, args: SFTConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model that a run trains, and its tokenizer with the recipe's chat template. Raise `UserError`."""
+    config = run_config(run, args)
     template = chat_template(args)
     say = args.distributed_state.print
     must_interleave = interleaves(config, run)
@@ -198,6 +243,7 @@ def prepare_model(
         raise UserError("the tokenizer has neither an end token nor a padding token: set its eos_token.")
     if template is not None:
         tokenizer.chat_template = template
+    check_packing(model, args)
     return model, tokenizer
 
 

@@ -2,19 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 from datasets import load_dataset_builder
 from transformers import TrainingArguments
-from transformers.utils import CONFIG_NAME, cached_file
-from transformers.utils.hub import extract_commit_hash
 from typing_extensions import TypedDict
 
-from iha.checkpoints import load_config_dict
+from iha.checkpoints import fingerprint
 from iha.errors import UserError
 from iha.files import current_commit, file_sha256, read_json
 from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
@@ -22,7 +19,7 @@ from sft.base_model import start_config
 from sft.data import MIXTURES, loading, sources
 from sft.make_model import start_tokenizer
 from sft.trainer import RECORD
-from sft.training_rows import check_held_out, check_splits, evaluation_source
+from sft.training_rows import check_splits
 
 
 Section = dict[str, Any]
@@ -33,7 +30,7 @@ class Record(TypedDict):
 
     base_model: Section
     data: Section
-    held_out: NotRequired[Section]  # missing from older records
+    held_out: Section
     recipe: Section
     processes: int
     commit: str
@@ -41,8 +38,6 @@ class Record(TypedDict):
 
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-# The files of a checkpoint that decide on the model and its tokens. A card or a log next to them does not.
-_MODEL_FILES = ("*.safetensors", "pytorch_model*.bin", "*.json", "*.jinja", "*.model", "*.txt")
 # Keys that a record leaves out: paths on this machine, keys that other sections record, and keys that nothing reads.
 _UNRECORDED = {
     "model_name_or_path",
@@ -112,13 +107,6 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     check_splits(run, args)
     data = identify_data(run.dataset_name, run.dataset_config)
     held_out = identify_data(run.eval_dataset_name) if run.eval_dataset_name else {}
-    if "sha256" in held_out:
-        for part, _ in sources(run.dataset_name):
-            if not Path(part).exists():
-                continue  # a dataset of the Hub is not a copy of local files
-            identity = data if part == run.dataset_name else identify_data(part)
-            if identity == held_out:  # a copy under another name
-                check_held_out(evaluation_source(run, args)._replace(name=part), run)
     # `to_dict` masks what may be a password, and takes the names of special tokens for one.
     tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if hasattr(args, name)}
     keys = asdict(run) | args.to_dict() | tokens
@@ -147,9 +135,6 @@ def compare_records(record: Record, checkpoint: Path) -> None:
             "it."
         )
     kept = read_json(checkpoint / RECORD, Record)
-    for name in ("eos_token", "pad_token"):
-        if kept["recipe"].get(name) == f"<{name.upper()}>":  # masked by an earlier version
-            kept["recipe"][name] = record["recipe"].get(name)
     _refuse_changes(kept, record, checkpoint)
     _print_changes(kept, record)
 
@@ -163,9 +148,7 @@ def _refuse_changes(kept: Record, record: Record, checkpoint: Path) -> None:
                 "output_dir, or give this run what it began with."
             )
     for name in fixed_keys(record):
-        if name not in kept["recipe"] or name not in record["recipe"]:  # of another trainer or an earlier version
-            continue
-        then, now = (each["recipe"][name] for each in (kept, record))
+        then, now = (each["recipe"].get(name) for each in (kept, record))
         if _as_words(then) != _as_words(now):
             raise UserError(
                 f"{name}: the run began with {then} and cannot go on with {now}. Set it back, or start another run "
@@ -186,7 +169,7 @@ def _refuse_changes(kept: Record, record: Record, checkpoint: Path) -> None:
 
 def _print_changes(kept: Record, record: Record) -> None:
     """Print what differs between a record that is kept and that of the run that goes on."""
-    if kept.get("held_out", record["held_out"]) != record["held_out"]:
+    if kept["held_out"] != record["held_out"]:
         print("Note: the rows to evaluate on differ from those of before.", flush=True)
     if kept["processes"] != record["processes"]:
         print(f"Note: this run began with {kept['processes']} processes and continues with {record['processes']}.")
@@ -225,24 +208,13 @@ def rows_of_a_step(record: Record) -> int:
     return recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] * record["processes"]
 
 
-def identify_start(run: RunArguments, args: TrainingArguments) -> dict[str, str | None]:
-    """Return the name and the hash or commit of the checkpoint or random weights that a run starts from."""
+def identify_start(run: RunArguments, args: TrainingArguments) -> dict[str, str]:
+    """Return the name of the checkpoint or random weights that a run starts from, and what tells them from others."""
     if not run.preset:
-        return {"name": run.model_name_or_path, **identify_model(run.model_name_or_path)}
+        return {"name": run.model_name_or_path, "fingerprint": fingerprint(run.model_name_or_path)}
     start = [start_config(run).to_dict(), start_tokenizer(run.tokenizer).get_vocab(), args.seed]
     content = json.dumps(start, sort_keys=True, default=str)
     return {"name": f"preset {run.preset}", "sha256": hashlib.sha256(content.encode()).hexdigest()}
-
-
-def identify_model(source: str) -> dict[str, str | None]:
-    """Return the hash of a local checkpoint's files, or the commit of one on the Hub."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        return {"sha256": file_sha256(path)}
-    load_config_dict(source)
-    if path.is_dir():
-        return {"sha256": _hash_files(path, {file for pattern in _MODEL_FILES for file in path.glob(pattern)})}
-    return {"commit": extract_commit_hash(cached_file(source, CONFIG_NAME), None)}
 
 
 def identify_data(name: str, config: str | None = None) -> dict[str, str | None]:
@@ -259,11 +231,8 @@ def identify_data(name: str, config: str | None = None) -> dict[str, str | None]
     if path.is_file():
         return {"sha256": file_sha256(path)}
     if path.exists():
-        return {"sha256": _hash_files(path, (file for file in path.rglob("*") if file.is_file()))}
+        files = (file for file in path.rglob("*") if file.is_file())
+        lines = sorted(f"{file_sha256(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
+        return {"sha256": hashlib.sha256("".join(lines).encode()).hexdigest()}
     with loading(name, config):
         return {"revision": load_dataset_builder(name, config).hash}
-
-
-def _hash_files(directory: Path, files: Iterable[Path]) -> str:
-    lines = sorted(f"{file_sha256(file)}  {file.relative_to(directory).as_posix()}\n" for file in files)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()

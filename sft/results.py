@@ -133,5 +133,5 @@ def is_untrained(source: str) -> bool:
 
 
 def _identity(section: Section) -> str:
-    kind = next(name for name in ("sha256", "commit", "revision") if name in section)
+    kind = next(name for name in ("fingerprint", "sha256", "revision") if name in section)
     return f"{'SHA-256' if kind == 'sha256' else kind} {section[kind]}"

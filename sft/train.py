@@ -16,17 +16,19 @@ from iha.errors import UserError, check_packages, run_cli
 if __name__ == "__main__":
     run_cli(lambda: check_packages("datasets", "peft", "trl"))
 
-from datasets import IterableDataset
-from transformers import PreTrainedConfig
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from iha.model_cost import flops_of_a_token
 from modeling_iha import IHAConfig
 from sft.arguments import RecipeParser, RunArguments
-from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_of_turn
+from sft.base_model import lora_config, prepare_model, stop_at_end_of_turn
+from sft.data import Rows
 from sft.run import begun, train
 from sft.trainer import SFTRecipeTrainer
-from sft.training_rows import are_texts, check_length, check_packing, check_rows, training_rows, whole_text_bytes
+from sft.training_rows import are_texts, check_length, check_rows, training_rows, whole_text_bytes
 
 
 USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
@@ -43,13 +45,19 @@ example:
 """
 
 
-def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
-    """Load the model and rows of a recipe and build its trainer. Raise `UserError`."""
-    model, tokenizer = prepare_model(run, args, run_config(run, args))
-    check_packing(model, args)
-    peak = None if run.peak_tflops is None else peak_tokens_per_second(model.config, run, args)
-    adapters = lora_config(run, model)
-    train_rows, eval_rows = training_rows(run, args, tokenizer)
+def build_trainer(
+    run: RunArguments,
+    args: SFTConfig,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    adapters: LoraConfig | None,
+    rows: tuple[Rows, Dataset | None],
+) -> SFTRecipeTrainer:
+    """Build the trainer of a recipe from its model, its adapters, and the rows to train and to evaluate on.
+
+    Raise `UserError`.
+    """
+    train_rows, eval_rows = rows
     if not are_texts(train_rows.features):
         stop_at_end_of_turn(model, tokenizer, args.distributed_state.print)
     trainer = SFTRecipeTrainer(
@@ -68,7 +76,8 @@ def build_trainer(run: RunArguments, args: SFTConfig) -> SFTRecipeTrainer:
     # Bits per byte need the plain loss of the tokens.
     is_plain = args.loss_type == "nll" and args.label_smoothing_factor == 0 and not trainer.aux_loss_enabled
     trainer.eval_bytes = whole_text_bytes(eval_rows, args) if is_plain else None
-    trainer.count_tokens.peak_tokens_per_second = peak
+    if run.peak_tflops is not None:
+        trainer.count_tokens.peak_tokens_per_second = peak_tokens_per_second(model.config, run, args)
     return trainer
 
 
@@ -87,7 +96,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     run, args = RecipeParser(SFTConfig, USAGE).parse(argv)
     check_rows(run, args)
     with begun(run, args) as checkpoint:
-        train(build_trainer(run, args), run, checkpoint)
+        model, tokenizer = prepare_model(run, args)
+        adapters = lora_config(run, model)
+        rows = training_rows(run, args, tokenizer)
+        train(build_trainer(run, args, model, tokenizer, adapters, rows), run, checkpoint)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,13 @@ import re
 from pathlib import Path
 
 import numpy as np
-import torch
 from accelerate import PartialState
-from datasets import Dataset, Features, IterableDataset, Value, get_dataset_default_config_name
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
-from transformers.utils.generic import is_flash_attention_requested
+from datasets import Dataset, Features, IterableDataset, Value
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
-from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import RunArguments, evaluates
 from sft.data import (
     Rows,
@@ -23,14 +20,9 @@ from sft.data import (
     check_split,
     is_one_row,
     load_rows,
-    loading,
     mix,
     sources,
 )
-
-
-# Cores that keep packed documents apart, besides the flash cores.
-ISOLATING_CORES = ("eager", "sdpa", "flex_attention")
 
 
 def check_rows(run: RunArguments, args: SFTConfig) -> None:
@@ -121,8 +113,9 @@ def evaluation_source(run: RunArguments, args: TrainingArguments) -> RowSource |
 def _share_rows(one: RowSource, other: RowSource) -> bool:
     """Return whether two sources are known to have rows in common.
 
-    Two different slices of a split are not compared."""
-    if _place(one) != _place(other) or not _same_config(one, other):
+    Two different slices of a split are not compared, and neither is the default configuration with its name.
+    """
+    if (_place(one), one.config) != (_place(other), other.config):
         return False
     for part in one.split.split("+"):  # a split may be a sum of slices, such as train[:10%]+test
         for other_part in other.split.split("+"):
@@ -138,15 +131,6 @@ def _place(source: RowSource) -> str | Path:
     """Return where a dataset is, in one way for all names of a file."""
     path = Path(source.name)
     return path.resolve() if path.exists() else source.name
-
-
-def _same_config(one: RowSource, other: RowSource) -> bool:
-    """Return whether two sources of one dataset have the same configuration: none that is named is the default."""
-    if one.config == other.config:
-        return True
-    with loading(one.name, None):
-        default = get_dataset_default_config_name(one.name)
-    return (one.config or default) == (other.config or default)
 
 
 def check_splits(run: RunArguments, args: TrainingArguments) -> None:
@@ -170,48 +154,6 @@ def check_held_out(held_out: RowSource, run: RunArguments) -> None:
         raise UserError(
             f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set eval_size."
         )
-
-
-def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
-    """Reject an attention core or a model that is not known to keep packed documents apart. Raise `UserError`."""
-    if not (args.packing or args.padding_free):
-        return
-    core = core_of(model.config._attn_implementation)
-    if core not in ISOLATING_CORES and not is_flash_attention_requested(requested_attention_implementation=core):
-        raise UserError(
-            f"packing with attn_implementation={core!r} is not known to keep documents apart: use one of "
-            f"{', '.join(ISOLATING_CORES)} or a flash core, or set packing to false."
-        )
-    if core not in ("eager", "sdpa") or model.device.type == "meta":
-        return  # other cores may need a GPU, on which the model is not yet, and other processes may have the weights
-    with refusing("packing", ValueError, TypeError):
-        are_apart = keeps_documents_apart(model)
-    if not are_apart:
-        raise UserError(
-            f"packing: documents that are packed would attend to one another in this {model.config.model_type!r} "
-            "model, which does not tell them by position_ids: set packing and padding_free to false."
-        )
-
-
-@torch.no_grad()
-def keeps_documents_apart(model: PreTrainedModel) -> bool:
-    """Return whether the second of two packed documents does not depend on the tokens of the first."""
-    length = 8
-    vocabulary = model.get_input_embeddings().num_embeddings
-    second = torch.arange(2, 2 + length) % vocabulary
-    position_ids = torch.arange(length, device=model.device).repeat(2)[None]
-    was_training = model.training
-    model.eval()  # without dropout
-    found = []
-    for shift in (5, 17):
-        first = (second + shift) % vocabulary
-        tokens = torch.cat((first, second))[None].to(model.device)
-        logits = model(input_ids=tokens, position_ids=position_ids, use_cache=False).logits
-        found.append(logits[:, length:].float())
-    model.train(was_training)
-    # Other tokens may share an expert or a product, so the last bits may differ.
-    tolerance = 1e-4 if model.dtype == torch.float32 else 2e-2
-    return bool((found[0] - found[1]).abs().max() <= tolerance * found[0].abs().max())
 
 
 def training_rows(

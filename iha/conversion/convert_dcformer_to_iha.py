@@ -17,21 +17,13 @@ from transformers import GenerationConfig, PreTrainedConfig
 from typing_extensions import TypedDict
 
 from iha.arguments import converter_parser
-from iha.checkpoints import MAX_LAYERS, check_finite, load_config_dict, load_generation_config, load_weights
+from iha.checkpoints import check_finite, load_config_dict, load_generation_config, load_weights
 from iha.errors import UserError
 from iha.files import typed
 from iha.sources import find_source
 from modeling_iha import IHAConfig, IHAForCausalLM
 
-from .shared import (
-    Size,
-    build,
-    check_known,
-    describe,
-    new_config,
-    read_tokenizer,
-    write_checkpoint,
-)
+from .shared import Size, build, check_known, describe, new_config, read_tokenizer, write_checkpoint
 
 
 # Field of a DCFormer's config -> IHA's, where the names differ, and those of the same name.
@@ -63,7 +55,7 @@ class Entries(TypedDict):
     vocab_size: Size
     dim: Size
     intermediate_size: Size
-    n_layer: Annotated[Size, Field(le=MAX_LAYERS)]
+    n_layer: Size
     n_head: Size
     block_size: Size
     mgate_dim: Size
@@ -264,10 +256,6 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = converter_parser(
-        __doc__,
-        "Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha",
-        "source checkpoint: a directory or a Hub id",
-        "the converted checkpoint",
-    )
+    example = "Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha"
+    parser = converter_parser(__doc__, example, "DCFormer checkpoint: a directory or a Hub id")
     convert(**vars(parser.parse_args(argv)))

@@ -14,15 +14,7 @@ from iha.arguments import add_dtype, converter_parser
 from iha.errors import UserError
 from modeling_iha import IHAConfig, IHAForCausalLM
 
-from .shared import (
-    SHARED_FIELDS,
-    build,
-    check_fields,
-    describe,
-    new_config,
-    read_source,
-    write_checkpoint,
-)
+from .shared import SHARED_FIELDS, build, check_fields, describe, new_config, read_source, write_checkpoint
 
 
 def iha_config(source: PreTrainedConfig) -> IHAConfig:
@@ -63,11 +55,7 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: st
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = converter_parser(
-        __doc__,
-        "kajuma/DiffLlama-0.3B-handcut diff-iha",
-        "DiffLlama checkpoint: a directory or a Hub id",
-        "the converted checkpoint",
-    )
+    example = "kajuma/DiffLlama-0.3B-handcut diff-iha"
+    parser = converter_parser(__doc__, example, "DiffLlama checkpoint: a directory or a Hub id")
     add_dtype(parser)
     convert(**vars(parser.parse_args(argv)))

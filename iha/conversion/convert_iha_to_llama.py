@@ -19,14 +19,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing_weights import state_with_values
 
 from .architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
-from .shared import (
-    SHARED_FIELDS,
-    build,
-    check_iha,
-    new_config,
-    read_source,
-    write_checkpoint,
-)
+from .shared import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
 
 
 @torch.no_grad()
@@ -155,11 +148,6 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: st
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = converter_parser(
-        __doc__,
-        "smollm2-iha smollm2-again",
-        "IHA checkpoint: a directory or a Hub id",
-        "the stock checkpoint",
-    )
+    parser = converter_parser(__doc__, "smollm2-iha smollm2-again", "IHA checkpoint: a directory or a Hub id")
     add_dtype(parser)
     convert(**vars(parser.parse_args(argv)))

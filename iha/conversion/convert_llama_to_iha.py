@@ -22,15 +22,7 @@ from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
 
 from .architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
-from .shared import (
-    SHARED_FIELDS,
-    Size,
-    build,
-    describe,
-    new_config,
-    read_source,
-    write_checkpoint,
-)
+from .shared import SHARED_FIELDS, Size, build, describe, new_config, read_source, write_checkpoint
 
 
 def iha_config(

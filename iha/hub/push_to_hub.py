@@ -15,7 +15,7 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 
 from iha.arguments import check_push, push_arguments
-from iha.cards import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_metadata, with_name
+from iha.cards import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_name
 from iha.checkpoints import load_config
 from iha.errors import UserError
 from iha.files import checked, expanded, read_text, signals_as_interrupts
@@ -177,7 +177,8 @@ def completed_card(source: str | os.PathLike, repo_id: str, license: str | None,
         if stated is not None and value is not None and stated not in (value, [value]):
             raise UserError(f"{path} states {name} {stated!r}, and {option} says {value!r}: correct one of them.")
         if stated is None and (name, value) != ("base_model", "none"):
-            text = with_metadata(text, name, value, path)
+            card.data[name] = value
+            text = str(card)
     return with_name(text, repo_id)
 
 

@@ -75,12 +75,10 @@ def convert(output: Path) -> Made:
 
 def train_tiny(output: Path) -> Made:
     """Train a tiny model of "iha" layers from scratch on the bytes of a story."""
-    untrained = output / "untrained"
     run = output / "run"
-    run_command(untrained, "research.checkpoints.untrained", "iha", untrained)
     # In the Year 2889, a short story by Jules Verne.
     story = Path(find_spec("reasoning_gym").origin).parent / "data" / "in_the_year_2889.txt"
-    what = ("--model_name_or_path", untrained, "--dataset_name", story, "--output_dir", run)
+    what = ("--dataset_name", story, "--output_dir", run)
     run_command(run / "final", "sft.train", "--config", "model_cards/tiny.yaml", *what)
     results = evaluated(run / "final", output / "evaluation", 256)
     return Made(run / "final", results, {"training": training(run)})

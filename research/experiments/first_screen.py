@@ -15,7 +15,7 @@ from iha.errors import ROOT, run_cli
 from iha.files import read_json
 from research.benchmarks.options import RESULTS as BENCHMARKS
 from research.experiments.options import RESULTS
-from research.experiments.study import interval
+from research.experiments.study import plot_losses
 
 
 TABLES = [RESULTS / "paired_heads.json", BENCHMARKS / "gpu" / "nvidia-h100-80gb-hbm3" / "gpu.json"]
@@ -44,12 +44,8 @@ def plot(losses: dict, gpu: dict) -> Figure:
     for index, (label, (variant, form)) in enumerate(LINES.items()):
         style = {"color": f"C{index}", "label": label}
         steps = [point[0] for point in losses["runs"][variant][0]]
-        spreads = [interval([point[1] for point in points]) for points in zip(*losses["runs"][variant])]
-        low, mean, high = ([s["mean"] + sign * s["half_width"] for s in spreads] for sign in (-1, 0, 1))
         for axes, cost in ((by_steps, 1), (by_time, losses["step_seconds"][variant])):
-            places = [step * cost for step in steps]
-            axes.plot(places, mean, **style)
-            axes.fill_between(places, low, high, color=style["color"], alpha=0.2, linewidth=0)
+            plot_losses(axes, [step * cost for step in steps], losses["runs"][variant], **style)
         points = [(row["tokens"] / 1024, row["ratios"][form]) for row in trained]
         by_context.plot(*zip(*points), marker="o", markersize=4, **style)
     for axes, label in ((by_steps, "training steps"), (by_time, "training CPU seconds, one thread")):

@@ -77,17 +77,16 @@ def text_sha256(text: torch.Tensor) -> str:
 def build(size: dict, **fields) -> IHAConfig:
     """Return the config of a variant at a size; with `windows` in `fields` four layers in five have one.
 
-    The layers with a window are of the kind that `attention_kinds` names, the others of `global_kind` or "mha".
+    The layers with a window are of the kind that `attention_kinds` names, the others of kind "mha".
     """
     fields = {"attention_kinds": "mha", **size["fields"], **fields}
     fields.pop("control", None)
-    global_kind = fields.pop("global_kind", "mha")
     heads = fields["num_attention_heads"]
     special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
     every = {"num_key_value_heads": heads, "num_pseudo_heads": heads, "max_position_embeddings": size["tokens"]}
     if windows := fields.pop("windows", None):
         fields["sliding_window"] = size["tokens"] // windows
-        fields["attention_kinds"] = [fields["attention_kinds"]] * 4 + [global_kind]
+        fields["attention_kinds"] = [fields["attention_kinds"]] * 4 + ["mha"]
         fields["layer_types"] = ["sliding_attention"] * 4 + ["full_attention"]
     return IHAConfig(**{**special, **every, **fields})
 

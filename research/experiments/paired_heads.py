@@ -8,8 +8,8 @@ one of the paper's schedule two. The table of ten variants and six seeds took ab
 
 - `wide_P_W` has ordinary attention in windows of N / W tokens, with positions times P in these layers. It is the
   control for the shorter windows and the wider positions of `paired_P`.
-- `paired_P` has windows of N / 16 virtual tokens, N / (16 P) tokens. `_twice` has windows twice as long, `_shared`
-  gives the heads of a token one position, and `_all` has paired heads in the global layer too.
+- `paired_P` has windows of N / 16 virtual tokens, N / (16 P) tokens. `_shared` gives the heads of a token
+  one position.
 - `iha_P` is the paper's schedule.
 
 After all variants have been trained, their training steps are timed in turn. The machine should be quiet then. The
@@ -53,7 +53,7 @@ from research.experiments.language_models import (
 )
 from research.experiments.options import protocol_parser
 from research.experiments.protocol import compare_tuned, new_model
-from research.experiments.study import begin, interval, run_once, write
+from research.experiments.study import begin, plot_losses, run_once, write
 
 
 def wide(windows: int, factor: int) -> dict:
@@ -75,17 +75,12 @@ VARIANTS: dict[str, dict] = {
     "wide_4_64": wide(64, 4),
     "paired_2": PAIRED_2,
     "paired_4": PAIRED_4,
-    "paired_4_twice": {**PAIRED_4, "windows": 32, "control": "paired_4"},
     "paired_4_shared": {**PAIRED_4, "pseudo_positions": "shared", "control": "paired_4"},
-    "paired_4_all": {**PAIRED_4, "global_kind": "paired_heads", "control": "paired_4"},
     "paired_8": PAIRED_8,  # for models with 8 heads
     "iha_2": {**SCHEDULE, "num_pseudo_heads": 2, "windows": 8, "control": "paired_2"},
     "iha_4": {**SCHEDULE, "num_pseudo_heads": 4, "windows": 32, "control": "paired_4"},
-    "iha_1": {"attention_kinds": "iha", "num_pseudo_heads": 1, "windows": 16},
-    "gated": {"attention_kinds": "gated", "windows": 16},
-    "diff_v2": {"attention_kinds": "diff_v2", "windows": 16},
 }
-USUAL = [name for name in VARIANTS if name not in ("paired_8", "iha_1", "gated", "diff_v2")]
+USUAL = [name for name in VARIANTS if name != "paired_8"]
 # The names that research/compare.py gives to variants
 ARMS: dict[str, dict] = {
     "windows": VARIANTS["global_local"],
@@ -114,9 +109,6 @@ LINES = {  # of the plot by time
     "paired_4": "paired heads in the windows, P = 4",
     "paired_8": "paired heads in the windows, P = 8",
     "iha_4": "the paper's schedule, P = 4",
-    "gated": "gated heads",
-    "diff_v2": "Differential V2",
-    "iha_1": "IHA, P = 1",
 }
 LINES |= {name: name for name in ARMS if name not in LINES}
 HIGHEST_LOSS = 2.7  # of the axis: all lines fall alike before. Losses that end above it are shown from the start.
@@ -202,13 +194,8 @@ def plot(table: dict) -> Figure:
     for name, label in LINES.items():
         if name not in table["step_seconds"]:  # not run, or not timed next to the others
             continue
-        steps = [point[0] for point in table["runs"][name][0]]
-        spreads = [interval([point[1] for point in at]) for at in zip(*table["runs"][name])]
-        seconds = [step * table["step_seconds"][name] for step in steps]
-        half = [each["half_width"] or 0.0 for each in spreads]
-        (line,) = by_time.plot(seconds, [each["mean"] for each in spreads], label=label)
-        low, high = ([each["mean"] + sign * h for each, h in zip(spreads, half)] for sign in (-1, 1))
-        by_time.fill_between(seconds, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+        seconds = [point[0] * table["step_seconds"][name] for point in table["runs"][name][0]]
+        plot_losses(by_time, seconds, table["runs"][name], label=label)
     lowest = min(row["loss"]["mean"] for row in table["rows"])
     clock = f"seconds on {table['gpu']}" if table.get("gpu") else "CPU seconds, one thread"
     by_time.set(xlabel=f"training {clock}", ylabel="held-out loss")

@@ -3,19 +3,15 @@
 By Theorems 1 and 3 of "Interleaved Head Attention" (Sections 3.1, 4.2 and B.2) the filter bank [X, A X, ...,
 A^(k-1) X] of a graph takes k heads, or ceil(sqrt(k)) heads with interleaving.
 
-Constructed: the package's own layer without softmax, with the weights of the proof, on Zachary's karate club, a grid
-and a random regular graph. It is compared with powers in exact integers. The table also gives the parameters that
-heads and pseudo-heads take as k grows.
-
-Learned: layers of both kinds, with 1 to k heads of one width and a linear readout, are trained on random X on a
-directed cycle, and tested on new X. This takes a few minutes of one core.
+The package's own layer without softmax, with the weights of the proof, computes it on Zachary's karate club, a grid
+and a random regular graph, and is compared with powers in exact integers. The table also gives the parameters that
+heads and pseudo-heads take as k grows. It takes some seconds.
 
 example: python -m research.experiments.polynomial_filters
 """
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 import networkx
 import numpy as np
@@ -26,11 +22,10 @@ from transformers import AttentionInterface
 
 from iha import plots
 from iha.errors import run_cli
-from iha.files import sole_writer
 from iha.flops import virtual_tokens_per_token
 from modeling_iha import IHAConfig, IHAModel
 from research.experiments.options import study_parser
-from research.experiments.study import begin, points, run_once, spread, write
+from research.experiments.study import begin, write
 
 
 GRAPHS = {
@@ -39,13 +34,7 @@ GRAPHS = {
     "random 4-regular": networkx.random_regular_graph(4, 32, seed=0),
 }
 FILTERS = (4, 9, 16, 25)  # k
-FEATURES = 3  # d, of the constructed layers
-# The learned layers
-CYCLE = networkx.cycle_graph(12, create_using=networkx.DiGraph)
-LEARNED_FILTERS = 9
-LEARNED_HEADS = {"mha": (1, 3, 5, 7, 8, 9), "iha": (1, 2, 3, 4)}
-STEPS = 1500
-BATCH = 16
+FEATURES = 3  # d
 
 
 def linear_core(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -203,67 +192,15 @@ def used_parameters(kind: str, nodes: int, features: int, k: int) -> int:
     return query_and_key + value + mixing
 
 
-class FilterLayer(nn.Module):
-    """Put a layer on [X, I], and a linear readout on the layer."""
-
-    def __init__(self, kind: str, heads: int, nodes: int):
-        super().__init__()
-        self.attention = BareAttention(kind, 1 + nodes, heads, nodes, initializer_range=0.1)
-        self.readout = nn.Linear(heads * nodes, LEARNED_FILTERS, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [batch, N, k] of features [batch, N, 1]."""
-        return self.readout(self.attention(embed(x, x.shape[1])))
-
-
-def learned(kind: str, heads: int, seeds: list[int]) -> dict:
-    """Train layers on random X on the directed cycle; return their mean squared errors on new X.
-
-    Every block of the target has a mean square of 1. Adam's rate falls along a cosine, and gradients are clipped to a
-    norm of 1.
-    """
-    filters = torch.tensor(np.stack([power.astype(np.float32) for power in powers(adjacency(CYCLE), LEARNED_FILTERS)]))
-    models = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        models.append(FilterLayer(kind, heads, len(CYCLE)))
-
-    def draw(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(len(seeds), rows, len(CYCLE), 1)
-        return x, torch.einsum("kij,sbjd->sbik", filters, x)
-
-    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in models]
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) for optimizer in optimizers]
-    for _ in range(STEPS):
-        for model, optimizer, schedule, x, target in zip(models, optimizers, schedules, *draw(), strict=True):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), target).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-    with torch.no_grad():
-        errors = [nn.functional.mse_loss(model(x), target).item() for model, x, target in zip(models, *draw(1024))]
-    return {"error": errors, "parameters": sum(weight.numel() for weight in models[0].parameters())}
-
-
 def plot(table: dict) -> Figure:
-    """Plot heads and parameters of the constructions, and the errors of learned layers by their parameters."""
-    rows = table["learned"]
-    counts = table["counts"]
-    message = "k filters of a graph take ceil(sqrt(k)) interleaved heads; learned ones leave less at fewer parameters"
-    figure, (heads, parameters, error) = plots.panels(message, 3, 3, 3.8)
+    """Plot heads and parameters of the constructions."""
+    figure, (heads, parameters) = plots.panels("k filters of a graph take ceil(sqrt(k)) interleaved heads", 2, 2, 3.8)
     for kind, style in (("mha", "C0o-"), ("iha", "C1s-")):
-        chosen = [row for row in counts if row["kind"] == kind]
+        chosen = [row for row in table["counts"] if row["kind"] == kind]
         heads.plot([row["k"] for row in chosen], [row["heads"] for row in chosen], style, label=kind)
         parameters.plot([row["k"] for row in chosen], [row["parameters"] for row in chosen], style, label=kind)
-        of_kind = [row for row in rows if row["kind"] == kind]
-        means, *errors = zip(*points([row["error"] for row in of_kind]))
-        places = [row["parameters"] for row in of_kind]
-        error.errorbar(places, means, yerr=errors, fmt=style, label=kind, capsize=2)
-    heads.set(title="constructed", xlabel="k", ylabel="heads (fewer is better)")
-    parameters.set(title="constructed", xlabel="k", ylabel="parameters, karate club (fewer is better)")
-    error.set(title=f"learned, k = {LEARNED_FILTERS}", xlabel="parameters", yscale="log")
-    error.set(ylabel="variance left, all seeds (lower is better)")
+    heads.set(xlabel="k", ylabel="heads (fewer is better)")
+    parameters.set(xlabel="k", ylabel="parameters, karate club (fewer is better)")
     return figure
 
 
@@ -296,16 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for k in FILTERS
     ]
-    rows = []
-    with sole_writer(args.output):
-        for kind, heads in ((kind, heads) for kind, of_kind in LEARNED_HEADS.items() for heads in of_kind):
-            name = "-".join(map(str, [kind, heads, "seeds", *args.seeds]))
-            compute = partial(learned, kind, heads, args.seeds)
-            found = run_once(args.output / f"{name}.json", compute, {"steps": STEPS})
-            rows.append({"kind": kind, "heads": heads, **found, "error": spread(found["error"])})
-    setting = {"features": FEATURES, "dtype_of_constructions": "float64", "seeds": args.seeds, "steps": STEPS}
-    tables = {"exactness": exactness, "counts": counts, "learned": rows}
-    write(args, plot, **setting, **tables)
+    write(args, plot, features=FEATURES, dtype="float64", seeds=args.seeds, exactness=exactness, counts=counts)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@
    `--most-seeds` below FEWEST_SEEDS is a number fixed before, which looks at no interval.
 4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
    loss for four budgets: equal steps, equal FLOPs within the windows, equal FLOPs as the paper of IHA counts them
-   (`counted_pairs` in iha/flops.py has both counts), and equal time on this machine. Rates are tuned for equal steps
-   alone. The dearer of two variants is read before its end, where a rate tuned for that many steps could be better
-   and where the running mean lags behind by a larger share of the run: these budgets favour the cheaper one.
+   (`counted_pairs` has both counts), and equal time on this machine. Rates are tuned for equal steps alone. The dearer
+   of two variants is read before its end, where a rate tuned for that many steps could be better and where the running
+   mean lags behind by a larger share of the run: these budgets favour the cheaper one.
 """
 
 import argparse

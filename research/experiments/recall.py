@@ -2,26 +2,24 @@
 
 Multi-query recall is the task by which attention is judged since Zoology (Arora et al., 2023); IHA claims multi-key
 retrieval with fewer heads. A row lists pairs of a key and a value, from two to `--pairs`, and then asks for keys until
-the row of 4 tokens for each of `--pairs` is full. A filler follows each asked key, because the value is not told. With
-`--grid` a key is two letters, neither of which tells the value alone.
+the row of 4 tokens for each of `--pairs` is full. A filler follows each asked key, because the value is not told.
 
-The models have two layers. In every variant but `mha_global` the first has a window of a key and its value, 2 tokens
-or with `--grid` 3, and so joins a value to the key before it, as the short convolutions of Zoology's later models do.
-The second is global. A variant's kind stands in the second layer, and the first is "mha"; in `paired_heads_window` and
-`iha_window` it stands in the first, and the second is "mha", as in the models that docs/FROM_SCRATCH.md trains. At the
-size of SMALL "mha" learns the task in half a minute of one core; `mha_global` and 64 keys or more take longer than the
-two minutes that were tried (docs/LOG.md).
+The models have two layers. In every variant but `mha_global` the first has a window of a key and its value, 2 tokens,
+and so joins a value to the key before it, as the short convolutions of Zoology's later models do. The second is
+global. A variant's kind stands in the second layer, and the first is "mha"; in `paired_heads_window` and `iha_window`
+it stands in the first, and the second is "mha", as in the models that docs/FROM_SCRATCH.md trains. At the size of
+SMALL "mha" learns the task in half a minute of one core; `mha_global` and 64 keys or more take longer than the two
+minutes that were tried (docs/LOG.md).
 
 The protocol is that of protocol.py. The study compares the share of wrong answers with `--pairs` pairs, averaged over
 the evaluations of a run, because at the end a run may be in the middle of a sudden rise. The smallest difference worth
 having is 0.02. All variants take about an hour of one core.
 
-example: python -m research.experiments.recall --pairs 8 --heads 4
+example: python -m research.experiments.recall --pairs 8
 """
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -29,7 +27,7 @@ from torch.nn.functional import cross_entropy
 
 from iha import plots
 from iha.errors import UserError, run_cli
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig
 from research.experiments.language_models import build, sized
 from research.experiments.options import protocol_parser
 from research.experiments.paired_heads import wide
@@ -52,70 +50,54 @@ EVALUATIONS = 20
 HELD_OUT_ROWS = 256
 EFFECT = 0.02  # share of answers
 FIRST_RATE = 2e-3
-LETTERS = 6  # on each side of the grid
+KEYS = 36
 FILLER = 0
 VALUES = 32
 
 
-class Task(NamedTuple):
-    """Say how many pairs a row lists at most, and if a key is two letters of a grid."""
-
-    pairs: int
-    grid: bool
-
-    @property
-    def size(self) -> int:
-        """Return how many tokens a pair takes."""
-        return 3 if self.grid else 2
-
-    @property
-    def tokens(self) -> int:
-        """Return the length N of a row."""
-        return 2 * self.pairs * self.size
-
-    def rows(self, count: int, pairs: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rows [count, N] that list so many pairs, and labels [count, N].
-
-        A label is the answer where a key ends that is asked for, and -100 elsewhere.
-        """
-        keys = torch.rand(count, LETTERS**2, generator=generator).argsort(dim=-1)[:, :pairs] + 1
-        values = torch.randint(VALUES, keys.shape, generator=generator) + 1 + LETTERS**2
-        letters = (keys,)
-        if self.grid:
-            letters = (1 + (keys - 1) // LETTERS, 1 + LETTERS + (keys - 1) % LETTERS)
-        listed = torch.stack((*letters, values), dim=-1)  # [count, pairs, size]
-        which = torch.randint(pairs, (count, 2 * self.pairs - pairs), generator=generator)
-        asked = listed.gather(1, which[..., None].expand(-1, -1, self.size))
-        labels = torch.full_like(torch.cat((listed, asked), dim=1), -100)
-        labels[:, pairs:, -2] = asked[..., -1]
-        asked[..., -1] = FILLER
-        return torch.cat((listed, asked), dim=1).flatten(1), labels.flatten(1)
+def tokens_of(most_pairs: int) -> int:
+    """Return the length N of rows that list at most so many pairs."""
+    return 4 * most_pairs
 
 
-def config_of(task: Task, heads: int, **fields) -> IHAConfig:
+def draw(count: int, pairs: int, most_pairs: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows [count, N] that list so many pairs, and labels [count, N].
+
+    A label is the answer at a key that is asked for, and -100 elsewhere.
+    """
+    keys = torch.rand(count, KEYS, generator=generator).argsort(dim=-1)[:, :pairs] + 1
+    values = torch.randint(VALUES, keys.shape, generator=generator) + 1 + KEYS
+    listed = torch.stack((keys, values), dim=-1)  # [count, pairs, 2]
+    which = torch.randint(pairs, (count, 2 * most_pairs - pairs), generator=generator)
+    asked = listed.gather(1, which[..., None].expand(-1, -1, 2))
+    labels = torch.full_like(torch.cat((listed, asked), dim=1), -100)
+    labels[:, pairs:, 0] = asked[..., 1]
+    asked[..., 1] = FILLER
+    return torch.cat((listed, asked), dim=1).flatten(1), labels.flatten(1)
+
+
+def config_of(most_pairs: int, **fields) -> IHAConfig:
     """Return the config of a variant."""
-    own = {"num_attention_heads": heads, "num_pseudo_heads": 2, "initializer_range": 0.125}
-    window = {"sliding_window": task.size, "layer_types": ["sliding_attention", "full_attention"]}
-    return build(
-        {**SMALL, "tokens": task.tokens}, **{**own, "vocab_size": 1 + LETTERS**2 + VALUES, **window, **fields}
-    )
+    own = {"num_pseudo_heads": 2, "initializer_range": 0.125, "vocab_size": 1 + KEYS + VALUES}
+    window = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    return build({**SMALL, "tokens": tokens_of(most_pairs)}, **{**own, **window, **fields})
 
 
-def train(
-    name: str, model: IHAForCausalLM, seed: int, task: Task, rate: float, mixing: float, steps: int, batch: int
-) -> dict:
-    """Train a model on new rows of a seed.
+def one_run(most_pairs: int, name: str, seed: int, rate: float, mixing: float) -> dict:
+    """Train a new model of a variant, `name`, on new rows of a seed.
 
     Return the seconds, and a curve of the step, the share of wrong answers averaged over the run so far, and the share
     at the step."""
     generator = torch.Generator().manual_seed(seed)
-    held_out, labels = task.rows(HELD_OUT_ROWS, task.pairs, torch.Generator().manual_seed(3001))
+    model = new_model(config_of(most_pairs, **VARIANTS[name]), config_of(most_pairs), seed)
+    held_out, labels = draw(HELD_OUT_ROWS, most_pairs, most_pairs, torch.Generator().manual_seed(3001))
     asked = labels != -100
+    steps = SMALL["steps"]
     wrong = []
 
     def loss() -> torch.Tensor:
-        pairs = int(torch.randint(2, task.pairs + 1, (), generator=generator))
-        rows, answers = task.rows(batch, pairs, generator)
+        pairs = int(torch.randint(2, most_pairs + 1, (), generator=generator))
+        rows, answers = draw(SMALL["rows_per_step"], pairs, most_pairs, generator)
         return cross_entropy(model(rows, use_cache=False).logits.transpose(1, 2), answers)
 
     def evaluate(averaged: torch.nn.Module, step: int) -> list[float]:
@@ -126,12 +108,6 @@ def train(
 
     curve, seconds = fit(model, loss, evaluate, steps, rate, mixing, EVALUATIONS)
     return {"curve": curve, "seconds": seconds}
-
-
-def one_run(task: Task, heads: int, name: str, seed: int, rate: float, mixing: float) -> dict:
-    """Train a new model of a variant, `name`."""
-    model = new_model(config_of(task, heads, **VARIANTS[name]), config_of(task, heads), seed)
-    return train(name, model, seed, task, rate, mixing, SMALL["steps"], SMALL["rows_per_step"])
 
 
 def summary(name: str, rates: dict, runs: dict[str, list[dict]]) -> dict:
@@ -152,9 +128,7 @@ def summary(name: str, rates: dict, runs: dict[str, list[dict]]) -> dict:
 
 def plot(table: dict) -> Figure:
     """Plot the share of right answers by step, and its mean over the run."""
-    pairs = table["pairs"]
-    spelled = "two letters" if table["grid"] else "one letter"
-    figure, (by_step, by_variant) = plots.panels(f"Recall of {pairs} pairs, keys of {spelled}", 2, 2, height=5)
+    figure, (by_step, by_variant) = plots.panels(f"Recall of {table['pairs']} pairs", 2, 2, height=5)
     for name, curves in table["runs"].items():
         steps = [point[0] for point in curves[0]]
         by_step.plot(steps, [1 - sum(p[2] for p in at) / len(at) for at in zip(*curves)], label=name)
@@ -170,24 +144,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results. Raise `UserError`."""
     parser = protocol_parser(__doc__, "recall", EFFECT, VARIANTS)
     parser.add_argument("--pairs", type=int, default=4, help="listed in a row at most (4)")
-    parser.add_argument("--grid", action="store_true", help="keys of two letters")
-    parser.add_argument("--heads", type=int, default=2, help="of each layer (2)")
     args = parser.parse_args(argv)
-    if not 2 <= args.pairs <= LETTERS**2:
-        raise UserError(f"--pairs {args.pairs}: expected 2 to {LETTERS**2}.")
-    if args.heads < 2 or args.heads % 2 or SMALL["fields"]["hidden_size"] % (2 * args.heads):
-        raise UserError(f"--heads {args.heads}: expected an even number that divides half of the width.")
-    args.study += (
-        f"_{args.pairs}" * (args.pairs != 4) + f"_{args.heads}_heads" * (args.heads != 2) + "_grid" * args.grid
-    )
+    if not 2 <= args.pairs <= KEYS:
+        raise UserError(f"--pairs {args.pairs}: expected 2 to {KEYS}.")
+    if args.pairs != 4:
+        args.study += f"_{args.pairs}"
     begin(args)
-    task = Task(args.pairs, args.grid)
-    setting = {**SMALL, "evaluations": EVALUATIONS, "pairs": args.pairs, "grid": args.grid, "heads": args.heads}
-    setting["tokens"] = task.tokens
-    run = partial(one_run, task, args.heads)
-    rates, runs = compare_tuned(
-        args, setting, run, lambda name: config_of(task, args.heads, **VARIANTS[name]), FIRST_RATE
-    )
+    setting = {**SMALL, "evaluations": EVALUATIONS, "pairs": args.pairs, "tokens": tokens_of(args.pairs)}
+    run = partial(one_run, args.pairs)
+    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(args.pairs, **VARIANTS[name]), FIRST_RATE)
     rows = [summary(name, rates, runs) for name in runs]
     correct_by_holm([row["minus_base"] for row in rows if "minus_base" in row])
     curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}

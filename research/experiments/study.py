@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -141,6 +142,14 @@ def points(values: list[dict | None]) -> list[plots.Point | None]:
         return value["mean"], value["mean"] - low, high - value["mean"]
 
     return [value and point(value) for value in values]
+
+
+def plot_losses(axes: Axes, places: Sequence[float], curves: Sequence[list], **style) -> None:
+    """Plot the mean of curves [step, loss, ...] of several seeds at these places, with its 95% interval as a band."""
+    spreads = [interval([point[1] for point in at]) for at in zip(*curves)]
+    low, mean, high = ([s["mean"] + sign * (s["half_width"] or 0.0) for s in spreads] for sign in (-1, 0, 1))
+    (line,) = axes.plot(places, mean, **style)
+    axes.fill_between(places, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
 
 
 def verdict(difference: dict, effect: float, better: int) -> str:

@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks.ruler import cwe_utils
 from math_verify import parse, verify
 
-from evaluation import compare, data, replay_gold, replies, report, ruler, run, scores, suites
+from evaluation import compare, data, replies, report, ruler, run, scores, suites
 from evaluation.model import Model, on_one_day
 from iha.checkpoints import load_model
 from iha.errors import UserError
@@ -44,11 +45,53 @@ needs_data = pytest.mark.skipif(
 # Scorers
 
 
-@pytest.mark.parametrize("name", replay_gold.REPLAYS)
-@pytest.mark.parametrize(("directory", "rows"), [(data.SMOKE, None), pytest.param(DATA, 5, marks=needs_data)])
-def test_gold_scores_1_and_broken_0(name, directory, rows):
-    result = replay_gold.replay(name, directory, limit=rows)
-    assert result["gold_right"] == result["rows"] == (rows or result["rows"]) > 1 and result["broken_right"] == 0
+# Each of these functions returns a gold reply and a broken reply to a row.
+
+
+def _gsm8k(row: dict) -> tuple[str, str]:
+    worked, _, answer = row["answer"].rpartition("####")
+    return row["answer"], f"{worked}#### {int(answer.replace(',', '')) + 1}"
+
+
+def _math500(row: dict) -> tuple[str, str]:
+    return row["solution"], "The answer is $\\boxed{-987654321.5}$."
+
+
+def _mbpp(row: dict) -> tuple[str, str]:
+    name = re.search(r"(\w+)\s*\(", row["test_list"][0].removeprefix("assert")).group(1)
+    broken = f"{row['code']}\ndef {name}(*arguments): raise NotImplementedError"
+    return f"Some thoughts.\n```python\n{row['code']}\n```\nDone.", f"```python\n{broken}\n```"
+
+
+def _humaneval(row: dict) -> tuple[str, str]:
+    whole = f"{row['prompt']}{row['canonical_solution']}"
+    return f"```python\n{whole}\n```", f"```python\n{row['prompt']}    return None\n```"
+
+
+# A benchmark -> its file of rows, its scorer, and the function that makes replies.
+REPLAYS: dict[str, tuple[str, Callable, Callable]] = {
+    "gsm8k": ("gsm8k/test.jsonl", scores.gsm8k, _gsm8k),
+    "math500": ("math500/test.jsonl", scores.math500, _math500),
+    "mbpp": ("mbpp/test.jsonl", scores.mbpp, _mbpp),
+    "humaneval": ("humaneval/HumanEval.jsonl", scores.humaneval, _humaneval),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYS)
+@pytest.mark.parametrize(
+    ("directory", "limit"),
+    [
+        (data.SMOKE, None),
+        pytest.param(DATA, 5, marks=needs_data),
+        pytest.param(DATA, None, marks=[needs_data, pytest.mark.slow]),
+    ],
+)
+def test_gold_scores_1_and_broken_0(name, directory, limit):
+    """Give each scorer its benchmark's own answers and broken ones: with another number, or a program that fails."""
+    file, scorer, replies_to = REPLAYS[name]
+    rows = data.rows(file, directory)[:limit]
+    figures = [[figure for reply in replies_to(row) for figure in scorer(row, [reply]).values()] for row in rows]
+    assert len(rows) > 1 and figures == [[1, 0]] * len(rows)
 
 
 def test_majority_counts_equal_answers_together_and_none_never():

@@ -385,30 +385,13 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     assert "correct one of them" in push("--license", "apache-2.0", "--base-model", "me/base")
 
 
-@pytest.mark.parametrize(
-    ("card", "completed"),
-    [
-        (
-            "---\nversion: 1.10  # of ours\n\nbase_model: me/b\n---\nMine.\n",
-            "---\nversion: 1.10  # of ours\n\nbase_model: me/b\nlicense: 'no'\n---\nMine.\n",
-        ),
-        (
-            "---\r\nbase_model: me/b\r\n---\r\nMine.\r\n",
-            "---\r\nbase_model: me/b\r\nlicense: 'no'\r\n---\r\nMine.\r\n",
-        ),
-        ("---\nlicense:  # to do\nbase_model: me/b\n---", "---\nlicense: 'no'\nbase_model: me/b\n---"),
-        ("Mine.\n", "---\nlicense: 'no'\nbase_model: me/b\n---\nMine.\n"),
-    ],
-)
-def test_a_strangers_card_gets_lines_and_no_other_change(card, completed, directory):
-    (directory / "README.md").write_bytes(card.encode())
-    assert push_to_hub.completed_card(directory, "me/iha", "no", "me/b") == completed
-
-
-def test_metadata_that_takes_no_line_is_refused(directory):
-    (directory / "README.md").write_text("---\n{base_model: me/b}\n---\n")
-    with pytest.raises(UserError, match="README.md takes no line 'license: mit' at the end of its metadata: add"):
-        push_to_hub.completed_card(directory, "me/iha", "mit", None)
+def test_a_strangers_card_gets_what_it_lacks(directory):
+    (directory / "README.md").write_text("---\nlicense:\nbase_model: me/b\ntags:\n- mine\n---\nMine.\n")
+    completed = push_to_hub.completed_card(directory, "me/iha", "no", "me/b")
+    assert completed == "---\nlicense: 'no'\nbase_model: me/b\ntags:\n- mine\n---\nMine.\n"
+    (directory / "README.md").write_text("Mine.\n")
+    completed = push_to_hub.completed_card(directory, "me/iha", "no", "me/b")
+    assert completed == "---\nbase_model: me/b\nlicense: 'no'\n---\nMine.\n"
 
 
 def test_a_pull_request_leaves_the_branch_alone(directory, hub, push, passed):

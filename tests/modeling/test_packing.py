@@ -22,8 +22,8 @@ from trl import SFTConfig
 
 from iha.errors import UserError
 from research.experiments.model_types import CAUSAL, tiny_model
+from sft.base_model import check_packing
 from sft.trainer import SFTRecipeTrainer
-from sft.training_rows import check_packing
 
 
 # Documents of different lengths; a sequence of 16 holds several.

@@ -9,7 +9,7 @@ from tiny_training import byte_tokenizer, interrupted_at, recipe, sizes, write_j
 from trl import SFTConfig
 
 from iha.errors import UserError
-from iha.files import read_json, write_json
+from iha.files import read_json
 from sft import train
 from sft.arguments import RecipeParser
 from sft.data import load_rows
@@ -152,35 +152,13 @@ def test_splits_that_share_rows_are_refused(learned, held_out, tmp_path):
         check_splits(*parsed(name, tmp_path, **keys, **STEPS))
 
 
-def test_rows_under_another_name_are_not_evaluated_on(tmp_path):
-    """Name the default configuration of a directory, and copy a file and a directory."""
-    for name in ("rows", "copy"):
-        (tmp_path / name).mkdir()
-        for split in ("train", "test"):
-            write_jsonl(tmp_path / name / f"{split}.jsonl", [{"text": f"{split}, row 0"}])
-    directory, copy = tmp_path / "rows", tmp_path / "copy"
-    keys = {"preset": "tiny", "model_name_or_path": None, **STEPS}
-    refused = pytest.raises(UserError, match="would train and evaluate on the same rows")
-    with refused:
-        check_splits(*parsed(directory, tmp_path, **keys, dataset_config="default", eval_dataset_name=directory))
-    with refused:
-        make_record(*parsed(directory, tmp_path, **keys, eval_dataset_name=copy))
-    with refused:
-        make_record(*parsed(directory / "train.jsonl", tmp_path, **keys, eval_dataset_name=copy / "train.jsonl"))
-    parts = [{"path": str(directory / f"{split}.jsonl"), "share": 0.5} for split in ("train", "test")]
-    write_json(tmp_path / "mix.yaml", parts)  # JSON is YAML
-    with refused:
-        make_record(*parsed(tmp_path / "mix.yaml", tmp_path, **keys, eval_dataset_name=copy / "train.jsonl"))
-    make_record(*parsed(directory, tmp_path, **keys, eval_dataset_name=copy, dataset_test_split="test"))
-
-
 def test_a_configuration_beside_the_default_one_has_other_rows(tmp_path):
     name = write_dataset(tmp_path / "sums")
     with_default = CARD.replace("config_name: easy", "config_name: easy\n  default: true")
     (tmp_path / "sums" / "README.md").write_text(with_default)
     check_splits(*parsed(name, tmp_path, dataset_config="hard", eval_dataset_name=name, **STEPS))
     with pytest.raises(UserError, match="would train and evaluate on the same rows"):
-        check_splits(*parsed(name, tmp_path, dataset_config="easy", eval_dataset_name=name, **STEPS))
+        check_splits(*parsed(name, tmp_path, eval_dataset_name=name, **STEPS))
 
 
 def test_a_file_whose_name_is_a_pattern_is_read_itself(tmp_path):

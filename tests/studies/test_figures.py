@@ -220,7 +220,7 @@ SECTIONS = {
         relation_more,
         ("1e-4",),
     ),
-    "Theorem 3: polynomial filters": (("polynomial_filters",), list, ()),
+    "Theorem 3: polynomial filters": (("polynomial_filters", "polynomial_filters_learned"), list, ()),
     "Theorems 2 and 4": (("theorems",), list, ()),
     "Interactions": (("interactions",), list, ("3.1", "4.9")),
     "Recall": (("recall", "recall_8"), list, ()),

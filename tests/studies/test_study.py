@@ -9,7 +9,7 @@ import pytest
 from iha import plots
 from iha.errors import UserError
 from research.benchmarks import harness
-from research.experiments import model_types, paired_heads, recall, relation_composition, study
+from research.experiments import model_types, paired_heads, relation_composition, study
 from research.experiments.options import path_from_root
 
 
@@ -78,7 +78,6 @@ def test_a_recorded_command_names_no_place_of_this_machine(tmp_path):
     ("module", "words", "expected"),
     [
         (relation_composition, ["--epochs", "0"], "--epochs 0: expected at least 1"),
-        (recall, ["--heads", "0"], "--heads 0: expected an even number"),
         (model_types, ["--types", "llama", "lama"], "--types lama: expected names that docs/MODEL_TYPES.md lists"),
     ],
 )
