@@ -75,10 +75,7 @@ class MultiHeadAttention(LlamaAttention):
         return apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
     def project(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        cache: Cache | None,
+        self, hidden_states: torch.Tensor, position_embeddings: dict[str, tuple], cache: Cache | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries [batch, H, N, head_dim] of the new tokens, and keys and values of all tokens.
 
@@ -111,11 +108,7 @@ class MultiHeadAttention(LlamaAttention):
         return attn_output
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        attention_mask: Any = None,
-        **kwargs,
+        self, hidden_states: torch.Tensor, position_embeddings: dict[str, tuple], attention_mask: Any = None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `IHAModel.create_masks`."""
         cache = pop_cache(kwargs)

@@ -87,8 +87,8 @@ class IHAConfig(LlamaConfig):
         mixing_scale (`float`, *optional*, defaults to 1.0):
             How many times the optimizer's rate the mixing learns at (mixing.py). The saved weights depend on it.
         recompute_virtual_tokens (`bool`, *optional*):
-            Whether the backward pass makes virtual tokens again, which are kept for it otherwise. By default it does
-            so on a GPU of which they would fill a quarter. Outputs and gradients do not change.
+            Whether the backward pass makes virtual tokens again instead of keeping them, with the same gradients. By
+            default it does so on a GPU of which they would fill a quarter.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):

@@ -174,26 +174,15 @@ class MixedHeads(NamedTuple):
             collapsed = torch.matmul(share_of_pseudo_head, probabilities.flatten(-2)).to(dtype)
             collapsed = collapsed.view(batch, num_heads * num_pseudo_heads, num_keys)
             # [batch, G, H, P (j), head_dim], of which alpha_V takes the sum over G and j
-            output = _weighted_sum(collapsed, value).unflatten(2, (num_heads, num_pseudo_heads))
+            output = torch.matmul(collapsed.unsqueeze(1), value).unflatten(2, (num_heads, num_pseudo_heads))
             return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)
 
 
 def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return sum_m absorbed[m] . key[m], [batch, rows, K].
-
-    The arguments are [batch, G, rows, head_dim] and [batch, G, K, head_dim]."""
+    """Return sum_m absorbed[m] . key[m], [batch, rows, K]. Both are [batch, G, rows or K, head_dim]."""
     if key.device.type == "cpu" and key.dtype == torch.float32:  # one product would first copy the keys
         scores = absorbed.new_zeros(len(key), absorbed.shape[2], key.shape[2])
         for m in range(key.shape[1]):
             scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
         return scores
     return torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
-
-
-def _weighted_sum(shares: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return shares [batch, rows, K] @ value [batch, G, K, head_dim], [batch, G, rows, head_dim]."""
-    if value.device.type == "cpu":
-        return torch.matmul(shares.unsqueeze(1), value)
-    # One product for all heads, which a GPU splits along K: else few rows would occupy few of its multiprocessors.
-    output = torch.matmul(shares, value.transpose(1, 2).flatten(2))
-    return output.unflatten(-1, (value.shape[1], -1)).transpose(1, 2)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
@@ -142,10 +142,12 @@ class IHAMLP(LlamaMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         channels = self.up_proj(x)
+        # CODEPATH: as in __init__.
         if self.config.gated_mlp:
             channels = self.act_fn(self.gate_proj(x)) * channels
         else:
             channels = self.act_fn(channels)
+        # CODEPATH: as in __init__.
         if self.config.mlp_gate_groups is not None:
             scores = self.group_gate(x)
             gate = torch.softmax(scores.float(), dim=-1).to(scores.dtype)
@@ -193,6 +195,7 @@ class IHAModel(IHAPreTrainedModel):
         self.layers = nn.ModuleList([IHADecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = IHARotaryEmbedding(config=config)
+        # CODEPATH: layers with a window may have separate RoPE parameters, as in Gemma 3.
         self.rotary_emb_sliding = IHARotaryEmbedding(config, "sliding_attention") if config.has_sliding_rope else None
         self.gradient_checkpointing = False
         self.post_init()
@@ -290,9 +293,7 @@ def mask_name(attention: MultiHeadAttention) -> str:
     return f"{attention.core}.{attention.layer_type}.{attention.num_virtual_tokens}"
 
 
-def check_inputs(
-    config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Cache | None, position_ids: Any
-) -> None:
+def check_inputs(config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask, cache, position_ids) -> None:
     """Raise a ValueError for a mask that cannot hold a window, and for packed documents that would see one another.
 
     Transformers looks for documents, which begin where `position_ids` restart, in calls with neither a mask nor a
