@@ -4,7 +4,8 @@
 
 `expand` mixes, rotates and interleaves heads (IHA, Algorithm 1, steps 2 and 3), and `collapse` is step 5. `decode`
 attends with one new token. The PyTorch code of interleaving.py defines all three. It computes where `kernels_take` or
-`kernels_decode` is false, as they are without Triton.
+`kernels_decode` is false, as they are without Triton. No GPU has run these kernels yet: the environment variable
+`IHA_TRITON_KERNELS=1` takes them.
 
 The symbols of virtual_tokens.py are P (pseudo-heads), M (heads in) and H (heads out, here also for keys and values).
 D is head_dim and F is D / 2. Names in capitals are constants of a compiled kernel.
@@ -20,6 +21,7 @@ gradient is the same in each run.
 # Without Triton the annotations of the kernels have no meaning.
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from functools import cache
 
@@ -39,6 +41,7 @@ except ImportError:
 
 
 logger = logging.get_logger(__name__)
+ENABLED = os.environ.get("IHA_TRITON_KERNELS") == "1"
 
 # A tile of `expand` has at most this many columns, and a tile of `collapse` this many tokens. The sizes depend on the
 # shape only: tuning them on each machine would delay the first call, and change results from run to run.
@@ -57,7 +60,7 @@ def kernels_take(states: torch.Tensor, weights: torch.Tensor) -> bool:
 
     A kernel reads plain memory, which subclasses of tensors (DTensor, FakeTensor in an export) and the states of a
     `torch.func` transform lack. With more heads `expand` would spill registers."""
-    if triton is None or states.device.type != "cuda" or torch.version.hip is not None:
+    if not ENABLED or triton is None or states.device.type != "cuda" or torch.version.hip is not None:
         return False
     if type(states) is not torch.Tensor or states.shape[-1] % 2 or len(weights) > MOST_HEADS.get(states.dtype, 0):
         return False

@@ -446,7 +446,7 @@ def smoke(tiny, tmp_path_factory):
     return run.main([str(tiny), *SMOKE, "--output", str(output)]), output
 
 
-def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch, capsys):
+def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch):
     results, output = smoke[0], shutil.copytree(smoke[1], tmp_path / "out")
     assert set(results["tasks"]) == {
         *(name for name in suites.SUITES["smoke"] if name not in suites.BY_LENGTH),
@@ -470,7 +470,6 @@ def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch, c
     again = run.main([str(tiny), *SMOKE, "--tasks", *tasks, "--output", str(output)])
     assert len(again["tasks"]) == 4 and all(entry == results["tasks"][name] for name, entry in again["tasks"].items())
     assert f"The run began at commit {results['commit']}, and was scored at 000" in (output / "report.md").read_text()
-    assert "Note: the report will leave out math500, mbpp, " in capsys.readouterr().out
     with sole_writer(output), pytest.raises(UserError, match="Another run is writing"):
         run.main([str(tiny), *SMOKE, "--output", str(output)])
     with pytest.raises(UserError, match="holds replies of another seed"):

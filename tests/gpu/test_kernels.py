@@ -7,7 +7,7 @@ import torch
 from helpers import set_core
 from torch.distributed.tensor import DTensor, init_device_mesh
 
-from modeling_iha import IHAConfig, IHAForCausalLM, interleaving
+from modeling_iha import IHAConfig, IHAForCausalLM, interleaving, triton_kernels
 from modeling_iha.interleaving import make_virtual_sequence
 from modeling_iha.triton_kernels import collapse, expand, kernels_take
 
@@ -19,14 +19,22 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch):
+    monkeypatch.setattr(triton_kernels, "ENABLED", True)
+
+
 def mixing(num_heads=20, size=4, num_tokens=300, head_dim=128, dtype=torch.bfloat16):
     states = torch.randn(1, num_tokens, num_heads, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
     return states.requires_grad_(), torch.randn(num_heads, num_heads, size, device="cuda", requires_grad=True)
 
 
-def test_which_calls_the_kernels_take():
+def test_which_calls_the_kernels_take(monkeypatch):
     states, alpha = mixing()
     assert kernels_take(states, alpha) and kernels_take(states.float(), alpha)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernels, "ENABLED", False)
+        assert not kernels_take(states, alpha)
     assert not kernels_take(states.double(), alpha)
     assert not kernels_take(states[..., :127], alpha)
     assert not kernels_take(states.cpu(), alpha)

@@ -111,7 +111,7 @@ def test_a_run_does_not_go_on_with_another_scale(tmp_path):
     ],
 )
 def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "prepare_model", lambda *_: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("sft.base_model.load_base_model", lambda *_: pytest.fail("the model was loaded"))
     made = decoder("qwen2" if model == "qwen2" else "llama")
     saved(interleave_heads(made, 2) if model == "interleaved" else made, tmp_path / model)
     with pytest.raises(UserError, match=named):
