@@ -56,7 +56,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def expand_pattern(pattern: str | list, num_layers: int) -> list:
-    """Return one entry per layer for one name, for a pattern that repeats at least twice, or for one layer."""
+    """Repeat one name, or a pattern that fits at least twice. A model of one layer takes the first entry."""
     pattern = [pattern] if isinstance(pattern, str) else list(pattern)
     if pattern and (2 * len(pattern) <= num_layers or num_layers == 1):
         return [pattern[i % len(pattern)] for i in range(num_layers)]

@@ -5,7 +5,7 @@
 The algorithm has five steps. Step 1 projects to heads, step 2 mixes them into pseudo-heads (by alpha), step 3
 interleaves these as virtual tokens, step 4 attends over virtual tokens (virtual_tokens.py, which also lists the
 symbols of shapes), and step 5 collapses the P outputs of a token (by R). T_p is RoPE by p positions, of
-pseudo-head p. It is 1 where the pseudo-heads of a token share a position.
+pseudo-head p. It is 1, and `rotation` is `None`, where the pseudo-heads of a token share a position.
 """
 
 from typing import NamedTuple
@@ -77,7 +77,7 @@ def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: t
         return torch.cat([make_virtual_sequence(part, alpha, rotation) for part in parts], dim=2)
     alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
     states = states.transpose(1, 2)
-    # With a 2-D alpha `matmul` would fold the tokens into head_dim and copy the result. This gives the layout.
+    # Expanded, alpha gives a batched product that is written as [batch, N, P * M, head_dim]; a 2-D one would copy it.
     alpha = alpha.expand(*states.shape[:2], -1, -1)
     states = torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, num_heads))  # [batch, N, P, M, head_dim]
     if rotation is not None:
@@ -136,7 +136,7 @@ class MixedHeads(NamedTuple):
         No virtual token of the cache is built. Mixing, rotation and collapse are linear, so they move from the cached
         tokens to the new one. For query pseudo-head i and key pseudo-head j of a head in group g,
 
-            q_i . T_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] T_j^T q_i) . k_m
+            T_i q_i . T_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] T_j^T T_i q_i) . k_m
 
         The term in parentheses does not depend on the cached tokens and has the size of a query. It is computed first,
         and the scores are then one product with the cache as it is. In the same way alpha_V moves behind the sum over

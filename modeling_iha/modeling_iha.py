@@ -107,7 +107,7 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         - `"paired"` is at n * P + p, [batch, P, N, head_dim], for layers of paired heads.
 
         All but `"pseudo_head"` include `attention_scaling`. Length-dependent RoPE types see lengths in tokens."""
-        # First, because such types update inv_freq in this call, and `_table` reads it.
+        # This call may update the inv_freq that `_table` reads, so it comes first.
         tables = {"token": self(x, position_ids)}
         first = position_ids * self.config.num_pseudo_heads  # n * P
         pseudo_heads = torch.arange(self.config.num_pseudo_heads, device=x.device)  # p
@@ -214,7 +214,7 @@ class IHAModel(IHAPreTrainedModel):
             size = attention.num_virtual_tokens
             config = copy(self.config)
             config._attn_implementation = attention.core if size == 1 else register_mask(attention.core)
-            # `sdpa_in_blocks` reads packed documents from the positions, and then needs no mask of them.
+            # Given no positions here, `sdpa_in_blocks` gets no dense mask, and finds documents in those of its call.
             window = attention.sliding_window and attention.sliding_window * size
             is_in_blocks = attention.core == SDPA_IN_BLOCKS and takes_blocks(inputs_embeds.shape[1] * size, window)
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
@@ -294,7 +294,7 @@ def mask_name(attention: MultiHeadAttention) -> str:
 
 
 def check_inputs(config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask, cache, position_ids) -> None:
-    """Raise a ValueError for a mask that cannot hold a window, and for packed documents that would see one another.
+    """Raise a ValueError for a 4D mask next to windows, and for packed documents that would see one another.
 
     Transformers looks for documents, which begin where `position_ids` restart, in calls with neither a mask nor a
     cache, and in those of flash functions only if they have a single row."""

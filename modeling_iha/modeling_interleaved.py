@@ -60,7 +60,7 @@ TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionA
 AUTO_CLASSES = ("AutoModel", *(f"AutoModelFor{task}" for task in (*TASKS, "MultimodalLM")))
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
-CHANGED = "changed_"  # a second prefix, where the plain base is no reference model (`differs_from_base`)
+CHANGED = "changed_"  # a second prefix, where TRL must not take the plain base for a reference (`differs_from_base`)
 # PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. This name is fixed.
 HOOK = "interleaving"
 
@@ -154,7 +154,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     if not has_plain_layers or (window is None and not isinstance(mask, BlockMask)):
         return mask
     of_tokens = make_mask(mask_function=mask_function, local_size=local_size)
-    if mask is None and of_tokens is not None:  # `None` has no attributes
+    if mask is None and of_tokens is not None:  # `None` cannot carry `of_tokens`, a dense mask can
         dense = kwargs | {"allow_is_causal_skip": False}
         mask = virtual_mask("sdpa", config=config, mask_function=sees, local_size=size, **dense)
     if mask is not None:
@@ -182,7 +182,7 @@ def mask_over_tokens(mask: Any, num_tokens: int, config: PreTrainedConfig) -> An
 def core_of(name: str) -> str:
     """Return the attention function that an `attn_implementation` of ours stands for; any other stands for itself.
 
-    Blocks stand for "sdpa", for which `use_virtual_core` chooses them."""
+    "iha_sdpa_in_blocks" stands for "sdpa", from which `use_virtual_core` chooses blocks again."""
     core = name.removeprefix(CHANGED).removeprefix(PREFIX)
     if core == name:
         return name
@@ -282,7 +282,7 @@ def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
     layers = getattr(cache, "layers", [])
     empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
     # CODEPATH: a window of the interleaved layers alone.
-    if config.interleaved_window is None or "flex" in config._attn_implementation:  # no layer can cut a `BlockMask`
+    if config.interleaved_window is None or "flex" in config._attn_implementation:  # a `BlockMask` cannot be cut
         return
     for module in model.modules():
         if has_virtual_heads(module) and module.layer_idx in empty:
@@ -395,7 +395,8 @@ class ModelMixin:
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
         """Return the masks of one new token, which a compiled forward needs, and else the padding mask.
 
-        A mask [batch, virtual tokens] would be read as one over tokens."""
+        Flash functions, and blocks for a prompt, make masks [batch, virtual tokens], which `forward` would read as
+        padding of tokens."""
         if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
             return attention_mask
         create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
@@ -424,7 +425,7 @@ class ModelMixin:
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        return False  # The weights of a checkpoint are renamed on load, as for the base model.
+        return False  # `True` would skip the renaming of weights on load that the base has.
 
 
 def check_no_tensor_parallelism(config: PreTrainedConfig) -> None:

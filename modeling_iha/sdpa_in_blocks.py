@@ -8,8 +8,8 @@ meets the keys that its window reaches, O(length * window). In half precision a 
 
 The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
 window is the argument `sliding_window`, and packed documents begin where `position_ids` do not increase by one. So it
-serves every decoder with windows that supports FlashAttention. All other calls (no window, a cache, a mask that is
-more than a window) go to SDPA with the mask that SDPA takes.
+serves every decoder with windows that supports FlashAttention. All other calls go to SDPA with the mask that SDPA
+takes: no window, a cache, or a mask that is more than a window, as Transformers makes for documents that it finds.
 """
 
 from inspect import signature
@@ -47,7 +47,7 @@ def mask_in_blocks(
 ) -> torch.Tensor | None:
     """Return `None` or [batch, keys] where `sdpa_in_blocks` computes blocks, and SDPA's mask everywhere else.
 
-    `allow_is_causal_skip` means that a mask is only causal, a window and padding: Transformers has found no documents.
+    `allow_is_causal_skip` is false if Transformers adds documents or other rules to causality, window and padding.
     Chunks of tokens have a local size too, and are not a window."""
     length, offset = kwargs["kv_length"], kwargs.get("q_offset", 0)
     is_whole_row = isinstance(offset, int) and offset == kwargs.get("kv_offset", 0) and length == kwargs["q_length"]

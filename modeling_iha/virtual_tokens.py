@@ -71,7 +71,7 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
 
 
 def register_mask(core: str) -> str:
-    """Register `virtual_mask` for an attention function, and return the name of the mask."""
+    """Register `virtual_mask` for an attention function, and return the mask's name, which has no "/" of the Hub."""
     name = f"virtual_{core}".replace("/", "_")
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, partial(virtual_mask, core))
@@ -93,8 +93,8 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
     seen = sees_token(batch, head, query_token, key_token)
-    # Query (n, p) sees pseudo-heads after p only of tokens that n - 1 sees (a window then begins one token earlier),
-    # and of none if a document begins at n. For n = 0 `key_token < query_token` is false: token -1 counts for nothing.
+    # Query (n, p) sees pseudo-heads after p of the tokens that n - 1 sees (`seen_before`: W * P keys in all), but of
+    # none if a document begins at n (`continues`). For n = 0 `key_token < query_token` drops token -1.
     seen_before = sees_token(batch, head, query_token - 1, key_token) & (key_token < query_token)
     continues = sees_token(batch, head, query_token, query_token - 1)
     is_later = seen & (key_token > query_token)  # in masks that are not causal, as within an image
@@ -112,8 +112,8 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
 def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) -> Any:
     """Expand a user's mask [batch, heads, N, K] to virtual tokens, and return a mask of `virtual_mask` as it is.
 
-    As in Transformers, a user's mask says all: no window is added to it. It hides a token with all its pseudo-heads,
-    and those of one token stay causal."""
+    As in Transformers, a user's mask says all: no window is added to it. A hidden token hides all its pseudo-heads.
+    Within a token, pseudo-head p sees those up to p."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.shape[-2] != num_tokens or num_pseudo_heads == 1:
         return mask
     mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
@@ -181,7 +181,7 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
     On a CPU that is slower where few tokens are cached."""
-    core = module.config._attn_implementation.rpartition("iha_")[2]  # in place it is called "iha_sdpa"
+    core = module.config._attn_implementation.rpartition("iha_")[2]  # modeling_interleaved.py adds a prefix
     is_sdpa = core in ("sdpa", SDPA_IN_BLOCKS)
     if query.shape[2] > 1 or not is_sdpa or dropout or mask is None or not heads.has_new_token_path:
         return False

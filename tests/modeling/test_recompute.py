@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import decoder, packing, random_ids, random_model, set_core, small_config, train_mixing
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from iha.step_memory import Counter
@@ -75,6 +76,29 @@ def test_gradients_are_the_same_to_the_bit(name, case):
         "packed": packing((70, LENGTH - 70), 2)[0],
     }[case]
     assert_equal(*(gradients_of(model_of(name, choice), **inputs) for choice in (True, False)))
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Count the operators that compute attention, forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "attention" in function.name() and "backward" not in function.name()
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["iha", "window", "in place"])
+def test_attention_runs_once(name):
+    counts = []
+    for choice in (False, True):
+        model = model_of(name, choice)
+        with AttentionCalls() as calls:
+            gradients_of(model)
+        counts.append(calls.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_every_core_takes_it():
