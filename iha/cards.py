@@ -28,8 +28,8 @@ from typing_extensions import TypedDict
 from iha.checkpoints import fingerprint, positions_of
 from iha.errors import UserError, refusing, run_cli
 from iha.files import expanded, parse_yaml, read_json, read_text, whole_file
-from iha.flops import virtual_tokens_per_token
 from iha.kinds import Companion, companion_of, described, own_modules
+from iha.layer_cost import virtual_tokens_per_token
 from iha.model_cost import model as cost_of_model
 from iha.model_cost import with_mha
 from modeling_iha import IHAConfig, mixing_parameters

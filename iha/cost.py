@@ -17,8 +17,8 @@ from iha.checkpoints import load_config
 from iha.conversion.convert_llama_to_iha import iha_config
 from iha.conversion.shared import new_config, preset_config
 from iha.errors import UserError, run_cli
-from iha.flops import Cost, virtual_tokens_per_token
 from iha.kinds import interleaved_kind, is_interleaved, layer_number
+from iha.layer_cost import Cost, virtual_tokens_per_token
 from iha.model_cost import attention, ffn, head, model, with_mha
 from iha.step_memory import of_training
 from modeling_iha import IHAConfig

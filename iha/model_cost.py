@@ -10,8 +10,8 @@ mask, so that the schedule of four windows and a global layer costs 3/5 of globa
 from typing import Any
 
 from iha.errors import UserError
-from iha.flops import Cost, linear
 from iha.kinds import all_companions, companion_of
+from iha.layer_cost import Cost, linear
 from iha.overlay import Overlay
 from modeling_iha import IHAConfig
 

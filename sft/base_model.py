@@ -22,8 +22,8 @@ from iha.checkpoints import (
     vocabulary_of,
 )
 from iha.errors import UserError, one_line, refusing
-from iha.flops import virtual_tokens_per_token
 from iha.kinds import is_interleaved, own_modules
+from iha.layer_cost import virtual_tokens_per_token
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, mixing_parameters, set_mixing_scale
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import core_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from iha.flops import Cost, virtual_tokens_per_token
+from iha.layer_cost import Cost, virtual_tokens_per_token
 from iha.overlay import Overlay
 from modeling_iha import IHAConfig
 from modeling_iha.attention_mha import MultiHeadAttention

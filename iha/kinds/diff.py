@@ -1,6 +1,6 @@
 """Describe kind "diff", to which convert_diffllama_to_iha.py converts DiffLlama checkpoints."""
 
-from iha.flops import Cost
+from iha.layer_cost import Cost
 from modeling_iha import IHAConfig
 
 from . import Companion, mha

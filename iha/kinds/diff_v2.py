@@ -9,7 +9,7 @@ factors are powers of two, so nothing is rounded. The output projection's bias s
 
 import torch
 
-from iha.flops import Cost, linear
+from iha.layer_cost import Cost, linear
 from modeling_iha import IHAConfig
 
 from . import Companion, mha

@@ -6,7 +6,7 @@ projection undoes it. Both factors are powers of two, so nothing is rounded. The
 
 import torch
 
-from iha.flops import Cost, linear
+from iha.layer_cost import Cost, linear
 from modeling_iha import IHAConfig
 
 from . import Companion, mha

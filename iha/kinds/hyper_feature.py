@@ -1,6 +1,6 @@
 """Describe kind "hyper_feature"."""
 
-from iha.flops import Cost, linear, score_matrix
+from iha.layer_cost import Cost, linear, score_matrix
 from modeling_iha import IHAConfig
 
 from . import Companion

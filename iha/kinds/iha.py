@@ -2,7 +2,7 @@
 
 import torch
 
-from iha.flops import Cost, cached_tokens, score_products
+from iha.layer_cost import Cost, cached_tokens, score_products
 from modeling_iha import IHAConfig
 from modeling_iha.exact_start import deviations as deviations_from_start
 from modeling_iha.exact_start import exact_start

@@ -5,7 +5,7 @@ Exact start: linear maps are identities. The MLP of the values has U = D = I and
 
 import torch
 
-from iha.flops import Cost
+from iha.layer_cost import Cost
 from modeling_iha import IHAConfig
 
 from . import Companion, mha

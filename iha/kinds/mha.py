@@ -1,6 +1,6 @@
 """Describe kind "mha", multi-head attention."""
 
-from iha.flops import Cost, cached_tokens, score_products, virtual_tokens_per_token
+from iha.layer_cost import Cost, cached_tokens, score_products, virtual_tokens_per_token
 from modeling_iha import IHAConfig
 
 from . import Companion

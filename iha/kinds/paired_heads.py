@@ -4,7 +4,7 @@ There is no exact start from Llama: with Llama's weights every head of a group s
 too, and the layer has no parameters that could undo it.
 """
 
-from iha.flops import Cost, cached_tokens, score_products
+from iha.layer_cost import Cost, cached_tokens, score_products
 from modeling_iha import IHAConfig
 
 from . import Companion

@@ -4,7 +4,7 @@ A layer computes the multi-head attention that it replaces while both of its map
 
 import torch
 
-from iha.flops import Cost, score_matrix
+from iha.layer_cost import Cost, score_matrix
 from modeling_iha import IHAConfig
 
 from . import Companion

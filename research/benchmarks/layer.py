@@ -12,7 +12,7 @@ from itertools import product
 import torch
 
 from iha.errors import run_cli
-from iha.flops import score_products
+from iha.layer_cost import score_products
 from iha.model_cost import attention
 from research.benchmarks.harness import Attention, inference, medians, reported, training, write
 from research.benchmarks.options import arguments

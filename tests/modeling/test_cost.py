@@ -100,8 +100,8 @@ def test_cache_of_other_kinds(variant):
 def test_flop_matched_window(count, schedule):
     """Give a sliding layer about as many pairs as a causal global layer, for which IHA, Appendix C counts N^2."""
     tokens, virtual = 8192, 4
-    window = iha.flops.counted_pairs(count, tokens, virtual, flop_matched_window(tokens, virtual))
-    whole = iha.flops.counted_pairs(count, tokens)
+    window = iha.layer_cost.counted_pairs(count, tokens, virtual, flop_matched_window(tokens, virtual))
+    whole = iha.layer_cost.counted_pairs(count, tokens)
     assert (4 * window + whole) / (5 * whole) == pytest.approx(schedule, rel=0.04)
 
 

@@ -1,4 +1,4 @@
-"""Hold what the cost functions of several mechanisms share: `Cost`, and the multiply-adds of a score matrix."""
+"""Count what a layer costs: `Cost`, and the multiply-adds that several mechanisms share."""
 
 from dataclasses import astuple, dataclass
 
