@@ -106,6 +106,13 @@ def test_a_static_cache_with_free_slots(dtype):
     mask = mask_of(4, 130, free=69)
     check(heads, query, key, value, mask)
     check(heads, query, key, value, additive(mask, torch.finfo(dtype).min).to(dtype))
+    check(heads, query, key, value, additive(mask, float("-inf")).to(dtype))  # one tile is hidden as a whole
+
+
+@needs_triton
+def test_the_norm_of_several_blocks(monkeypatch):
+    monkeypatch.setattr(triton_kernels, "NORM_BLOCK", 4)
+    check(*draw(2, 2, 3, 10, 130, dtype=torch.float32), mask_of(3, 130))
 
 
 @needs_triton
