@@ -35,8 +35,9 @@ from references.options import AttentionOptions, llama_inv_freq
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM, interleaving, sdpa_in_blocks
 from modeling_iha.interleaving import MixedHeads
+from modeling_iha.sdpa_in_blocks import at_once
 
 
 # The reference itself
@@ -135,6 +136,26 @@ def test_model_matches_reference(overrides):
     expected, weights = reference_logits(model, input_ids)
     assert relative_error(logits, expected) < FP64
     assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP64)
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_virtual_tokens_made_in_parts(size, positions, monkeypatch):
+    """Without gradients a CPU makes the virtual tokens of `size` tokens at once; the last part may be shorter."""
+    config = small_config(num_pseudo_heads=3, pseudo_positions=positions)
+    model = random_model(config, dtype=torch.float64)
+    input_ids = random_ids(2, 9)
+    of_token = 2 * config.num_attention_heads * config.head_dim * torch.float64.itemsize
+    sizes = []
+    monkeypatch.setattr(sdpa_in_blocks, "CACHED_BYTES", size * 3 * of_token)
+    monkeypatch.setattr(
+        interleaving, "at_once", lambda *_, **options: sizes.append(at_once(*_, **options)) or sizes[-1]
+    )
+    with torch.no_grad():
+        logits = model(input_ids).logits
+    expected, _ = reference_logits(model, input_ids)
+    assert size in sizes
+    assert relative_error(logits, expected) < FP64
 
 
 ROPE_OPTIONS = {
