@@ -76,6 +76,11 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
     except Exception as error:  # huggingface_hub wraps a validator's exception in a class of its own
         raise UserError(f"The recipe does not fit {start}: {one_line(error.__cause__ or error)}") from error
     _check_pseudo_heads(config, run)
+    if run.peak_tflops is not None and not (isinstance(config, IHAConfig) and args.max_length):
+        raise UserError(
+            "peak_tflops needs an IHAForCausalLM and max_length, from which the cost model counts FLOPs: set "
+            "max_length, or remove peak_tflops."
+        )
     positions = positions_of(config)
     length = args.max_length or positions
     if positions is not None and length > positions:

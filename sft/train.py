@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from iha.errors import UserError, check_packages, run_cli
+from iha.errors import check_packages, run_cli
 
 
 if __name__ == "__main__":
@@ -18,11 +18,10 @@ if __name__ == "__main__":
 
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from iha.model_cost import flops_of_a_token
-from modeling_iha import IHAConfig
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import lora_config, prepare_model, stop_at_end_of_turn
 from sft.data import Rows
@@ -77,18 +76,9 @@ def build_trainer(
     is_plain = args.loss_type == "nll" and args.label_smoothing_factor == 0 and not trainer.aux_loss_enabled
     trainer.eval_bytes = whole_text_bytes(eval_rows, args) if is_plain else None
     if run.peak_tflops is not None:
-        trainer.count_tokens.peak_tokens_per_second = peak_tokens_per_second(model.config, run, args)
+        peak = run.peak_tflops * 1e12 * args.world_size
+        trainer.count_tokens.peak_tokens_per_second = peak / flops_of_a_token(model.config, args.max_length)
     return trainer
-
-
-def peak_tokens_per_second(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> float:
-    """Return the tokens per second of all devices at their peak. Raise `UserError` if they cannot be counted."""
-    if not isinstance(config, IHAConfig) or args.max_length is None:
-        raise UserError(
-            "peak_tflops needs an IHAForCausalLM and max_length, from which the cost model counts FLOPs: set "
-            "max_length, or remove peak_tflops."
-        )
-    return run.peak_tflops * 1e12 * args.world_size / flops_of_a_token(config, args.max_length)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -108,6 +108,7 @@ def test_a_run_does_not_go_on_with_another_scale(tmp_path):
         ("plain", {"lora_dropout": 0.5}, "lora_dropout: without effect"),
         ("interleaved", {"interleaved_window": 8, "num_pseudo_heads": 2}, "interleaved keeps what it was made with"),
         ("qwen2", {"sliding_window": 8}, "sliding_window: .*qwen2 has no sliding layers"),
+        ("plain", {"peak_tflops": 1}, "peak_tflops needs an IHAForCausalLM"),
     ],
 )
 def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path, monkeypatch):
