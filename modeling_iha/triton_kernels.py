@@ -245,13 +245,15 @@ def constants_of_expand(states: torch.Tensor, alpha: torch.Tensor, rotation: Rot
     return {
         **{"M": num_heads_in, "H": num_heads_out, "P": num_pseudo_heads, "F": half, "ROTATES": rotation is not None},
         **{"BLOCK_M": rows_in, "BLOCK_H": rows_out, "BLOCK_F": power_of_two(half)},
-        "COLUMNS": columns_of_tile(max(rows_in, rows_out), states.element_size()),
+        "COLUMNS": columns_of_tile(max(rows_in, rows_out), half, states.element_size()),
     }
 
 
-def columns_of_tile(rows: int, itemsize: int) -> int:
+def columns_of_tile(rows: int, half: int, itemsize: int) -> int:
     """Return how many columns of a tile fit in the registers of a program."""
     columns = MOST_COLUMNS if rows <= 32 else MOST_COLUMNS // 4
+    if half != power_of_two(half):  # the masks of missing features take registers too
+        columns //= 2
     return columns * 2 // itemsize
 
 
@@ -463,7 +465,7 @@ NORM_BLOCK = 256
 # So many programs sum values: about two for each of the 132 multiprocessors of an H100. The number does not depend on
 # the GPU, so neither does the sum.
 VALUE_PROGRAMS = 264
-MOST_FEATURES = 256
+MOST_FEATURES = 128
 
 
 def kernels_decode(query: torch.Tensor, q_mix: torch.Tensor) -> bool:
