@@ -61,7 +61,7 @@ setup(
         "scripts": ["datasets", "gguf", "matplotlib", "networkx", "peft", "reasoning-gym", "scipy", "trl"],
         # What `iha serve` needs.
         "serve": ["transformers[serving]"],
-        # What `python -m evaluation.run` needs besides "scripts".
+        # `python -m evaluation.run` needs these besides "scripts".
         "evaluation": ["lm_eval", "markdown-it-py", "math-verify[antlr4-13-2]", "nltk", "wonderwords"],
         # Attention cores for a GPU: FlashAttention 4 for Hopper and Blackwell, in wheels; FlashAttention 2 for Ampere
         # and later, which compiles for hours (`pip install --no-build-isolation`).

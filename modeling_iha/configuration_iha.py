@@ -87,7 +87,7 @@ class IHAConfig(LlamaConfig):
         mixing_scale (`float`, *optional*, defaults to 1.0):
             How many times the optimizer's rate the mixing learns at (mixing.py). The saved weights depend on it.
         recompute_virtual_tokens (`bool`, *optional*):
-            Whether the backward pass makes virtual tokens again instead of keeping them, with the same gradients. By
+            `True` if the backward pass makes virtual tokens again instead of keeping them, with the same gradients. By
             default it does so on a GPU of which they would fill a quarter.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.

@@ -1,7 +1,8 @@
 """Compile the Triton kernels for an NVIDIA GPU, which need not be there, and print what they take as JSON.
 
-TRITON_DUMP_PTXAS_LOG=1 python tests/compile_kernels.py '[90, "bfloat16", 20, 4, 128]' takes the architecture, the
-dtype, heads, P and head_dim. It launches the kernels as on a GPU, forward and backward, but Triton only compiles them.
+python tests/compile_kernels.py '[90, "mixing", [["bfloat16", 20, 4, 128]]]' takes the architecture, the name of a
+launch, and the arguments of some of its calls. The launch runs as on a GPU, but Triton stops after compiling. It needs
+TRITON_DUMP_PTXAS_LOG=1 and TRITON_ALWAYS_COMPILE=1. `compiled_kernels` in helpers.py starts it.
 """
 
 import io
@@ -20,7 +21,10 @@ from triton.runtime.jit import JITFunction
 # The file alone: the package imports for seconds what the kernels do not need.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "modeling_iha"))
 
-from triton_kernels import collapse, expand
+from triton_kernels import collapse, decode, expand
+
+
+NUM_KEYS = 2049
 
 
 class Driver:
@@ -39,25 +43,8 @@ class Driver:
         return 0
 
 
-def kernels(architecture: int, dtype: str, num_heads: int, num_pseudo_heads: int, head_dim: int) -> dict[str, dict]:
-    """Return the bytes of spilled registers and of shared memory of each kernel."""
-    found = {}
-    run = JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        log = io.StringIO()
-        with redirect_stdout(log):
-            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
-        registers = re.findall(r"Used (\d+) registers", log.getvalue())
-        found[self.fn.__name__] = {
-            "registers": max(map(int, registers)),
-            "spilled": sum(map(int, spilled)),
-            "shared": kernel.metadata.shared,
-        }
-
-    driver.set_active(Driver(architecture))
-    JITFunction.run = compile_only
+def mixing(dtype: str, num_heads: int, num_pseudo_heads: int, head_dim: int) -> None:
+    """Call `expand` and `collapse`, forward and backward."""
     states = torch.empty(1, 64, num_heads, head_dim, dtype=getattr(torch, dtype)).transpose(1, 2).requires_grad_()
     alpha = torch.empty(num_heads, num_heads, num_pseudo_heads, requires_grad=True)
     virtual = expand(states, alpha, tuple(torch.empty(2, num_pseudo_heads, head_dim)))
@@ -65,6 +52,50 @@ def kernels(architecture: int, dtype: str, num_heads: int, num_pseudo_heads: int
     weight = torch.empty(num_heads, num_pseudo_heads, requires_grad=True)
     collapsed = collapse(virtual, weight)
     torch.autograd.grad(collapsed, (virtual, weight), torch.empty_like(collapsed))
+
+
+def decoding(num_heads: int, groups: int, num_pseudo_heads: int, head_dim: int, rotates: bool) -> None:
+    """Call `decode` on tensors without data."""
+    with torch.device("meta"):
+        query = torch.empty(1, num_heads, 1, head_dim, dtype=torch.bfloat16)
+        key, value = torch.empty(2, 1, groups, NUM_KEYS, head_dim, dtype=torch.bfloat16)
+        mask = torch.empty(1, 1, num_pseudo_heads, NUM_KEYS * num_pseudo_heads, dtype=torch.bool)
+        sizes = (num_heads, groups, groups)
+        mixes = [torch.empty(size, size, num_pseudo_heads, dtype=torch.bfloat16) for size in sizes]
+        weight = torch.empty(num_heads, num_pseudo_heads, dtype=torch.bfloat16)
+        rotation = tuple(torch.empty(2, num_pseudo_heads, head_dim, dtype=torch.bfloat16)) if rotates else None
+    decode(query, key, value, mask, head_dim**-0.5, *mixes, weight, rotation)
+
+
+LAUNCHES = {"mixing": mixing, "decoding": decoding}
+
+
+def kernels(architecture: int, launch: str, calls: list) -> list[dict]:
+    """Return the registers of each kernel, and the bytes of spilled ones and of shared memory, for each call."""
+    found = []
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        self.device_caches.clear()  # or a kernel that two calls share would be compiled once
+        log = io.StringIO()
+        with redirect_stdout(log):
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        registers = re.findall(r"Used (\d+) registers", log.getvalue())
+        spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", log.getvalue())
+        found.append(
+            {
+                "kernel": self.fn.__name__,
+                "call": call,
+                "registers": max(map(int, registers)),
+                "spilled": sum(map(int, spilled)),
+                "shared": kernel.metadata.shared,
+            }
+        )
+
+    driver.set_active(Driver(architecture))
+    JITFunction.run = compile_only
+    for call in calls:
+        LAUNCHES[launch](*call)
     return found
 
 

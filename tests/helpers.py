@@ -4,6 +4,8 @@ No weight is at its neutral value, so no part can drop out unnoticed.
 """
 
 import json
+import os
+import subprocess
 import sys
 import weakref
 from copy import deepcopy
@@ -452,6 +454,19 @@ def gradients(output, leaves):
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     found = torch.autograd.grad(output, list(leaves.values()), probe.to(output.dtype), materialize_grads=True)
     return dict(zip(leaves, found))
+
+
+# Kernels
+
+
+def compiled_kernels(launch, architecture, calls, cache):
+    """Return what compile_kernels.py prints: the registers and the memory of each kernel of each call."""
+    environment = {"TRITON_CACHE_DIR": str(cache), "TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
+    environment |= {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    command = [sys.executable, ROOT / "tests" / "compile_kernels.py", json.dumps([architecture, launch, calls])]
+    answer = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
 
 
 # Comparisons

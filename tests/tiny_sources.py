@@ -57,7 +57,7 @@ SOURCES = {
         },
     ),
 }
-# What has a separate command.
+# Sources that have a separate command.
 OTHER_SOURCES = {
     "diffllama": (DiffLlamaForCausalLM, {"lambda_std_dev": 0.2}),
     "diffllama-tied-bias-head-dim": (

@@ -494,7 +494,7 @@ FORMS: dict[str, Callable[[dict], Forms]] = {
     "compiled decoder": decoder_forms,
 }
 
-# What is known of a case beforehand, by the names of a row
+# Functions that predict figures of a case, which a row keeps by their names.
 PREDICTIONS: dict[str, Callable[[dict], dict]] = {
     "expand": predicted_mixing,
     "schedule": predicted_schedules,

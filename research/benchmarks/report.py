@@ -41,7 +41,7 @@ GPU_FORMS = {"global-local": "windows alone", "paired-heads": "paired heads"}
 GPU_FORMS |= {f"iha, P = {virtual}": f"schedule, P = {virtual}" for virtual in (2, 4, 20)}
 GPU_CELLS = """A cell has the milliseconds, in brackets their ratio to those of the first line, and the peak of
 memory in GB."""
-# What else a cell may have, by its name in a row
+# A cell may also have these figures, by their names in a row.
 GPU_NOTES = {
     "predicted ratios": "predicted ratio {:.2f}".format,
     "predicted seconds": lambda seconds: f"predicted {1000 * seconds:.3f} ms",

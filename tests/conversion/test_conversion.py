@@ -617,7 +617,7 @@ def test_back_conversion_command(road, travel, tmp_path, cli):
         ("qwen2", "rope.scaling.factor", lambda file: file.add_rope_scaling_factor(4.0)),
         ("phi3", "attention.sliding_window", lambda file: file.add_sliding_window(2047)),
         ("phi3", "rope.dimension_count=6", lambda file: file.add_rope_dimension_count(6)),
-        # What changes nothing is not rejected, and the weights are looked for.
+        # Fields that change nothing are not rejected, and the weights are looked for.
         ("llama", None, lambda file: (file.add_rope_scaling_factor(1.0), file.add_sliding_window(0))),
     ],
 )

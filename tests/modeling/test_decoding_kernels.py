@@ -4,17 +4,12 @@ On a machine without a GPU they run in Triton's interpreter (conftest.py), which
 half precision is float16. Compiling them needs no GPU.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import decoder, geometry_model, random_ids, set_core, train_mixing
+from helpers import compiled_kernels, decoder, geometry_model, random_ids, set_core, train_mixing
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
@@ -25,7 +20,6 @@ from modeling_iha.transformers_versions import CACHE
 from modeling_iha.triton_kernels import decode, kernels_decode
 
 
-COMPILE = Path(__file__).resolve().parents[1] / "compile_decoding_kernels.py"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The largest difference to float64, over the largest value. In float16 that of the plain formula is up to 3.4e-3 here.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -320,15 +314,7 @@ def test_no_kernel_spills_registers(architecture, shapes, tmp_path):
     if shapes == "all":
         heads = [[20, 20, 2, 128, True], [20, 20, 20, 128, True], [32, 8, 2, 64, False]]
         shapes = [*heads, [64, 64, 2, 128, True], [16, 8, 2, 128, True], [9, 3, 3, 80, False]]
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "TRITON_ALWAYS_COMPILE": "1",
-        "TRITON_DUMP_PTXAS_LOG": "1",
-    }
-    environment |= {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, COMPILE, json.dumps([architecture, shapes])]
-    compiled = json.loads(subprocess.run(command, env=environment, capture_output=True, check=True).stdout)
+    compiled = compiled_kernels("decoding", architecture, shapes, cache=tmp_path)
     assert len(compiled) == 4 * len(shapes)
     for kernel in compiled:
         assert kernel["registers"] > 0 and kernel["spilled"] == 0 and kernel["shared"] <= 99 * 1024, kernel

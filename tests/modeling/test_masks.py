@@ -1,6 +1,6 @@
 """Pad, pack and mask on every core: a row does not depend on what it is batched or packed with.
 
-What a core would silently ignore is rejected. Padding and packing of every kind are in test_mechanisms.py.
+Masks that a core would silently ignore are rejected. Padding and packing of every kind are in test_mechanisms.py.
 """
 
 from types import SimpleNamespace

@@ -4,15 +4,9 @@ On a machine without a GPU they run in Triton's interpreter (conftest.py), which
 half precision is float16. The last test compiles them for three architectures, which needs no GPU either.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from helpers import HYBRID, assert_close, decoder, random_ids, small_config, train_mixing
+from helpers import HYBRID, assert_close, compiled_kernels, decoder, random_ids, small_config, train_mixing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modeling_iha import IHAForCausalLM, interleave_heads, interleaving
@@ -25,7 +19,6 @@ from modeling_iha import triton_kernels  # noqa: E402
 from modeling_iha.triton_kernels import collapse, expand  # noqa: E402
 
 
-COMPILE = Path(__file__).resolve().parents[1] / "compile_kernels.py"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Half precision rounds the inputs, the mixing, a rotated gradient and the result: four times 2^-9 or 2^-12 of a value.
 ERRORS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -229,12 +222,7 @@ COMPILED += [("float16", 40, 2, 128), ("bfloat16", 5, 20, 64), ("float32", 32, 2
 )
 @pytest.mark.parametrize("case", [COMPILED[0], *(pytest.param(case, marks=pytest.mark.slow) for case in COMPILED[1:])])
 def test_compiled_kernels_spill_no_registers(case, architecture, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
-    words = [sys.executable, COMPILE, json.dumps([architecture, *case])]
-    answer = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert answer.returncode == 0, answer.stderr
-    kernels = json.loads(answer.stdout)
+    kernels = compiled_kernels("mixing", architecture, [case], cache=tmp_path)
     assert len(kernels) == 5
-    for name, figures in kernels.items():
-        assert figures["spilled"] == 0 and figures["shared"] <= 99 * 1024, (name, figures)  # sm_120 has the least
+    for kernel in kernels:
+        assert kernel["spilled"] == 0 and kernel["shared"] <= 99 * 1024, kernel  # sm_120 has the least
