@@ -96,7 +96,7 @@ class RunArguments(ScriptArguments, ModelConfig):
     eval_size: float = key("Rows held out for evaluation: a share below 1, or a number of rows.", 0.0)
     eval_dataset_name: str | None = key("Rows to evaluate on, in place of eval_size: a file or an id on the Hub.")
     num_pseudo_heads: int | None = key(
-        "P, with which a plain base model is interleaved. A checkpoint with another number of pseudo-heads fails."
+        "P, with which a plain base model is interleaved. Another number than a checkpoint's is an error."
     )
     interleaved_layers: list[str] | None = key("Layers to interleave: indices, or paper; all by default.")
     interleaved_window: str | None = key("Window of these layers in tokens, or paper; the base's own by default.")
@@ -107,7 +107,7 @@ class RunArguments(ScriptArguments, ModelConfig):
         "Rate of the mixing over learning_rate: 40 by default if the run interleaves, else the checkpoint's."
     )
     recompute_virtual_tokens: bool | None = key(
-        "Whether the backward pass makes virtual tokens again and does not keep them: less memory, more time."
+        "`true` to make virtual tokens again in the backward pass and not keep them: less memory, more time."
     )
     max_position_embeddings: int | None = key("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = key("RoPE base to train with, which the trained checkpoint keeps.")

@@ -171,7 +171,7 @@ def random_model(run: RunArguments, config: IHAConfig, seed: int) -> IHAForCausa
 
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
-    """Refuse an attention core or a model that is not known to keep packed documents apart. Raise `UserError`."""
+    """Reject an attention core or a model that is not known to keep packed documents apart. Raise `UserError`."""
     if not (args.packing or args.padding_free):
         return
     core = core_of(model.config._attn_implementation)
