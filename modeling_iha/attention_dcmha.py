@@ -86,7 +86,6 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
     """
 
     mixing_modules = ("pre_base", "post_base")
-    caches_like_llama = False
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

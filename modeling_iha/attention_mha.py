@@ -1,8 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Define multi-head attention, kind "mha", in steps that the other kinds share.
-
-virtual_tokens.py lists the symbols of shapes."""
+"""Define multi-head attention, kind "mha", in steps that the other kinds share (virtual_tokens.py has the symbols)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +27,6 @@ class MultiHeadAttention(LlamaAttention):
 
     mixing_modules: tuple[str, ...] = ()  # submodules that mix heads, which adapters train in full
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
-    caches_like_llama = True  # whether cached keys and values are [batch, G, N, head_dim]
     num_virtual_tokens = 1  # of each token
 
     def __init__(self, config: IHAConfig, layer_idx: int):

@@ -65,21 +65,22 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: tuple | None = None) -> torch.Tensor:
-    """Return the virtual sequence [batch, M, N * P, head_dim] of heads [batch, M, N, head_dim] by alpha [M, M, P].
+    """Return the virtual sequence [batch, heads, N * P, head_dim] of states [batch, M, N, head_dim].
 
-    [batch, N * P, M, head_dim] is a view of what the mixing writes, so interleaving copies nothing."""
+    alpha is [M, heads, P], with all M heads or a part of them. [batch, N * P, heads, head_dim] is a view of what the
+    mixing writes, so interleaving copies nothing."""
     if kernels_take(states, alpha):
         return expand(states, alpha, rotation).transpose(1, 2)
-    num_heads, _, num_pseudo_heads = alpha.shape
+    num_pseudo_heads = alpha.shape[2]
     size = at_once(states, dim=2, growth=num_pseudo_heads)
     if size < states.shape[2]:
         parts = states.split(size, dim=2)
         return torch.cat([make_virtual_sequence(part, alpha, rotation) for part in parts], dim=2)
-    alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(num_pseudo_heads * num_heads, num_heads)
+    alpha = alpha.to(states.dtype).permute(2, 1, 0).flatten(0, 1)
     states = states.transpose(1, 2)
     # Expanded, alpha gives a batched product that is written as [batch, N, P * M, head_dim]; a 2-D one would copy it.
     alpha = alpha.expand(*states.shape[:2], -1, -1)
-    states = torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, num_heads))  # [batch, N, P, M, head_dim]
+    states = torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, -1))  # [batch, N, P, heads, head_dim]
     if rotation is not None:
         cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
         states = rotate(states, cos, sin)
@@ -107,6 +108,16 @@ class MixedHeads(NamedTuple):
     @property
     def has_new_token_path(self) -> bool:
         return self.collapse.shape[1] == self.num_pseudo_heads
+
+    def in_parts(self, count: int) -> list["MixedHeads"]:
+        """Return the mixing of each of `count` parts of the virtual heads, or of more if they divide so."""
+        num_groups = self.k_mix.shape[1]
+        if count == 1 or not self.has_new_token_path:
+            return [self]
+        size = max(1, num_groups // count)
+        mixes = [each.split(size * each.shape[1] // num_groups, dim=1) for each in self[:3]]
+        collapses = self.collapse.split(size * len(self.collapse) // num_groups)
+        return [MixedHeads(*part, self.rotation) for part in zip(*mixes, collapses)]
 
     def make_virtual_tokens(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
         """Return queries, keys and values of virtual tokens, [batch, H or G, tokens * P, head_dim] (steps 2 and 3)."""

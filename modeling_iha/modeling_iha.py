@@ -76,12 +76,9 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     """Compute Llama's rotary tables and those of interleaved virtual positions, for the layers of one type."""
 
     def __init__(self, config: IHAConfig, layer_type: str = "full_attention"):
-        # CODEPATH: layers with a window may have separate RoPE parameters, and Llama's table knows one set.
-        if config.has_sliding_rope:
-            rope_parameters = config.rope_of(layer_type)
-            config = copy(config)  # the caller's keeps the parameters of both layer types
-            config.rope_parameters = rope_parameters
-        super().__init__(config)
+        of_layer_type = copy(config)
+        of_layer_type.rope_parameters = config.rope_of(layer_type)
+        super().__init__(of_layer_type)
         is_interleaved = config.pseudo_positions == "interleaved"
         self.mixed = is_interleaved and "iha" in config.attention_kinds
         self.paired = is_interleaved and "paired_heads" in config.attention_kinds
@@ -342,12 +339,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         raise NotImplementedError("Use generate, or the continuous batching of vLLM by the plugin vllm_iha.")
 
     def _get_static_cache_init_shape(self):
-        """Return the shape in which [`GenerationMixin`] allocates static caches before a chunked prefill.
-
-        It is `None` for a kind that caches more than Llama: the cache then waits for the first keys and values."""
-        if not all(layer.self_attn.caches_like_llama for layer in self.model.layers):
-            return None
-        return super()._get_static_cache_init_shape()
+        """Return `None`: a static cache waits for the first keys and values, which some kinds make unlike Llama."""
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, position_ids=None, **kwargs):
         """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
@@ -360,10 +352,9 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 
 
 class IHATaskHead:
-    """Let the generic heads of Transformers find [`IHAModel`] where this file is remote code.
+    """Let the generic heads, which call `AutoModel.from_config`, find [`IHAModel`] where this file is remote code.
 
-    The heads build their decoder with `AutoModel.from_config`. A config loaded from a directory is of another class
-    than the one imported above."""
+    There a config that was loaded from a directory is of another class than the one imported above."""
 
     def __init__(self, config: IHAConfig):
         # `register` silently replaces what is there. No public name says if a user has registered a class.

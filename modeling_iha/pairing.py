@@ -24,6 +24,9 @@ class PairedHeads:
     num_pseudo_heads: int  # P
     has_new_token_path: ClassVar[bool] = True
 
+    def in_parts(self, count: int) -> list["PairedHeads"]:
+        return [self]
+
     def make_virtual_tokens(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
         """View queries, keys and values [batch, M, N, head_dim] as [batch, M / P, N * P, head_dim].
 

@@ -162,7 +162,7 @@ def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scali
     # The heads of a group become rows of one head, because SDPA would copy the keys for each of them.
     query = query.unflatten(1, (-1, block)).unflatten(0, (groups, -1))  # [G, H / G, blocks, block, head_dim]
     query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [blocks, G, H / G * block, head_dim]
-    key, value = (overlapping_blocks(states, block, window) for states in (key, value))
+    key, value = (OverlappingBlocks.apply(states, block, window) for states in (key, value))
     mask = mask.repeat(1, heads // groups, 1)[:, None]
 
     def attend(query, key, value, mask) -> torch.Tensor:
@@ -199,12 +199,19 @@ def at_once(states: torch.Tensor, dim: int, growth: int = 1) -> int:
 
 
 class OverlappingBlocks(torch.autograd.Function):
-    """View states as overlapping blocks. On a CPU the gradient of PyTorch's `unfold` takes several times as long."""
+    """View states [heads, window + count * block, head_dim] as blocks [count, heads, window + block, head_dim].
+
+    On a CPU the gradient of PyTorch's `unfold` takes several times as long."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, states: torch.Tensor, block: int, window: int) -> torch.Tensor:
-        ctx.block, ctx.length = block, states.shape[1]
-        return unfold(states, block, window)
+    def forward(states: torch.Tensor, block: int, window: int) -> torch.Tensor:
+        return states.unfold(1, window + block, block).permute(1, 0, 3, 2)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple, output: torch.Tensor) -> None:
+        ctx.block, ctx.length = inputs[1], inputs[0].shape[1]
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -215,17 +222,6 @@ class OverlappingBlocks(torch.autograd.Function):
         for place, part in enumerate(parts):
             total[:, place : place + count, : part.shape[2]] += part.transpose(0, 1)
         return total.flatten(1, 2)[:, : ctx.length], None, None
-
-
-def overlapping_blocks(states: torch.Tensor, block: int, window: int) -> torch.Tensor:
-    """View states [heads, window + count * block, head_dim] as blocks [count, heads, window + block, head_dim]."""
-    if torch.compiler.is_compiling() or not states.requires_grad:
-        return unfold(states, block, window)
-    return OverlappingBlocks.apply(states, block, window)
-
-
-def unfold(states: torch.Tensor, block: int, window: int) -> torch.Tensor:
-    return states.unfold(1, window + block, block).permute(1, 0, 3, 2)
 
 
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:

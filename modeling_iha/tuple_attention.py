@@ -58,7 +58,6 @@ class TupleAttention(ScoreMatrixAttention):
         super().__init__(config, layer_idx)
         self.tuple_size = tuple_size
         self.sharing = sharing
-        self.caches_like_llama = sharing
         if not sharing:
             stacked = tuple_size * config.num_key_value_heads * self.head_dim
             self.k_proj = nn.Linear(config.hidden_size, stacked, bias=config.attention_bias)

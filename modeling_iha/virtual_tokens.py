@@ -37,6 +37,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 
 
+PART_BYTES = 2**31  # of the virtual queries, keys and values that a backward pass makes at once
 CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")
 
 
@@ -146,14 +147,18 @@ def virtual_attention(
     kwargs = in_virtual_tokens(kwargs, num_pseudo_heads)
     mask = heads.mask_of_virtual_heads(mask)
 
-    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
+    def run(heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
         output, weights = attend(module, *heads.make_virtual_tokens(query, key, value), mask, **kwargs)
         return heads.collapse_output(output), weights
 
-    if torch.is_grad_enabled() and recomputes(module, query):
-        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
-        return checkpoint(run, query, key, value, use_reentrant=False, context_fn=contexts)
-    return run(query, key, value)
+    if not (torch.is_grad_enabled() and recomputes(module, query)):
+        return run(heads, query, key, value)
+    contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+    count = 3 * query.nbytes * num_pseudo_heads // PART_BYTES + 1
+    # Other masks, and attention sinks, may have entries for each head.
+    parts = heads.in_parts(count if kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2) else 1)
+    outputs = [checkpoint(run, part, query, key, value, use_reentrant=False, context_fn=contexts) for part in parts]
+    return outputs[0] if len(outputs) == 1 else (torch.cat([output for output, _ in outputs], dim=2), None)
 
 
 def recomputes(module: nn.Module, query: torch.Tensor) -> bool:

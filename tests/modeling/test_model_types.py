@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from iha.errors import ROOT, UserError
 from iha.processes import run_in_clean_process
 from iha.serving import serve
-from modeling_iha import interleave_heads, remove_interleaving
+from modeling_iha import interleave_heads, remove_interleaving, virtual_tokens
 from modeling_iha.modeling_interleaved import register_core
 from research.experiments import model_types
 from research.experiments.model_types import (
@@ -127,17 +127,23 @@ def test_exact_with_images(model_type, tried):
     assert row["verdict"] == "exact" and "image" in row, row
 
 
-def test_flash_cores_get_raised_sinks(monkeypatch):
-    """Raise the sinks by log P: each key has P copies. Record what a flash core is called with; none runs here."""
+@pytest.mark.parametrize("recompute", [False, True])
+def test_flash_cores_get_raised_sinks(recompute, monkeypatch):
+    """Raise the sinks by log P: each key has P copies. Record what a flash core is called with; none runs here.
+
+    Recomputation makes no parts of heads with sinks."""
     given = []
+    monkeypatch.setattr(virtual_tokens, "PART_BYTES", 1)
 
     def record(module, query, *args, s_aux, **kwargs):
         given.append(s_aux)
+        assert query.shape[1] == len(s_aux)
         return query.transpose(1, 2), None
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", record)
     model = interleave_heads(tiny_model("gpt_oss", CAUSAL), 2)
     model.config._attn_implementation = register_core("flash_attention_2", is_changed=False)
+    model.config.recompute_virtual_tokens = recompute
     model(torch.arange(5)[None], use_cache=False)
     sinks = [layer.self_attn.sinks for layer in model.model.layers]
     assert len(given) == len(sinks)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from iha.step_memory import Counter
-from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, interleaving
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, interleaving, virtual_tokens
 from modeling_iha.virtual_tokens import recomputes
 
 
@@ -107,6 +107,63 @@ def test_every_core_takes_it():
         for model in models:
             set_core(model, core)
         assert_equal(*map(gradients_of, models))
+
+
+def let_parts_be(count, model, monkeypatch):
+    """Set the bytes of a part so that the heads of a model of float64 have `count` parts, for two rows."""
+    config = model.config
+    virtual = 3 * 2 * LENGTH * config.num_attention_heads * config.head_dim * 8 * config.num_pseudo_heads
+    monkeypatch.setattr(virtual_tokens, "PART_BYTES", virtual // count + 1)
+
+
+@pytest.mark.parametrize("windows", [{}, {"layer_types": "sliding_attention", "sliding_window": 4}])
+@pytest.mark.parametrize(("groups", "count", "parts"), [(5, 1, 1), (5, 2, 3), (5, 9, 5), (10, 2, 2)])
+def test_heads_in_parts_give_the_same_gradients(groups, count, parts, windows, monkeypatch):
+    """Five groups in two parts are parts of two, two and one group."""
+    fields = {**windows, "num_attention_heads": 10, "num_key_value_heads": groups, "hidden_size": 80}
+    models = [
+        random_model(small_config(**fields, recompute_virtual_tokens=choice), dtype=torch.float64)
+        for choice in (False, True)
+    ]
+    let_parts_be(count, models[1], monkeypatch)
+    mask = torch.tensor([[0] * 7 + [1] * (LENGTH - 7), [1] * LENGTH]) if windows else None
+    expected = gradients_of(models[0], attention_mask=mask)
+    made = watch(monkeypatch, interleaving, "make_virtual_sequence")
+    actual = gradients_of(models[1], attention_mask=mask)
+    assert len(made) == 2 * 3 * parts * 2  # passes, states, parts, layers
+    for name, gradient in actual.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_one_part_of_the_heads_is_alive_at_a_time(monkeypatch):
+    """Count the peak of a backward pass, where attention keeps its outputs."""
+    peaks = []
+    for count in (1, 4):
+        fields = {"num_key_value_heads": 4, "num_pseudo_heads": 16, "num_hidden_layers": 1}
+        model = random_model(small_config(**fields, recompute_virtual_tokens=True), dtype=torch.float64).train()
+        let_parts_be(count, model, monkeypatch)
+        with Counter() as counter:
+            model(random_ids(2, LENGTH), use_cache=False).logits.sum().backward()
+        peaks.append(counter.peak)
+    assert peaks[1] < 0.6 * peaks[0]
+
+
+@pytest.mark.parametrize("case", ["all heads", "paired heads", "mask per head", "sinks", "eager"])
+def test_heads_that_cannot_be_parted_stay_together(case, monkeypatch):
+    mask = None
+    if case in ("sinks", "eager"):
+        name = "gpt_oss" if case == "sinks" else "llama"
+        models = [interleave_heads(decoder(name, core="eager"), 2) for _ in range(2)]
+    else:
+        name = case if case in MODELS else "iha"
+        models = [model_of(name, choice) for choice in (False, True)]
+    for model, choice in zip(models, (False, True)):
+        model.config.recompute_virtual_tokens = choice
+    if case == "mask per head":
+        mask = torch.rand(2, 4, LENGTH, LENGTH) < 0.7
+        mask = (mask | torch.eye(LENGTH, dtype=torch.bool)).tril()
+    monkeypatch.setattr(virtual_tokens, "PART_BYTES", 1)
+    assert_equal(*(gradients_of(model, attention_mask=mask) for model in models))
 
 
 @pytest.mark.parametrize("name", ["iha", "window", "in place"])

@@ -26,6 +26,7 @@ from helpers import (
 )
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, grad, stack_module_state, vmap
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -403,12 +404,38 @@ def test_blocks_are_the_same_in_several_calls(small_blocks, monkeypatch):
 def test_the_gradient_of_overlapping_blocks_is_that_of_unfold(size, window):
     """Compare first and second derivatives, by a function that is not linear."""
     states = torch.randn(2, window + 3 * size, 2, dtype=torch.float64, requires_grad=True)
-    overlapping = partial(sdpa_in_blocks.overlapping_blocks, block=size, window=window)
-    unfolded = partial(sdpa_in_blocks.unfold, block=size, window=window)
+
+    def overlapping(states):
+        return sdpa_in_blocks.OverlappingBlocks.apply(states, size, window)
+
+    def unfolded(states):
+        return states.unfold(1, window + size, size).permute(1, 0, 3, 2)
+
     assert torch.equal(overlapping(states), unfolded(states))
     gradients = [torch.autograd.grad(view(states).exp().sum(), states) for view in (overlapping, unfolded)]
     torch.testing.assert_close(*gradients)
     assert torch.autograd.gradgradcheck(lambda states: overlapping(states).sin(), states)
+
+
+def test_blocks_are_transformed_by_torch_func():
+    """Run two models at once, and differentiate each."""
+    fields = {"num_hidden_layers": 1, "layer_types": "sliding_attention", "sliding_window": 4}
+    models = [random_model(small_config(**fields), dtype=torch.float64, seed=seed) for seed in (0, 1)]
+    ids = random_ids(1, 150)  # blocks begin 128 virtual tokens after the window
+
+    def loss(parameters, buffers):
+        return (
+            functional_call(models[0], (parameters, buffers), (ids,), {"use_cache": False}).logits.logsumexp(-1).sum()
+        )
+
+    losses = vmap(loss)(*stack_module_state(models))
+    gradients = vmap(grad(loss))(*stack_module_state(models))
+    for place, model in enumerate(models):
+        expected = model(ids, use_cache=False).logits.logsumexp(-1).sum()
+        expected.backward()
+        torch.testing.assert_close(losses[place], expected)
+        for name, weight in model.named_parameters():
+            torch.testing.assert_close(gradients[name][place], weight.grad)
 
 
 # PyTorch's FlashAttention
