@@ -13,8 +13,8 @@ from .virtual_tokens import virtual_attention
 class InterleavedHeadAttention(MultiHeadAttention):
     """Attend by Interleaved Head Attention (IHA, Algorithm 1).
 
-    Without a window, a cache and grouped queries, a layer computes this from its projections q, k and v, each
-    [batch, N, H, head_dim]. The rotation is that of RoPE at positions 0 to N * P - 1:
+    By default, without a window, a cache and grouped queries, a layer computes this from its projections q, k and v,
+    each [batch, N, H, head_dim]. The rotation is that of RoPE at positions 0 to N * P - 1:
 
         # [batch, H, N * P, head_dim]
         query = rotate(einsum("bnmd,mhp->bhnpd", q, q_mix).flatten(2, 3))

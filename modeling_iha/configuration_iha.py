@@ -23,8 +23,8 @@ from .options_pairs import PairOptions
 
 
 if TYPE_CHECKING:
-    # Transformers copies every file that an import names, also here. A configuration that is saved without a model, as
-    # mergekit does, then brings the model's code too.
+    # Transformers copies every file that an import names, even if it never runs. So a configuration that is saved
+    # without a model, as by mergekit, brings the model's code too.
     from .modeling_iha import IHAModel  # noqa: F401
 
 
@@ -85,7 +85,7 @@ class IHAConfig(LlamaConfig):
             Map R from pseudo-heads back to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P]
             (Definition 3).
         mixing_scale (`float`, *optional*, defaults to 1.0):
-            How many times the optimizer's rate the mixing learns at (mixing.py). The saved weights depend on it.
+            Factor on the optimizer's rate for the mixing of a new model (mixing.py). A checkpoint keeps its own.
         recompute_virtual_tokens (`bool`, *optional*):
             `True` if the backward pass makes virtual tokens again instead of keeping them, with the same gradients. By
             default it does so on a GPU of which they would fill a quarter.

@@ -1,11 +1,11 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Interleave heads: mix them into pseudo-heads, lay these out as virtual tokens, collapse (IHA, Algorithm 1).
+"""Interleave heads: mix them into pseudo-heads, lay these out as virtual tokens, and collapse their outputs.
 
-The algorithm has five steps. Step 1 projects to heads, step 2 mixes them into pseudo-heads (by alpha), step 3
-interleaves these as virtual tokens, step 4 attends over virtual tokens (virtual_tokens.py, which also lists the
-symbols of shapes), and step 5 collapses the P outputs of a token (by R). T_p is RoPE by p positions, of
-pseudo-head p. It is 1, and `rotation` is `None`, where the pseudo-heads of a token share a position.
+Algorithm 1 of IHA (arXiv:2602.21371) has five steps. Step 1 projects to heads, step 2 mixes them into pseudo-heads
+(by alpha), step 3 interleaves these as virtual tokens, step 4 attends over virtual tokens (virtual_tokens.py, which
+lists the symbols of shapes), and step 5 collapses the P outputs of a token (by R). T_p rotates pseudo-head p by p
+positions further than its token (RoPE). Where pseudo-heads share a position, `rotation`, its tables, is `None`.
 """
 
 from typing import NamedTuple
@@ -67,8 +67,8 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: tuple | None = None) -> torch.Tensor:
     """Return the virtual sequence [batch, heads, N * P, head_dim] of states [batch, M, N, head_dim].
 
-    alpha is [M, heads, P], with all M heads or a part of them. [batch, N * P, heads, head_dim] is a view of what the
-    mixing writes, so interleaving copies nothing."""
+    alpha is [M, heads, P], for all M heads or a part of them. The result is a view of what the mixing writes,
+    [batch, N, P, heads, head_dim], so interleaving copies nothing."""
     if kernels_take(states, alpha):
         return expand(states, alpha, rotation).transpose(1, 2)
     num_pseudo_heads = alpha.shape[2]
@@ -78,7 +78,7 @@ def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: t
         return torch.cat([make_virtual_sequence(part, alpha, rotation) for part in parts], dim=2)
     alpha = alpha.to(states.dtype).permute(2, 1, 0).flatten(0, 1)
     states = states.transpose(1, 2)
-    # Expanded, alpha gives a batched product that is written as [batch, N, P * M, head_dim]; a 2-D one would copy it.
+    # Expanded, alpha gives a batched product, [batch, N, P * heads, head_dim]. With a 2-D one `matmul` makes copies.
     alpha = alpha.expand(*states.shape[:2], -1, -1)
     states = torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, -1))  # [batch, N, P, heads, head_dim]
     if rotation is not None:
@@ -106,13 +106,13 @@ class MixedHeads(NamedTuple):
         return self.q_mix.shape[-1]
 
     @property
-    def has_new_token_path(self) -> bool:
+    def collapses_per_head(self) -> bool:
         return self.collapse.shape[1] == self.num_pseudo_heads
 
     def in_parts(self, count: int) -> list["MixedHeads"]:
-        """Return the mixing of each of `count` parts of the virtual heads, or of more if they divide so."""
+        """Return the mixing in parts of G // `count` key/value heads, at least one, with their queries."""
         num_groups = self.k_mix.shape[1]
-        if count == 1 or not self.has_new_token_path:
+        if count == 1 or not self.collapses_per_head:
             return [self]
         size = max(1, num_groups // count)
         mixes = [each.split(size * each.shape[1] // num_groups, dim=1) for each in self[:3]]
@@ -127,7 +127,7 @@ class MixedHeads(NamedTuple):
 
     def collapse_output(self, output: torch.Tensor) -> torch.Tensor:
         """Return heads [batch, N, H, head_dim] of virtual outputs [batch, N * P, H, head_dim] by R (step 5)."""
-        if self.has_new_token_path and kernels_take(output, self.collapse):
+        if self.collapses_per_head and kernels_take(output, self.collapse):
             return collapse(output, self.collapse)
         output = output.unflatten(1, (-1, self.num_pseudo_heads))
         weight = self.collapse.to(output.dtype)

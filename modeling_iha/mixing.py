@@ -11,8 +11,8 @@ class Mixing(nn.Module):
     """Hold weights of order 1 that mix heads, and learn them at a multiple of the optimizer's rate.
 
     Adam moves a weight by its rate at each step, which is far too little for entries of order 1. A weight is therefore
-    the change w from a start, the value is start + s * w, and the gradient of w is that of the value. An optimizer
-    whose steps do not depend on the size of the weight (SGD and Adam, but not `torch.optim.Adafactor`) then changes
+    the change w from a start, the value is start + s * w, and w gets the gradient of the value (not s times it). An
+    optimizer whose steps do not depend on the size of w (SGD and Adam, but not `torch.optim.Adafactor`) then changes
     the value at s times its rate, and weight decay pulls the value to its start. w is near zero, where half
     precision keeps small steps. Start and scale s are buffers and are saved with w. With s = 1, as from scratch, the
     start is zero, so that w is the value."""
@@ -47,5 +47,5 @@ class Mixing(nn.Module):
         return value + (weight - weight.detach()) if torch.is_grad_enabled() else value
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the value for the states. Wrappers (PEFT, offloading) act on this call, not on the weight."""
+        """Return the value. Wrappers (PEFT, offloading) act on a call with states, which are not used here."""
         return self.value()

@@ -211,13 +211,13 @@ class IHAModel(IHAPreTrainedModel):
             size = attention.num_virtual_tokens
             config = copy(self.config)
             config._attn_implementation = attention.core if size == 1 else register_mask(attention.core)
-            # Given no positions here, `sdpa_in_blocks` gets no dense mask, and finds documents in those of its call.
             window = attention.sliding_window and attention.sliding_window * size
             is_in_blocks = attention.core == SDPA_IN_BLOCKS and takes_blocks(inputs_embeds.shape[1] * size, window)
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
                 config=config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
+                # With positions, Transformers would make a dense mask. Blocks get them too, and find documents.
                 position_ids=None if is_in_blocks and cache is None else position_ids,
                 **{CACHE: cache},
             )
@@ -257,19 +257,18 @@ class IHAModel(IHAPreTrainedModel):
                 hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
                 attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
             masks = self.create_masks(inputs_embeds, attention_mask, cache, position_ids)
-        positions = position_ids
-        if positions is None:
-            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
-            positions = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
-            positions = positions.unsqueeze(0)
-
         # Attention functions look for documents in positions, and there are none next to a mask or a cache.
         documents = position_ids if attention_mask is None and cache is None else None
+        if position_ids is None:
+            past_seen_tokens = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
+            position_ids = position_ids.unsqueeze(0)
+
         hidden_states = inputs_embeds
-        tables = self.rotary_emb.tables(hidden_states, positions)
+        tables = self.rotary_emb.tables(hidden_states, position_ids)
         position_embeddings = {"full_attention": tables, "sliding_attention": tables}
         if self.rotary_emb_sliding is not None:
-            position_embeddings["sliding_attention"] = self.rotary_emb_sliding.tables(hidden_states, positions)
+            position_embeddings["sliding_attention"] = self.rotary_emb_sliding.tables(hidden_states, position_ids)
 
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(

@@ -1,6 +1,6 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run a decoder of Transformers with interleaved heads (IHA, Algorithm 1, with one RoPE position for each token).
+"""Run a decoder of Transformers with interleaved heads (interleaving.py), at one RoPE position for each token.
 
 Transformers' models look up their attention function and their mask function by one name, such as "sdpa". This file
 registers both under a second name, "iha_sdpa". A module with virtual heads then attends over virtual tokens
@@ -14,7 +14,8 @@ configuration `InterleavedLlamaConfig` is (ConfigMixin, LlamaConfig). config.jso
 import math
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache as keep_results
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -60,7 +61,7 @@ TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionA
 AUTO_CLASSES = ("AutoModel", *(f"AutoModelFor{task}" for task in (*TASKS, "MultimodalLM")))
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
-CHANGED = "changed_"  # a second prefix, where TRL must not take the plain base for a reference (`differs_from_base`)
+CHANGED = "changed_"  # a second prefix, for models that at their start differ from their base (`differs_from_base`)
 # PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. This name is fixed.
 HOOK = "interleaving"
 
@@ -91,8 +92,8 @@ def attend_interleaved(
             # changed in place, and gives it the `attn_implementation` of the trained model.
             raise RuntimeError(
                 "This plain base has the attention of a model with paired heads, a window of interleaved heads or a "
-                "loaded mixing, and computes something else. For a reference model pass ref_model, or save the "
-                "interleaved model and train what from_pretrained loads."
+                "loaded mixing, and without those it computes something else. For a reference model pass ref_model, "
+                "or save the interleaved model and train what from_pretrained loads."
             )
         mask = mask_over_tokens(attention_mask, num_tokens, config)
         return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
@@ -143,8 +144,6 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config, **kwargs)
     if getattr(config, "num_pseudo_heads", 1) == 1:  # that of a vision tower
         return make_mask(mask_function=mask_function, local_size=local_size)
-    if not getattr(config, "is_causal", True):
-        raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
     sees, size, window = mask_function, local_size, config.interleaved_window
     if window is not None:
         sees, size = and_masks(mask_function, sliding_window_overlay(window)), min(window, local_size or window)
@@ -165,7 +164,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
 def mask_over_tokens(mask: Any, num_tokens: int, config: PreTrainedConfig) -> Any:
     """Return the mask of a layer without virtual tokens, from one over virtual tokens: that of the last pseudo-heads.
 
-    A user's mask [batch, 1, N, K] is over tokens already."""
+    A user's mask [batch, heads, N, K] is over tokens already."""
     size = getattr(config, "num_pseudo_heads", 1)
     if mask is None or size == 1:
         return mask
@@ -226,27 +225,27 @@ def prepare_decoder(names: list[str], decoder: PreTrainedModel, args: tuple, kwa
         raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
     if "logits_to_keep" in names:
         kwargs["logits_to_keep"] = None
-    states = pop_cache(kwargs)
-    if states is None:
-        states = new_cache(decoder, kwargs.get("use_cache"))
-    if states is not None:
-        keep_windows(decoder, states)
-        kwargs[CACHE] = states
+    cache = pop_cache(kwargs)
+    if cache is None:
+        cache = new_cache(decoder, kwargs.get("use_cache"))
+    if cache is not None:
+        keep_windows(decoder, cache)
+        kwargs[CACHE] = cache
     mask = kwargs.get("attention_mask")
     lengths = [kwargs[name].shape[1] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
     if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] in lengths:
-        check_mask_over_tokens(decoder_config(decoder), mask, states)
+        check_mask_over_tokens(decoder_config(decoder), mask, cache)
     return args[len(names) :], kwargs
 
 
-def check_mask_over_tokens(config: PreTrainedConfig, mask: torch.Tensor, states: Cache | None) -> None:
+def check_mask_over_tokens(config: PreTrainedConfig, mask: torch.Tensor, cache: Cache | None) -> None:
     """Raise a ValueError for a user's mask [batch, heads, N, K] that does not tell what virtual tokens see."""
     window = min(config.interleaved_window or math.inf, getattr(config, "sliding_window", None) or math.inf)
-    length = mask.shape[2] if states is None else mask.shape[2] + states.get_seq_length()
-    if getattr(states, "is_compileable", False) or mask.shape[3] != length or length > window:
+    length = mask.shape[2] if cache is None else mask.shape[2] + cache.get_seq_length()
+    if getattr(cache, "is_compileable", False) or mask.shape[3] != length or length > window:
         raise ValueError(
-            f"attention_mask [batch, heads, queries, keys] has {mask.shape[3]} keys: it needs one for each of the "
-            f"{length} tokens so far, no more tokens than a window ({window}), and no static cache. Give padding as "
+            f"attention_mask [batch, heads, queries, keys] has {mask.shape[3]} keys, after {length} tokens: it needs "
+            f"one for each of these, which must fit a window ({window} tokens), and no static cache. Give padding as "
             "[batch, tokens], and packed documents by position_ids that restart, with use_cache=False."
         )
 
@@ -254,7 +253,8 @@ def check_mask_over_tokens(config: PreTrainedConfig, mask: torch.Tensor, states:
 def new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None:
     """Return the cache of a call to which none is given, or `None` to leave it to the base model.
 
-    Only a base with windows needs it now, because `keep_windows` changes it before the forward."""
+    A base without windows makes its own in the forward, and one with windows would do so too late for
+    `keep_windows`."""
     config = decoder_config(decoder)
     if use_cache is None:
         use_cache = getattr(config, "use_cache", False)
@@ -325,7 +325,7 @@ class ConfigMixin:
     def from_dict(cls, config_dict: dict, **kwargs):
         own = config_dict.get("mixing_scale")
         if kwargs.get("mixing_scale", own) != own:
-            raise ValueError(f"The saved weights depend on mixing_scale={own}: load, and call set_mixing_scale.")
+            raise ValueError(f"The saved weights depend on mixing_scale={own}: call modeling_iha.set_mixing_scale.")
         return super().from_dict(config_dict, **kwargs)
 
     # Transformers returns attention weights of "eager" alone, and does not know our name of it.
@@ -393,10 +393,10 @@ class ModelMixin:
                 model_kwargs[CACHE].activate_past_recording()  # of new layers too
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
-        """Return the masks of one new token, which a compiled forward needs, and else the padding mask.
+        """Return the masks of one new token, which a compiled forward needs, or else the padding mask.
 
-        Flash functions, and blocks for a prompt, make masks [batch, virtual tokens], which `forward` would read as
-        padding of tokens."""
+        Of a prompt, and for flash functions, the forward makes the masks: they may be [batch, virtual tokens], which
+        it would take for padding of tokens."""
         if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
             return attention_mask
         create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
@@ -433,7 +433,7 @@ def check_no_tensor_parallelism(config: PreTrainedConfig) -> None:
     if (getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1) > 1:
         raise ValueError(
             "Tensor parallelism (tp_plan, tp_size) leaves each process some heads, and interleaving mixes all: load "
-            "the model without it, and share it by FSDP2 (fsdp_size) or DistributedDataParallel."
+            "the model without it, and use FSDP2 (fsdp_size) or DistributedDataParallel."
         )
 
 
@@ -490,12 +490,12 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
             module.paired_heads = PairedHeads(config.num_pseudo_heads)
             continue
         num_heads, num_key_heads, num_value_heads = config.interleaved_layers[name]
-        size = config.num_pseudo_heads, config.mixing_scale
-        module.q_mix = HeadMixing(num_heads, *size)
-        module.k_mix = HeadMixing(num_key_heads, *size)
-        module.v_mix = HeadMixing(num_value_heads, *size)
+        options = config.num_pseudo_heads, config.mixing_scale
+        module.q_mix = HeadMixing(num_heads, *options)
+        module.k_mix = HeadMixing(num_key_heads, *options)
+        module.v_mix = HeadMixing(num_value_heads, *options)
         module.collapse = HeadCollapse(num_heads, config.num_pseudo_heads, config.pseudo_collapse, config.mixing_scale)
-    # Blocks that share all their weights, such as those of Zamba, share the mixing too. Transformers ties no buffers.
+    # Blocks that share all their weights, as in Zamba, share the mixing's parameters (Transformers ties no buffers).
     weights = dict(model.named_parameters(remove_duplicate=False))
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     model.all_tied_weights_keys |= {name: tied[name] for name in tied if is_mixing(name) and name in weights}
@@ -530,8 +530,8 @@ def use_virtual_core(model: PreTrainedModel) -> None:
 
 
 def differs_from_base(config: PreTrainedConfig) -> bool:
-    """Return whether its plain base is no reference model: by a window, paired heads or `load_adapter`."""
-    has_loaded_mixing = getattr(config, "has_loaded_mixing", False)  # by `load_adapter`
+    """Return whether the plain base computes something else than the untrained model with virtual heads."""
+    has_loaded_mixing = getattr(config, "has_loaded_mixing", False)  # by `modeling_iha.load_adapter`
     return has_loaded_mixing or config.interleaved_window is not None or config.virtual_heads == "paired"
 
 
@@ -559,12 +559,12 @@ def interleaved_name(base: type, config: type | None = None) -> str:
     return f"Interleaved{base.__name__}" if is_own else f"Interleaved{base.__name__}_of_{config.__name__}"
 
 
-@cache
+@keep_results
 def interleaved_class(base: type, config: type[PreTrainedConfig] | None = None) -> type:
     """Return the class `InterleavedX` of a class X of Transformers, a model or a configuration.
 
-    Some model types use the models of another type: `InterleavedLlamaForCausalLM_of_InternLM3Config` is the class of
-    Llama's model for their `config`."""
+    `InterleavedX_of_Y` is the class of X with a configuration class Y, the argument `config`, which is not X's own:
+    some model types use the models of another type, as InternLM3 does Llama's."""
     fields: dict[str, Any] = {"__module__": __name__}
     if issubclass(base, PreTrainedConfig):
         return strict(type(interleaved_name(base), (ConfigMixin, base), fields))  # it collects the validators anew

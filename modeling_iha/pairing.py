@@ -22,7 +22,7 @@ class PairedHeads:
     """View the heads of one call as virtual tokens, and the output as heads."""
 
     num_pseudo_heads: int  # P
-    has_new_token_path: ClassVar[bool] = True
+    collapses_per_head: ClassVar[bool] = True
 
     def in_parts(self, count: int) -> list["PairedHeads"]:
         return [self]

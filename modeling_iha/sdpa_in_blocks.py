@@ -8,8 +8,8 @@ meets the keys that its window reaches, O(length * window). In half precision a 
 
 The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
 window is the argument `sliding_window`, and packed documents begin where `position_ids` do not increase by one. So it
-serves every decoder with windows that supports FlashAttention. All other calls go to SDPA with the mask that SDPA
-takes: no window, a cache, or a mask that is more than a window, as Transformers makes for documents that it finds.
+serves every decoder with windows that supports FlashAttention. SDPA and its masks serve all other calls: those without
+a window or with cached keys, and those with other rules, such as the documents that Transformers finds by itself.
 """
 
 from inspect import signature
@@ -191,7 +191,7 @@ def join_rows(states: torch.Tensor) -> torch.Tensor:
 def at_once(states: torch.Tensor, dim: int, growth: int = 1) -> int:
     """Return how many slices of states along a dimension to compute at once. Results are `growth` times as large.
 
-    These are all slices, or, without gradients, as many as stay in the cache of a CPU."""
+    With gradients these are all slices, and without as many as stay in the cache of a CPU."""
     count = states.shape[dim]
     if states.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(states):
         return count
@@ -238,7 +238,7 @@ def attend_by_varlen(
 ) -> torch.Tensor:
     """Compute `sdpa_in_blocks` by one call of FlashAttention on the documents of all rows."""
     batch, heads, length, _ = query.shape
-    if "enable_gqa" not in signature(varlen_attn).parameters:  # PyTorch 2.11
+    if "enable_gqa" not in signature(varlen_attn).parameters:  # PyTorch 2.11 lacks it
         key, value = (states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key, value))
     options = {} if key.shape[1] == heads else {"enable_gqa": True}
     if starts is None:

@@ -20,7 +20,7 @@ FIRST_UNTESTED = "5.25"
 # This comes before any other import of Transformers, so that a version that cannot run this code gives this error.
 require_version(f"transformers>={OLDEST},<6")
 if Version(metadata.version("transformers")) >= Version(FIRST_UNTESTED):
-    logging.get_logger().warning_once(  # also for the package and a checkpoint together: both use this logger
+    logging.get_logger().warning_once(  # for the package and a checkpoint together, because both use this logger
         f"This model's code was tested with Transformers before {FIRST_UNTESTED}, and "
         f"{metadata.version('transformers')} is installed: if it fails, pip install "
         f'"transformers<{FIRST_UNTESTED}".'

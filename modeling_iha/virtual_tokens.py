@@ -44,8 +44,8 @@ CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")
 def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
     """Return the keyword arguments of an attention function, with windows, lengths and positions in virtual tokens.
 
-    Positions become n * P + p even if the virtual tokens of a token share its RoPE position, because an attention
-    function takes a position that repeats for a new document."""
+    Positions become n * P + p even if the virtual tokens of a token share its RoPE position, because to an attention
+    function a repeated position is the start of a document."""
     virtual = dict(kwargs)
     for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
         if kwargs.get(name) is not None:
@@ -58,9 +58,9 @@ def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
 
 
 def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
-    """Return the mask that Transformers makes for an attention function, over P virtual tokens for each token.
-
-    It takes the arguments of Transformers' mask functions, in tokens. `sees_virtual_token` has the rule."""
+    """Return the mask for a core over virtual tokens, from arguments in tokens (rule: `sees_virtual_token`)."""
+    if not getattr(kwargs["config"], "is_causal", True):
+        raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
     num_pseudo_heads = kwargs["config"].num_pseudo_heads
     if attention_mask is not None:
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
@@ -88,14 +88,14 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     """Return whether queries see keys, by their places among virtual tokens, as Transformers' mask functions do.
 
     `sees_token` is the mask function over tokens. The places are single numbers, or a grid of consecutive ones
-    [1, 1, queries, 1] and [1, 1, 1, keys]. For a grid the mask function is called once for each pair of tokens."""
+    [1, 1, queries, 1] and [1, 1, 1, keys], for which it is called with a grid of tokens."""
     is_grid = query.ndim == 4 and key.ndim == 4
     step = num_pseudo_heads if is_grid else 1
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
     seen = sees_token(batch, head, query_token, key_token)
-    # Query (n, p) sees pseudo-heads after p of the tokens that n - 1 sees (`seen_before`: W * P keys in all), but of
-    # none if a document begins at n (`continues`). For n = 0 `key_token < query_token` drops token -1.
+    # Of the tokens that n sees, query (n, p) sees pseudo-heads 0 to p, and of those that n - 1 sees, the others: W * P
+    # keys together. If a document begins at n, it has no n - 1. For n = 0, `key_token < query_token` drops token -1.
     seen_before = sees_token(batch, head, query_token - 1, key_token) & (key_token < query_token)
     continues = sees_token(batch, head, query_token, query_token - 1)
     is_later = seen & (key_token > query_token)  # in masks that are not causal, as within an image
@@ -119,7 +119,7 @@ def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) 
         return mask
     mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
     keys = torch.arange(mask.shape[-1], device=mask.device)
-    queries = keys[-mask.shape[-2] :, None]  # the last keys are those of the queries, where no static cache adds more
+    queries = keys[-mask.shape[-2] :, None]  # the last ones; a static cache, which has more keys, was rejected
     hidden = (keys > queries) & (keys // num_pseudo_heads == queries // num_pseudo_heads)
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
@@ -140,7 +140,7 @@ def virtual_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        # This layer caches fewer tokens than the mask is made for.
+        # This layer alone has a window (modeling_interleaved.py), and caches fewer tokens than the mask is made for.
         mask = mask[..., -key.shape[2] * num_pseudo_heads :]
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
@@ -155,7 +155,7 @@ def virtual_attention(
         return run(heads, query, key, value)
     contexts = partial(create_selective_checkpoint_contexts, keep_attention)
     count = 3 * query.nbytes * num_pseudo_heads // PART_BYTES + 1
-    # Other masks, and attention sinks, may have entries for each head.
+    # The heads stay together where attention sinks, or a mask that is not [batch, keys], may name each of them.
     parts = heads.in_parts(count if kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2) else 1)
     outputs = [checkpoint(run, part, query, key, value, use_reentrant=False, context_fn=contexts) for part in parts]
     return outputs[0] if len(outputs) == 1 else (torch.cat([output for output, _ in outputs], dim=2), None)
@@ -188,7 +188,7 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
     On a CPU that is slower where few tokens are cached."""
     core = module.config._attn_implementation.rpartition("iha_")[2]  # modeling_interleaved.py adds a prefix
     is_sdpa = core in ("sdpa", SDPA_IN_BLOCKS)
-    if query.shape[2] > 1 or not is_sdpa or dropout or mask is None or not heads.has_new_token_path:
+    if query.shape[2] > 1 or not is_sdpa or dropout or mask is None or not heads.collapses_per_head:
         return False
     if query.device.type != "cpu":
         return True
@@ -220,13 +220,13 @@ def keep_window_edge(cache: Cache | None, window: int | None) -> None:
     for layer in getattr(cache, "layers", ()):
         if not getattr(layer, "is_sliding", False):
             continue
-        length = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"  # a dynamic or static layer
-        if getattr(layer, length) != window:
+        field = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"  # dynamic or static
+        if getattr(layer, field) != window:
             continue
         if layer.get_seq_length() > 0:
             raise ValueError("The filled cache keeps one token too few for this model: pass an empty cache, or none.")
-        setattr(layer, length, window + 1)
+        setattr(layer, field, window + 1)
         if hasattr(layer, "_sliding_window_tensor"):
             layer._sliding_window_tensor.fill_(window + 1)
-        if layer.is_initialized and length == "max_cache_len":  # `generate` allocated it too short
+        if layer.is_initialized and field == "max_cache_len":  # `generate` allocated it too short
             layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])

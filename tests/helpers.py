@@ -253,7 +253,7 @@ def chosen_form(module, heads, query, key, mask, dropout):
     if id(module.config) not in ABSORBS:
         return takes_new_token(module, heads, query, key, mask, dropout)
     is_new_token = query.shape[2] == 1 and mask is not None and not dropout
-    return ABSORBS[id(module.config)] and is_new_token and heads.has_new_token_path
+    return ABSORBS[id(module.config)] and is_new_token and heads.collapses_per_head
 
 
 virtual_tokens.takes_new_token = chosen_form
