@@ -8,7 +8,7 @@ lists the symbols of shapes), and step 5 collapses the P outputs of a token (by 
 positions further than its token (RoPE). Where pseudo-heads share a position, `rotation`, its tables, is `None`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -138,7 +138,8 @@ class MixedHeads(NamedTuple):
         # Some base models call `view` on the output of attention, so it must be contiguous.
         return torch.einsum("hgp,bnpgd->bnhd", weight, output).contiguous()
 
-    def mask_of_virtual_heads(self, mask):
+    def mask_of_virtual_heads(self, mask: Any) -> Any:
+        """Return a mask unchanged: there are as many virtual heads as heads (unlike in pairing.py)."""
         return mask
 
     def attend_new_token(self, query, key, value, mask: torch.Tensor, scaling: float) -> torch.Tensor:
