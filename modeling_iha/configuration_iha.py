@@ -88,7 +88,7 @@ class IHAConfig(LlamaConfig):
             Factor on the optimizer's rate for the mixing of a new model (mixing.py). A checkpoint keeps its own.
         recompute_virtual_tokens (`bool`, *optional*):
             `True` if the backward pass makes virtual tokens again instead of keeping them, with the same gradients. By
-            default it does so on a GPU of which they would fill a quarter.
+            default it does so on a GPU where those of all layers would take a quarter of the memory.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):

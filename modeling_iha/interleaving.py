@@ -5,7 +5,7 @@
 Algorithm 1 of IHA (arXiv:2602.21371) has five steps. Step 1 projects to heads, step 2 mixes them into pseudo-heads
 (by alpha), step 3 interleaves these as virtual tokens, step 4 attends over virtual tokens (virtual_tokens.py, which
 lists the symbols of shapes), and step 5 collapses the P outputs of a token (by R). T_p rotates pseudo-head p by p
-positions further than its token (RoPE). Where pseudo-heads share a position, `rotation`, its tables, is `None`.
+positions further than its token (RoPE). `rotation` has the tables, or is `None` where pseudo-heads share a position.
 """
 
 from typing import Any, NamedTuple
@@ -151,8 +151,8 @@ class MixedHeads(NamedTuple):
             T_i q_i . T_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] T_j^T T_i q_i) . k_m
 
         The term in parentheses does not depend on the cached tokens and has the size of a query. It is computed first,
-        and the scores are then one product with the cache as it is. In the same way alpha_V moves behind the sum over
-        the cached values, and the collapse before it: sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V.
+        and the scores are then one product with the cache as it is. In the same way R is applied before the sum over
+        the cached values, sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V, and alpha_V after it.
 
         Args:
             query: [batch, H, 1, head_dim], rotated as the cached keys are.

@@ -10,12 +10,12 @@ from transformers import initialization as init
 class Mixing(nn.Module):
     """Hold weights of order 1 that mix heads, and learn them at a multiple of the optimizer's rate.
 
-    Adam moves a weight by its rate at each step, which is far too little for entries of order 1. A weight is therefore
-    the change w from a start, the value is start + s * w, and w gets the gradient of the value (not s times it). An
-    optimizer whose steps do not depend on the size of w (SGD and Adam, but not `torch.optim.Adafactor`) then changes
-    the value at s times its rate, and weight decay pulls the value to its start. w is near zero, where half
-    precision keeps small steps. Start and scale s are buffers and are saved with w. With s = 1, as from scratch, the
-    start is zero, so that w is the value."""
+    The value of a weight w is start + s * w, with buffers for the start and the scale s, which are saved with w. For
+    s = 1, as from scratch, the start is zero, so that w is the value. For any other s, w begins at zero.
+
+    Adam moves a weight by its rate at each step, which is far too little for values of order 1. So w gets the gradient
+    of the value, and not s times it. An optimizer whose steps do not depend on the size of w (SGD and Adam, but not
+    `torch.optim.Adafactor`) then changes the value at s times its rate, and weight decay pulls it to its start."""
 
     def __init__(self, scale: float = 1.0):
         super().__init__()

@@ -217,7 +217,7 @@ class IHAModel(IHAPreTrainedModel):
                 config=config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                # With positions, Transformers would make a dense mask. Blocks get them too, and find documents.
+                # They would cause a dense mask. Blocks find documents in the positions that `forward` passes on.
                 position_ids=None if is_in_blocks and cache is None else position_ids,
                 **{CACHE: cache},
             )
@@ -257,7 +257,7 @@ class IHAModel(IHAPreTrainedModel):
                 hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
                 attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
             masks = self.create_masks(inputs_embeds, attention_mask, cache, position_ids)
-        # Attention functions look for documents in positions, and there are none next to a mask or a cache.
+        # Attention functions look for documents in positions. Next to a mask or a cache are none (`check_inputs`).
         documents = position_ids if attention_mask is None and cache is None else None
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
@@ -353,7 +353,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 class IHATaskHead:
     """Let the generic heads, which call `AutoModel.from_config`, find [`IHAModel`] where this file is remote code.
 
-    There a config that was loaded from a directory is of another class than the one imported above."""
+    There the class of a config that was loaded is a second copy of the one imported above."""
 
     def __init__(self, config: IHAConfig):
         # `register` silently replaces what is there. No public name says if a user has registered a class.

@@ -61,7 +61,7 @@ TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionA
 AUTO_CLASSES = ("AutoModel", *(f"AutoModelFor{task}" for task in (*TASKS, "MultimodalLM")))
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
-CHANGED = "changed_"  # a second prefix, for models that at their start differ from their base (`differs_from_base`)
+CHANGED = "changed_"  # a second prefix, for models whose plain base is no reference model (`differs_from_base`)
 # PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. This name is fixed.
 HOOK = "interleaving"
 
@@ -88,12 +88,12 @@ def attend_interleaved(
     num_tokens = query.shape[2]
     if not has_virtual_heads(module):
         if is_changed and num_pseudo_heads == 1:
-            # TRL loads a reference model from `_name_or_path`, which leads to the plain base of a model that was
-            # changed in place, and gives it the `attn_implementation` of the trained model.
+            # A plain base with the `attn_implementation` of a model that differs from it: TRL loads a reference model
+            # from `_name_or_path`, which leads to the plain base of a model that was changed in place.
             raise RuntimeError(
-                "This plain base has the attention of a model with paired heads, a window of interleaved heads or a "
-                "loaded mixing, and without those it computes something else. For a reference model pass ref_model, "
-                "or save the interleaved model and train what from_pretrained loads."
+                "This plain base has the attn_implementation of a model that has paired heads, a window of "
+                "interleaved heads or a loaded mixing, and so computes something else. For a reference model pass "
+                "ref_model, or save the interleaved model and train what from_pretrained loads."
             )
         mask = mask_over_tokens(attention_mask, num_tokens, config)
         return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
@@ -173,7 +173,7 @@ def mask_over_tokens(mask: Any, num_tokens: int, config: PreTrainedConfig) -> An
     if not isinstance(mask, BlockMask) and mask.ndim == 4 and mask.shape[-2] == num_tokens:
         return mask
     if isinstance(mask, BlockMask) or config.interleaved_window is not None:
-        raise ValueError("A copy of the mask has lost that of the plain layers: keep the model on one device.")
+        raise ValueError("A copied mask lacks that of plain layers, its attribute: keep the model on one device.")
     last = slice(size - 1, None, size)
     return mask[:, last] if mask.ndim == 2 else mask[..., last, last]
 
@@ -212,8 +212,8 @@ def prepare_decoder(names: list[str], decoder: PreTrainedModel, args: tuple, kwa
     """Check and change the arguments of a decoder's forward: a pre-hook of the decoder.
 
     `names` are those of the positional arguments. A cache keeps a token more (`keep_windows`) before the forward reads
-    its lengths. Gemma 4 crops the rows of a mask to `logits_to_keep`, and the rows are virtual tokens here, so that
-    argument becomes `None`."""
+    its lengths. Gemma 4 crops the rows of a mask, which are virtual tokens here, to `logits_to_keep`: this becomes
+    `None`."""
     core = decoder_config(decoder)._attn_implementation
     if core == core_of(core):
         raise RuntimeError(
@@ -244,9 +244,9 @@ def check_mask_over_tokens(config: PreTrainedConfig, mask: torch.Tensor, cache: 
     length = mask.shape[2] if cache is None else mask.shape[2] + cache.get_seq_length()
     if getattr(cache, "is_compileable", False) or mask.shape[3] != length or length > window:
         raise ValueError(
-            f"attention_mask [batch, heads, queries, keys] has {mask.shape[3]} keys, after {length} tokens: it needs "
-            f"one for each of these, which must fit a window ({window} tokens), and no static cache. Give padding as "
-            "[batch, tokens], and packed documents by position_ids that restart, with use_cache=False."
+            f"attention_mask [batch, heads, queries, keys] has {mask.shape[3]} keys for {length} tokens: it needs one "
+            f"for each of them, at most {window} (the window), and no static cache. Give padding as [batch, tokens], "
+            "and packed documents by position_ids that restart, with use_cache=False."
         )
 
 
@@ -395,8 +395,8 @@ class ModelMixin:
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
         """Return the masks of one new token, which a compiled forward needs, or else the padding mask.
 
-        Of a prompt, and for flash functions, the forward makes the masks: they may be [batch, virtual tokens], which
-        it would take for padding of tokens."""
+        For prompts and flash functions a mask over virtual tokens may be [batch, keys], which the forward would take
+        for a padding mask. So it gets the padding mask, and makes the others."""
         if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
             return attention_mask
         create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
@@ -530,7 +530,7 @@ def use_virtual_core(model: PreTrainedModel) -> None:
 
 
 def differs_from_base(config: PreTrainedConfig) -> bool:
-    """Return whether the plain base computes something else than the untrained model with virtual heads."""
+    """Return whether a model computes something else than its plain base even before it is trained."""
     has_loaded_mixing = getattr(config, "has_loaded_mixing", False)  # by `modeling_iha.load_adapter`
     return has_loaded_mixing or config.interleaved_window is not None or config.virtual_heads == "paired"
 

@@ -8,8 +8,8 @@ meets the keys that its window reaches, O(length * window). In half precision a 
 
 The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
 window is the argument `sliding_window`, and packed documents begin where `position_ids` do not increase by one. So it
-serves every decoder with windows that supports FlashAttention. SDPA and its masks serve all other calls: those without
-a window or with cached keys, and those with other rules, such as the documents that Transformers finds by itself.
+serves every decoder with windows that supports FlashAttention. SDPA and its masks serve calls without a window or with
+cached keys, and those with further rules. (Where Transformers itself looks for documents, they become a dense mask.)
 """
 
 from inspect import signature
@@ -31,8 +31,8 @@ except ImportError:  # a build of PyTorch without it
 
 
 NAME = "sdpa_in_blocks"
-LEAST_BLOCK = 128  # queries of a block; rows up to this much longer than the window go to SDPA
-CACHED_BYTES = 2**21  # of what is computed at once without gradients
+LEAST_BLOCK = 128  # queries of a block. Rows that are longer than their window by at most this go to SDPA.
+CPU_CACHE_BYTES = 2**21  # of what is computed at once without gradients
 
 
 def takes_blocks(length: int, window: int | None) -> bool:
@@ -128,7 +128,8 @@ def attend_in_a_row(
 def attend_in_joined_rows(query, key, value, attention_mask, starts, window: int, **options) -> torch.Tensor:
     """Return the output of rows with documents (`starts`, boolean [batch, length]) or padding, joined into one row.
 
-    A first visible key for each query keeps rows and documents apart. Compiled calls come here: one graph."""
+    Each query has the place of the first key that it sees, which keeps rows and documents apart. What is compiled for
+    no FlashAttention comes here too, as one graph."""
     batch, _, length, _ = query.shape
     block = block_size(window)
     total = batch * length
@@ -195,7 +196,7 @@ def at_once(states: torch.Tensor, dim: int, growth: int = 1) -> int:
     count = states.shape[dim]
     if states.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(states):
         return count
-    return max(1, CACHED_BYTES * count // (states.nbytes * growth))
+    return max(1, CPU_CACHE_BYTES * count // (states.nbytes * growth))
 
 
 class OverlappingBlocks(torch.autograd.Function):
@@ -216,7 +217,7 @@ class OverlappingBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         count, heads, _, head_dim = gradient.shape
-        # A block reaches over its own place and those of the next blocks: `block` keys in each of them.
+        # Cut the keys into pieces of `block`: block i has the pieces i, i + 1, ..., the last of them not whole.
         parts = gradient.split(ctx.block, dim=2)
         total = gradient.new_zeros(heads, count + len(parts) - 1, ctx.block, head_dim)
         for place, part in enumerate(parts):
@@ -246,7 +247,7 @@ def attend_by_varlen(
     else:
         bounds = pad(starts.flatten().nonzero().flatten(), (0, 1), value=batch * length).int()
     states = [each.to(value.dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    # `length` is an upper bound of the longest document: to find it a GPU would wait once more.
+    # `length` is an upper bound of the longest document: to find it would mean to wait for the GPU once more.
     output = varlen_attn(*states, bounds, bounds, length, length, scale=scale, window_size=(window - 1, 0), **options)
     return output.unflatten(0, (batch, length))
 

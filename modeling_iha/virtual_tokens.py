@@ -38,6 +38,7 @@ from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 
 
 PART_BYTES = 2**31  # of the virtual queries, keys and values that a backward pass makes at once
+# Cores are attention functions of Transformers.
 CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")
 
 
@@ -72,7 +73,7 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
 
 
 def register_mask(core: str) -> str:
-    """Register `virtual_mask` for an attention function, and return the mask's name, which has no "/" of the Hub."""
+    """Register `virtual_mask` for a core, and return the mask's name. A "/" in it would name a kernel of the Hub."""
     name = f"virtual_{core}".replace("/", "_")
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, partial(virtual_mask, core))
@@ -88,26 +89,25 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     """Return whether queries see keys, by their places among virtual tokens, as Transformers' mask functions do.
 
     `sees_token` is the mask function over tokens. The places are single numbers, or a grid of consecutive ones
-    [1, 1, queries, 1] and [1, 1, 1, keys], for which it is called with a grid of tokens."""
+    [1, 1, queries, 1] and [1, 1, 1, keys]. A grid is evaluated for its tokens, and the result repeated."""
     is_grid = query.ndim == 4 and key.ndim == 4
     step = num_pseudo_heads if is_grid else 1
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
+    # Query (n, p) sees key (m, j) with j <= p if n sees m, and with j > p if n - 1 sees m: W * P keys in all.
     seen = sees_token(batch, head, query_token, key_token)
-    # Of the tokens that n sees, query (n, p) sees pseudo-heads 0 to p, and of those that n - 1 sees, the others: W * P
-    # keys together. If a document begins at n, it has no n - 1. For n = 0, `key_token < query_token` drops token -1.
-    seen_before = sees_token(batch, head, query_token - 1, key_token) & (key_token < query_token)
-    continues = sees_token(batch, head, query_token, query_token - 1)
-    is_later = seen & (key_token > query_token)  # in masks that are not causal, as within an image
-    seen_after = (seen_before & continues) | is_later
+    seen_before = sees_token(batch, head, query_token - 1, key_token)
+    # A document that begins at n has no n - 1, and for n = 0 a lookup at -1 would read the last token.
+    seen_before = seen_before & (key_token < query_token) & sees_token(batch, head, query_token, query_token - 1)
+    seen_before = seen_before | (seen & (key_token > query_token))  # in masks that are not causal, as within an image
 
-    is_after = key % num_pseudo_heads > query % num_pseudo_heads
+    is_after = key % num_pseudo_heads > query % num_pseudo_heads  # j > p
     if is_grid:
-        seen, seen_after = (
+        seen, seen_before = (
             each.repeat_interleave(step, dim=-1).repeat_interleave(step, dim=-2)
-            for each in torch.broadcast_tensors(seen, seen_after)
+            for each in torch.broadcast_tensors(seen, seen_before)
         )
-    return (seen & ~is_after) | (seen_after & is_after)
+    return (seen & ~is_after) | (seen_before & is_after)
 
 
 def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) -> Any:
@@ -140,7 +140,7 @@ def virtual_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        # This layer alone has a window (modeling_interleaved.py), and caches fewer tokens than the mask is made for.
+        # Only layers with virtual tokens have this window, and cache fewer tokens than those the mask is made for.
         mask = mask[..., -key.shape[2] * num_pseudo_heads :]
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
@@ -154,9 +154,9 @@ def virtual_attention(
     if not (torch.is_grad_enabled() and recomputes(module, query)):
         return run(heads, query, key, value)
     contexts = partial(create_selective_checkpoint_contexts, keep_attention)
-    count = 3 * query.nbytes * num_pseudo_heads // PART_BYTES + 1
-    # The heads stay together where attention sinks, or a mask that is not [batch, keys], may name each of them.
-    parts = heads.in_parts(count if kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2) else 1)
+    # Attention sinks have entries for each head, and masks that are not [batch, keys] may have them.
+    can_split = kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2)
+    parts = heads.in_parts(3 * query.nbytes * num_pseudo_heads // PART_BYTES + 1 if can_split else 1)
     outputs = [checkpoint(run, part, query, key, value, use_reentrant=False, context_fn=contexts) for part in parts]
     return outputs[0] if len(outputs) == 1 else (torch.cat([output for output, _ in outputs], dim=2), None)
 
@@ -198,9 +198,9 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
 
 
 def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return probabilities over the keys of scores [batch, heads, i, j, K], in float32 or float64.
+    """Return probabilities over the keys of scores [batch, heads, P of the query, P of the keys, K], in float32 or 64.
 
-    `mask` is boolean or additive, [batch or 1, heads or 1, i, K * j]."""
+    `mask` is boolean or additive, [batch or 1, heads or 1, P of the query, K * P]."""
     num_pseudo_heads, num_keys = scores.shape[-2:]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     mask = mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)

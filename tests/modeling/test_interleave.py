@@ -858,7 +858,7 @@ def test_a_mask_that_does_not_tell_the_own_keys_is_refused():
     mask = torch.nn.functional.pad(torch.ones(10, 10, dtype=torch.bool).tril(), (0, 3))[None, None]
     static = {CACHE: StaticCache(config=model.config, max_cache_len=13)}
     for options in ({"use_cache": False}, {"use_cache": True}, static):
-        with pytest.raises(ValueError, match="has 13 keys, after 10 tokens: it needs one for each"):
+        with pytest.raises(ValueError, match="has 13 keys for 10 tokens: it needs one for each"):
             model(tokens, attention_mask=mask, **options)
 
 
@@ -883,7 +883,7 @@ def test_a_mask_that_has_to_hold_a_window_is_refused(name, window, dtype):
     mask = causal if dtype == torch.bool else torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(dtype).min)
     short = {"input_ids": tokens[:, :window], "attention_mask": mask[..., :window, :window]}
     assert_close(logits(model, **short), logits(model, input_ids=tokens[:, :window]))
-    with pytest.raises(ValueError, match=rf"has 12 keys.*fit a window \({window} tokens\)"):
+    with pytest.raises(ValueError, match=rf"has 12 keys for 12 tokens.*at most {window} \(the window\)"):
         model(tokens, attention_mask=mask)
 
 

@@ -152,7 +152,7 @@ def test_virtual_tokens_made_in_parts(size, positions, monkeypatch):
         sizes.append(at_once(*args, **options))
         return sizes[-1]
 
-    monkeypatch.setattr(sdpa_in_blocks, "CACHED_BYTES", size * 3 * of_token)
+    monkeypatch.setattr(sdpa_in_blocks, "CPU_CACHE_BYTES", size * 3 * of_token)
     monkeypatch.setattr(interleaving, "at_once", recorded)
     with torch.no_grad():
         logits = model(input_ids).logits

@@ -393,7 +393,7 @@ def test_blocks_are_the_same_in_several_calls(small_blocks, monkeypatch):
         options = {"sliding_window": 5, "position_ids": positions}
         expected, _ = ALL_ATTENTION_FUNCTIONS[NAME](*arguments, **options)
         calls.clear()
-        monkeypatch.setattr(sdpa_in_blocks, "CACHED_BYTES", 2 * 4 * 4 * 6 * 8)  # two blocks of 4 queries of 4 heads
+        monkeypatch.setattr(sdpa_in_blocks, "CPU_CACHE_BYTES", 2 * 4 * 4 * 6 * 8)  # two blocks of 4 queries of 4 heads
         with torch.no_grad():
             actual, _ = ALL_ATTENTION_FUNCTIONS[NAME](*arguments, **options)
         torch.testing.assert_close(actual, expected)
