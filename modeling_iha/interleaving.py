@@ -117,7 +117,7 @@ class MixedHeads(NamedTuple):
         size = max(1, num_groups // count)
         mixes = [each.split(size * each.shape[1] // num_groups, dim=1) for each in self[:3]]
         collapses = self.collapse.split(size * len(self.collapse) // num_groups)
-        return [MixedHeads(*part, self.rotation) for part in zip(*mixes, collapses)]
+        return [self._replace(q_mix=q, k_mix=k, v_mix=v, collapse=r) for q, k, v, r in zip(*mixes, collapses)]
 
     def make_virtual_tokens(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
         """Return queries, keys and values of virtual tokens, [batch, H or G, tokens * P, head_dim] (steps 2 and 3)."""
