@@ -217,8 +217,8 @@ class IHAModel(IHAPreTrainedModel):
                 config=config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                # They would cause a dense mask. Blocks find documents in the positions that `forward` passes on.
-                position_ids=None if is_in_blocks and cache is None else position_ids,
+                # Positions would cause a dense mask. Blocks find documents in those that `forward` passes on.
+                position_ids=None if is_in_blocks else position_ids,
                 **{CACHE: cache},
             )
         return masks
@@ -257,7 +257,7 @@ class IHAModel(IHAPreTrainedModel):
                 hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
                 attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
             masks = self.create_masks(inputs_embeds, attention_mask, cache, position_ids)
-        # Attention functions look for documents in positions. Next to a mask or a cache are none (`check_inputs`).
+        # Attention functions look for documents in positions. There are none next to a mask or a cache.
         documents = position_ids if attention_mask is None and cache is None else None
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
@@ -297,7 +297,7 @@ def check_inputs(config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask,
     batch, length = inputs_embeds.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None and attention_mask.ndim != 2:
-        is_4d = attention_mask.ndim == 4 and attention_mask.shape[3] == past + length
+        is_4d = attention_mask.ndim == 4 and attention_mask.shape[2:] == (length, past + length)
         if not is_4d or config.sliding_window:
             raise ValueError(
                 "attention_mask must be [batch, tokens], or [batch, heads, tokens, keys] in a model without windows "
@@ -353,7 +353,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
 class IHATaskHead:
     """Let the generic heads, which call `AutoModel.from_config`, find [`IHAModel`] where this file is remote code.
 
-    There the class of a config that was loaded is a second copy of the one imported above."""
+    From a local directory a config's class is loaded as a second copy of the one imported above."""
 
     def __init__(self, config: IHAConfig):
         # `register` silently replaces what is there. No public name says if a user has registered a class.

@@ -9,7 +9,8 @@ meets the keys that its window reaches, O(length * window). In half precision a 
 The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
 window is the argument `sliding_window`, and packed documents begin where `position_ids` do not increase by one. So it
 serves every decoder with windows that supports FlashAttention. SDPA and its masks serve calls without a window or with
-cached keys, and those with further rules. (Where Transformers itself looks for documents, they become a dense mask.)
+cached keys, and those with further rules. (A model that gives `position_ids` to Transformers' mask functions too gets
+a dense mask where these find documents.)
 """
 
 from inspect import signature
@@ -128,8 +129,8 @@ def attend_in_a_row(
 def attend_in_joined_rows(query, key, value, attention_mask, starts, window: int, **options) -> torch.Tensor:
     """Return the output of rows with documents (`starts`, boolean [batch, length]) or padding, joined into one row.
 
-    Each query has the place of the first key that it sees, which keeps rows and documents apart. What is compiled for
-    no FlashAttention comes here too, as one graph."""
+    Each query has the place of the first key that it sees, which keeps rows and documents apart. Compiled calls that
+    FlashAttention does not take come here too, because this is one graph."""
     batch, _, length, _ = query.shape
     block = block_size(window)
     total = batch * length
@@ -192,7 +193,7 @@ def join_rows(states: torch.Tensor) -> torch.Tensor:
 def at_once(states: torch.Tensor, dim: int, growth: int = 1) -> int:
     """Return how many slices of states along a dimension to compute at once. Results are `growth` times as large.
 
-    With gradients these are all slices, and without as many as stay in the cache of a CPU."""
+    With gradients these are all slices. Without, they are as many as stay in the cache of a CPU."""
     count = states.shape[dim]
     if states.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(states):
         return count

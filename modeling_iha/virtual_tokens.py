@@ -88,8 +88,8 @@ for _core in CORES:
 def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
     """Return whether queries see keys, by their places among virtual tokens, as Transformers' mask functions do.
 
-    `sees_token` is the mask function over tokens. The places are single numbers, or a grid of consecutive ones
-    [1, 1, queries, 1] and [1, 1, 1, keys]. A grid is evaluated for its tokens, and the result repeated."""
+    `sees_token` is the mask function over tokens. The places are single numbers, or a grid of all those of consecutive
+    tokens, [1, 1, queries, 1] and [1, 1, 1, keys]. A grid is evaluated for its tokens, and the result repeated."""
     is_grid = query.ndim == 4 and key.ndim == 4
     step = num_pseudo_heads if is_grid else 1
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
@@ -97,7 +97,7 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     # Query (n, p) sees key (m, j) with j <= p if n sees m, and with j > p if n - 1 sees m: W * P keys in all.
     seen = sees_token(batch, head, query_token, key_token)
     seen_before = sees_token(batch, head, query_token - 1, key_token)
-    # A document that begins at n has no n - 1, and for n = 0 a lookup at -1 would read the last token.
+    # For n = 0 a lookup at -1 would read the last token, and a document that begins at n has no n - 1.
     seen_before = seen_before & (key_token < query_token) & sees_token(batch, head, query_token, query_token - 1)
     seen_before = seen_before | (seen & (key_token > query_token))  # in masks that are not causal, as within an image
 
@@ -140,7 +140,7 @@ def virtual_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        # Only layers with virtual tokens have this window, and cache fewer tokens than those the mask is made for.
+        # A decoder whose interleaved layers alone have a window: they cache fewer tokens than the mask is made for.
         mask = mask[..., -key.shape[2] * num_pseudo_heads :]
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
