@@ -88,8 +88,8 @@ def attend_interleaved(
     num_tokens = query.shape[2]
     if not has_virtual_heads(module):
         if is_changed and num_pseudo_heads == 1:
-            # A plain base with the `attn_implementation` of a model that differs from it: TRL loads a reference model
-            # from `_name_or_path`, which leads to the plain base of a model that was changed in place.
+            # TRL loads a reference model by `_name_or_path` and `attn_implementation`. The path of a model that was
+            # changed in place is that of its plain base, which is no reference for it.
             raise RuntimeError(
                 "This plain base has the attn_implementation of a model that has paired heads, a window of "
                 "interleaved heads or a loaded mixing, and so computes something else. For a reference model pass "
@@ -153,7 +153,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     if not has_plain_layers or (window is None and not isinstance(mask, BlockMask)):
         return mask
     of_tokens = make_mask(mask_function=mask_function, local_size=local_size)
-    if mask is None and of_tokens is not None:  # `None` cannot carry `of_tokens`, a dense mask can
+    if mask is None and of_tokens is not None:  # blocks take the shorter window alone, and `None` has no attributes
         dense = kwargs | {"allow_is_causal_skip": False}
         mask = virtual_mask("sdpa", config=config, mask_function=sees, local_size=size, **dense)
     if mask is not None:
@@ -212,8 +212,8 @@ def prepare_decoder(names: list[str], decoder: PreTrainedModel, args: tuple, kwa
     """Check and change the arguments of a decoder's forward: a pre-hook of the decoder.
 
     `names` are those of the positional arguments. A cache keeps a token more (`keep_windows`) before the forward reads
-    its lengths. Gemma 4 crops the rows of a mask, which are virtual tokens here, to `logits_to_keep`: this becomes
-    `None`."""
+    its lengths. `logits_to_keep` becomes `None`, because Gemma 4 crops the rows of a mask to it, which are virtual
+    tokens here."""
     core = decoder_config(decoder)._attn_implementation
     if core == core_of(core):
         raise RuntimeError(
@@ -242,11 +242,12 @@ def check_mask_over_tokens(config: PreTrainedConfig, mask: torch.Tensor, cache: 
     """Raise a ValueError for a user's mask [batch, heads, N, K] that does not tell what virtual tokens see."""
     window = min(config.interleaved_window or math.inf, getattr(config, "sliding_window", None) or math.inf)
     length = mask.shape[2] if cache is None else mask.shape[2] + cache.get_seq_length()
+    limit = "" if window == math.inf else f", at most {window} (the window)"
     if getattr(cache, "is_compileable", False) or mask.shape[3] != length or length > window:
         raise ValueError(
             f"attention_mask [batch, heads, queries, keys] has {mask.shape[3]} keys for {length} tokens: it needs one "
-            f"for each of them, at most {window} (the window), and no static cache. Give padding as [batch, tokens], "
-            "and packed documents by position_ids that restart, with use_cache=False."
+            f"for each of them{limit}, and no static cache. Give padding as [batch, tokens], and packed documents by "
+            "position_ids that restart, with use_cache=False."
         )
 
 

@@ -7,10 +7,9 @@ meets the keys that its window reaches, O(length * window). In half precision a 
 (`varlen_attn`).
 
 The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
-window is the argument `sliding_window`, and packed documents begin where `position_ids` do not increase by one. So it
-serves every decoder with windows that supports FlashAttention. SDPA and its masks serve calls without a window or with
-cached keys, and those with further rules. (A model that gives `position_ids` to Transformers' mask functions too gets
-a dense mask where these find documents.)
+window is the argument `sliding_window`, and packed documents are found in `position_ids`, where these do not increase
+by one. So it serves every decoder with windows that supports FlashAttention. SDPA and its dense masks serve calls
+without a window or with cached keys, and masks with more rules, such as that of documents which Transformers found.
 """
 
 from inspect import signature
@@ -218,7 +217,7 @@ class OverlappingBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         count, heads, _, head_dim = gradient.shape
-        # Cut the keys into pieces of `block`: block i has the pieces i, i + 1, ..., the last of them not whole.
+        # Cut the keys into pieces of `block`: block i has the pieces i, i + 1, ..., the last perhaps not whole.
         parts = gradient.split(ctx.block, dim=2)
         total = gradient.new_zeros(heads, count + len(parts) - 1, ctx.block, head_dim)
         for place, part in enumerate(parts):

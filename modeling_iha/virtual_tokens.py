@@ -73,7 +73,7 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
 
 
 def register_mask(core: str) -> str:
-    """Register `virtual_mask` for a core, and return the mask's name. A "/" in it would name a kernel of the Hub."""
+    """Register `virtual_mask` for a core, and return the name by which a config asks for it, without the Hub's "/"."""
     name = f"virtual_{core}".replace("/", "_")
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, partial(virtual_mask, core))
@@ -97,8 +97,8 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     # Query (n, p) sees key (m, j) with j <= p if n sees m, and with j > p if n - 1 sees m: W * P keys in all.
     seen = sees_token(batch, head, query_token, key_token)
     seen_before = sees_token(batch, head, query_token - 1, key_token)
-    # For n = 0 a lookup at -1 would read the last token, and a document that begins at n has no n - 1.
-    seen_before = seen_before & (key_token < query_token) & sees_token(batch, head, query_token, query_token - 1)
+    seen_before = seen_before & (key_token < query_token)  # for n = 0 a lookup at -1 would read the last token
+    seen_before = seen_before & sees_token(batch, head, query_token, query_token - 1)  # no document begins at n
     seen_before = seen_before | (seen & (key_token > query_token))  # in masks that are not causal, as within an image
 
     is_after = key % num_pseudo_heads > query % num_pseudo_heads  # j > p
@@ -119,7 +119,7 @@ def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) 
         return mask
     mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
     keys = torch.arange(mask.shape[-1], device=mask.device)
-    queries = keys[-mask.shape[-2] :, None]  # the last ones; a static cache, which has more keys, was rejected
+    queries = keys[-mask.shape[-2] :, None]  # the last keys: a static cache, which has more, is rejected
     hidden = (keys > queries) & (keys // num_pseudo_heads == queries // num_pseudo_heads)
     return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
@@ -140,7 +140,7 @@ def virtual_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        # A decoder whose interleaved layers alone have a window: they cache fewer tokens than the mask is made for.
+        # Layers that alone have a window (modeling_interleaved.py) cache fewer tokens than the mask is made for.
         mask = mask[..., -key.shape[2] * num_pseudo_heads :]
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
