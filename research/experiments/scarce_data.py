@@ -15,7 +15,8 @@ second text. The results are losses on a third text, which no choice has seen. T
 All models but the wider one have as many parameters. The learning rate falls to zero over the second half of a run,
 and what is evaluated is a running mean of the weights. The table of 100 kB takes one core about two hours. A later
 command can add forms and seeds: finished runs are not repeated. With `--longer` runs have 24 epochs, all at one rate
-and decay: the forms differ in the epoch at which they are judged. No table of it exists yet.
+and decay: the forms differ in the epoch at which they are judged. `--bytes 1000000 --given 0.004 1 8` trains on 1 MB,
+at the rate and decay that windows alone, the schedule and paired heads chose for 100 kB.
 
 On a GPU (`--device cuda`) models are compiled and learn in bfloat16 autocast. There a text of 10 MB is the code of
 PyTorch's package, because the standard library is too short, and `--given RATE DECAY EPOCHS` saves the tuning. One
