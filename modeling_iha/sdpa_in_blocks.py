@@ -117,7 +117,7 @@ def attend_in_a_row(
     begin, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, first.contiguous(), key[:, :, :window], value[:, :, :window], None, **options
     )
-    block = block_size(window)
+    block = block_size(query, window)
     queries = torch.arange(block, device=query.device)[:, None] + window
     keys = torch.arange(window + block, device=query.device)
     mask = (queries - window < keys) & (keys <= queries)
@@ -131,7 +131,7 @@ def attend_in_joined_rows(query, key, value, attention_mask, starts, window: int
     Each query has the place of the first key that it sees, which keeps rows and documents apart. Compiled calls that
     FlashAttention does not take come here too, because this is one graph."""
     batch, _, length, _ = query.shape
-    block = block_size(window)
+    block = block_size(query, window)
     total = batch * length
     rest = -total % block
     place = torch.arange(total + rest, device=query.device)
@@ -179,9 +179,14 @@ def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scali
     return torch.cat([attend(*part) for part in parts])[:length]
 
 
-def block_size(window: int) -> int:
-    """Return the number of queries in a block. Larger blocks copy fewer keys, and compute more masked pairs."""
-    return max(LEAST_BLOCK, window // 4)
+def is_plain_forward(states: torch.Tensor) -> bool:
+    """Return whether a CPU runs uncompiled code without gradients, which takes a little at a time."""
+    return states.device.type == "cpu" and not torch.is_grad_enabled() and not is_tracing(states)
+
+
+def block_size(states: torch.Tensor, window: int) -> int:
+    """Return the number of queries in a block. Smaller blocks compute fewer masked pairs, but gradients copy keys."""
+    return LEAST_BLOCK if is_plain_forward(states) else max(LEAST_BLOCK, window // 4)
 
 
 def join_rows(states: torch.Tensor) -> torch.Tensor:
@@ -190,13 +195,9 @@ def join_rows(states: torch.Tensor) -> torch.Tensor:
 
 
 def at_once(states: torch.Tensor, dim: int, growth: int = 1) -> int:
-    """Return how many slices of states along a dimension to compute at once. Results are `growth` times as large.
-
-    With gradients these are all slices. Without, they are as many as stay in the cache of a CPU."""
+    """Return how many slices to compute at once, with results `growth` times as large: all, or what fits a cache."""
     count = states.shape[dim]
-    if states.device.type != "cpu" or torch.is_grad_enabled() or is_tracing(states):
-        return count
-    return max(1, CPU_CACHE_BYTES * count // (states.nbytes * growth))
+    return max(1, CPU_CACHE_BYTES * count // (states.nbytes * growth)) if is_plain_forward(states) else count
 
 
 class OverlappingBlocks(torch.autograd.Function):

@@ -38,8 +38,7 @@ from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 
 
 PART_BYTES = 2**31  # of the virtual queries, keys and values that a backward pass makes at once
-# Cores are attention functions of Transformers.
-CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")
+CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")  # functions of Transformers
 
 
 def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:

@@ -27,6 +27,7 @@ from helpers import (
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -398,6 +399,22 @@ def test_blocks_are_the_same_in_several_calls(small_blocks, monkeypatch):
             actual, _ = ALL_ATTENTION_FUNCTIONS[NAME](*arguments, **options)
         torch.testing.assert_close(actual, expected)
         assert set(calls) == {1, 2}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_blocks_are_small_where_gradients_copy_no_keys(requires_grad, monkeypatch):
+    """The mask of a block that grows with the window would take memory by the square of the window."""
+    rows = []
+
+    def attend(query, key, value, mask, **options):
+        rows.append(mask.shape[-2])
+        return scaled_dot_product_attention(query, key, value, mask, **options)
+
+    monkeypatch.setattr(sdpa_in_blocks, "scaled_dot_product_attention", attend)
+    states = torch.randn(1, 2, 1400, 8)
+    with torch.set_grad_enabled(requires_grad):
+        ALL_ATTENTION_FUNCTIONS[NAME](SimpleNamespace(), states, states, states, None, sliding_window=800)
+    assert set(rows) == {200 if requires_grad else LEAST_BLOCK}
 
 
 @pytest.mark.parametrize(("size", "window"), [(4, 8), (4, 9), (4, 3), (1, 2), (5, 1)])
