@@ -147,7 +147,8 @@ experiments: .venv/installed
 		$(TRACKED)
 	$(STUDY).hyper_language --most-seeds 4 $(TRACKED)
 	$(STUDY).scarce_data $(TRACKED)
-	$(STUDY).scarce_data --longer --kinds windows schedule paired_4 two_models $(TRACKED)
+	$(STUDY).scarce_data --longer --kinds windows schedule paired_4 two_models --seeds 0 1 2 3 4 5 6 7 9 10 \
+		--control-seeds 6 $(TRACKED)
 	$(STUDY).scarce_data --bytes 1000000 --given 0.004 1 8 --kinds windows schedule paired_4 --seeds 0 1 2 $(TRACKED)
 	$(STUDY).model_types
 

@@ -202,7 +202,7 @@ def test_the_reference_of_dpo_computes_what_the_model_does_or_is_refused(change,
         processing_class=byte_tokenizer(),
     )
     if (window is not None or change is not interleave_heads) and not reference:
-        with pytest.raises(RuntimeError, match="This plain base has the attention of .* pass ref_model"):
+        with pytest.raises(RuntimeError, match="This plain base has the attn_implementation of .* pass ref_model"):
             trainer.train()
         return
     trainer.train()
