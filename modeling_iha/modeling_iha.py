@@ -217,7 +217,7 @@ class IHAModel(IHAPreTrainedModel):
                 config=config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                # Positions would cause a dense mask. Blocks find documents in those that `forward` passes on.
+                # With positions Transformers would make a dense mask. Blocks get them from `forward`.
                 position_ids=None if is_in_blocks else position_ids,
                 **{CACHE: cache},
             )
@@ -257,8 +257,8 @@ class IHAModel(IHAPreTrainedModel):
                 hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
                 attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
             masks = self.create_masks(inputs_embeds, attention_mask, cache, position_ids)
-        # Attention functions look for documents in positions. There are none next to a mask or a cache.
-        documents = position_ids if attention_mask is None and cache is None else None
+        # Cores look for documents in positions. Next to a padding mask or a cache, `check_inputs` has rejected them.
+        documents = position_ids if cache is None and (attention_mask is None or masks is attention_mask) else None
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -293,7 +293,7 @@ def check_inputs(config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask,
     """Raise a ValueError for a 4D mask next to windows, and for packed documents that would see one another.
 
     Transformers looks for documents, which begin where `position_ids` restart, in calls with neither a mask nor a
-    cache, and in those of flash functions only if they have a single row."""
+    cache. For a flash function it does so only if the batch has one row. Traced calls are not checked."""
     batch, length = inputs_embeds.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None and attention_mask.ndim != 2:

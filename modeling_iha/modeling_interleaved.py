@@ -153,7 +153,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     if not has_plain_layers or (window is None and not isinstance(mask, BlockMask)):
         return mask
     of_tokens = make_mask(mask_function=mask_function, local_size=local_size)
-    if mask is None and of_tokens is not None:  # blocks take the shorter window alone, and `None` has no attributes
+    if mask is None and of_tokens is not None:  # blocks take the shorter window, but `None` can carry no mask
         dense = kwargs | {"allow_is_causal_skip": False}
         mask = virtual_mask("sdpa", config=config, mask_function=sees, local_size=size, **dense)
     if mask is not None:
@@ -394,10 +394,10 @@ class ModelMixin:
                 model_kwargs[CACHE].activate_past_recording()  # of new layers too
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
-        """Return the masks of one new token, which a compiled forward needs, or else the padding mask.
+        """Return the masks of one new token, which a compiled forward needs.
 
-        For prompts and flash functions a mask over virtual tokens may be [batch, keys], which the forward would take
-        for a padding mask. So it gets the padding mask, and makes the others."""
+        For a prompt or a flash function return the padding mask, of which the forward makes its masks. A finished one
+        may be [batch, keys], and would be taken for a padding mask."""
         if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
             return attention_mask
         create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)

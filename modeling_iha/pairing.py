@@ -28,9 +28,9 @@ class PairedHeads:
         return [self]
 
     def make_virtual_tokens(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
-        """View queries, keys and values [batch, M, N, head_dim] as [batch, M / P, N * P, head_dim].
+        """Arrange queries, keys and values [batch, M, N, head_dim] as [batch, M / P, N * P, head_dim].
 
-        A cache stores the tokens of each head contiguously, so cached states are copied."""
+        This is a view of what projections write, and a copy of cached states."""
         return tuple(
             states.unflatten(1, (self.num_pseudo_heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
             for states in (query, key, value)

@@ -9,7 +9,7 @@ meets the keys that its window reaches, O(length * window). In half precision a 
 The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
 window is the argument `sliding_window`, and packed documents are found in `position_ids`, where these do not increase
 by one. So it serves every decoder with windows that supports FlashAttention. SDPA and its dense masks serve calls
-without a window or with cached keys, and masks with more rules, such as that of documents which Transformers found.
+without a window or with cached keys, and calls whose documents Transformers has found, which needs a dense mask.
 """
 
 from inspect import signature
@@ -128,7 +128,7 @@ def attend_in_a_row(
 def attend_in_joined_rows(query, key, value, attention_mask, starts, window: int, **options) -> torch.Tensor:
     """Return the output of rows with documents (`starts`, boolean [batch, length]) or padding, joined into one row.
 
-    Each query has the place of the first key that it sees, which keeps rows and documents apart. Compiled calls that
+    `first` is the place of the earliest key that a query sees, in its row, document and window. Compiled calls that
     FlashAttention does not take come here too, because this is one graph."""
     batch, _, length, _ = query.shape
     block = block_size(query, window)

@@ -72,7 +72,7 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
 
 
 def register_mask(core: str) -> str:
-    """Register `virtual_mask` for a core, and return the name by which a config asks for it, without the Hub's "/"."""
+    """Register `virtual_mask` for a core, and return its name for `IHAModel.create_masks`, without the Hub's "/"."""
     name = f"virtual_{core}".replace("/", "_")
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, partial(virtual_mask, core))
@@ -87,17 +87,17 @@ for _core in CORES:
 def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
     """Return whether queries see keys, by their places among virtual tokens, as Transformers' mask functions do.
 
-    `sees_token` is the mask function over tokens. The places are single numbers, or a grid of all those of consecutive
+    `sees_token` is the mask function over tokens. The places are single numbers, or a grid of all pseudo-heads of
     tokens, [1, 1, queries, 1] and [1, 1, 1, keys]. A grid is evaluated for its tokens, and the result repeated."""
     is_grid = query.ndim == 4 and key.ndim == 4
     step = num_pseudo_heads if is_grid else 1
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
-    # Query (n, p) sees key (m, j) with j <= p if n sees m, and with j > p if n - 1 sees m: W * P keys in all.
+    # Query (n, p) sees W * P keys (m, j): those with j <= p of the tokens that n sees, those with j > p of n - 1's.
     seen = sees_token(batch, head, query_token, key_token)
     seen_before = sees_token(batch, head, query_token - 1, key_token)
     seen_before = seen_before & (key_token < query_token)  # for n = 0 a lookup at -1 would read the last token
-    seen_before = seen_before & sees_token(batch, head, query_token, query_token - 1)  # no document begins at n
+    seen_before = seen_before & sees_token(batch, head, query_token, query_token - 1)  # else a document begins at n
     seen_before = seen_before | (seen & (key_token > query_token))  # in masks that are not causal, as within an image
 
     is_after = key % num_pseudo_heads > query % num_pseudo_heads  # j > p
@@ -110,7 +110,7 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
 
 
 def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) -> Any:
-    """Expand a user's mask [batch, heads, N, K] to virtual tokens, and return a mask of `virtual_mask` as it is.
+    """Expand a user's mask [batch, heads, N, K] to virtual tokens. Return a mask that `virtual_mask` made unchanged.
 
     As in Transformers, a user's mask says all: no window is added to it. A hidden token hides all its pseudo-heads.
     Within a token, pseudo-head p sees those up to p."""
@@ -139,7 +139,7 @@ def virtual_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        # Layers that alone have a window (modeling_interleaved.py) cache fewer tokens than the mask is made for.
+        # A layer with a window that the config lacks (modeling_interleaved.py) caches fewer tokens than the mask has.
         mask = mask[..., -key.shape[2] * num_pseudo_heads :]
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None

@@ -240,6 +240,17 @@ def test_a_core_without_masks_is_refused_by_virtual_heads(monkeypatch):
         model(random_ids(1, 9))
 
 
+def test_masks_that_the_caller_made_keep_documents_apart():
+    """Blocks find them in the positions, and have no mask."""
+    model = random_model(small_config(layer_types=["sliding_attention", "full_attention"], sliding_window=4))
+    positions = torch.cat((torch.arange(70), torch.arange(50)))[None]
+    ids = random_ids(1, 120)
+    masks = model.model.create_masks(model.get_input_embeddings()(ids), None, None, positions)
+    assert any(mask is None for mask in masks.values())
+    outputs = [model(ids, attention_mask=each, position_ids=positions, use_cache=False) for each in (masks, None)]
+    assert_close(*(output.logits for output in outputs))
+
+
 @pytest.mark.parametrize("inputs", [{}, {"attention_mask": causal_4d(torch.ones(1, 9), "bool")}], ids=["none", "4d"])
 @pytest.mark.parametrize("geometry", ["global", "hyper_linear"])
 def test_a_call_registers_nothing(geometry, inputs):
