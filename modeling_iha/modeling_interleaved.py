@@ -88,8 +88,8 @@ def attend_interleaved(
     num_tokens = query.shape[2]
     if not has_virtual_heads(module):
         if is_changed and num_pseudo_heads == 1:
-            # TRL loads a reference model by `_name_or_path` and `attn_implementation`. The path of a model that was
-            # changed in place is that of its plain base, which is no reference for it.
+            # TRL loads a reference model by `_name_or_path` and `attn_implementation`. After a change in place this
+            # path still names the plain base, which is no reference for the changed model.
             raise RuntimeError(
                 "This plain base has the attn_implementation of a model that has paired heads, a window of "
                 "interleaved heads or a loaded mixing, and so computes something else. For a reference model pass "
@@ -153,7 +153,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     if not has_plain_layers or (window is None and not isinstance(mask, BlockMask)):
         return mask
     of_tokens = make_mask(mask_function=mask_function, local_size=local_size)
-    if mask is None and of_tokens is not None:  # blocks take the shorter window, but `None` can carry no mask
+    if mask is None and of_tokens is not None:  # that of blocks, and `None` cannot have the attribute
         dense = kwargs | {"allow_is_causal_skip": False}
         mask = virtual_mask("sdpa", config=config, mask_function=sees, local_size=size, **dense)
     if mask is not None:
@@ -254,8 +254,7 @@ def check_mask_over_tokens(config: PreTrainedConfig, mask: torch.Tensor, cache: 
 def new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None:
     """Return the cache of a call to which none is given, or `None` to leave it to the base model.
 
-    A base without windows makes its own in the forward, and one with windows would do so too late for
-    `keep_windows`."""
+    A base makes its own in the forward, which is too late for `keep_windows` if it has windows."""
     config = decoder_config(decoder)
     if use_cache is None:
         use_cache = getattr(config, "use_cache", False)

@@ -9,7 +9,7 @@ meets the keys that its window reaches, O(length * window). In half precision a 
 The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
 window is the argument `sliding_window`, and packed documents are found in `position_ids`, where these do not increase
 by one. So it serves every decoder with windows that supports FlashAttention. SDPA and its dense masks serve calls
-without a window or with cached keys, and calls whose documents Transformers has found, which needs a dense mask.
+without a window or with cached keys, and documents that Transformers has found already and put into a dense mask.
 """
 
 from inspect import signature
@@ -94,7 +94,7 @@ def sdpa_in_blocks(
     if attention_mask is None and position_ids is not None:  # next to a mask, positions declare no documents
         starts = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1)
     options = {"dropout": dropout, "scaling": scaling}
-    # Finding documents on a GPU would break a graph.
+    # To list documents for FlashAttention would break a graph.
     is_traceable = starts is None or not torch.compiler.is_compiling()
     if attention_mask is None and is_traceable and has_varlen_kernel(query, value, dropout):
         return attend_by_varlen(query, key, value, starts, sliding_window, scaling), None

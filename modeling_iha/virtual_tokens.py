@@ -93,7 +93,7 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     step = num_pseudo_heads if is_grid else 1
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
-    # Query (n, p) sees W * P keys (m, j): those with j <= p of the tokens that n sees, those with j > p of n - 1's.
+    # Query (n, p) sees W * P keys: pseudo-heads up to p of the tokens that n sees, later ones of those n - 1 sees.
     seen = sees_token(batch, head, query_token, key_token)
     seen_before = sees_token(batch, head, query_token - 1, key_token)
     seen_before = seen_before & (key_token < query_token)  # for n = 0 a lookup at -1 would read the last token
@@ -153,7 +153,7 @@ def virtual_attention(
     if not (torch.is_grad_enabled() and recomputes(module, query)):
         return run(heads, query, key, value)
     contexts = partial(create_selective_checkpoint_contexts, keep_attention)
-    # Attention sinks have entries for each head, and masks that are not [batch, keys] may have them.
+    # Attention sinks, and masks that are not [batch, keys], may differ by head, and are not split.
     can_split = kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2)
     parts = heads.in_parts(3 * query.nbytes * num_pseudo_heads // PART_BYTES + 1 if can_split else 1)
     outputs = [checkpoint(run, part, query, key, value, use_reentrant=False, context_fn=contexts) for part in parts]
