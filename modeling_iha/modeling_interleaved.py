@@ -153,7 +153,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     if not has_plain_layers or (window is None and not isinstance(mask, BlockMask)):
         return mask
     of_tokens = make_mask(mask_function=mask_function, local_size=local_size)
-    if mask is None and of_tokens is not None:  # that of blocks, and `None` cannot have the attribute
+    if mask is None and of_tokens is not None:  # blocks need no mask, and `None` cannot carry one
         dense = kwargs | {"allow_is_causal_skip": False}
         mask = virtual_mask("sdpa", config=config, mask_function=sees, local_size=size, **dense)
     if mask is not None:

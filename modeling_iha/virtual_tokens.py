@@ -38,7 +38,7 @@ from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 
 
 PART_BYTES = 2**31  # of the virtual queries, keys and values that a backward pass makes at once
-CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")  # functions of Transformers
+CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")  # attention functions
 
 
 def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
@@ -93,7 +93,7 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     step = num_pseudo_heads if is_grid else 1
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
-    # Query (n, p) sees W * P keys: pseudo-heads up to p of the tokens that n sees, later ones of those n - 1 sees.
+    # Query (n, p) sees W * P keys: pseudo-heads up to p of what n sees, and later pseudo-heads of what n - 1 sees.
     seen = sees_token(batch, head, query_token, key_token)
     seen_before = sees_token(batch, head, query_token - 1, key_token)
     seen_before = seen_before & (key_token < query_token)  # for n = 0 a lookup at -1 would read the last token

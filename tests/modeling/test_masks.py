@@ -137,7 +137,7 @@ def test_a_custom_mask_next_to_windows_raises_an_error_in_a_compiled_model():
         model(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
 
 
-@pytest.mark.parametrize("shape", [(9,), (1, 9, 9), (1, 1, 9, 8), (1, 1, 9, 10)])
+@pytest.mark.parametrize("shape", [(9,), (1, 9, 9), (1, 1, 9, 8), (1, 1, 9, 10), (1, 1, 1, 9)])
 @pytest.mark.parametrize("core", CORES)
 def test_a_mask_of_another_shape_raises_an_error(core, shape):
     with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\]"):
