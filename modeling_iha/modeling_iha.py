@@ -182,6 +182,16 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
             module.init_mechanism(self.config)
 
 
+class ConfigOfCore:
+    """Read a config, with another attention function. In PyTorch 2.11 `copy` breaks a compiled graph."""
+
+    def __init__(self, config: IHAConfig, core: str):
+        self.config, self._attn_implementation = config, core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.config, name)
+
+
 class IHAModel(IHAPreTrainedModel):
     """Run the decoder: token embedding, layers and final norm."""
 
@@ -209,8 +219,7 @@ class IHAModel(IHAPreTrainedModel):
             if mask_name(attention) in masks:
                 continue
             size = attention.num_virtual_tokens
-            config = copy(self.config)
-            config._attn_implementation = attention.core if size == 1 else register_mask(attention.core)
+            config = ConfigOfCore(self.config, attention.core if size == 1 else register_mask(attention.core))
             window = attention.sliding_window and attention.sliding_window * size
             is_in_blocks = attention.core == SDPA_IN_BLOCKS and takes_blocks(inputs_embeds.shape[1] * size, window)
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](

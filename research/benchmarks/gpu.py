@@ -277,7 +277,7 @@ def schedule_forms(case: dict) -> Forms:
         kept = fields | {"recompute_virtual_tokens": False}
         forms[f"{name}: {core}"] = partial(layers, case, core, **kept)
         if core == "sdpa" and "iha" in fields["attention_kinds"]:
-            forms[f"{name}: {core}, without kernels"] = partial(layers_in_pytorch, case, core, **kept)
+            forms[f"{name}: {core}, without kernels"] = partial(without_kernels, layers, case, core, **kept)
         if case["backward"] and "iha" in fields["attention_kinds"]:
             recomputed = fields | {"recompute_virtual_tokens": True}
             forms[f"{name}: {core}, recomputed"] = partial(layers, case, core, **recomputed)
@@ -285,8 +285,8 @@ def schedule_forms(case: dict) -> Forms:
     return forms
 
 
-def layers_in_pytorch(*args, **fields) -> Work:
-    work = layers(*args, **fields)
+def without_kernels(build: Callable[..., Work], *args, **fields) -> Work:
+    work = build(*args, **fields)
     return work._replace(run=in_pytorch(work.run))
 
 
@@ -343,15 +343,17 @@ def decoder(case: dict, core: str, virtual: int, window: str | None) -> Work:
 
 def decoder_forms(case: dict) -> Forms:
     """Compare a decoder of 1B parameters with itself, interleaved."""
-    return {
-        f"{name}: {core}": partial(decoder, case, core, *arguments)
-        for name, arguments in {
-            "plain": (1, None),
-            "interleaved, P = 2": (2, None),
-            "interleaved, P = 2, schedule": (2, "paper"),
-        }.items()
-        for core in CORES
-    }
+    forms = {}
+    for name, *arguments in (
+        ("plain", 1, None),
+        ("interleaved, P = 2", 2, None),
+        ("interleaved, P = 2, schedule", 2, "paper"),
+    ):
+        for core in CORES:
+            forms[f"{name}: {core}"] = partial(decoder, case, core, *arguments)
+        if name != "plain":
+            forms[f"{name}: sdpa, without kernels"] = partial(without_kernels, decoder, case, "sdpa", *arguments)
+    return forms
 
 
 # The paper's models
@@ -465,6 +467,15 @@ def paper_forms(work: Callable[..., Work], case: dict) -> Forms:
     return forms
 
 
+def training_forms(case: dict) -> Forms:
+    """Compare the paper's models, with and without Triton's kernels."""
+    forms = paper_forms(train_step, case)
+    for virtual in case["pseudo_heads"]:
+        plain = partial(without_kernels, train_step, case, "iha", num_pseudo_heads=virtual)
+        forms[f"iha, P = {virtual}, without kernels"] = plain
+    return forms
+
+
 def decoding_forms(case: dict) -> Forms:
     """Compare the paper's models, with and without Triton's kernels."""
     forms = paper_forms(decode_step, case)
@@ -488,9 +499,9 @@ FORMS: dict[str, Callable[[dict], Forms]] = {
     "layer": layer_forms,
     "schedule": schedule_forms,
     "decoder": decoder_forms,
-    "training": partial(paper_forms, train_step),
+    "training": training_forms,
     "decoding": decoding_forms,
-    "compiled training": partial(paper_forms, train_step),
+    "compiled training": training_forms,
     "compiled decoder": decoder_forms,
 }
 
