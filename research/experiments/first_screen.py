@@ -18,7 +18,7 @@ from research.experiments.options import RESULTS
 from research.experiments.study import plot_losses
 
 
-TABLES = [RESULTS / "paired_heads.json", BENCHMARKS / "gpu" / "nvidia-h100-80gb-hbm3" / "gpu.json"]
+TABLES = [RESULTS / "paired_heads.json", BENCHMARKS / "gpu" / "nvidia-h200" / "gpu.json"]
 # Label -> the variant of `paired_heads`, and the form of the part "schedule" of the GPU.
 LINES = {
     "ordinary attention": ("mha", "mha: sdpa"),
@@ -37,7 +37,7 @@ def plot(losses: dict, gpu: dict) -> Figure:
     costs = [row["ratios"]["paired heads: sdpa"] / row["ratios"]["windows alone: sdpa"] for row in trained]
     message = (
         f"After {losses['steps']} steps paired heads are {ends['global_local'] - ends['paired_4']:.2f} nats per byte "
-        f"below windows alone and {ends['mha'] - ends['paired_4']:.2f} below ordinary attention. On an H100\n"
+        f"below windows alone and {ends['mha'] - ends['paired_4']:.2f} below ordinary attention. On an H200\n"
         f"their attention takes {min(costs):.2f} to {max(costs):.2f} times as long as that of windows alone."
     )
     figure, (by_steps, by_time, by_context) = plots.panels(message, 3, 3, 2.9)
@@ -52,7 +52,7 @@ def plot(losses: dict, gpu: dict) -> Figure:
         axes.set(xlabel=label, ylim=(min(ends.values()) - 0.05, HIGHEST_LOSS))
     by_steps.set_title("held-out loss, nats per byte", fontsize="medium")
     by_time.set_title("the same, by time", fontsize="medium")
-    by_context.set_title("attention, H100", fontsize="medium")
+    by_context.set_title("attention, H200", fontsize="medium")
     by_context.set(xlabel="context, × 1,024 tokens", xscale="log", ylim=(0, None))
     plots.ticks(by_context, "x", [row["tokens"] // 1024 for row in trained])
     for axes in (by_steps, by_time):

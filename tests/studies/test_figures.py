@@ -184,7 +184,7 @@ def paper_more() -> list[Number]:
     ]
 
 
-SCARCE = ("scarce_data_longer", "scarce_data", "scarce_data_1000000_0.004_1_8")
+SCARCE = ("scarce_data_longer", "scarce_data", "scarce_data_1000000_0.004_1_8", "scarce_data_2000000_512_cuda")
 
 
 SHARES = (20, 60)  # of the steps, in percent
@@ -197,7 +197,7 @@ SECTIONS = {
     "Scarce data": (
         SCARCE,
         list,
-        ("80%", "3.222", "3.214", "3.200"),
+        ("80%", "3.222", "3.214", "3.200", "-0.01", "-0.03", "-0.05", "0.07"),
     ),
     "HyperFeatureAttention": (("hyper_language",), list, ("27.97", "28.70")),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),

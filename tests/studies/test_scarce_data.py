@@ -132,7 +132,7 @@ def test_the_study_in_small(run_study, tmp_path, monkeypatch):
     sizes = {
         "SIZES": {64: sized(width=16, ffn=48, layers=5, heads=4, tokens_per_step=256)},
         "TOKENS": {64: 64},
-        "GRID": [(1e-2, 0.5, 2), (1e-3, 0.5, 1)],
+        "GRIDS": {64: [(1e-2, 0.5, 2), (1e-3, 0.5, 1)]},
         "ROWS": {"choice": 2, "third": 2},
         "HELD_OUT": 400,
     }
