@@ -180,7 +180,9 @@ class MixedHeads(NamedTuple):
                 pseudo_query = rotate(rotated, cos, -sin)
             # [batch, G, H * P * P, head_dim], one for each query pseudo-head i and key pseudo-head j
             absorbed = (pseudo_query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
-            scores = _scores(absorbed, key).view(batch, num_heads, num_pseudo_heads, num_pseudo_heads, num_keys)
+            # One product takes the sum over m too: [batch, H * P * P, G * head_dim] times [batch, G * head_dim, K].
+            scores = torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
+            scores = scores.view(batch, num_heads, num_pseudo_heads, num_pseudo_heads, num_keys)
             probabilities = masked_softmax(scores, mask)
             share_of_pseudo_head = self.collapse.to(probabilities.dtype).unsqueeze(1)  # R, [H, 1, P]
             collapsed = torch.matmul(share_of_pseudo_head, probabilities.flatten(-2)).to(dtype)
@@ -188,13 +190,3 @@ class MixedHeads(NamedTuple):
             # [batch, G, H, P (j), head_dim], of which alpha_V takes the sum over G and j
             output = torch.matmul(collapsed.unsqueeze(1), value).unflatten(2, (num_heads, num_pseudo_heads))
             return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)
-
-
-def _scores(absorbed: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return sum_m absorbed[m] . key[m], [batch, rows, K]. Both are [batch, G, rows or K, head_dim]."""
-    if key.device.type == "cpu" and key.dtype == torch.float32:  # one product would first copy the keys
-        scores = absorbed.new_zeros(len(key), absorbed.shape[2], key.shape[2])
-        for m in range(key.shape[1]):
-            scores.baddbmm_(absorbed[:, m], key[:, m].transpose(1, 2))
-        return scores
-    return torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))

@@ -207,13 +207,12 @@ class IHAModel(IHAPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def create_masks(self, inputs_embeds: torch.Tensor, attention_mask, cache, position_ids) -> dict[str, Any]:
+    def create_masks(self, inputs_embeds: torch.Tensor, attention_mask, cache, documents) -> dict[str, Any]:
         """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
 
-        `position_ids` [batch or 1, N] are those that the caller gave, which may declare packed documents, or `None`.
-        `keep_window_edge` lengthens the cache's windows first, because masks depend on its lengths."""
+        `documents` are positions [batch or 1, N] that may restart, where a packed document begins, or `None`."""
         if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
-            keep_window_edge(cache, self.config.sliding_window)
+            keep_window_edge(cache, self.config.sliding_window)  # first, because masks depend on the cache's lengths
         masks: dict[str, Any] = {}
         for attention in (layer.self_attn for layer in self.layers):
             if mask_name(attention) in masks:
@@ -226,8 +225,8 @@ class IHAModel(IHAPreTrainedModel):
                 config=config,
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                # With positions Transformers would make a dense mask. Blocks get them from `forward`.
-                position_ids=None if is_in_blocks else position_ids,
+                # Blocks find documents themselves. With positions Transformers would make a dense mask.
+                position_ids=None if is_in_blocks else documents,
                 **{CACHE: cache},
             )
         return masks
@@ -257,7 +256,10 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        if isinstance(attention_mask, dict):  # `generate` prepares the masks itself for compilable caches
+        # Packed documents are declared by positions, in calls with neither a padding mask nor a cache. Transformers
+        # finds them for dense masks, and other attention functions find them themselves.
+        documents = position_ids if cache is None and not isinstance(attention_mask, torch.Tensor) else None
+        if isinstance(attention_mask, dict):  # of `create_masks`, which `generate` calls for compilable caches
             masks = attention_mask
         else:
             check_inputs(self.config, inputs_embeds, attention_mask, cache, position_ids)
@@ -265,9 +267,7 @@ class IHAModel(IHAPreTrainedModel):
                 # The "eager" function of Transformers would add 0 and 1.
                 hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
                 attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
-            masks = self.create_masks(inputs_embeds, attention_mask, cache, position_ids)
-        # Cores look for documents in positions. Next to a padding mask or a cache, `check_inputs` has rejected them.
-        documents = position_ids if cache is None and (attention_mask is None or masks is attention_mask) else None
+            masks = self.create_masks(inputs_embeds, attention_mask, cache, documents)
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -299,10 +299,10 @@ def mask_name(attention: MultiHeadAttention) -> str:
 
 
 def check_inputs(config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask, cache, position_ids) -> None:
-    """Raise a ValueError for a 4D mask next to windows, and for packed documents that would see one another.
+    """Raise a ValueError for a 4D mask next to windows, and for packed documents that nobody would find.
 
-    Transformers looks for documents, which begin where `position_ids` restart, in calls with neither a mask nor a
-    cache. For a flash function it does so only if the batch has one row. Traced calls are not checked."""
+    They begin where `position_ids` restart, and are found in calls with neither a mask nor a cache. A flash function
+    finds them only if the batch has one row. Traced calls are not checked."""
     batch, length = inputs_embeds.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -352,8 +352,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, position_ids=None, **kwargs):
         """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
 
-        For one token the masks are made here, because the compiled forward must receive tensors. For a prompt the
-        forward makes them."""
+        A compiled forward must receive the masks of one new token. That of a prompt makes its own."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
         return self.model.create_masks(inputs_embeds, attention_mask, pop_cache(kwargs), position_ids)

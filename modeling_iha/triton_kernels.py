@@ -4,8 +4,8 @@
 
 `expand` mixes, rotates and interleaves heads (IHA, Algorithm 1, steps 2 and 3), and `collapse` is step 5. `decode`
 attends with one new token. The PyTorch code of interleaving.py defines all three. It computes where `kernels_take` or
-`kernels_decode` is false, as they are without Triton. An H200 has tested these kernels (docs/SPEED.md). The environment
-variable `IHA_TRITON_KERNELS=0` leaves them out.
+`kernels_decode` is false, as they are without Triton, and with the environment variable `IHA_TRITON_KERNELS=0`. The
+kernels have passed their tests on an H200, and have run on no other GPU.
 
 The symbols of virtual_tokens.py are P (pseudo-heads), M (heads in) and H (heads out, here also for keys and values).
 D is head_dim and F is D / 2. Names in capitals are constants of a compiled kernel.
@@ -471,13 +471,11 @@ MOST_FEATURES = 128
 def kernels_decode(query: torch.Tensor, q_mix: torch.Tensor) -> bool:
     """Return whether `decode` takes a query [batch, H, 1, head_dim]: in half precision, without gradients.
 
-    In float32 no tensor core computes its products. Heads longer than `MOST_FEATURES` would spill registers. No GPU has
-    run it in compiled code."""
-    if torch.is_grad_enabled() or query.dtype == torch.float32 or query.shape[-1] > MOST_FEATURES:
+    In float32 no tensor core computes its products. Heads longer than `MOST_FEATURES` would spill registers. Compiled
+    code has the PyTorch code, because no GPU has run compiled kernels of `decode`."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    if torch.compiler.is_compiling():
-        return False
-    return kernels_take(query, q_mix)
+    return query.dtype != torch.float32 and query.shape[-1] <= MOST_FEATURES and kernels_take(query, q_mix)
 
 
 def decode(query, key, value, mask, scaling: float, q_mix, k_mix, v_mix, collapse, rotation: Rotation) -> torch.Tensor:
