@@ -74,8 +74,7 @@ def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: t
     num_pseudo_heads = alpha.shape[2]
     size = at_once(states, dim=2, growth=num_pseudo_heads)
     if size < states.shape[2]:
-        parts = states.split(size, dim=2)
-        return torch.cat([make_virtual_sequence(part, alpha, rotation) for part in parts], dim=2)
+        return torch.cat([make_virtual_sequence(part, alpha, rotation) for part in states.split(size, dim=2)], dim=2)
     alpha = alpha.to(states.dtype).permute(2, 1, 0).flatten(0, 1)
     states = states.transpose(1, 2)
     # Expanded, alpha gives a batched product, [batch, N, P * heads, head_dim]. With a 2-D one `matmul` makes copies.
@@ -161,8 +160,7 @@ class MixedHeads(NamedTuple):
             scaling: factor of the scores."""
         if kernels_decode(query, self.q_mix):
             return decode(query, key, value, mask, scaling, *self)
-        batch, num_heads = query.shape[:2]
-        num_keys = key.shape[2]
+        (batch, num_heads), num_keys = query.shape[:2], key.shape[2]
         num_pseudo_heads = self.num_pseudo_heads
         dtype = value.dtype
         group = num_heads // key.shape[1]

@@ -47,7 +47,7 @@ from .configuration_iha import IHAConfig
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .sdpa_in_blocks import takes_blocks
 from .transformers_versions import CACHE, pop_cache
-from .virtual_tokens import keep_window_edge, register_mask
+from .virtual_tokens import View, keep_window_edge, register_mask
 
 
 # The attention of each kind, one to a line. A checkpoint ships the lines of its kinds.
@@ -182,16 +182,6 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
             module.init_mechanism(self.config)
 
 
-class ConfigOfCore:
-    """Read a config, with another attention function. In PyTorch 2.11 `copy` breaks a compiled graph."""
-
-    def __init__(self, config: IHAConfig, core: str):
-        self.config, self._attn_implementation = config, core
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.config, name)
-
-
 class IHAModel(IHAPreTrainedModel):
     """Run the decoder: token embedding, layers and final norm."""
 
@@ -210,7 +200,7 @@ class IHAModel(IHAPreTrainedModel):
     def create_masks(self, inputs_embeds: torch.Tensor, attention_mask, cache, documents) -> dict[str, Any]:
         """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
 
-        `documents` are positions [batch or 1, N] that may restart, where a packed document begins, or `None`."""
+        `documents` are the `position_ids` [batch or 1, N] of a call that may be packed, or `None`."""
         if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
             keep_window_edge(cache, self.config.sliding_window)  # first, because masks depend on the cache's lengths
         masks: dict[str, Any] = {}
@@ -218,14 +208,14 @@ class IHAModel(IHAPreTrainedModel):
             if mask_name(attention) in masks:
                 continue
             size = attention.num_virtual_tokens
-            config = ConfigOfCore(self.config, attention.core if size == 1 else register_mask(attention.core))
+            core = attention.core if size == 1 else register_mask(attention.core)
+            # Blocks (`mask_in_blocks` decides alike) separate documents. Positions would make a dense mask of them.
             window = attention.sliding_window and attention.sliding_window * size
             is_in_blocks = attention.core == SDPA_IN_BLOCKS and takes_blocks(inputs_embeds.shape[1] * size, window)
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
-                config=config,
+                config=View(self.config, _attn_implementation=core),
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                # Blocks find documents themselves. With positions Transformers would make a dense mask.
                 position_ids=None if is_in_blocks else documents,
                 **{CACHE: cache},
             )
@@ -245,7 +235,7 @@ class IHAModel(IHAPreTrainedModel):
         r"""Run as [`LlamaModel.forward`] does, with every argument in tokens.
 
         `attention_mask` is [batch, cached + N], a custom one [batch, heads or 1, N, K] that says all that a token
-        sees, or the masks of `create_masks`. Layers with virtual tokens give `attentions` over these."""
+        sees, or the masks of `create_masks`. The `attentions` of "iha" layers are [batch, H, N * P, K * P]."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
 
@@ -256,8 +246,8 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        # Packed documents are declared by positions, in calls with neither a padding mask nor a cache. Transformers
-        # finds them for dense masks, and other attention functions find them themselves.
+        # Only in calls with neither a padding mask nor a cache do positions declare packed documents. A dense mask of
+        # Transformers separates them, or else the attention function, to which each layer passes the positions.
         documents = position_ids if cache is None and not isinstance(attention_mask, torch.Tensor) else None
         if isinstance(attention_mask, dict):  # of `create_masks`, which `generate` calls for compilable caches
             masks = attention_mask
@@ -352,7 +342,7 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, position_ids=None, **kwargs):
         """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
 
-        A compiled forward must receive the masks of one new token. That of a prompt makes its own."""
+        The forward of one new token is compiled and must receive its masks. The forward of a prompt makes its own."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
         return self.model.create_masks(inputs_embeds, attention_mask, pop_cache(kwargs), position_ids)

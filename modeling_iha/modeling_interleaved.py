@@ -3,9 +3,10 @@
 """Run a decoder of Transformers with interleaved heads (interleaving.py), at one RoPE position for each token.
 
 Transformers' models look up their attention function and their mask function by one name, such as "sdpa". This file
-registers both under a second name, "iha_sdpa". A module with virtual heads then attends over virtual tokens
-(virtual_tokens.py, which also lists the symbols of shapes), and any other module over tokens. Everything else is the
-base model's own: projections, RoPE, caches of tokens, generation, saving and loading.
+registers both under a second name, "iha_sdpa". (Most decoders get "iha_sdpa_in_blocks" for "sdpa", by
+`use_virtual_core`.) A module with virtual heads then attends over virtual tokens (virtual_tokens.py, which also lists
+the symbols of shapes), and any other module over tokens. The base model computes everything else: projections, RoPE,
+FFN. A pre-hook and overridden methods add to its caches, masks, generation, saving and loading what these need.
 
 The classes are made by name. `InterleavedLlamaForCausalLM` is the class (ModelMixin, LlamaForCausalLM), and its
 configuration `InterleavedLlamaConfig` is (ConfigMixin, LlamaConfig). config.json names them in `auto_map`.
@@ -53,7 +54,7 @@ from .interleaving import HeadCollapse, HeadMixing, MixedHeads
 from .mixing import Mixing
 from .pairing import PairedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .virtual_tokens import CORES, keep_window_edge, virtual_attention, virtual_mask
+from .virtual_tokens import CORES, View, keep_window_edge, virtual_attention, virtual_mask
 
 
 MODEL_TYPE = "interleaved"  # in config.json and nowhere else, so that nothing loads a checkpoint as the plain base
@@ -126,23 +127,13 @@ def attend_on_core(core: str, num_pseudo_heads: int, module: nn.Module, *args, *
     return attend(view, *args, **kwargs)
 
 
-class View:
-    """Show an object with some of its attributes replaced."""
-
-    def __init__(self, viewed: Any, **attributes):
-        self.__dict__.update(attributes, _viewed=viewed)
-
-    def __getattr__(self, name: str):
-        return getattr(self._viewed, name)
-
-
 def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: int | None = None, **kwargs) -> Any:
     """Return the mask over virtual tokens, as `virtual_mask` does, within the window of the interleaved layers.
 
     `mask_over_tokens` cuts the mask of plain layers out of it. Where it cannot (a `BlockMask`, or a window of the
     interleaved layers), their mask is the attribute `of_tokens`."""
     make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config, **kwargs)
-    if getattr(config, "num_pseudo_heads", 1) == 1:  # that of a vision tower
+    if not hasattr(config, "num_pseudo_heads"):  # that of a vision tower
         return make_mask(mask_function=mask_function, local_size=local_size)
     sees, size, window = mask_function, local_size, config.interleaved_window
     if window is not None:
@@ -153,7 +144,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     if not has_plain_layers or (window is None and not isinstance(mask, BlockMask)):
         return mask
     of_tokens = make_mask(mask_function=mask_function, local_size=local_size)
-    if mask is None and of_tokens is not None:  # blocks need no mask, and `None` cannot carry one
+    if mask is None and of_tokens is not None:  # blocks need no mask, but one has to carry that of plain layers
         dense = kwargs | {"allow_is_causal_skip": False}
         mask = virtual_mask("sdpa", config=config, mask_function=sees, local_size=size, **dense)
     if mask is not None:
@@ -211,9 +202,9 @@ for _core in CORES:
 def prepare_decoder(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Check and change the arguments of a decoder's forward: a pre-hook of the decoder.
 
-    `names` are those of the positional arguments. A cache keeps a token more (`keep_windows`) before the forward reads
-    its lengths. `logits_to_keep` becomes `None`, because Gemma 4 crops the rows of a mask to it, which are virtual
-    tokens here."""
+    `names` are those of the positional arguments. Windows of the cache become one token longer (`keep_windows`) before
+    the forward reads its lengths. `logits_to_keep` becomes `None`, because Gemma 4 crops the rows of a mask to it,
+    which are virtual tokens here."""
     core = decoder_config(decoder)._attn_implementation
     if core == core_of(core):
         raise RuntimeError(
@@ -246,8 +237,8 @@ def check_mask_over_tokens(config: PreTrainedConfig, mask: torch.Tensor, cache: 
     if getattr(cache, "is_compileable", False) or mask.shape[3] != length or length > window:
         raise ValueError(
             f"attention_mask [batch, heads, queries, keys] has {mask.shape[3]} keys for {length} tokens: it needs one "
-            f"for each of them{limit}, and no static cache. Give padding as [batch, tokens], and packed documents by "
-            "position_ids that restart, with use_cache=False."
+            f"for each of them{limit}, and no static cache. Give padding as [batch, tokens]. Packed documents are "
+            "declared by position_ids that restart, with use_cache=False and without attention_mask."
         )
 
 
@@ -390,13 +381,13 @@ class ModelMixin:
         if isinstance(model_kwargs.get(CACHE), Cache):
             keep_windows(self, model_kwargs[CACHE])
             if generation_config.is_assistant:
-                model_kwargs[CACHE].activate_past_recording()  # of new layers too
+                model_kwargs[CACHE].activate_past_recording()  # again: `keep_windows` may have replaced layers
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
         """Return the masks of one new token, which a compiled forward needs.
 
-        For a prompt or a flash function return the padding mask, of which the forward makes its masks. A finished one
-        may be [batch, keys], and would be taken for a padding mask."""
+        For a prompt or a flash function return the padding mask, and let the forward make its masks: a mask
+        [batch, keys * P] that is made here would be taken for a padding mask."""
         if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
             return attention_mask
         create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)

@@ -7,9 +7,9 @@ meets the keys that its window reaches, O(length * window). In half precision a 
 (`varlen_attn`).
 
 The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
-window is the argument `sliding_window`, and packed documents are found in `position_ids`, where these do not increase
-by one. So it serves every decoder with windows that supports FlashAttention. SDPA and its dense masks serve calls
-without a window or with cached keys, and documents that Transformers has found already and put into a dense mask.
+window is the argument `sliding_window`, and packed documents begin where `position_ids` do not increase by one. So it
+serves every decoder with windows that supports FlashAttention. SDPA serves other calls: those without a window, with
+cached keys, or with a dense mask, into which Transformers puts the documents of positions that are passed to it.
 """
 
 from inspect import signature
@@ -47,8 +47,8 @@ def mask_in_blocks(
 ) -> torch.Tensor | None:
     """Return `None` or [batch, keys] where `sdpa_in_blocks` computes blocks, and SDPA's mask everywhere else.
 
-    `allow_is_causal_skip` is false if Transformers adds documents or other rules to causality, window and padding.
-    Chunks of tokens have a local size too, and are not a window."""
+    A plain window has no documents or other rules of Transformers, which make `allow_is_causal_skip` false, and is
+    not that of chunked attention, which has a `local_size` too."""
     length, offset = kwargs["kv_length"], kwargs.get("q_offset", 0)
     is_whole_row = isinstance(offset, int) and offset == kwargs.get("kv_offset", 0) and length == kwargs["q_length"]
     is_window = kwargs.get("allow_is_causal_skip", True) and getattr(config, "attention_chunk_size", None) is None
@@ -94,9 +94,8 @@ def sdpa_in_blocks(
     if attention_mask is None and position_ids is not None:  # next to a mask, positions declare no documents
         starts = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1)
     options = {"dropout": dropout, "scaling": scaling}
-    # To list documents for FlashAttention would break a graph.
-    is_traceable = starts is None or not torch.compiler.is_compiling()
-    if attention_mask is None and is_traceable and has_varlen_kernel(query, value, dropout):
+    can_list = starts is None or not torch.compiler.is_compiling()  # to list documents would break a compiled graph
+    if attention_mask is None and can_list and has_varlen_kernel(query, value, dropout):
         return attend_by_varlen(query, key, value, starts, sliding_window, scaling), None
     if torch.compiler.is_compiling() or attention_mask is not None or (starts is not None and starts[:, 1:].any()):
         return attend_in_joined_rows(query, key, value, attention_mask, starts, sliding_window, **options), None
@@ -195,7 +194,7 @@ def join_rows(states: torch.Tensor) -> torch.Tensor:
 
 
 def at_once(states: torch.Tensor, dim: int, growth: int = 1) -> int:
-    """Return how many slices to compute at once, with results `growth` times as large: all, or what fits a cache."""
+    """Return how many slices to compute at once, with results `growth` times as large: all, or what a CPU caches."""
     count = states.shape[dim]
     return max(1, CPU_CACHE_BYTES * count // (states.nbytes * growth)) if is_plain_forward(states) else count
 

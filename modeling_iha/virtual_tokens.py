@@ -41,6 +41,18 @@ PART_BYTES = 2**31  # of the virtual queries, keys and values that a backward pa
 CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")  # attention functions
 
 
+class View:
+    """Show an object with some of its attributes replaced. `copy` of a config would break a compiled graph."""
+
+    def __init__(self, viewed: Any, **attributes):
+        self._viewed = viewed
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str):
+        return getattr(self._viewed, name)
+
+
 def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
     """Return the keyword arguments of an attention function, with windows, lengths and positions in virtual tokens.
 
@@ -93,11 +105,11 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     step = num_pseudo_heads if is_grid else 1
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
-    # Query (n, p) sees W * P keys: pseudo-heads up to p of what n sees, and later pseudo-heads of what n - 1 sees.
+    # Query v sees W * P keys: of what its token n sees, pseudo-heads up to p, and of what n - 1 sees, the later ones.
     seen = sees_token(batch, head, query_token, key_token)
-    seen_before = sees_token(batch, head, query_token - 1, key_token)
+    continues = sees_token(batch, head, query_token, query_token - 1)  # false where a document begins at n
+    seen_before = continues & sees_token(batch, head, query_token - 1, key_token)
     seen_before = seen_before & (key_token < query_token)  # for n = 0 a lookup at -1 would read the last token
-    seen_before = seen_before & sees_token(batch, head, query_token, query_token - 1)  # else a document begins at n
     seen_before = seen_before | (seen & (key_token > query_token))  # in masks that are not causal, as within an image
 
     is_after = key % num_pseudo_heads > query % num_pseudo_heads  # j > p
@@ -139,7 +151,7 @@ def virtual_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        # A layer with a window that the config lacks (modeling_interleaved.py) caches fewer tokens than the mask has.
+        # Only in modeling_interleaved.py: a layer with `interleaved_window` may cache fewer tokens than the mask has.
         mask = mask[..., -key.shape[2] * num_pseudo_heads :]
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
@@ -150,28 +162,29 @@ def virtual_attention(
         output, weights = attend(module, *heads.make_virtual_tokens(query, key, value), mask, **kwargs)
         return heads.collapse_output(output), weights
 
-    if not (torch.is_grad_enabled() and recomputes(module, query)):
+    if not (torch.is_grad_enabled() and recomputes(module, query, key, value)):
         return run(heads, query, key, value)
     contexts = partial(create_selective_checkpoint_contexts, keep_attention)
     # Attention sinks, and masks that are not [batch, keys], may differ by head, and are not split.
     can_split = kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2)
-    parts = heads.in_parts(3 * query.nbytes * num_pseudo_heads // PART_BYTES + 1 if can_split else 1)
+    size = (query.nbytes + key.nbytes + value.nbytes) * num_pseudo_heads
+    parts = heads.in_parts(size // PART_BYTES + 1 if can_split else 1)
     outputs = [checkpoint(run, part, query, key, value, use_reentrant=False, context_fn=contexts) for part in parts]
     return outputs[0] if len(outputs) == 1 else (torch.cat([output for output, _ in outputs], dim=2), None)
 
 
-def recomputes(module: nn.Module, query: torch.Tensor) -> bool:
+def recomputes(module: nn.Module, *states: torch.Tensor) -> bool:
     """Return whether the backward pass makes virtual tokens again (`recompute_virtual_tokens` of the config).
 
-    Other hooks of autograd, such as those of activation checkpointing, have precedence, and no public function tells
-    of them. In compiled code the compiler chooses what to keep."""
+    They are made of `states`. Activation checkpointing and other hooks of autograd, of which only a private function
+    tells, have precedence. In compiled code the compiler chooses what to keep."""
     if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     config = module.config
     choice = getattr(config, "recompute_virtual_tokens", None)
-    if choice is None and query.device.type == "cuda":
-        kept = 3 * query.nbytes * config.num_pseudo_heads * config.num_hidden_layers
-        return kept > torch.cuda.get_device_properties(query.device).total_memory / 4
+    if choice is None and states[0].device.type == "cuda":
+        kept = sum(each.nbytes for each in states) * config.num_pseudo_heads * config.num_hidden_layers
+        return kept > torch.cuda.get_device_properties(states[0].device).total_memory / 4
     return bool(choice)
 
 
@@ -227,5 +240,5 @@ def keep_window_edge(cache: Cache | None, window: int | None) -> None:
         setattr(layer, field, window + 1)
         if hasattr(layer, "_sliding_window_tensor"):
             layer._sliding_window_tensor.fill_(window + 1)
-        if layer.is_initialized and field == "max_cache_len":  # `generate` allocated it too short
+        if layer.is_initialized and field == "max_cache_len":  # allocated already, one token too short
             layer.lazy_initialization(layer.keys[:, :, :0], layer.values[:, :, :0])

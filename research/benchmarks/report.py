@@ -238,19 +238,35 @@ def short_form(form: str) -> str:
     return GPU_FORMS.get(name, name)
 
 
+def gpu_place(row: dict) -> str:
+    """Return the name of a row in plots."""
+    return gpu_setting(row) if "step" in row else f"{row['part']}, {gpu_setting(row)}"
+
+
 def gpu_plot(result: dict) -> Figure:
-    """Plot the ratios of each row to its first form, a dot for each form."""
-    rows = [row for row in result["rows"] if row["ratios"]]
-    ratios_of_rows = []
-    for row in rows:
-        base = row.get("base", next(iter(row["ratios"])))  # older tables begin with it
-        ratios_of_rows.append({short_form(form): ratio for form, ratio in row["ratios"].items() if form != base})
-    forms = dict.fromkeys(form for ratios in ratios_of_rows for form in ratios if "checkpointed" not in form)
-    points = {form: [ratios.get(form) for ratios in ratios_of_rows] for form in forms}
-    message = f"{result['device']}: time over that of the first form of each row"
-    figure, (axes,) = plots.panels(message, height=1.5 + 0.4 * len(rows))
-    plots.dots(axes, [f"{row['part']}, {gpu_setting(row)}" for row in rows], points, mark=1)
-    axes.set(xlabel="ratio", xscale="log")
+    """Plot the ratios of each row to its first form: a dot for each form, hollow for code without the kernels.
+
+    The steps around attention have a panel of their own. Recomputed and checkpointed forms are in the table only."""
+    message = f"{result['device']}: time over that of the first form of each row (hollow: without Triton's kernels)"
+    shown = [row for row in result["rows"] if row["ratios"]]
+    parts = [[row for row in shown if ("step" in row) == is_step] for is_step in (False, True)]
+    parts = [rows for rows in parts if rows]
+    figure, panels = plots.panels(message, len(parts), height=0.8 + 0.25 * max(map(len, parts)))
+    colors: dict[str, str] = {}
+    for axes, rows in zip(panels, parts):
+        for place, row in enumerate(rows):
+            base = row.get("base", next(iter(row["ratios"])))  # older tables begin with it
+            for form, ratio in row["ratios"].items():
+                name = short_form(form.removesuffix(", without kernels"))
+                if form == base or "recomputed" in form or "checkpointed" in form:
+                    continue
+                style = {"color": colors.setdefault(name, f"C{len(colors)}"), "markersize": 6}
+                is_plain = "without kernels" in form
+                axes.plot(ratio, place, "o", fillstyle="none" if is_plain else "full", label=name, **style)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(rows)), [gpu_place(row) for row in rows], fontsize="small")
+        axes.set(xlabel="ratio", xscale="log", ylim=(len(rows) - 0.4, -0.6))
+        axes.grid(linewidth=0.3)
     return figure
 
 

@@ -238,25 +238,22 @@ def test_without_gradients_nothing_is_wrapped(monkeypatch):
 
 
 def test_the_default_goes_by_the_memory_of_the_gpu(monkeypatch):
-    """Queries, keys and values of 2 layers with P = 4 take 24 times the bytes of the queries."""
+    """In 2 layers with P = 4 virtual tokens take 8 times the bytes of queries, keys and values."""
     memory = 1000
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
     module = SimpleNamespace(config=small_config(num_pseudo_heads=4))
 
-    def query(size, device="cuda"):
-        return SimpleNamespace(device=torch.device(device), nbytes=size)
+    def chosen(of_queries, of_keys, device="cuda"):
+        states = (SimpleNamespace(device=torch.device(device), nbytes=size) for size in (of_queries, of_keys, of_keys))
+        return recomputes(module, *states)
 
-    assert (
-        recomputes(module, query(11))
-        and not recomputes(module, query(10))
-        and not recomputes(module, query(11, "cpu"))
-    )
+    assert chosen(16, 8) and not chosen(15, 8) and not chosen(16, 7) and not chosen(16, 8, "cpu")
     module.config.recompute_virtual_tokens = False
-    assert not recomputes(module, query(11))
+    assert not chosen(16, 8)
     module.config.recompute_virtual_tokens = True
-    assert recomputes(module, query(1)) and recomputes(module, query(1, "cpu"))
+    assert chosen(1, 1) and chosen(1, 1, "cpu")
     with torch.autograd.graph.save_on_cpu():
-        assert not recomputes(module, query(11))
+        assert not chosen(16, 8)
 
 
 @pytest.mark.parametrize("choice", [True, False, None])
