@@ -165,7 +165,7 @@ class MixedHeads(NamedTuple):
         dtype = value.dtype
         group = num_heads // key.shape[1]
         q_mix = self.q_mix.to(dtype)
-        k_mix = self.k_mix.to(dtype).repeat_interleave(group, dim=1)
+        k_mix = self.k_mix.to(dtype).repeat_interleave(group, dim=1)  # [G (m), H, P], a column for each query head
         v_mix = self.v_mix.to(dtype).repeat_interleave(group, dim=1)
         with maybe_autocast(query.device.type, enabled=False):  # it would round what is in float32 on purpose
             # The pseudo-heads q_i of the query, [batch, H, P (i), 1, head_dim]
@@ -176,7 +176,7 @@ class MixedHeads(NamedTuple):
                 rotated = rotate(pseudo_query, cos.unsqueeze(1), sin.unsqueeze(1))  # by T_i
                 # By T_j^T for every j: the tables of all j broadcast, [batch, H, P (i), P (j), head_dim].
                 pseudo_query = rotate(rotated, cos, -sin)
-            # [batch, G, H * P * P, head_dim], one for each query pseudo-head i and key pseudo-head j
+            # [batch, G (m), H, P (i), P (j), head_dim], flattened to [batch, G, H * P * P, head_dim]
             absorbed = (pseudo_query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
             # One product takes the sum over m too: [batch, H * P * P, G * head_dim] times [batch, G * head_dim, K].
             scores = torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))

@@ -209,7 +209,7 @@ class IHAModel(IHAPreTrainedModel):
                 continue
             size = attention.num_virtual_tokens
             core = attention.core if size == 1 else register_mask(attention.core)
-            # Blocks (`mask_in_blocks` decides alike) separate documents. Positions would make a dense mask of them.
+            # Given positions, Transformers makes a dense mask. Blocks find documents in the positions that layers get.
             window = attention.sliding_window and attention.sliding_window * size
             is_in_blocks = attention.core == SDPA_IN_BLOCKS and takes_blocks(inputs_embeds.shape[1] * size, window)
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
@@ -246,8 +246,8 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        # Only in calls with neither a padding mask nor a cache do positions declare packed documents. A dense mask of
-        # Transformers separates them, or else the attention function, to which each layer passes the positions.
+        # Positions declare packed documents in calls with neither a padding mask nor a cache. A dense mask separates
+        # them, or else `sdpa_in_blocks` or a flash function, which find them in the positions that layers get.
         documents = position_ids if cache is None and not isinstance(attention_mask, torch.Tensor) else None
         if isinstance(attention_mask, dict):  # of `create_masks`, which `generate` calls for compilable caches
             masks = attention_mask
@@ -291,8 +291,7 @@ def mask_name(attention: MultiHeadAttention) -> str:
 def check_inputs(config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask, cache, position_ids) -> None:
     """Raise a ValueError for a 4D mask next to windows, and for packed documents that nobody would find.
 
-    They begin where `position_ids` restart, and are found in calls with neither a mask nor a cache. A flash function
-    finds them only if the batch has one row. Traced calls are not checked."""
+    A flash function finds them only in a batch of one row. Traced calls are not checked, and join them silently."""
     batch, length = inputs_embeds.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None and attention_mask.ndim != 2:

@@ -83,12 +83,12 @@ def attend_interleaved(
     """Attend over virtual tokens where the module has virtual heads, and over tokens elsewhere.
 
     `core` is the attention function that computes it, such as "sdpa", and `is_changed` is `differs_from_base`. The
-    other arguments and the result are those of an attention function of Transformers, in tokens."""
+    other arguments and the output are those of an attention function of Transformers, in tokens."""
     config = getattr(module, "config", None)
     num_pseudo_heads = getattr(config, "num_pseudo_heads", 1)  # a vision tower and a plain base have none
     num_tokens = query.shape[2]
     if not has_virtual_heads(module):
-        if is_changed and num_pseudo_heads == 1:
+        if is_changed and not hasattr(config, "num_pseudo_heads"):
             # TRL loads a reference model by `_name_or_path` and `attn_implementation`. After a change in place this
             # path still names the plain base, which is no reference for the changed model.
             raise RuntimeError(
@@ -164,7 +164,10 @@ def mask_over_tokens(mask: Any, num_tokens: int, config: PreTrainedConfig) -> An
     if not isinstance(mask, BlockMask) and mask.ndim == 4 and mask.shape[-2] == num_tokens:
         return mask
     if isinstance(mask, BlockMask) or config.interleaved_window is not None:
-        raise ValueError("A copied mask lacks that of plain layers, its attribute: keep the model on one device.")
+        raise ValueError(
+            "The mask of layers without virtual heads is an attribute of that of the others, and a copy to another "
+            "device lost it: keep the decoder on one device."
+        )
     last = slice(size - 1, None, size)
     return mask[:, last] if mask.ndim == 2 else mask[..., last, last]
 
@@ -294,6 +297,7 @@ class ConfigMixin:
             name in the model without a head.
         interleaved_window (`int`, *optional*): a window for these modules in tokens, besides the base's.
         mixing_scale (`float`): how many times the optimizer's rate the mixing learns at.
+        recompute_virtual_tokens (`bool`, *optional*): as in `IHAConfig`.
 
     An instance has the base's `model_type`, by which Transformers finds what an architecture needs."""
 

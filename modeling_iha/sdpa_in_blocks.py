@@ -6,10 +6,10 @@ PyTorch's SDPA needs a dense mask for a window, and computes all pairs of it, O(
 meets the keys that its window reaches, O(length * window). In half precision a GPU takes PyTorch's FlashAttention
 (`varlen_attn`).
 
-The function keeps the contract that FlashAttention has in Transformers: the mask is `None` or [batch, keys], the
-window is the argument `sliding_window`, and packed documents begin where `position_ids` do not increase by one. So it
-serves every decoder with windows that supports FlashAttention. SDPA serves other calls: those without a window, with
-cached keys, or with a dense mask, into which Transformers puts the documents of positions that are passed to it.
+The function takes what FlashAttention takes in Transformers: a mask that is `None` or [batch, keys], and the window as
+`sliding_window`. So it serves every decoder with windows that supports FlashAttention. Packed documents begin where
+`position_ids` do not increase by one. Given such positions, Transformers makes a dense mask, which goes to SDPA, as do
+calls without a window or with cached keys. Documents are found here only where its mask function got no positions.
 """
 
 from inspect import signature
@@ -30,6 +30,7 @@ except ImportError:  # a build of PyTorch without it
     varlen_attn = None
 
 
+VARLEN_ARGUMENTS = frozenset(signature(varlen_attn).parameters if varlen_attn else ())  # PyTorch 2.10 has no windows
 NAME = "sdpa_in_blocks"
 LEAST_BLOCK = 128  # queries of a block. Rows that are longer than their window by at most this go to SDPA.
 CPU_CACHE_BYTES = 2**21  # of what is computed at once without gradients
@@ -47,8 +48,8 @@ def mask_in_blocks(
 ) -> torch.Tensor | None:
     """Return `None` or [batch, keys] where `sdpa_in_blocks` computes blocks, and SDPA's mask everywhere else.
 
-    A plain window has no documents or other rules of Transformers, which make `allow_is_causal_skip` false, and is
-    not that of chunked attention, which has a `local_size` too."""
+    Blocks know no rule but the window. `allow_is_causal_skip` is false where Transformers adds another one, such as
+    documents, and `attention_chunk_size` is set where `local_size` is that of chunks."""
     length, offset = kwargs["kv_length"], kwargs.get("q_offset", 0)
     is_whole_row = isinstance(offset, int) and offset == kwargs.get("kv_offset", 0) and length == kwargs["q_length"]
     is_window = kwargs.get("allow_is_causal_skip", True) and getattr(config, "attention_chunk_size", None) is None
@@ -91,7 +92,7 @@ def sdpa_in_blocks(
         raise ValueError(f"attn_implementation={NAME!r} does not support {unknown[0]}: use 'eager'.")
 
     starts = None
-    if attention_mask is None and position_ids is not None:  # next to a mask, positions declare no documents
+    if attention_mask is None and position_ids is not None:  # next to padding, positions declare no documents
         starts = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1)
     options = {"dropout": dropout, "scaling": scaling}
     can_list = starts is None or not torch.compiler.is_compiling()  # to list documents would break a compiled graph
@@ -227,7 +228,7 @@ class OverlappingBlocks(torch.autograd.Function):
 
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Return whether PyTorch's FlashAttention takes these states: half precision, on a GPU from Ampere on."""
-    if varlen_attn is None or query.device.type != "cuda" or dropout:
+    if "window_size" not in VARLEN_ARGUMENTS or query.device.type != "cuda" or dropout:
         return False
     fits = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     is_half = value.dtype in (torch.float16, torch.bfloat16)
@@ -239,7 +240,7 @@ def attend_by_varlen(
 ) -> torch.Tensor:
     """Compute `sdpa_in_blocks` by one call of FlashAttention on the documents of all rows."""
     batch, heads, length, _ = query.shape
-    if "enable_gqa" not in signature(varlen_attn).parameters:  # PyTorch 2.11 lacks it
+    if "enable_gqa" not in VARLEN_ARGUMENTS:  # PyTorch 2.11 lacks it
         key, value = (states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key, value))
     options = {} if key.shape[1] == heads else {"enable_gqa": True}
     if starts is None:

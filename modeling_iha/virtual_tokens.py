@@ -3,8 +3,8 @@
 """Run an attention layer over virtual tokens: an ordinary layer over a sequence that is P times as long.
 
 P pseudo-heads turn token n into the virtual tokens n * P .. n * P + P - 1 (interleaving.py, or pairing.py). The
-attention functions of Transformers run over these, and its mask functions make the masks, asked for N * P tokens. This
-file multiplies by P what both need: positions, windows and lengths. For P = 2 and three tokens, each query sees the
+attention functions of Transformers run over these, and its mask functions make the masks, asked for N * P tokens. Here
+the positions, windows and lengths that both get are multiplied by P. For P = 2 and three tokens, each query sees the
 keys marked x (with a window of two tokens, the last four x of its row):
 
                                   key of token 0   token 1   token 2
@@ -84,7 +84,7 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
 
 
 def register_mask(core: str) -> str:
-    """Register `virtual_mask` for a core, and return its name for `IHAModel.create_masks`, without the Hub's "/"."""
+    """Register `virtual_mask` for a core and return its name, which `IHAModel.create_masks` uses (without a "/")."""
     name = f"virtual_{core}".replace("/", "_")
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, partial(virtual_mask, core))
@@ -105,7 +105,7 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     step = num_pseudo_heads if is_grid else 1
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
-    # Query v sees W * P keys: of what its token n sees, pseudo-heads up to p, and of what n - 1 sees, the later ones.
+    # Query (n, p) sees key (m, j) if token n sees m for j <= p, or if n - 1 sees m for j > p: W * P keys in a window.
     seen = sees_token(batch, head, query_token, key_token)
     continues = sees_token(batch, head, query_token, query_token - 1)  # false where a document begins at n
     seen_before = continues & sees_token(batch, head, query_token - 1, key_token)

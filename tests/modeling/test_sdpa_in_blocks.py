@@ -3,7 +3,6 @@
 The result is that of "eager" with a dense mask. Where blocks apply, no mask is built, and the memory that autograd
 keeps grows with length * window."""
 
-import inspect
 from functools import partial
 from types import SimpleNamespace
 
@@ -478,10 +477,9 @@ def varlen(request, monkeypatch):
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return varlen_stand_in(query, key, value, *args, **kwargs)
 
-    def newer(query, key, value, *args, enable_gqa=False, **kwargs): ...
-
-    stand_in.__signature__ = inspect.signature(newer if request.param == "varlen_of_newer_torch" else varlen_stand_in)
+    names = {"enable_gqa", "window_size"} if request.param == "varlen_of_newer_torch" else {"window_size"}
     monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", stand_in)
+    monkeypatch.setattr(sdpa_in_blocks, "VARLEN_ARGUMENTS", names)
     monkeypatch.setattr(sdpa_in_blocks, "has_varlen_kernel", lambda *args: request.param is not None)
     return lengths
 
@@ -509,7 +507,7 @@ def test_where_varlen_is_taken(monkeypatch):
     major = 8
     properties = lambda device: SimpleNamespace(major=major)  # noqa: E731  # the real ones need a GPU
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", varlen_stand_in)
+    monkeypatch.setattr(sdpa_in_blocks, "VARLEN_ARGUMENTS", {"window_size"})
 
     def takes(device="cuda", dtype=torch.float16, head_dim=64, value_dim=None, dropout=0.0):
         query, value = (
@@ -524,7 +522,7 @@ def test_where_varlen_is_taken(monkeypatch):
     major = 7
     assert not takes()
     major = 8
-    monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", None)
+    monkeypatch.setattr(sdpa_in_blocks, "VARLEN_ARGUMENTS", {"is_causal"})  # of PyTorch 2.10
     assert not takes()
 
 
