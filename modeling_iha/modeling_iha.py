@@ -197,10 +197,10 @@ class IHAModel(IHAPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def create_masks(self, inputs_embeds: torch.Tensor, attention_mask, cache, documents) -> dict[str, Any]:
+    def create_masks(self, inputs_embeds: torch.Tensor, attention_mask, cache, packed_positions) -> dict[str, Any]:
         """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
 
-        `documents` are the `position_ids` [batch or 1, N] of a call that may be packed, or `None`."""
+        `packed_positions` are the `position_ids` [batch or 1, N] of a call that may be packed, or `None`."""
         if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
             keep_window_edge(cache, self.config.sliding_window)  # first, because masks depend on the cache's lengths
         masks: dict[str, Any] = {}
@@ -209,14 +209,13 @@ class IHAModel(IHAPreTrainedModel):
                 continue
             size = attention.num_virtual_tokens
             core = attention.core if size == 1 else register_mask(attention.core)
-            # Given positions, Transformers makes a dense mask. Blocks find documents in the positions that layers get.
             window = attention.sliding_window and attention.sliding_window * size
             is_in_blocks = attention.core == SDPA_IN_BLOCKS and takes_blocks(inputs_embeds.shape[1] * size, window)
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
                 config=View(self.config, _attn_implementation=core),
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                position_ids=None if is_in_blocks else documents,
+                position_ids=None if is_in_blocks else packed_positions,  # see `forward`
                 **{CACHE: cache},
             )
         return masks
@@ -246,9 +245,9 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        # Positions declare packed documents in calls with neither a padding mask nor a cache. A dense mask separates
-        # them, or else `sdpa_in_blocks` or a flash function, which find them in the positions that layers get.
-        documents = position_ids if cache is None and not isinstance(attention_mask, torch.Tensor) else None
+        # Positions declare packed documents in calls with neither a padding mask nor a cache. What separates them is a
+        # dense mask, which Transformers makes of positions, or else `sdpa_in_blocks` or a flash function.
+        packed_positions = position_ids if cache is None and not isinstance(attention_mask, torch.Tensor) else None
         if isinstance(attention_mask, dict):  # of `create_masks`, which `generate` calls for compilable caches
             masks = attention_mask
         else:
@@ -257,7 +256,7 @@ class IHAModel(IHAPreTrainedModel):
                 # The "eager" function of Transformers would add 0 and 1.
                 hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
                 attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
-            masks = self.create_masks(inputs_embeds, attention_mask, cache, documents)
+            masks = self.create_masks(inputs_embeds, attention_mask, cache, packed_positions)
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -274,7 +273,7 @@ class IHAModel(IHAPreTrainedModel):
                 hidden_states,
                 attention_mask=masks[mask_name(decoder_layer.self_attn)],
                 position_embeddings=position_embeddings[decoder_layer.self_attn.layer_type],
-                position_ids=documents,
+                position_ids=packed_positions,
                 use_cache=use_cache,
                 **{CACHE: cache},
                 **kwargs,
@@ -291,7 +290,7 @@ def mask_name(attention: MultiHeadAttention) -> str:
 def check_inputs(config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask, cache, position_ids) -> None:
     """Raise a ValueError for a 4D mask next to windows, and for packed documents that nobody would find.
 
-    A flash function finds them only in a batch of one row. Traced calls are not checked, and join them silently."""
+    A flash function finds them only in a batch of one row. A traced call that would raise an error joins them."""
     batch, length = inputs_embeds.shape[:2]
     past = 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None and attention_mask.ndim != 2:

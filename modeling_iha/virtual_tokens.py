@@ -105,7 +105,8 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     step = num_pseudo_heads if is_grid else 1
     query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
     key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
-    # Query (n, p) sees key (m, j) if token n sees m for j <= p, or if n - 1 sees m for j > p: W * P keys in a window.
+    # Query n * P + p sees the W * P keys that end at itself: pseudo-heads up to p of what n sees, later ones of what
+    # n - 1 sees.
     seen = sees_token(batch, head, query_token, key_token)
     continues = sees_token(batch, head, query_token, query_token - 1)  # false where a document begins at n
     seen_before = continues & sees_token(batch, head, query_token - 1, key_token)
@@ -151,7 +152,7 @@ def virtual_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
     mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
     if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        # Only in modeling_interleaved.py: a layer with `interleaved_window` may cache fewer tokens than the mask has.
+        # Not in IHAModel: layers with `interleaved_window` (modeling_interleaved.py) may cache less than the mask has.
         mask = mask[..., -key.shape[2] * num_pseudo_heads :]
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
