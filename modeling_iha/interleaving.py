@@ -160,7 +160,7 @@ class MixedHeads(NamedTuple):
             scaling: factor of the scores."""
         if kernels_decode(query, self.q_mix):
             return decode(query, key, value, mask, scaling, *self)
-        (batch, num_heads), num_keys = query.shape[:2], key.shape[2]
+        batch, num_heads = query.shape[:2]
         num_pseudo_heads = self.num_pseudo_heads
         dtype = value.dtype
         group = num_heads // key.shape[1]
@@ -180,11 +180,11 @@ class MixedHeads(NamedTuple):
             absorbed = (pseudo_query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
             # One product takes the sum over m too: [batch, H * P * P, G * head_dim] times [batch, G * head_dim, K].
             scores = torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
-            scores = scores.view(batch, num_heads, num_pseudo_heads, num_pseudo_heads, num_keys)
+            scores = scores.view(batch, num_heads, num_pseudo_heads, num_pseudo_heads, -1)
             probabilities = masked_softmax(scores, mask)
             share_of_pseudo_head = self.collapse.to(probabilities.dtype).unsqueeze(1)  # R, [H, 1, P]
             collapsed = torch.matmul(share_of_pseudo_head, probabilities.flatten(-2)).to(dtype)
-            collapsed = collapsed.view(batch, num_heads * num_pseudo_heads, num_keys)
+            collapsed = collapsed.view(batch, num_heads * num_pseudo_heads, -1)
             # [batch, G, H, P (j), head_dim], of which alpha_V takes the sum over G and j
             output = torch.matmul(collapsed.unsqueeze(1), value).unflatten(2, (num_heads, num_pseudo_heads))
             return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)

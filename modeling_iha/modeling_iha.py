@@ -245,8 +245,8 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        # Positions declare packed documents in calls with neither a padding mask nor a cache. What separates them is a
-        # dense mask, which Transformers makes of positions, or else `sdpa_in_blocks` or a flash function.
+        # Positions declare packed documents in calls with neither a padding mask nor a cache. A dense mask, which
+        # Transformers makes of positions, separates the documents, or else `sdpa_in_blocks` or a flash function does.
         packed_positions = position_ids if cache is None and not isinstance(attention_mask, torch.Tensor) else None
         if isinstance(attention_mask, dict):  # of `create_masks`, which `generate` calls for compilable caches
             masks = attention_mask

@@ -9,7 +9,7 @@ meets the keys that its window reaches, O(length * window). In half precision a 
 The function takes what FlashAttention takes in Transformers: a mask that is `None` or [batch, keys], and the window as
 `sliding_window`. So it serves every decoder with windows that supports FlashAttention. Packed documents begin where
 `position_ids` do not increase by one. Given such positions, Transformers makes a dense mask, which goes to SDPA, as do
-calls without a window or with cached keys. Documents are found here only where it was not given them for the mask.
+calls without a window or with cached keys. Documents are found here only if the mask was made without positions.
 """
 
 from inspect import signature

@@ -472,7 +472,7 @@ def kernels_decode(query: torch.Tensor, q_mix: torch.Tensor) -> bool:
     """Return whether `decode` takes a query [batch, H, 1, head_dim]: in half precision, without gradients.
 
     In float32 no tensor core computes its products. Heads longer than `MOST_FEATURES` would spill registers. Compiled
-    code has the PyTorch code, because no GPU has run compiled kernels of `decode`."""
+    code decodes by PyTorch's operations, because no GPU has run these kernels in it."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return query.dtype != torch.float32 and query.shape[-1] <= MOST_FEATURES and kernels_take(query, q_mix)

@@ -42,7 +42,7 @@ CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")
 
 
 class View:
-    """Show an object with some of its attributes replaced. `copy` of a config would break a compiled graph."""
+    """Show an object with some of its attributes replaced. In PyTorch 2.11 `copy` would break a compiled graph."""
 
     def __init__(self, viewed: Any, **attributes):
         self._viewed = viewed
@@ -177,8 +177,8 @@ def virtual_attention(
 def recomputes(module: nn.Module, *states: torch.Tensor) -> bool:
     """Return whether the backward pass makes virtual tokens again (`recompute_virtual_tokens` of the config).
 
-    They are made of `states`. Activation checkpointing and other hooks of autograd, of which only a private function
-    tells, have precedence. In compiled code the compiler chooses what to keep."""
+    `states` are queries, keys and values of tokens. Activation checkpointing and other hooks of autograd have
+    precedence; only a private function tells of them. In compiled code the compiler chooses what to keep."""
     if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     config = module.config

@@ -19,11 +19,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def enabled(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "ENABLED", True)
-
-
 def mixing(num_heads=20, size=4, num_tokens=300, head_dim=128, dtype=torch.bfloat16):
     states = torch.randn(1, num_tokens, num_heads, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
     return states.requires_grad_(), torch.randn(num_heads, num_heads, size, device="cuda", requires_grad=True)

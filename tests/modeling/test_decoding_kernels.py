@@ -285,7 +285,7 @@ def test_without_gradients_a_weight_is_one_launch(launches):
 # The choice
 
 
-def test_gradients_and_float32_take_the_plain_formula(monkeypatch):
+def test_gradients_float32_and_compiled_code_take_the_plain_formula(monkeypatch):
     monkeypatch.setattr(triton_kernels, "kernels_take", lambda *_: True)
     query = torch.empty(1, 4, 1, 16, dtype=torch.bfloat16)
     q_mix = torch.empty(4, 4, 2)
@@ -294,6 +294,8 @@ def test_gradients_and_float32_take_the_plain_formula(monkeypatch):
         assert kernels_decode(query, q_mix)
         assert not kernels_decode(query.float(), q_mix)
         assert not kernels_decode(query.repeat(1, 1, 1, 17), q_mix)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert not kernels_decode(query, q_mix)
 
 
 # Compilation
