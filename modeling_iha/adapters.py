@@ -19,15 +19,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
+from .decoder_calls import decoder_config
 from .in_place import FIELDS, detach, interleave_heads
+from .interleaved_attention import has_virtual_heads
 from .mixing_weights import gathered, is_sharded
 from .modeling_interleaved import (
     backbone_of,
-    decoder_config,
-    has_virtual_heads,
     interleaved_attention,
     is_mixing,
-    use_virtual_core,
 )
 from .paired_decoders import pair_heads
 
@@ -105,7 +104,8 @@ def make_record(model: PreTrainedModel) -> dict[str, Any]:
     """Return how a model is interleaved, and on which base."""
     config = decoder_config(model)
     base = {"base_model_type": model.config.model_type, "num_hidden_layers": config.num_hidden_layers}
-    return {**{name: getattr(config, name) for name in FIELDS}, **base, "base_model_name_or_path": model.name_or_path}
+    base["base_model_name_or_path"] = model.name_or_path or config.base_name_or_path
+    return {name: getattr(config, name) for name in FIELDS} | base
 
 
 def mixing_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -172,8 +172,6 @@ def load_mixing(model: PreTrainedModel, tensors: dict[str, torch.Tensor], source
         if is_sharded(tensor):
             loaded = torch.distributed.tensor.distribute_tensor(loaded, tensor.device_mesh, tensor.placements)
         tensor.copy_(loaded)
-    decoder_config(model).has_loaded_mixing = True
-    use_virtual_core(model)
 
 
 def write_whole(file: Path, write: Any) -> None:

@@ -29,21 +29,20 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested, maybe_autocast
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from .decoder_calls import decoder_config
 from .exact_start import deviations, exact_start
 from .flop_matched_window import flop_matched_window
+from .interleaved_attention import attend_on_core, core_of
 from .mixing_weights import state_with_values
 from .modeling_interleaved import (
     HOOK,
     MIXING_MODULES,
     MODEL_TYPE,
     attach_virtual_heads,
-    attend_on_core,
     backbone_of,
     base_class,
     check_layers,
     check_no_tensor_parallelism,
-    core_of,
-    decoder_config,
     decoder_of,
     interleaved_attention,
     interleaved_class,
@@ -53,6 +52,7 @@ from .modeling_interleaved import (
     use_virtual_core,
     without_types,
 )
+from .sdpa_in_blocks import document_lengths, row_bounds
 from .transformers_versions import CACHE
 
 
@@ -66,6 +66,7 @@ FIELDS = (
     "interleaved_window",
     "mixing_scale",
 )
+FACTS_OF_BASE = ("passes_cu_seq_lens", "base_name_or_path")  # fields too
 # The running `_recording` fills this, for its own thread alone.
 CALLS: ContextVar[dict] = ContextVar("calls")
 
@@ -76,6 +77,7 @@ class AttentionCall(NamedTuple):
     query: torch.Tensor
     head_counts: tuple[int, int, int]  # of queries, keys and values
     is_causal: bool
+    has_lengths: bool  # of documents (`cu_seq_lens_q`)
 
 
 class LocalInterleavedConfig(PreTrainedConfig):
@@ -118,6 +120,9 @@ def interleave_heads(
     installed. As in the base model, packed rows (`position_ids` that restart) are kept apart only in calls without
     `attention_mask` and without a cache: leave out the mask and pass `use_cache=False`, as TRL does.
 
+    `model.name_or_path` becomes empty, because what it names is another model. So give a trainer the tokenizer
+    (`processing_class`), and after saving load the model from where you saved it.
+
     Args:
         model: any decoder of Transformers whose attention goes through its attention registry, also within a model
             of images or sound (`AutoModelForImageTextToText`). Give the whole model, before DistributedDataParallel
@@ -152,12 +157,23 @@ def interleave_heads(
     try:
         calls, expected = _record_attention(model)
         chosen = _choose(calls, layers, model, sliding_window)
+        passes_cu_seq_lens = _passes_lengths(model)
         _attach_and_compare(model, chosen, expected, num_pseudo_heads, collapse, seed, mixing_scale)
     except Exception:
         restore_configs(own_configs)
         raise
     set_interleaved_window(model, sliding_window)
+    config = decoder_config(model)
+    config.passes_cu_seq_lens = passes_cu_seq_lens
+    config.base_name_or_path = model.name_or_path
+    set_name(model, "")
     return model
+
+
+def set_name(model: PreTrainedModel, name: str) -> None:
+    """Set what a model was loaded from, which other libraries read from the model or from its configuration."""
+    model.name_or_path = name
+    model.config.name_or_path = name
 
 
 def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
@@ -345,7 +361,9 @@ def _recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall
 
     def record(module, query, key, value, *args, **kwargs):
         is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
-        CALLS.get()[module] = AttentionCall(query, (query.shape[1], key.shape[1], value.shape[1]), is_causal)
+        head_counts = query.shape[1], key.shape[1], value.shape[1]
+        has_lengths = kwargs.get("cu_seq_lens_q") is not None
+        CALLS.get()[module] = AttentionCall(query, head_counts, is_causal, has_lengths)
         return attend_on_core(core, 1, module, query, key, value, *args, **kwargs)
 
     name = f"recorded_{core.replace('/', '_')}"
@@ -407,7 +425,6 @@ def probe(model: PreTrainedModel) -> list[torch.Tensor]:
     shortened for flash cores, which read the window from the layers."""
     backbone = backbone_of(model)
     config = decoder_config(model)
-    modes = {module: module.training for module in model.modules()}
     tokens = torch.arange(3, 17, device=model.device).view(2, 7) % config.vocab_size
     window = getattr(config, "sliding_window", None)
     decoders = [module for module in backbone.modules() if isinstance(module, PreTrainedModel)]
@@ -416,12 +433,10 @@ def probe(model: PreTrainedModel) -> list[torch.Tensor]:
     options: dict = {"logits_to_keep": None} if takes_logits_to_keep else {}
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
-    model.eval()
     if window and not is_flash_attention_requested(config):
         config.sliding_window = min(window, 4)
     try:
-        # Autocast would round more than the tolerance of the model's own dtype allows.
-        with torch.no_grad(), maybe_autocast(model.device.type, enabled=False):
+        with _evaluating(model):
             padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False, **options)[0][mask.bool()]
             prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **options)
             cache = prompt.get(CACHE)
@@ -430,11 +445,44 @@ def probe(model: PreTrainedModel) -> list[torch.Tensor]:
                 prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **{CACHE: cache}, **options)
             last = backbone(input_ids=tokens[1:, 6:], use_cache=True, **{CACHE: cache}, **options)
     finally:
-        for module, training in modes.items():
-            module.training = training
         if window:
             config.sliding_window = window
     return [padded, prompt[0], last[0]]
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Run a model without dropout, gradients and autocast, which rounds more than the comparison allows.
+
+    Quantized layers of bitsandbytes stay in training mode: otherwise they repack their weights for inference on a CPU,
+    and what is trained below them gets no gradient any more."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    for module in modes:
+        if type(module).__module__.startswith("bitsandbytes."):
+            module.training = True
+    try:
+        with torch.no_grad(), maybe_autocast(model.device.type, enabled=False):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _passes_lengths(model: PreTrainedModel) -> bool:
+    """Return whether a decoder hands the lengths of documents, `cu_seq_lens_q`, to each of its attention modules.
+
+    Some drop them, and in others linear attention reads them, but not as it reads a mask. Their calls keep masks."""
+    config = decoder_config(model)
+    tokens = torch.arange(3, 10, device=model.device)[None] % config.vocab_size
+    lengths = document_lengths(row_bounds(1, 7, model.device), 7)
+    try:
+        with _recording(model) as calls, _evaluating(model):
+            backbone_of(model)(input_ids=tokens, use_cache=False, **lengths)
+    except Exception:  # whatever the base model's code does with arguments that it does not know
+        return False
+    has_chunks = getattr(config, "attention_chunk_size", None) is not None
+    return all(call.has_lengths for call in calls.values()) and not has_chunks
 
 
 def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> float:
@@ -547,7 +595,9 @@ def detach(model: PreTrainedModel) -> None:
     config = decoder_config(model)
     if hasattr(config, "interleaved_layers"):
         detach_virtual_heads(model)
-    for field in (*FIELDS, "has_loaded_mixing"):
+    if hasattr(config, "base_name_or_path"):
+        set_name(model, config.base_name_or_path)
+    for field in (*FIELDS, *FACTS_OF_BASE):
         vars(config).pop(field, None)
     # `save_pretrained` and a load add our entries to `auto_map`, and a load adds the type of the base.
     vars(model.config).pop("auto_map", None)

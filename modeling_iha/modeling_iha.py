@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define Llama with an attention mechanism chosen per layer, by default Interleaved Head Attention (IHA)."""
 
+import math
 import sys
 from copy import copy
 from typing import Any
@@ -28,7 +29,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_dcmha import DynamicallyComposableAttention
@@ -45,9 +45,9 @@ from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import takes_blocks
+from .sdpa_in_blocks import positions_in, read_documents
 from .transformers_versions import CACHE, pop_cache
-from .virtual_tokens import View, keep_window_edge, register_mask
+from .virtual_tokens import View, check_mask_over_tokens, keep_window_edge, register_mask
 
 
 # The attention of each kind, one to a line. A checkpoint ships the lines of its kinds.
@@ -197,25 +197,26 @@ class IHAModel(IHAPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def create_masks(self, inputs_embeds: torch.Tensor, attention_mask, cache, packed_positions) -> dict[str, Any]:
+    def create_masks(
+        self, inputs_embeds: torch.Tensor, attention_mask, cache, packed_positions, has_lengths: bool = False
+    ) -> dict[str, Any]:
         """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
 
-        `packed_positions` are the `position_ids` [batch or 1, N] of a call that may be packed, or `None`."""
+        `packed_positions` are the `position_ids` [batch or 1, N] of a call that may be packed, or `None`. If the call
+        has the documents as lengths too, `sdpa_in_blocks` needs no mask for them."""
         if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
             keep_window_edge(cache, self.config.sliding_window)  # first, because masks depend on the cache's lengths
         masks: dict[str, Any] = {}
         for attention in (layer.self_attn for layer in self.layers):
             if mask_name(attention) in masks:
                 continue
-            size = attention.num_virtual_tokens
-            core = attention.core if size == 1 else register_mask(attention.core)
-            window = attention.sliding_window and attention.sliding_window * size
-            is_in_blocks = attention.core == SDPA_IN_BLOCKS and takes_blocks(inputs_embeds.shape[1] * size, window)
+            size, is_in_blocks = attention.num_virtual_tokens, attention.core == SDPA_IN_BLOCKS
+            core = register_mask(attention.core) if size > 1 or is_in_blocks else attention.core
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
-                config=View(self.config, _attn_implementation=core),
+                config=View(self.config, _attn_implementation=core, num_pseudo_heads=size),
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
-                position_ids=None if is_in_blocks else packed_positions,  # see `forward`
+                position_ids=None if is_in_blocks and has_lengths else packed_positions,
                 **{CACHE: cache},
             )
         return masks
@@ -245,18 +246,26 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        # Positions declare packed documents in calls with neither a padding mask nor a cache. A dense mask, which
-        # Transformers makes of positions, separates the documents, or else `sdpa_in_blocks` or a flash function does.
         packed_positions = position_ids if cache is None and not isinstance(attention_mask, torch.Tensor) else None
         if isinstance(attention_mask, dict):  # of `create_masks`, which `generate` calls for compilable caches
             masks = attention_mask
         else:
-            check_inputs(self.config, inputs_embeds, attention_mask, cache, position_ids)
-            if attention_mask is not None and attention_mask.ndim == 4 and not attention_mask.is_floating_point():
-                # The "eager" function of Transformers would add 0 and 1.
-                hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
-                attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
-            masks = self.create_masks(inputs_embeds, attention_mask, cache, packed_positions)
+            is_flash = "flash" in self.config._attn_implementation
+            if attention_mask is not None and attention_mask.ndim != 2:
+                window = self.config.sliding_window or math.inf
+                check_mask_over_tokens(attention_mask, inputs_embeds.shape[1], cache, window)
+                if not attention_mask.is_floating_point():  # the "eager" function of Transformers would add 0 and 1
+                    hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
+                    attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
+            else:
+                lengths = kwargs.get("cu_seq_lens_q")
+                documents = read_documents(inputs_embeds, attention_mask, position_ids, cache, lengths, is_flash)
+                if lengths is not None and position_ids is None:
+                    packed_positions = positions_in(lengths, *inputs_embeds.shape[:2])
+                if not is_flash:  # a flash function reads positions and padding itself
+                    kwargs |= documents
+            has_lengths = "cu_seq_lens_q" in kwargs
+            masks = self.create_masks(inputs_embeds, attention_mask, cache, packed_positions, has_lengths)
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -285,34 +294,6 @@ class IHAModel(IHAPreTrainedModel):
 def mask_name(attention: MultiHeadAttention) -> str:
     """Return the name of the mask of a layer. Layers of one core, layer type and number of virtual tokens share it."""
     return f"{attention.core}.{attention.layer_type}.{attention.num_virtual_tokens}"
-
-
-def check_inputs(config: IHAConfig, inputs_embeds: torch.Tensor, attention_mask, cache, position_ids) -> None:
-    """Raise a ValueError for a 4D mask next to windows, and for packed documents that nobody would find.
-
-    A flash function finds them only in a batch of one row. A traced call that would raise an error joins them."""
-    batch, length = inputs_embeds.shape[:2]
-    past = 0 if cache is None else cache.get_seq_length()
-    if attention_mask is not None and attention_mask.ndim != 2:
-        is_4d = attention_mask.ndim == 4 and attention_mask.shape[2:] == (length, past + length)
-        if not is_4d or config.sliding_window:
-            raise ValueError(
-                "attention_mask must be [batch, tokens], or [batch, heads, tokens, keys] in a model without windows "
-                "and without a static cache. Packed documents are declared by position_ids that restart."
-            )
-    elif position_ids is not None and length > 1 and not (position_ids.is_meta or is_tracing(position_ids)):
-        finds_documents = batch == 1 or "flash" not in config._attn_implementation
-        if attention_mask is None and cache is None and finds_documents:
-            return
-        mask = torch.ones_like(position_ids) if attention_mask is None else attention_mask[:, past : past + length]
-        real = mask.bool()
-        positions = torch.where(real, position_ids, -1)  # those of padding are arbitrary
-        latest = positions.cummax(dim=-1).values[:, :-1]
-        if (real[:, 1:] & (positions[:, 1:] <= latest)).any():
-            raise ValueError(
-                "Packed documents would attend to one another: leave out attention_mask, and pass use_cache=False "
-                "(and a single row to a flash function)."
-            )
 
 
 class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):

@@ -2,285 +2,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a decoder of Transformers with interleaved heads (interleaving.py), at one RoPE position for each token.
 
-Transformers' models look up their attention function and their mask function by one name, such as "sdpa". This file
-registers both under a second name, "iha_sdpa". (Most decoders get "iha_sdpa_in_blocks" for "sdpa", by
-`use_virtual_core`.) A module with virtual heads then attends over virtual tokens (virtual_tokens.py, which also lists
-the symbols of shapes), and any other module over tokens. The base model computes everything else: projections, RoPE,
-FFN. A pre-hook and overridden methods add to its caches, masks, generation, saving and loading what these need.
+A module with virtual heads attends over virtual tokens (interleaved_attention.py). A pre-hook of the decoder prepares
+its arguments and its cache (decoder_calls.py). The base model computes everything else: projections, RoPE, FFN. The
+classes here add what generation, saving and loading need.
 
-The classes are made by name. `InterleavedLlamaForCausalLM` is the class (ModelMixin, LlamaForCausalLM), and its
-configuration `InterleavedLlamaConfig` is (ConfigMixin, LlamaConfig). config.json names them in `auto_map`.
+They are made by name. `InterleavedLlamaForCausalLM` is the class (ModelMixin, LlamaForCausalLM), and its configuration
+`InterleavedLlamaConfig` is (ConfigMixin, LlamaConfig). config.json names them in `auto_map`.
 """
 
-import math
 import sys
-from collections.abc import Callable
 from functools import cache as keep_results
 from functools import partial
 from inspect import signature
 from typing import Any
 
-from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
+from .transformers_versions import CACHE
 
 
 # isort: split
 # The version of Transformers is checked before these imports.
-import torch
 import transformers
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    and_masks,
-    create_masks_for_generate,
-    sliding_window_overlay,
-)
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_masks_for_generate
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from .interleaving import HeadCollapse, HeadMixing, MixedHeads
+from .decoder_calls import decoder_config, keep_windows, prepare_decoder
+from .interleaved_attention import core_of, has_virtual_heads, register_core
+from .interleaving import HeadCollapse, HeadMixing
 from .mixing import Mixing
 from .pairing import PairedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .virtual_tokens import CORES, View, keep_window_edge, virtual_attention, virtual_mask
 
 
 MODEL_TYPE = "interleaved"  # in config.json and nowhere else, so that nothing loads a checkpoint as the plain base
 TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", "ImageTextToText")
 AUTO_CLASSES = ("AutoModel", *(f"AutoModelFor{task}" for task in (*TASKS, "MultimodalLM")))
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
-PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
-CHANGED = "changed_"  # a second prefix, for models whose plain base is no reference model (`differs_from_base`)
 # PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. This name is fixed.
 HOOK = "interleaving"
-
-
-# Attention
-
-
-def attend_interleaved(
-    core: str,
-    is_changed: bool,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend over virtual tokens where the module has virtual heads, and over tokens elsewhere.
-
-    `core` is the attention function that computes it, such as "sdpa", and `is_changed` is `differs_from_base`. The
-    other arguments and the output are those of an attention function of Transformers, in tokens."""
-    config = getattr(module, "config", None)
-    num_pseudo_heads = getattr(config, "num_pseudo_heads", 1)  # a vision tower and a plain base have none
-    num_tokens = query.shape[2]
-    if not has_virtual_heads(module):
-        if is_changed and not hasattr(config, "num_pseudo_heads"):
-            # TRL loads a reference model by `_name_or_path` and `attn_implementation`. After a change in place this
-            # path still names the plain base, which is no reference for the changed model.
-            raise RuntimeError(
-                "This plain base has the attn_implementation of a model that has paired heads, a window of "
-                "interleaved heads or a loaded mixing, and so computes something else. For a reference model pass "
-                "ref_model, or save the interleaved model and train what from_pretrained loads."
-            )
-        mask = mask_over_tokens(attention_mask, num_tokens, config)
-        return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
-    # CODEPATH: a window of the interleaved layers alone.
-    if config.interleaved_window is not None:
-        kwargs["sliding_window"] = min(config.interleaved_window, kwargs.get("sliding_window") or math.inf)
-    heads = module.paired_heads if hasattr(module, "paired_heads") else MixedHeads.of_module(module, value)
-    attend = partial(attend_on_core, core, num_pseudo_heads)
-    return virtual_attention(attend, module, heads, query, key, value, attention_mask, **kwargs)
-
-
-def attend_on_core(core: str, num_pseudo_heads: int, module: nn.Module, *args, **kwargs) -> tuple:
-    """Call an attention function of Transformers with the module as the function has to see it.
-
-    A flash function reads its name from the config. An attention sink is raised by log P, because each token has P
-    keys."""
-    attributes: dict = {}
-    if "flash" in core:
-        attributes["config"] = View(module.config, _attn_implementation=core)
-    if num_pseudo_heads > 1 and getattr(module, "sinks", None) is not None:
-        attributes["sinks"] = module.sinks + math.log(num_pseudo_heads)
-        if kwargs.get("s_aux") is not None:
-            kwargs["s_aux"] = attributes["sinks"]
-    view = View(module, **attributes) if attributes else module
-    if core != "eager":
-        return ALL_ATTENTION_FUNCTIONS[core](view, *args, **kwargs)
-    # "eager" is a function in the file of the model.
-    files = (sys.modules[base.__module__] for base in type(module).__mro__)
-    attend = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
-    return attend(view, *args, **kwargs)
-
-
-def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: int | None = None, **kwargs) -> Any:
-    """Return the mask over virtual tokens, as `virtual_mask` does, within the window of the interleaved layers.
-
-    `mask_over_tokens` cuts the mask of plain layers out of it. Where it cannot (a `BlockMask`, or a window of the
-    interleaved layers), their mask is the attribute `of_tokens`."""
-    make_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], config=config, **kwargs)
-    if not hasattr(config, "num_pseudo_heads"):  # that of a vision tower
-        return make_mask(mask_function=mask_function, local_size=local_size)
-    sees, size, window = mask_function, local_size, config.interleaved_window
-    if window is not None:
-        sees, size = and_masks(mask_function, sliding_window_overlay(window)), min(window, local_size or window)
-    mask = virtual_mask(core, config=config, mask_function=sees, local_size=size, **kwargs)
-
-    has_plain_layers = len(config.interleaved_layers) < config.num_hidden_layers
-    if not has_plain_layers or (window is None and not isinstance(mask, BlockMask)):
-        return mask
-    of_tokens = make_mask(mask_function=mask_function, local_size=local_size)
-    if mask is None and of_tokens is not None:  # blocks need no mask, but one has to carry that of plain layers
-        dense = kwargs | {"allow_is_causal_skip": False}
-        mask = virtual_mask("sdpa", config=config, mask_function=sees, local_size=size, **dense)
-    if mask is not None:
-        mask.of_tokens = of_tokens
-    return mask
-
-
-def mask_over_tokens(mask: Any, num_tokens: int, config: PreTrainedConfig) -> Any:
-    """Return the mask of a layer without virtual tokens, from one over virtual tokens: that of the last pseudo-heads.
-
-    A user's mask [batch, heads, N, K] is over tokens already."""
-    size = getattr(config, "num_pseudo_heads", 1)
-    if mask is None or size == 1:
-        return mask
-    if hasattr(mask, "of_tokens"):
-        return mask.of_tokens
-    if not isinstance(mask, BlockMask) and mask.ndim == 4 and mask.shape[-2] == num_tokens:
-        return mask
-    if isinstance(mask, BlockMask) or config.interleaved_window is not None:
-        raise ValueError(
-            "The mask of layers without virtual heads is an attribute of that of the others, and a copy to another "
-            "device lost it: keep the decoder on one device."
-        )
-    last = slice(size - 1, None, size)
-    return mask[:, last] if mask.ndim == 2 else mask[..., last, last]
-
-
-def core_of(name: str) -> str:
-    """Return the attention function that an `attn_implementation` of ours stands for; any other stands for itself.
-
-    "iha_sdpa_in_blocks" stands for "sdpa", from which `use_virtual_core` chooses blocks again."""
-    core = name.removeprefix(CHANGED).removeprefix(PREFIX)
-    if core == name:
-        return name
-    return "sdpa" if core == SDPA_IN_BLOCKS else core.replace("--", "/")
-
-
-def register_core(core: str, is_changed: bool) -> str:
-    """Register attention and masks over virtual tokens on an attention function, and return their name.
-
-    If a second copy of this code is loaded in a process, its functions replace those of the first. They read the same
-    attributes of a module, so models of both copies run on either."""
-    name = (CHANGED if is_changed else "") + PREFIX + core.replace("/", "--")  # a "/" would name a kernel of the Hub
-    AttentionInterface.register(name, partial(attend_interleaved, core, is_changed))
-    AttentionMaskInterface.register(name, partial(interleaved_mask, core))
-    return name
-
-
-# At import, so that an unpickled model finds them. Any other function is registered when a model first uses it.
-for _core in CORES:
-    register_core(_core, is_changed=False)
-    register_core(_core, is_changed=True)
-
-
-# The call of a decoder
-
-
-def prepare_decoder(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Check and change the arguments of a decoder's forward: a pre-hook of the decoder.
-
-    `names` are those of the positional arguments. Windows of the cache become one token longer (`keep_windows`) before
-    the forward reads its lengths. `logits_to_keep` becomes `None`, because Gemma 4 crops the rows of a mask to it,
-    which are virtual tokens here."""
-    core = decoder_config(decoder)._attn_implementation
-    if core == core_of(core):
-        raise RuntimeError(
-            f"The attention of this model was set to {core!r} behind its back, which would leave out the interleaved "
-            "heads: call model.set_attn_implementation."
-        )
-    kwargs = dict(**dict(zip(names, args)), **kwargs)
-    if kwargs.get("is_causal") is False:
-        raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
-    if "logits_to_keep" in names:
-        kwargs["logits_to_keep"] = None
-    cache = pop_cache(kwargs)
-    if cache is None:
-        cache = new_cache(decoder, kwargs.get("use_cache"))
-    if cache is not None:
-        keep_windows(decoder, cache)
-        kwargs[CACHE] = cache
-    mask = kwargs.get("attention_mask")
-    lengths = [kwargs[name].shape[1] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
-    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] in lengths:
-        check_mask_over_tokens(decoder_config(decoder), mask, cache)
-    return args[len(names) :], kwargs
-
-
-def check_mask_over_tokens(config: PreTrainedConfig, mask: torch.Tensor, cache: Cache | None) -> None:
-    """Raise a ValueError for a user's mask [batch, heads, N, K] that does not tell what virtual tokens see."""
-    window = min(config.interleaved_window or math.inf, getattr(config, "sliding_window", None) or math.inf)
-    length = mask.shape[2] if cache is None else mask.shape[2] + cache.get_seq_length()
-    limit = "" if window == math.inf else f", at most {window} (the window)"
-    if getattr(cache, "is_compileable", False) or mask.shape[3] != length or length > window:
-        raise ValueError(
-            f"attention_mask [batch, heads, queries, keys] has {mask.shape[3]} keys for {length} tokens: it needs one "
-            f"for each of them{limit}, and no static cache. Give padding as [batch, tokens]. Packed documents are "
-            "declared by position_ids that restart, with use_cache=False and without attention_mask."
-        )
-
-
-def new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None:
-    """Return the cache of a call to which none is given, or `None` to leave it to the base model.
-
-    A base makes its own in the forward, which is too late for `keep_windows` if it has windows."""
-    config = decoder_config(decoder)
-    if use_cache is None:
-        use_cache = getattr(config, "use_cache", False)
-    # A base with activation checkpointing makes no cache, and Transformers finds packed documents only without one.
-    is_checkpointed = getattr(decoder, "gradient_checkpointing", False) and decoder.training
-    if IS_FROM_5_24:
-        is_checkpointed = is_checkpointed and torch.is_grad_enabled()
-    # RecurrentGemma, which is stateful, resets its states where it makes a cache.
-    if not use_cache or is_checkpointed or decoder._is_stateful or not getattr(config, "sliding_window", None):
-        return None
-    return DynamicCache(config=decoder.config)
-
-
-def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
-    """Let a cache keep what windows of virtual tokens reach: one token more than the window.
-
-    If the base has no window and the interleaved layers have one, their empty dynamic layers of the cache become
-    sliding ones."""
-    cache = getattr(cache, "self_attention_cache", cache)  # that of a decoder with cross-attention
-    config = decoder_config(model)
-    window = getattr(config, "sliding_window", None)
-    if window:
-        keep_window_edge(cache, window)
-        return
-    layers = getattr(cache, "layers", [])
-    empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
-    # CODEPATH: a window of the interleaved layers alone.
-    if config.interleaved_window is None or "flex" in config._attn_implementation:  # a `BlockMask` cannot be cut
-        return
-    for module in model.modules():
-        if has_virtual_heads(module) and module.layer_idx in empty:
-            layers[module.layer_idx] = DynamicSlidingWindowLayer(config.interleaved_window + 1)
 
 
 # Configurations
@@ -297,6 +62,8 @@ class ConfigMixin:
             name in the model without a head.
         interleaved_window (`int`, *optional*): a window for these modules in tokens, besides the base's.
         mixing_scale (`float`): how many times the optimizer's rate the mixing learns at.
+        passes_cu_seq_lens (`bool`): whether the base hands `cu_seq_lens_q` to each of its attention modules.
+        base_name_or_path (`str`): what the base was loaded from.
         recompute_virtual_tokens (`bool`, *optional*): as in `IHAConfig`.
 
     An instance has the base's `model_type`, by which Transformers finds what an architecture needs."""
@@ -343,11 +110,6 @@ class ConfigMixin:
 def without_types(fields: dict) -> dict:
     """Return the fields of a saved configuration without the types that `ConfigMixin.to_dict` writes anew."""
     return {name: value for name, value in fields.items() if name not in ("model_type", "base_model_type")}
-
-
-def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
-    """Return the configuration of the text decoder, which attention modules and masks read."""
-    return model.config.get_text_config(decoder=True)
 
 
 # Models
@@ -457,11 +219,6 @@ def interleaved_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
     return found
 
 
-def has_virtual_heads(module: nn.Module) -> bool:
-    """Return whether an attention module mixes or pairs heads."""
-    return "q_mix" in module._modules or "paired_heads" in vars(module)
-
-
 def is_mixing(name: str) -> bool:
     """Return whether a parameter or buffer with this name belongs to the mixing."""
     return not set(MIXING_MODULES).isdisjoint(name.split("."))
@@ -521,13 +278,7 @@ def use_virtual_core(model: PreTrainedModel) -> None:
     core = core_of(config._attn_implementation)
     if core == "sdpa" and decoder_of(model)._supports_flash_attn:
         core = SDPA_IN_BLOCKS
-    config._attn_implementation_internal = register_core(core, differs_from_base(config))
-
-
-def differs_from_base(config: PreTrainedConfig) -> bool:
-    """Return whether a model computes something else than its plain base even before it is trained."""
-    has_loaded_mixing = getattr(config, "has_loaded_mixing", False)  # by `modeling_iha.load_adapter`
-    return has_loaded_mixing or config.interleaved_window is not None or config.virtual_heads == "paired"
+    config._attn_implementation_internal = register_core(core)
 
 
 def check_layers(model: PreTrainedModel) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
+from .decoder_calls import decoder_config
 from .in_place import (
     TOLERANCE,
     check_window,
@@ -26,11 +27,7 @@ from .in_place import (
     restore_configs,
     set_interleaved_window,
 )
-from .modeling_interleaved import (
-    attach_virtual_heads,
-    decoder_config,
-    interleaved_attention,
-)
+from .modeling_interleaved import attach_virtual_heads, interleaved_attention
 
 
 def pair_heads(

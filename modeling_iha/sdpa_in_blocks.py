@@ -1,25 +1,29 @@
 # Copyright 2026 the modeling_iha authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attend within a window in blocks of queries: `attn_implementation="sdpa_in_blocks"`.
+"""Attend on PyTorch's SDPA by FlashAttention's contract: `attn_implementation="sdpa_in_blocks"`.
 
-PyTorch's SDPA needs a dense mask for a window, and computes all pairs of it, O(length^2). Here each block of queries
-meets the keys that its window reaches, O(length * window). In half precision a GPU takes PyTorch's FlashAttention
-(`varlen_attn`).
+FlashAttention takes no mask with an entry for each pair of tokens, and this function needs none either:
 
-The function takes what FlashAttention takes in Transformers: a mask that is `None` or [batch, keys], and the window as
-`sliding_window`. So it serves every decoder with windows that supports FlashAttention. Packed documents begin where
-`position_ids` do not increase by one. Given such positions, Transformers makes a dense mask, which goes to SDPA, as do
-calls without a window or with cached keys. Documents are found here only if the mask was made without positions.
+    attention_mask    `None`, or [batch, keys] for padding
+    sliding_window    a number: query v sees the keys u with v - sliding_window < u <= v
+    cu_seq_lens_q     where the packed documents of all rows begin, and the end, int32 [documents + 1]
+
+`read_documents` reads documents and padding from a call, once for all layers. Each document is then computed by
+itself, and a window in blocks of queries, which meet the keys that their window reaches: O(length * window) where a
+dense mask costs O(length^2). In half precision a GPU takes PyTorch's FlashAttention (`varlen_attn`) for both.
+
+So the function serves every decoder that supports FlashAttention. SDPA gets the dense masks that Transformers makes
+for everything else: images, chunks, several tokens after cached ones, one token on a static cache.
 """
 
 from inspect import signature
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.cache_utils import Cache
+from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
@@ -32,35 +36,131 @@ except ImportError:  # a build of PyTorch without it
 
 VARLEN_ARGUMENTS = frozenset(signature(varlen_attn).parameters if varlen_attn else ())  # PyTorch 2.10 has no windows
 NAME = "sdpa_in_blocks"
-LEAST_BLOCK = 128  # queries of a block. Rows that are longer than their window by at most this go to SDPA.
+LEAST_BLOCK = 128  # queries of a block
 CPU_CACHE_BYTES = 2**21  # of what is computed at once without gradients
+HIDDEN = -30_000.0  # added to scores of padding; float16 holds it
 
 
-def takes_blocks(length: int, window: int | None) -> bool:
-    """Return whether blocks are faster than a dense mask for rows of `length` tokens."""
-    if window is None or (torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()):
-        return False  # an export would specialize the graph to a range of lengths
-    return length - window > LEAST_BLOCK
+# What a call declares
 
 
-def mask_in_blocks(
-    attention_mask: torch.Tensor | None = None, local_size: int | None = None, config=None, **kwargs
-) -> torch.Tensor | None:
-    """Return `None` or [batch, keys] where `sdpa_in_blocks` computes blocks, and SDPA's mask everywhere else.
+def read_documents(
+    states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cache: Cache | None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    is_flash: bool = False,
+) -> dict[str, Any]:
+    """Return the documents of a call as FlashAttention's keyword arguments, or none where they cannot be told.
 
-    Blocks know no rule but the window. `allow_is_causal_skip` is false where Transformers adds another one, such as
-    documents, and `attention_chunk_size` is set where `local_size` is that of chunks."""
-    length, offset = kwargs["kv_length"], kwargs.get("q_offset", 0)
-    is_whole_row = isinstance(offset, int) and offset == kwargs.get("kv_offset", 0) and length == kwargs["q_length"]
-    is_window = kwargs.get("allow_is_causal_skip", True) and getattr(config, "attention_chunk_size", None) is None
-    if not (is_whole_row and is_window and takes_blocks(length, local_size)):
-        if local_size is not None and not is_tracing() and local_size >= length:
-            local_size = None  # the window hides no key, so SDPA may go without a mask
-        return sdpa_mask(attention_mask=attention_mask, local_size=local_size, **kwargs)
-    if attention_mask is None or (not is_tracing(attention_mask) and attention_mask.all()):
-        return None
-    attention_mask = attention_mask[:, :length]  # it may have columns for tokens to come
-    return attention_mask.bool().expand(kwargs["batch_size"], -1)
+    In calls with neither a mask nor a cache a document begins where positions do not increase by one, as in
+    Transformers. Padding on a side of a row is a document too, which no real token sees. All other rows are one
+    document each. They cannot be told for padding between real tokens, after cached tokens, and where compiled code
+    would have to look at values.
+
+    Args:
+        states: [batch, N, ...], of the tokens of the call.
+        attention_mask: [batch, cached + N] or longer.
+        position_ids: [batch or 1, N].
+        cu_seq_lens_q: documents that the call gives already.
+        is_flash: whether a flash function takes them, which it does in a single row only.
+
+    Raise a ValueError for packed documents next to a mask or a cache, where Transformers silently joins them."""
+    batch, length = states.shape[:2]
+    is_plain = attention_mask is None and cache is None and (batch == 1 or not is_flash)
+    if cu_seq_lens_q is not None:
+        check_packed(is_plain)
+        return {}
+    given = attention_mask if position_ids is None else position_ids
+    if given is None:
+        return document_lengths(row_bounds(batch, length, states.device), length) if is_plain else {}
+    if length == 1 or given.is_meta or is_tracing(given):
+        return {}
+    past = 0 if cache is None else int(cache.get_seq_length())
+    positions = torch.arange(length, device=states.device) if position_ids is None else position_ids
+    if attention_mask is not None:
+        check_mask(attention_mask, batch, past + length, is_longest=cache is None)
+        positions = torch.where(attention_mask[:, past : past + length].bool(), positions, -1)
+    positions = positions.expand(batch, -1).cpu()  # the only copy, because a GPU is waited for at each
+    if is_plain:
+        begins = positions.diff(dim=-1) != 1
+    else:
+        real = positions >= 0
+        latest = positions.cummax(dim=-1).values
+        check_packed(not (real[:, 1:] & (positions[:, 1:] <= latest[:, :-1])).any())
+        begins = real[:, 1:] != real[:, :-1]
+        has_holes = ((begins & real[:, 1:]).sum(dim=-1) + real[:, 0] > 1).any()
+        if past > 0 or has_holes:
+            return {}
+    begins = pad(begins, (1, 0), value=True).flatten()
+    bounds = pad(begins.nonzero().flatten(), (0, 1), value=batch * length).int()
+    return document_lengths(bounds.to(states.device), int(bounds.diff().max()))
+
+
+def check_packed(is_kept_apart: bool) -> None:
+    if not is_kept_apart:
+        raise ValueError(
+            "Packed documents would attend to one another: leave out attention_mask, and pass use_cache=False (and a "
+            "single row to a flash function)."
+        )
+
+
+def check_mask(mask: torch.Tensor, batch: int, num_keys: int, is_longest: bool = True) -> None:
+    """Raise a ValueError for a mask that is not [batch, keys], or longer where a cache has room for more tokens."""
+    if len(mask) != batch or mask.shape[1] < num_keys or (is_longest and mask.shape[1] > num_keys):
+        raise ValueError(f"attention_mask {list(mask.shape)} does not fit {batch} rows of {num_keys} tokens.")
+
+
+def row_bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """Return the bounds of rows that are one document each."""
+    return torch.arange(batch + 1, device=device, dtype=torch.int32) * length
+
+
+def positions_in(documents: torch.Tensor, batch: int, length: int) -> torch.Tensor:
+    """Return the positions of tokens in their documents, [batch, length]."""
+    places = torch.arange(batch * length, device=documents.device)
+    return (places - documents[torch.bucketize(places, documents, right=True) - 1]).view(batch, length)
+
+
+def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+# The mask
+
+
+def needs_no_dense_mask(q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **kwargs) -> bool:
+    """Return whether nothing but causality, a window and padding hides keys, and the queries are the first tokens.
+
+    The arguments are those of mask functions of Transformers. `allow_is_causal_skip` is false where it adds another
+    rule, and `attention_chunk_size` is set where a window is one of chunks. An export has dense masks, because it
+    would specialize the program to a range of lengths."""
+    is_export = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    is_chunk = getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
+    is_one_of_many = q_length == 1 and kv_length > 1
+    if is_export or is_chunk or is_one_of_many or not kwargs.get("allow_is_causal_skip", True):
+        return False
+    is_unknown = isinstance(q_offset, torch.Tensor) and is_tracing(q_offset)  # of a static cache in compiled code
+    return not is_unknown and bool(q_offset == 0) and bool(kv_offset == 0)
+
+
+def flat_mask(attention_mask: torch.Tensor | None, kv_length: int, **kwargs) -> torch.Tensor | None:
+    """Return a padding mask as [batch, keys]. A static cache has keys for tokens to come, and so may a mask."""
+    mask = prepare_padding_mask(attention_mask, kv_length, 0)
+    return None if mask is None else mask[:, :kv_length].bool()
+
+
+def mask_in_blocks(q_length: int, **kwargs) -> torch.Tensor | None:
+    """Return `None` or [batch, keys] where `sdpa_in_blocks` needs no dense mask, and SDPA's mask everywhere else."""
+    if not needs_no_dense_mask(q_length=q_length, **kwargs):
+        return sdpa_mask(q_length=q_length, **kwargs)
+    mask = flat_mask(**kwargs)
+    hides_nothing = mask is None or (not is_tracing(mask) and mask[:, :q_length].all())
+    return None if hides_nothing else mask
+
+
+# The attention function
 
 
 def sdpa_in_blocks(
@@ -72,47 +172,101 @@ def sdpa_in_blocks(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Return causal attention [batch, length, H, head_dim] within a window, as an attention function of Transformers.
+    """Return causal attention [batch, length, H, head_dim] as an attention function of Transformers.
 
-    Queries are [batch, H, length, head_dim], keys and values [batch, G, length, head_dim]. Query v sees the keys u of
-    its document with v - sliding_window < u <= v."""
-    batch, heads, length, _ = query.shape
+    Queries are [batch, H, length, head_dim], keys and values [batch, G, keys, head_dim]. If there are more keys than
+    queries (a prompt on a static cache), the queries are the first of them. A mask, a window and documents are as at
+    the beginning of this file. Documents include padding, so next to them a mask is not read."""
+    batch, _, length, head_dim = query.shape
     is_dense = attention_mask is not None and attention_mask.ndim == 4
-    # An export has dense masks, and comparing the lengths first would specialize its graph.
-    if is_dense or sliding_window is None or key.shape[2] != length or sliding_window >= length:
-        kwargs["position_ids"] = position_ids
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    unknown = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if unknown:
-        raise ValueError(f"attn_implementation={NAME!r} does not support {unknown[0]}: use 'eager'.")
-
-    starts = None
-    if attention_mask is None and position_ids is not None:  # next to padding, positions declare no documents
-        starts = pad(position_ids.diff(dim=-1) != 1, (1, 0), value=True).expand(batch, -1)
+    is_causal = length > 1 and key.shape[2] >= length and getattr(module, "is_causal", True)
     options = {"dropout": dropout, "scaling": scaling}
-    can_list = starts is None or not torch.compiler.is_compiling()  # to list documents would break a compiled graph
-    if attention_mask is None and can_list and has_varlen_kernel(query, value, dropout):
-        return attend_by_varlen(query, key, value, starts, sliding_window, scaling), None
-    if torch.compiler.is_compiling() or attention_mask is not None or (starts is not None and starts[:, 1:].any()):
-        return attend_in_joined_rows(query, key, value, attention_mask, starts, sliding_window, **options), None
-    if batch == 1:
-        return attend_in_a_row(module, query, key, value, sliding_window, **options), None
-    rows = zip(query.split(1), key.split(1), value.split(1))
-    return torch.cat([attend_in_a_row(module, *row, sliding_window, **options) for row in rows]), None
+    if is_dense or not is_causal:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options, **kwargs)
+
+    window = None if sliding_window is None or sliding_window >= length else sliding_window
+    documents = cu_seq_lens_q if cu_seq_lens_q is not None and len(cu_seq_lens_q) > batch + 1 else None
+    mask = attention_mask if cu_seq_lens_q is None else None
+    if window is not None or documents is not None or mask is not None:
+        check_scores_are_plain(kwargs)
+    if mask is not None:
+        check_mask(mask, batch, key.shape[2])
+        options["scaling"] = scaling or head_dim**-0.5
+        query, key, value = hide_padding(query, key, value, mask)
+    key, value = key[:, :, :length], value[:, :, :length]
+
+    if window is None and documents is None:
+        output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options, **kwargs)
+    elif has_varlen_kernel(query, value, dropout):
+        longest = length if max_length_q is None else max_length_q
+        output = attend_by_varlen(query, key, value, documents, longest, window, options["scaling"])
+    elif not torch.compiler.is_compiling():
+        output = attend_to_documents(module, query, key, value, documents, window, **options)
+    elif documents is None:
+        output = attend_in_compiled_rows(module, query, key, value, window, **options)
+    else:  # a graph cannot depend on the number of documents
+        dense = same_document(documents, batch, length, window)
+        output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, dense, **options)
+    return output[..., :head_dim] if mask is not None else output, None
 
 
-def attend_in_a_row(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int, **options
-) -> torch.Tensor:
-    """Return the output of one row that is one document.
+def check_scores_are_plain(kwargs: dict) -> None:
+    """Raise a ValueError for arguments by which Gemma 2, GPT-OSS and T5 change scores."""
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attn_implementation={NAME!r} does not support {name}: use 'eager'.")
+
+
+def hide_padding(query, key, value, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return states by which padding is hidden (`mask`, [batch, keys]), with 8 features more, as kernels require.
+
+    Each query gets the feature 1, and each key of padding HIDDEN there: next to a real key its share is zero."""
+    hidden = torch.zeros(mask.shape, dtype=key.dtype, device=key.device).masked_fill(~mask, HIDDEN)
+    hidden = hidden[:, None, :, None].expand(*key.shape[:3], 1)
+    query = pad(pad(query, (0, 1), value=1.0), (0, 7))
+    return query, pad(torch.cat((key, hidden), dim=-1), (0, 7)), pad(value, (0, 8))
+
+
+def same_document(documents: torch.Tensor, batch: int, length: int, window: int | None) -> torch.Tensor:
+    """Return which keys of its document and window each query sees, [batch, 1, length, length]."""
+    places = torch.arange(batch * length, device=documents.device).view(batch, 1, length)
+    first = places - positions_in(documents, batch, length)[:, None]
+    if window is not None:
+        first = torch.maximum(first, places - window + 1)
+    keys = places[..., None, :]
+    return (first[..., None] <= keys) & (keys <= places[..., None])
+
+
+def attend_to_documents(module, query, key, value, documents: torch.Tensor | None, window: int | None, **options):
+    """Return the output of documents one by one, or of rows that are one document each (`None`)."""
+    batch, _, length, _ = query.shape
+    lengths = [length] * batch if documents is None else [each for each in documents.diff().tolist() if each]
+    if len(lengths) == 1:
+        return attend_to_document(module, query, key, value, window, **options)
+    parts = zip(*(join_rows(states)[None].split(lengths, dim=2) for states in (query, key, value)))
+    output = torch.cat([attend_to_document(module, *part, window, **options) for part in parts], dim=1)
+    return output.view(batch, length, *output.shape[2:])
+
+
+def attend_in_compiled_rows(module, query, key, value, window: int, **options) -> torch.Tensor:
+    """Return the output of rows as of heads of one row, for a graph that does not depend on their number."""
+    rows = (states.flatten(0, 1)[None] for states in (query, key, value))
+    output = attend_to_document(module, *rows, window, **options)
+    return output.squeeze(0).unflatten(1, (len(query), -1)).transpose(0, 1)
+
+
+def attend_to_document(module, query, key, value, window: int | None, **options) -> torch.Tensor:
+    """Return the output [1, length, H, head_dim] of one document, in blocks where it is longer than the window.
 
     Its first `window` queries need no mask, and all blocks after them have the same one."""
-    first, others = query.split((window, query.shape[2] - window), dim=2)
+    length = query.shape[2]
+    if window is None or window >= length:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options)[0]
+    first, others = query.split((window, length - window), dim=2)
     # Copy the first queries: autograd would keep the whole tensor behind a view.
     begin, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, first.contiguous(), key[:, :, :window], value[:, :, :window], None, **options
@@ -121,61 +275,35 @@ def attend_in_a_row(
     queries = torch.arange(block, device=query.device)[:, None] + window
     keys = torch.arange(window + block, device=query.device)
     mask = (queries - window < keys) & (keys <= queries)
-    end = attend_in_blocks(others.squeeze(0), key.squeeze(0), value.squeeze(0), mask[None], window, **options)
+    end = attend_in_blocks(others.squeeze(0), key.squeeze(0), value.squeeze(0), mask, window, **options)
     return torch.cat((begin, end[None]), dim=1)
-
-
-def attend_in_joined_rows(query, key, value, attention_mask, starts, window: int, **options) -> torch.Tensor:
-    """Return the output of rows with documents (`starts`, boolean [batch, length]) or padding, joined into one row.
-
-    `first` is the place of the earliest key that a query sees, in its row, document and window. Compiled calls that
-    FlashAttention does not take come here too, because this is one graph."""
-    batch, _, length, _ = query.shape
-    block = block_size(query, window)
-    total = batch * length
-    rest = -total % block
-    place = torch.arange(total + rest, device=query.device)
-    if starts is None:
-        start = place // length * length
-    else:
-        start = torch.where(pad(starts.flatten(), (0, rest), value=True), place, 0).cummax(dim=0).values
-    first = torch.maximum(start, place - window + 1).unflatten(0, (-1, block, 1))
-    queries = place.unflatten(0, (-1, block, 1))
-    keys = queries[:, :1] - window + torch.arange(window + block, device=query.device)
-    mask = (first <= keys) & (keys <= queries)  # [count, block, window + block]
-    if attention_mask is not None:
-        real = pad(attention_mask.flatten(), (window, rest)).unfold(0, window + block, block)
-        mask = mask & (real[:, None] | (keys == queries))  # padding sees itself, so that no row of the mask is empty
-    key, value = (pad(join_rows(states), (0, 0, window, 0)) for states in (key, value))
-    return attend_in_blocks(join_rows(query), key, value, mask, window, **options).unflatten(0, (batch, length))
 
 
 def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scaling: float | None) -> torch.Tensor:
     """Return the output [length, H, head_dim] of blocks of queries, each with the keys that its window reaches.
 
     Queries are [H, length, head_dim], and keys and values [G, window + length, head_dim] begin `window` keys before
-    them. `mask` is boolean, [blocks or 1, block, window + block]."""
+    them. `mask` of a block is boolean, [block, window + block]."""
     heads, length, _ = query.shape
     groups = key.shape[0]
-    block = mask.shape[1]
+    block = mask.shape[0]
     if rest := -length % block:
         query, key, value = (pad(states, (0, 0, 0, rest)) for states in (query, key, value))
     # The heads of a group become rows of one head, because SDPA would copy the keys for each of them.
     query = query.unflatten(1, (-1, block)).unflatten(0, (groups, -1))  # [G, H / G, blocks, block, head_dim]
     query = query.permute(2, 0, 1, 3, 4).flatten(2, 3)  # [blocks, G, H / G * block, head_dim]
     key, value = (OverlappingBlocks.apply(states, block, window) for states in (key, value))
-    mask = mask.repeat(1, heads // groups, 1)[:, None]
+    mask = mask.repeat(heads // groups, 1)
 
-    def attend(query, key, value, mask) -> torch.Tensor:
+    def attend(query, key, value) -> torch.Tensor:
         output = scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scaling)
         output = output.unflatten(2, (-1, block)).permute(0, 3, 1, 2, 4)  # [blocks, block, G, H / G, head_dim]
         return output.flatten(2, 3).flatten(0, 1)
 
     size = at_once(query, dim=0)
     if size >= len(query):  # to split into one part would copy gradients
-        return attend(query, key, value, mask)[:length]
-    masks = mask.split(size) if len(mask) > 1 else repeat(mask)
-    parts = zip(query.split(size), key.split(size), value.split(size), masks)
+        return attend(query, key, value)[:length]
+    parts = zip(query.split(size), key.split(size), value.split(size))
     return torch.cat([attend(*part) for part in parts])[:length]
 
 
@@ -236,20 +364,23 @@ def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) 
 
 
 def attend_by_varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor | None, window: int, scale: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: torch.Tensor | None,
+    longest: int,
+    window: int | None,
+    scale: float | None,
 ) -> torch.Tensor:
-    """Compute `sdpa_in_blocks` by one call of FlashAttention on the documents of all rows."""
+    """Return the output of all documents by one call of FlashAttention. None has more than `longest` tokens."""
     batch, heads, length, _ = query.shape
     if "enable_gqa" not in VARLEN_ARGUMENTS:  # PyTorch 2.11 lacks it
         key, value = (states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key, value))
     options = {} if key.shape[1] == heads else {"enable_gqa": True}
-    if starts is None:
-        bounds = torch.arange(batch + 1, device=query.device, dtype=torch.int32) * length
-    else:
-        bounds = pad(starts.flatten().nonzero().flatten(), (0, 1), value=batch * length).int()
+    bounds = row_bounds(batch, length, query.device) if documents is None else documents
     states = [each.to(value.dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    # `length` is an upper bound of the longest document: to find it would mean to wait for the GPU once more.
-    output = varlen_attn(*states, bounds, bounds, length, length, scale=scale, window_size=(window - 1, 0), **options)
+    left = -1 if window is None else window - 1
+    output = varlen_attn(*states, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **options)
     return output.unflatten(0, (batch, length))
 
 

@@ -23,6 +23,7 @@ The shapes of all files are in these symbols:
     K  keys of a call, cached ones included
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,9 +36,12 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+from .sdpa_in_blocks import flat_mask, is_plain_forward, needs_no_dense_mask
 
 
-PART_BYTES = 2**31  # of the virtual queries, keys and values that a backward pass makes at once
+# Virtual queries, keys and values that are made at once: by a backward pass, and on a CPU without gradients.
+PART_BYTES = 2**31
+CPU_PART_BYTES = 2**25
 CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")  # attention functions
 
 
@@ -70,17 +74,28 @@ def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
 
 
 def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
-    """Return the mask for a core over virtual tokens, from arguments in tokens (rule: `sees_virtual_token`)."""
-    if not getattr(kwargs["config"], "is_causal", True):
-        raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
+    """Return the mask for a core over virtual tokens, from arguments in tokens (rule: `sees_virtual_token`).
+
+    A mask [batch, keys] stays in tokens, and each layer repeats it (`repeat_mask`)."""
     num_pseudo_heads = kwargs["config"].num_pseudo_heads
+    if num_pseudo_heads > 1 and not getattr(kwargs["config"], "is_causal", True):
+        raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
+    if takes_flat_mask(core, **kwargs):
+        make_mask = flat_mask if core == SDPA_IN_BLOCKS else ALL_MASK_ATTENTION_FUNCTIONS[core]
+        return make_mask(attention_mask=attention_mask, **kwargs)
     if attention_mask is not None:
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
     for name in ("q_length", "kv_length", "q_offset", "kv_offset", "local_size"):
         if kwargs.get(name) is not None:
             kwargs[name] = kwargs[name] * num_pseudo_heads
-    sees = partial(sees_virtual_token, mask_function, num_pseudo_heads)
-    return ALL_MASK_ATTENTION_FUNCTIONS[core](mask_function=sees, attention_mask=attention_mask, **kwargs)
+    sees = partial(sees_virtual_token, mask_function, num_pseudo_heads) if num_pseudo_heads > 1 else mask_function
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if core == SDPA_IN_BLOCKS else core]
+    return make_mask(mask_function=sees, attention_mask=attention_mask, **kwargs)
+
+
+def takes_flat_mask(core: str, **kwargs) -> bool:
+    """Return whether a core takes a mask [batch, keys] for the arguments of a mask function."""
+    return "flash" in core or (core == SDPA_IN_BLOCKS and needs_no_dense_mask(**kwargs))
 
 
 def register_mask(core: str) -> str:
@@ -122,18 +137,38 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     return (seen & ~is_after) | (seen_before & is_after)
 
 
-def mask_over_virtual_tokens(mask: Any, num_tokens: int, num_pseudo_heads: int) -> Any:
-    """Expand a user's mask [batch, heads, N, K] to virtual tokens. Return a mask that `virtual_mask` made unchanged.
+def repeat_mask(mask: Any, num_tokens: int, num_keys: int, num_pseudo_heads: int) -> Any:
+    """Expand the mask of a layer to its virtual tokens, unless `virtual_mask` has made it over virtual tokens.
 
-    As in Transformers, a user's mask says all: no window is added to it. A hidden token hides all its pseudo-heads.
-    Within a token, pseudo-head p sees those up to p."""
-    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or mask.shape[-2] != num_tokens or num_pseudo_heads == 1:
+    A user's mask [batch, heads, N, K] says all, as in Transformers: no window is added to it. A hidden token hides all
+    its pseudo-heads. Within a token, pseudo-head p sees those up to p."""
+    if not isinstance(mask, torch.Tensor) or num_pseudo_heads == 1:
         return mask
-    mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
-    keys = torch.arange(mask.shape[-1], device=mask.device)
-    queries = keys[-mask.shape[-2] :, None]  # the last keys: a static cache, which has more, is rejected
-    hidden = (keys > queries) & (keys // num_pseudo_heads == queries // num_pseudo_heads)
-    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+    if mask.ndim == 2:
+        return mask.repeat_interleave(num_pseudo_heads, dim=-1)
+    if mask.shape[-2] == num_tokens:
+        mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
+        keys = torch.arange(mask.shape[-1], device=mask.device)
+        queries = keys[-mask.shape[-2] :, None]  # the last keys: a static cache, which has more, is rejected
+        hidden = (keys > queries) & (keys // num_pseudo_heads == queries // num_pseudo_heads)
+        mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+    # A layer with `interleaved_window` (modeling_interleaved.py) may cache fewer keys than the mask has.
+    return mask[..., -num_keys * num_pseudo_heads :]
+
+
+def check_mask_over_tokens(mask: torch.Tensor, num_tokens: int, cache: Cache | None, window: float) -> None:
+    """Raise a ValueError for a user's mask that is not [batch, heads, N, K], or that a window makes ambiguous.
+
+    A mask over tokens cannot tell which pseudo-heads see the last token of a window (see `keep_window_edge`)."""
+    length = num_tokens if cache is None else num_tokens + cache.get_seq_length()
+    is_4d = mask.ndim == 4 and mask.shape[2:] == (num_tokens, length)
+    if not is_4d or length > window or getattr(cache, "is_compileable", False):
+        limit = "" if window == math.inf else f", at most {window} (the window)"
+        raise ValueError(
+            "attention_mask must be [batch, tokens], or [batch, heads, tokens, keys] without windows and without a "
+            f"static cache. This one has {mask.shape[-1]} keys for {length} tokens: it needs one for each of them"
+            f"{limit}. Packed documents are declared by position_ids that restart, with use_cache=False."
+        )
 
 
 def virtual_attention(
@@ -148,29 +183,30 @@ def virtual_attention(
         key, value: [batch, G, K, head_dim], rotated and cached as an ordinary layer would.
         attention_mask: the mask of `virtual_mask`, or a user's [batch, heads, N, K].
         kwargs: keyword arguments of the attention function, in tokens."""
-    num_pseudo_heads = heads.num_pseudo_heads
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
-    mask = mask_over_virtual_tokens(attention_mask, query.shape[2], num_pseudo_heads)
-    if isinstance(mask, torch.Tensor) and mask.shape[-1] > key.shape[2] * num_pseudo_heads:
-        # Not in IHAModel: layers with `interleaved_window` (modeling_interleaved.py) may cache less than the mask has.
-        mask = mask[..., -key.shape[2] * num_pseudo_heads :]
+    mask = repeat_mask(attention_mask, query.shape[2], key.shape[2], heads.num_pseudo_heads)
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
         return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
-    kwargs = in_virtual_tokens(kwargs, num_pseudo_heads)
     mask = heads.mask_of_virtual_heads(mask)
+    kwargs = in_virtual_tokens(kwargs, heads.num_pseudo_heads)
 
     def run(heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
         output, weights = attend(module, *heads.make_virtual_tokens(query, key, value), mask, **kwargs)
         return heads.collapse_output(output), weights
 
-    if not (torch.is_grad_enabled() and recomputes(module, query, key, value)):
-        return run(heads, query, key, value)
-    contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+    states = (query, key, value)
     # Attention sinks, and masks that are not [batch, keys], may differ by head, and are not split.
     can_split = kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2)
-    size = (query.nbytes + key.nbytes + value.nbytes) * num_pseudo_heads
-    parts = heads.in_parts(size // PART_BYTES + 1 if can_split else 1)
-    outputs = [checkpoint(run, part, query, key, value, use_reentrant=False, context_fn=contexts) for part in parts]
+    num_bytes = sum(each.nbytes for each in states) * heads.num_pseudo_heads if can_split else 0
+    if recomputes(module, *states):
+        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+        run = partial(checkpoint, run, use_reentrant=False, context_fn=contexts)
+        parts = heads.in_parts(num_bytes // PART_BYTES + 1)
+    elif is_plain_forward(query):
+        parts = heads.in_parts(num_bytes // CPU_PART_BYTES + 1)
+    else:
+        parts = [heads]
+    outputs = [run(part, *states) for part in parts]
     return outputs[0] if len(outputs) == 1 else (torch.cat([output for output, _ in outputs], dim=2), None)
 
 
@@ -179,7 +215,9 @@ def recomputes(module: nn.Module, *states: torch.Tensor) -> bool:
 
     `states` are queries, keys and values of tokens. Activation checkpointing and other hooks of autograd have
     precedence; only a private function tells of them. In compiled code the compiler chooses what to keep."""
-    if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return False
     config = module.config
     choice = getattr(config, "recompute_virtual_tokens", None)
@@ -191,7 +229,8 @@ def recomputes(module: nn.Module, *states: torch.Tensor) -> bool:
 
 def keep_attention(context: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:
     """Keep what attention functions return, and compute everything else again."""
-    is_attention = "attention" in operator.name() or "attn" in operator.name()
+    kept = ("aten::_scaled_dot_product_", "aten::_flash_attention_", "torch_attn::_varlen_attn", "flash_attn")
+    is_attention = operator.name().startswith(kept)
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -199,9 +238,10 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
     On a CPU that is slower where few tokens are cached."""
-    core = module.config._attn_implementation.rpartition("iha_")[2]  # modeling_interleaved.py adds a prefix
-    is_sdpa = core in ("sdpa", SDPA_IN_BLOCKS)
-    if query.shape[2] > 1 or not is_sdpa or dropout or mask is None or not heads.collapses_per_head:
+    if query.shape[2] > 1 or dropout or mask is None or not heads.collapses_per_head:
+        return False
+    core = module.config._attn_implementation.rpartition("iha_")[2]  # interleaved_attention.py adds a prefix
+    if core not in ("sdpa", SDPA_IN_BLOCKS):
         return False
     if query.device.type != "cpu":
         return True

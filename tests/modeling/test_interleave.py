@@ -63,7 +63,8 @@ from modeling_iha import (
     token_attentions,
 )
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
-from modeling_iha.modeling_interleaved import HOOK, MIXING_MODULES, register_core, tasks
+from modeling_iha.interleaved_attention import register_core
+from modeling_iha.modeling_interleaved import HOOK, MIXING_MODULES, tasks
 from modeling_iha.transformers_versions import CACHE
 from sft.make_tokenizer import byte_tokenizer
 
@@ -737,7 +738,7 @@ def test_flash_cores_get_virtual_lengths(window, windows, monkeypatch):
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", record)
     model = interleave_heads(decoder("gemma3_text"), 2, layers=[0, 1], sliding_window=window)
-    model.config._attn_implementation = register_core("flash_attention_2", is_changed=True)
+    model.config._attn_implementation = register_core("flash_attention_2")
     inputs = padded(length=9)
     bounds = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "max_length_q": 5}
     model(**inputs, **bounds, use_cache=False)

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCaus
 
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving
-from modeling_iha.modeling_interleaved import core_of
+from modeling_iha.interleaved_attention import core_of
 from modeling_iha.transformers_versions import CACHE
 from research.experiments.model_types import CAUSAL, MULTIMODAL, tiny_model
 

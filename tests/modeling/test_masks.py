@@ -32,7 +32,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import IHAForCausalLM
-from modeling_iha.modeling_interleaved import mask_over_tokens
+from modeling_iha.interleaved_attention import mask_over_tokens
 from modeling_iha.transformers_versions import CACHE
 
 

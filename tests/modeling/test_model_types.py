@@ -27,7 +27,7 @@ from iha.errors import ROOT, UserError
 from iha.processes import run_in_clean_process
 from iha.serving import serve
 from modeling_iha import interleave_heads, remove_interleaving, virtual_tokens
-from modeling_iha.modeling_interleaved import register_core
+from modeling_iha.interleaved_attention import register_core
 from research.experiments import model_types
 from research.experiments.model_types import (
     CAUSAL,
@@ -142,7 +142,7 @@ def test_flash_cores_get_raised_sinks(recompute, monkeypatch):
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", record)
     model = interleave_heads(tiny_model("gpt_oss", CAUSAL), 2)
-    model.config._attn_implementation = register_core("flash_attention_2", is_changed=False)
+    model.config._attn_implementation = register_core("flash_attention_2")
     model.config.recompute_virtual_tokens = recompute
     model(torch.arange(5)[None], use_cache=False)
     sinks = [layer.self_attn.sinks for layer in model.model.layers]

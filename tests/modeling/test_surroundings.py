@@ -29,7 +29,7 @@ from iha.overlay import Overlay
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
-from modeling_iha.modeling_interleaved import core_of, register_core
+from modeling_iha.interleaved_attention import core_of, register_core
 from research.experiments.model_types import MULTIMODAL, tiny_model
 
 

@@ -1,0 +1,158 @@
+# Copyright 2026 the modeling_iha authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attend over virtual tokens in a decoder of Transformers (virtual_tokens.py has the symbols).
+
+Transformers' models look up their attention function and their mask function by one name, such as "sdpa". This file
+registers both under a second name, "iha_sdpa". (Most decoders get "iha_sdpa_in_blocks" for "sdpa", by
+`use_virtual_core`.) A module with virtual heads then attends over virtual tokens, and any other module over tokens.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sliding_window_overlay
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .interleaving import MixedHeads
+from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+from .virtual_tokens import CORES, View, takes_flat_mask, virtual_attention, virtual_mask
+
+
+PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
+
+
+def attend_interleaved(
+    core: str,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend over virtual tokens where the module has virtual heads, and over tokens elsewhere.
+
+    `core` is the attention function that computes it, such as "sdpa". The other arguments and the output are those of
+    an attention function of Transformers, in tokens."""
+    config = getattr(module, "config", None)  # a vision tower's has no fields of ours
+    if core == SDPA_IN_BLOCKS:
+        kwargs.pop("position_ids", None)  # it reads documents from `cu_seq_lens_q` alone
+    if not has_virtual_heads(module):
+        mask = mask_over_tokens(attention_mask, query.shape[2])
+        return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
+    # CODEPATH: a window of the interleaved layers alone.
+    if config.interleaved_window is not None:
+        kwargs["sliding_window"] = min(config.interleaved_window, kwargs.get("sliding_window") or math.inf)
+        if isinstance(attention_mask, torch.Tensor) and is_over_virtual_tokens(attention_mask, query.shape[2]):
+            attention_mask = attention_mask[:, -1:]  # see `interleaved_mask`
+    heads = module.paired_heads if hasattr(module, "paired_heads") else MixedHeads.of_module(module, value)
+    attend = partial(attend_on_core, core, heads.num_pseudo_heads)
+    return virtual_attention(attend, module, heads, query, key, value, attention_mask, **kwargs)
+
+
+def attend_on_core(core: str, num_pseudo_heads: int, module: nn.Module, *args, **kwargs) -> tuple:
+    """Call an attention function of Transformers with the module as the function has to see it.
+
+    A flash function reads its name from the config. An attention sink is raised by log P, because each token has P
+    keys."""
+    attributes: dict = {}
+    if "flash" in core:
+        attributes["config"] = View(module.config, _attn_implementation=core)
+    if num_pseudo_heads > 1 and getattr(module, "sinks", None) is not None:
+        attributes["sinks"] = module.sinks + math.log(num_pseudo_heads)
+        if kwargs.get("s_aux") is not None:
+            kwargs["s_aux"] = attributes["sinks"]
+    view = View(module, **attributes) if attributes else module
+    if core != "eager":
+        return ALL_ATTENTION_FUNCTIONS[core](view, *args, **kwargs)
+    # "eager" is a function in the file of the model.
+    files = (sys.modules[base.__module__] for base in type(module).__mro__)
+    attend = next(file.eager_attention_forward for file in files if hasattr(file, "eager_attention_forward"))
+    return attend(view, *args, **kwargs)
+
+
+def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: int | None = None, **kwargs) -> Any:
+    """Return the mask of all layers of a decoder: dense over virtual tokens, or [batch, keys] over tokens.
+
+    A dense mask has two planes, [batch, 2, N * P, K * P], where the interleaved layers have a window that the others
+    lack: without it for those, and with it. A `BlockMask` has no planes, so there the mask of layers without virtual
+    heads is its attribute `of_tokens`."""
+    if not hasattr(config, "num_pseudo_heads"):  # that of a vision tower
+        make_mask = ALL_MASK_ATTENTION_FUNCTIONS[core]
+        return make_mask(config=config, mask_function=mask_function, local_size=local_size, **kwargs)
+    kwargs["config"] = config
+    window = config.interleaved_window
+    if window is None or takes_flat_mask(core, **kwargs):
+        mask = virtual_mask(core, mask_function=mask_function, local_size=local_size, **kwargs)
+    else:
+        kwargs["allow_is_causal_skip"] = False
+        sees, size = and_masks(mask_function, sliding_window_overlay(window)), min(window, local_size or window)
+        mask = virtual_mask(core, mask_function=sees, local_size=size, **kwargs)
+    if len(config.interleaved_layers) == config.num_hidden_layers:
+        return mask
+    if isinstance(mask, BlockMask):
+        make_mask = ALL_MASK_ATTENTION_FUNCTIONS[core]
+        mask.of_tokens = make_mask(mask_function=mask_function, local_size=local_size, **kwargs)
+    elif window is not None and mask is not None and mask.ndim == 4:
+        of_others = virtual_mask(core, mask_function=mask_function, local_size=local_size, **kwargs)
+        mask = torch.cat((of_others, mask), dim=1)
+    return mask
+
+
+def mask_over_tokens(mask: Any, num_tokens: int) -> Any:
+    """Return the mask of a layer without virtual tokens, from one of `interleaved_mask` or of a user."""
+    if isinstance(mask, BlockMask):
+        if not hasattr(mask, "of_tokens") and mask.shape[-2] != num_tokens:
+            raise ValueError(
+                "A copy to another device lost the mask of the layers that are not interleaved: keep the decoder on "
+                "one device, or use another attn_implementation than FlexAttention."
+            )
+        return getattr(mask, "of_tokens", mask)
+    if mask is None or not is_over_virtual_tokens(mask, num_tokens):
+        return mask
+    num_pseudo_heads = mask.shape[-2] // num_tokens
+    last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
+    return mask[:, :1, last, last]
+
+
+def is_over_virtual_tokens(mask: torch.Tensor, num_tokens: int) -> bool:
+    """Return whether `interleaved_mask` made a dense mask. Other masks are over tokens, such as a user's."""
+    return mask.ndim == 4 and mask.shape[-2] != num_tokens
+
+
+def has_virtual_heads(module: nn.Module) -> bool:
+    """Return whether an attention module mixes or pairs heads."""
+    return "q_mix" in module._modules or "paired_heads" in vars(module)
+
+
+def core_of(name: str) -> str:
+    """Return the attention function that an `attn_implementation` of ours stands for; any other stands for itself.
+
+    "iha_sdpa_in_blocks" stands for "sdpa", from which `use_virtual_core` chooses blocks again."""
+    core = name.removeprefix(PREFIX)
+    if core == name:
+        return name
+    return "sdpa" if core == SDPA_IN_BLOCKS else core.replace("--", "/")
+
+
+def register_core(core: str) -> str:
+    """Register attention and masks over virtual tokens on an attention function, and return their name.
+
+    If a second copy of this code is loaded in a process, its functions replace those of the first. They read the same
+    attributes of a module, so models of both copies run on either."""
+    name = PREFIX + core.replace("/", "--")  # a "/" would name a kernel of the Hub
+    AttentionInterface.register(name, partial(attend_interleaved, core))
+    AttentionMaskInterface.register(name, partial(interleaved_mask, core))
+    return name
+
+
+# At import, so that an unpickled model finds them. Any other function is registered when a model first uses it.
+for _core in CORES:
+    register_core(_core)
