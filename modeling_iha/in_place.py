@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.utils.generic import is_flash_attention_requested, maybe_autocast
+from transformers.utils.generic import maybe_autocast
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .decoder_calls import decoder_config
@@ -421,33 +421,39 @@ def _choose(calls: dict, layers: Iterable[int] | str | None, model: PreTrainedMo
 def probe(model: PreTrainedModel) -> list[torch.Tensor]:
     """Return hidden states of a padded batch, and of a prompt and one token after it in the cache.
 
-    During the probe the configured window is at most 4 tokens, so that the 6-token prompt exceeds it. It is not
-    shortened for flash cores, which read the window from the layers."""
+    During the probe windows are at most 4 tokens, so that the 6-token prompt exceeds them."""
     backbone = backbone_of(model)
     config = decoder_config(model)
     tokens = torch.arange(3, 17, device=model.device).view(2, 7) % config.vocab_size
-    window = getattr(config, "sliding_window", None)
     decoders = [module for module in backbone.modules() if isinstance(module, PreTrainedModel)]
     takes_logits_to_keep = any("logits_to_keep" in signature(decoder.forward).parameters for decoder in decoders)
     # `None` keeps Gemma 4 from cropping the rows of the mask, which are virtual tokens (see `prepare_decoder`).
     options: dict = {"logits_to_keep": None} if takes_logits_to_keep else {}
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
-    if window and not is_flash_attention_requested(config):
-        config.sliding_window = min(window, 4)
-    try:
-        with _evaluating(model):
-            padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False, **options)[0][mask.bool()]
-            prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **options)
-            cache = prompt.get(CACHE)
-            if cache is None:  # some base models do not return the cache they make
-                cache = DynamicCache(config=config)
-                prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **{CACHE: cache}, **options)
-            last = backbone(input_ids=tokens[1:, 6:], use_cache=True, **{CACHE: cache}, **options)
-    finally:
-        if window:
-            config.sliding_window = window
+    with _evaluating(model), _short_windows(model):
+        padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False, **options)[0][mask.bool()]
+        prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **options)
+        cache = prompt.get(CACHE)
+        if cache is None:  # some base models do not return the cache they make
+            cache = DynamicCache(config=config)
+            prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **{CACHE: cache}, **options)
+        last = backbone(input_ids=tokens[1:, 6:], use_cache=True, **{CACHE: cache}, **options)
     return [padded, prompt[0], last[0]]
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Shorten the windows of the configuration, which masks read, and of the layers, which attention functions get."""
+    owners = [decoder_config(model), *model.modules()]
+    windows = [(owner, owner.sliding_window) for owner in owners if getattr(owner, "sliding_window", None)]
+    try:
+        for owner, window in windows:
+            owner.sliding_window = min(window, 4)
+        yield
+    finally:
+        for owner, window in windows:
+            owner.sliding_window = window
 
 
 @contextmanager

@@ -45,7 +45,7 @@ from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import positions_in, read_documents
+from .sdpa_in_blocks import core_of_config, positions_in, read_documents
 from .transformers_versions import CACHE, pop_cache
 from .virtual_tokens import View, check_mask_over_tokens, keep_window_edge, register_mask
 
@@ -250,7 +250,7 @@ class IHAModel(IHAPreTrainedModel):
         if isinstance(attention_mask, dict):  # of `create_masks`, which `generate` calls for compilable caches
             masks = attention_mask
         else:
-            is_flash = "flash" in self.config._attn_implementation
+            lengths = kwargs.get("cu_seq_lens_q")
             if attention_mask is not None and attention_mask.ndim != 2:
                 window = self.config.sliding_window or math.inf
                 check_mask_over_tokens(attention_mask, inputs_embeds.shape[1], cache, window)
@@ -258,12 +258,10 @@ class IHAModel(IHAPreTrainedModel):
                     hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
                     attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
             else:
-                lengths = kwargs.get("cu_seq_lens_q")
-                documents = read_documents(inputs_embeds, attention_mask, position_ids, cache, lengths, is_flash)
-                if lengths is not None and position_ids is None:
-                    packed_positions = positions_in(lengths, *inputs_embeds.shape[:2])
-                if not is_flash:  # a flash function reads positions and padding itself
-                    kwargs |= documents
+                core = core_of_config(self.config)
+                kwargs |= read_documents(core, inputs_embeds, attention_mask, position_ids, cache, lengths)
+            if lengths is not None and position_ids is None:
+                packed_positions = positions_in(lengths, *inputs_embeds.shape[:2])
             has_lengths = "cu_seq_lens_q" in kwargs
             masks = self.create_masks(inputs_embeds, attention_mask, cache, packed_positions, has_lengths)
         if position_ids is None:

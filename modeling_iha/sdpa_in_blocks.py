@@ -6,11 +6,11 @@ FlashAttention takes no mask with an entry for each pair of tokens, and this fun
 
     attention_mask    `None`, or [batch, keys] for padding
     sliding_window    a number: query v sees the keys u with v - sliding_window < u <= v
-    cu_seq_lens_q     where the packed documents of all rows begin, and the end, int32 [documents + 1]
+    cu_seq_lens_q     where the documents of all rows begin, and the end, int32 [documents + 1]
 
-`read_documents` reads documents and padding from a call, once for all layers. Each document is then computed by
-itself, and a window in blocks of queries, which meet the keys that their window reaches: O(length * window) where a
-dense mask costs O(length^2). In half precision a GPU takes PyTorch's FlashAttention (`varlen_attn`) for both.
+`read_documents` reads documents and padding from a call, once for all layers. Each document is computed by itself, and
+a window in blocks of queries with the keys that they reach: O(length * window) where a dense mask costs O(length^2).
+In half precision a GPU takes PyTorch's FlashAttention (`varlen_attn`) for both.
 
 So the function serves every decoder that supports FlashAttention. SDPA gets the dense masks that Transformers makes
 for everything else: images, chunks, several tokens after cached ones, one token on a static cache.
@@ -20,38 +20,31 @@ from inspect import signature
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # a build of PyTorch without it
-    varlen_attn = None
-
-
-VARLEN_ARGUMENTS = frozenset(signature(varlen_attn).parameters if varlen_attn else ())  # PyTorch 2.10 has no windows
+VARLEN_ARGUMENTS = frozenset(signature(varlen_attn).parameters)
 NAME = "sdpa_in_blocks"
 LEAST_BLOCK = 128  # queries of a block
 CPU_CACHE_BYTES = 2**21  # of what is computed at once without gradients
 HIDDEN = -30_000.0  # added to scores of padding; float16 holds it
 
 
+def core_of_config(config: Any) -> str:
+    """Return the attention function of an `IHAConfig`: this one for "sdpa"."""
+    name = config._attn_implementation or "eager"
+    return NAME if name == "sdpa" else name
+
+
 # What a call declares
 
 
-def read_documents(
-    states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    cache: Cache | None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    is_flash: bool = False,
-) -> dict[str, Any]:
+def read_documents(core: str, states, attention_mask, position_ids, cache, lengths=None) -> dict[str, Any]:
     """Return the documents of a call as FlashAttention's keyword arguments, or none where they cannot be told.
 
     In calls with neither a mask nor a cache a document begins where positions do not increase by one, as in
@@ -60,17 +53,20 @@ def read_documents(
     would have to look at values.
 
     Args:
+        core: the attention function. Others than `sdpa_in_blocks` get none, but the call is checked.
         states: [batch, N, ...], of the tokens of the call.
-        attention_mask: [batch, cached + N] or longer.
-        position_ids: [batch or 1, N].
-        cu_seq_lens_q: documents that the call gives already.
-        is_flash: whether a flash function takes them, which it does in a single row only.
+        attention_mask: [batch, cached + N], or longer next to a cache; or `None`.
+        position_ids: [batch or 1, N], or `None`.
+        cache: a cache of Transformers, or `None`.
+        lengths: the `cu_seq_lens_q` that the call has already.
 
     Raise a ValueError for packed documents next to a mask or a cache, where Transformers silently joins them."""
     batch, length = states.shape[:2]
-    is_plain = attention_mask is None and cache is None and (batch == 1 or not is_flash)
-    if cu_seq_lens_q is not None:
+    is_plain = attention_mask is None and cache is None and (batch == 1 or "flash" not in core)
+    if lengths is not None:
         check_packed(is_plain)
+        return {}
+    if core != NAME and (is_plain or position_ids is None):
         return {}
     given = attention_mask if position_ids is None else position_ids
     if given is None:
@@ -91,7 +87,7 @@ def read_documents(
         check_packed(not (real[:, 1:] & (positions[:, 1:] <= latest[:, :-1])).any())
         begins = real[:, 1:] != real[:, :-1]
         has_holes = ((begins & real[:, 1:]).sum(dim=-1) + real[:, 0] > 1).any()
-        if past > 0 or has_holes:
+        if past > 0 or has_holes or core != NAME:
             return {}
     begins = pad(begins, (1, 0), value=True).flatten()
     bounds = pad(begins.nonzero().flatten(), (0, 1), value=batch * length).int()
@@ -117,14 +113,14 @@ def row_bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
     return torch.arange(batch + 1, device=device, dtype=torch.int32) * length
 
 
+def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
 def positions_in(documents: torch.Tensor, batch: int, length: int) -> torch.Tensor:
     """Return the positions of tokens in their documents, [batch, length]."""
     places = torch.arange(batch * length, device=documents.device)
     return (places - documents[torch.bucketize(places, documents, right=True) - 1]).view(batch, length)
-
-
-def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 # The mask
@@ -146,18 +142,22 @@ def needs_no_dense_mask(q_length: int, kv_length: int, q_offset: Any = 0, kv_off
 
 
 def flat_mask(attention_mask: torch.Tensor | None, kv_length: int, **kwargs) -> torch.Tensor | None:
-    """Return a padding mask as [batch, keys]. A static cache has keys for tokens to come, and so may a mask."""
-    mask = prepare_padding_mask(attention_mask, kv_length, 0)
-    return None if mask is None else mask[:, :kv_length].bool()
+    """Return a padding mask as [batch, keys]. A static cache has keys for tokens to come, and so may a mask.
+
+    A mask of one number that is expanded, as `declared` makes it (decoder_calls.py), hides nothing."""
+    if attention_mask is None or attention_mask.stride() == (0, 0):
+        return None
+    return prepare_padding_mask(attention_mask, kv_length, 0)[:, :kv_length].bool()
 
 
-def mask_in_blocks(q_length: int, **kwargs) -> torch.Tensor | None:
+def mask_in_blocks(batch_size: int, q_length: int, attention_mask=None, **kwargs) -> torch.Tensor | None:
     """Return `None` or [batch, keys] where `sdpa_in_blocks` needs no dense mask, and SDPA's mask everywhere else."""
     if not needs_no_dense_mask(q_length=q_length, **kwargs):
-        return sdpa_mask(q_length=q_length, **kwargs)
-    mask = flat_mask(**kwargs)
-    hides_nothing = mask is None or (not is_tracing(mask) and mask[:, :q_length].all())
-    return None if hides_nothing else mask
+        return sdpa_mask(batch_size=batch_size, q_length=q_length, attention_mask=attention_mask, **kwargs)
+    if attention_mask is not None and attention_mask.shape == (batch_size, q_length):
+        if not is_tracing(attention_mask) and attention_mask.all():
+            return None
+    return flat_mask(attention_mask, **kwargs)
 
 
 # The attention function
@@ -179,46 +179,46 @@ def sdpa_in_blocks(
     """Return causal attention [batch, length, H, head_dim] as an attention function of Transformers.
 
     Queries are [batch, H, length, head_dim], keys and values [batch, G, keys, head_dim]. If there are more keys than
-    queries (a prompt on a static cache), the queries are the first of them. A mask, a window and documents are as at
-    the beginning of this file. Documents include padding, so next to them a mask is not read."""
+    queries (a prompt on a static cache), the queries are the first of them. Documents include padding."""
     batch, _, length, head_dim = query.shape
+    options = {"dropout": dropout, "scaling": scaling or head_dim**-0.5}
     is_dense = attention_mask is not None and attention_mask.ndim == 4
     is_causal = length > 1 and key.shape[2] >= length and getattr(module, "is_causal", True)
-    options = {"dropout": dropout, "scaling": scaling}
     if is_dense or not is_causal:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options, **kwargs)
 
+    has_kernel = has_varlen_kernel(query, value, dropout)
     window = None if sliding_window is None or sliding_window >= length else sliding_window
-    documents = cu_seq_lens_q if cu_seq_lens_q is not None and len(cu_seq_lens_q) > batch + 1 else None
-    mask = attention_mask if cu_seq_lens_q is None else None
-    if window is not None or documents is not None or mask is not None:
-        check_scores_are_plain(kwargs)
+    mask, documents = attention_mask, None
+    if cu_seq_lens_q is not None:
+        is_listed = has_kernel or (query.device.type == "cpu" and not torch.compiler.is_compiling())
+        if len(cu_seq_lens_q) == batch + 1:  # no padding either
+            mask = None
+        elif mask is None or is_listed:
+            mask, documents = None, cu_seq_lens_q
+    for name in ("softcap", "s_aux", "position_bias"):  # by which Gemma 2, GPT-OSS and T5 change scores
+        if kwargs.get(name) is not None and not (mask is window is documents is None):
+            raise ValueError(f"attn_implementation={NAME!r} does not support {name}: use 'eager'.")
+    num_features = value.shape[-1]
     if mask is not None:
         check_mask(mask, batch, key.shape[2])
-        options["scaling"] = scaling or head_dim**-0.5
         query, key, value = hide_padding(query, key, value, mask)
     key, value = key[:, :, :length], value[:, :, :length]
 
     if window is None and documents is None:
         output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options, **kwargs)
-    elif has_varlen_kernel(query, value, dropout):
-        longest = length if max_length_q is None else max_length_q
-        output = attend_by_varlen(query, key, value, documents, longest, window, options["scaling"])
+    elif has_kernel:
+        output = attend_by_varlen(query, key, value, documents, max_length_q or length, window, options["scaling"])
+    elif documents is None:  # the rows of a batch are as heads of one row
+        rows = (states.flatten(0, 1)[None] for states in (query, key, value))
+        output = attend_to_document(module, *rows, window, **options)
+        output = output.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)
     elif not torch.compiler.is_compiling():
         output = attend_to_documents(module, query, key, value, documents, window, **options)
-    elif documents is None:
-        output = attend_in_compiled_rows(module, query, key, value, window, **options)
-    else:  # a graph cannot depend on the number of documents
+    else:
         dense = same_document(documents, batch, length, window)
         output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, dense, **options)
-    return output[..., :head_dim] if mask is not None else output, None
-
-
-def check_scores_are_plain(kwargs: dict) -> None:
-    """Raise a ValueError for arguments by which Gemma 2, GPT-OSS and T5 change scores."""
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"attn_implementation={NAME!r} does not support {name}: use 'eager'.")
+    return output[..., :num_features], None
 
 
 def hide_padding(query, key, value, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -232,31 +232,22 @@ def hide_padding(query, key, value, mask: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def same_document(documents: torch.Tensor, batch: int, length: int, window: int | None) -> torch.Tensor:
-    """Return which keys of its document and window each query sees, [batch, 1, length, length]."""
-    places = torch.arange(batch * length, device=documents.device).view(batch, 1, length)
-    first = places - positions_in(documents, batch, length)[:, None]
-    if window is not None:
-        first = torch.maximum(first, places - window + 1)
-    keys = places[..., None, :]
-    return (first[..., None] <= keys) & (keys <= places[..., None])
+    """Return which keys of its document and window each query sees, [batch, 1, length, length].
+
+    Only code that is compiled for a CPU needs it: a graph cannot depend on the number of documents."""
+    reach = positions_in(documents, batch, length)[:, None]  # how many tokens back a query sees
+    reach = reach if window is None else reach.clamp(max=window - 1)
+    places = torch.arange(length, device=documents.device)
+    distance = places[:, None] - places
+    return (distance >= 0) & (distance <= reach[..., None])
 
 
-def attend_to_documents(module, query, key, value, documents: torch.Tensor | None, window: int | None, **options):
-    """Return the output of documents one by one, or of rows that are one document each (`None`)."""
-    batch, _, length, _ = query.shape
-    lengths = [length] * batch if documents is None else [each for each in documents.diff().tolist() if each]
-    if len(lengths) == 1:
-        return attend_to_document(module, query, key, value, window, **options)
-    parts = zip(*(join_rows(states)[None].split(lengths, dim=2) for states in (query, key, value)))
+def attend_to_documents(module, query, key, value, documents, window: int | None, **options) -> torch.Tensor:
+    """Return the output of documents one by one."""
+    lengths = [each for each in documents.diff().tolist() if each]
+    parts = zip(*(join_rows(states).split(lengths, dim=2) for states in (query, key, value)))
     output = torch.cat([attend_to_document(module, *part, window, **options) for part in parts], dim=1)
-    return output.view(batch, length, *output.shape[2:])
-
-
-def attend_in_compiled_rows(module, query, key, value, window: int, **options) -> torch.Tensor:
-    """Return the output of rows as of heads of one row, for a graph that does not depend on their number."""
-    rows = (states.flatten(0, 1)[None] for states in (query, key, value))
-    output = attend_to_document(module, *rows, window, **options)
-    return output.squeeze(0).unflatten(1, (len(query), -1)).transpose(0, 1)
+    return output.view(len(query), query.shape[2], *output.shape[2:])
 
 
 def attend_to_document(module, query, key, value, window: int | None, **options) -> torch.Tensor:
@@ -271,7 +262,7 @@ def attend_to_document(module, query, key, value, window: int | None, **options)
     begin, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, first.contiguous(), key[:, :, :window], value[:, :, :window], None, **options
     )
-    block = block_size(query, window)
+    block = min(block_size(query, window), length - window)
     queries = torch.arange(block, device=query.device)[:, None] + window
     keys = torch.arange(window + block, device=query.device)
     mask = (queries - window < keys) & (keys <= queries)
@@ -318,8 +309,8 @@ def block_size(states: torch.Tensor, window: int) -> int:
 
 
 def join_rows(states: torch.Tensor) -> torch.Tensor:
-    """Return states [batch, heads, length, head_dim] as one row [heads, batch * length, head_dim]."""
-    return states.transpose(1, 2).flatten(0, 1).transpose(0, 1)
+    """Return states [batch, heads, length, head_dim] as one row [1, heads, batch * length, head_dim]."""
+    return states.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
 
 def at_once(states: torch.Tensor, dim: int, growth: int = 1) -> int:
@@ -346,6 +337,8 @@ class OverlappingBlocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         count, heads, _, head_dim = gradient.shape
+        if count == 1:
+            return gradient.squeeze(0), None, None
         # Cut the keys into pieces of `block`: block i has the pieces i, i + 1, ..., the last perhaps not whole.
         parts = gradient.split(ctx.block, dim=2)
         total = gradient.new_zeros(heads, count + len(parts) - 1, ctx.block, head_dim)
@@ -356,22 +349,14 @@ class OverlappingBlocks(torch.autograd.Function):
 
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Return whether PyTorch's FlashAttention takes these states: half precision, on a GPU from Ampere on."""
-    if "window_size" not in VARLEN_ARGUMENTS or query.device.type != "cuda" or dropout:
+    if query.device.type != "cuda" or dropout:
         return False
     fits = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     is_half = value.dtype in (torch.float16, torch.bfloat16)
     return fits and is_half and torch.cuda.get_device_properties(query.device).major >= 8
 
 
-def attend_by_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    documents: torch.Tensor | None,
-    longest: int,
-    window: int | None,
-    scale: float | None,
-) -> torch.Tensor:
+def attend_by_varlen(query, key, value, documents, longest: int, window: int | None, scale: float) -> torch.Tensor:
     """Return the output of all documents by one call of FlashAttention. None has more than `longest` tokens."""
     batch, heads, length, _ = query.shape
     if "enable_gqa" not in VARLEN_ARGUMENTS:  # PyTorch 2.11 lacks it

@@ -145,7 +145,7 @@ def repeat_mask(mask: Any, num_tokens: int, num_keys: int, num_pseudo_heads: int
     if not isinstance(mask, torch.Tensor) or num_pseudo_heads == 1:
         return mask
     if mask.ndim == 2:
-        return mask.repeat_interleave(num_pseudo_heads, dim=-1)
+        return mask[:, -num_keys:].repeat_interleave(num_pseudo_heads, dim=-1)
     if mask.shape[-2] == num_tokens:
         mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
         keys = torch.arange(mask.shape[-1], device=mask.device)
@@ -195,18 +195,19 @@ def virtual_attention(
         return heads.collapse_output(output), weights
 
     states = (query, key, value)
-    # Attention sinks, and masks that are not [batch, keys], may differ by head, and are not split.
-    can_split = kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2)
-    num_bytes = sum(each.nbytes for each in states) * heads.num_pseudo_heads if can_split else 0
+    most_bytes = None
     if recomputes(module, *states):
         contexts = partial(create_selective_checkpoint_contexts, keep_attention)
         run = partial(checkpoint, run, use_reentrant=False, context_fn=contexts)
-        parts = heads.in_parts(num_bytes // PART_BYTES + 1)
+        most_bytes = PART_BYTES
     elif is_plain_forward(query):
-        parts = heads.in_parts(num_bytes // CPU_PART_BYTES + 1)
-    else:
-        parts = [heads]
-    outputs = [run(part, *states) for part in parts]
+        most_bytes = CPU_PART_BYTES
+    # Attention sinks, and masks that are not [batch, keys], may differ by head, and are not split.
+    can_split = kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2)
+    if most_bytes is None or not can_split:
+        return run(heads, *states)
+    num_bytes = sum(each.nbytes for each in states) * heads.num_pseudo_heads
+    outputs = [run(part, *states) for part in heads.in_parts(num_bytes // most_bytes + 1)]
     return outputs[0] if len(outputs) == 1 else (torch.cat([output for output, _ in outputs], dim=2), None)
 
 
@@ -238,7 +239,7 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
     On a CPU that is slower where few tokens are cached."""
-    if query.shape[2] > 1 or dropout or mask is None or not heads.collapses_per_head:
+    if query.shape[2] > 1 or dropout or mask is None or mask.ndim != 4 or not heads.collapses_per_head:
         return False
     core = module.config._attn_implementation.rpartition("iha_")[2]  # interleaved_attention.py adds a prefix
     if core not in ("sdpa", SDPA_IN_BLOCKS):

@@ -46,7 +46,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.distributed import DistributedConfig
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
@@ -59,11 +59,10 @@ from modeling_iha import (
     modeling_interleaved,
     pair_heads,
     remove_interleaving,
-    sdpa_in_blocks,
     token_attentions,
 )
-from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from modeling_iha.interleaved_attention import register_core
+from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from modeling_iha.modeling_interleaved import HOOK, MIXING_MODULES, tasks
 from modeling_iha.transformers_versions import CACHE
 from sft.make_tokenizer import byte_tokenizer
@@ -550,6 +549,8 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
             "modeling_interleaved.py",
             "virtual_tokens.py",
             "sdpa_in_blocks.py",
+            "decoder_calls.py",
+            "interleaved_attention.py",
             "interleaving.py",
             "triton_kernels.py",
             "mixing.py",
@@ -755,14 +756,14 @@ def test_flash_cores_get_virtual_lengths(window, windows, monkeypatch):
 @pytest.fixture
 def sdpa_masks(monkeypatch):
     """Record the sizes [queries, keys] of the masks that Transformers makes for SDPA."""
-    sizes, make = [], sdpa_in_blocks.sdpa_mask
+    sizes, make = [], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
     def watched(**kwargs):
         mask = make(**kwargs)
         sizes.extend([] if mask is None else [list(mask.shape[-2:])])
         return mask
 
-    monkeypatch.setattr(sdpa_in_blocks, "sdpa_mask", watched)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", watched)
     return sizes
 
 
@@ -796,8 +797,8 @@ def test_windows_and_padding_need_no_dense_mask_on_sdpa(name, window, case, sdpa
     sdpa_masks.clear()
     found = real_logits(model, inputs)
     gradients = torch.autograd.grad(found.square().sum(), list(model.parameters()))
-    # The others have global layers, which need one for padding, and Transformers makes one for packed documents.
-    if name == "mistral" and case != "packed":
+    # Transformers makes a dense mask for chunks.
+    if name != "llama4_text":
         assert not sdpa_masks
     assert_close(found, expected := real_logits(eager, inputs))
     expected = torch.autograd.grad(expected.square().sum(), list(eager.parameters()))
@@ -810,8 +811,8 @@ def test_windows_and_padding_need_no_dense_mask_on_sdpa(name, window, case, sdpa
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_holes_and_images_have_a_dense_mask(window, sdpa_masks):
-    """Hide a token between others, continue a cached prompt, and let image tokens see each other both ways."""
+def test_holes_need_no_dense_mask_and_images_have_one(window, sdpa_masks):
+    """Hide a token between others, and let image tokens see each other both ways."""
     model = train_mixing(interleave_heads(decoder("llama"), 3, layers=[0, 1], sliding_window=window))
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
@@ -819,7 +820,7 @@ def test_holes_and_images_have_a_dense_mask(window, sdpa_masks):
     hole["attention_mask"][1, 20:22] = 0
     sdpa_masks.clear()
     assert_close(real_logits(model, hole), real_logits(eager, hole))
-    assert window is not None or [180, 180] in sdpa_masks  # blocks take padding anywhere
+    assert not sdpa_masks
 
     images = torch.full((1, 60), -1)
     images[0, 10:17] = images[0, 30:34] = 0  # parts of one block, which see each other
@@ -829,11 +830,12 @@ def test_holes_and_images_have_a_dense_mask(window, sdpa_masks):
     for each in (model, eager):
         states = each.get_input_embeddings()(tokens)
         mask = create_causal_mask(each.config, states, real, **kwargs)
-        assert list(mask.shape) == [1, 1, 180, 180]
+        # With a window there are two planes: that of the plain layer, and that of the interleaved ones.
+        assert list(mask.shape) == [1, 1 if window is None else 2, 180, 180]
         found.append(logits(each, None, inputs_embeds=states, attention_mask=mask)[real])
     assert_close(*found)
     # The first pseudo-head of token 12 sees itself in its own token, and all of the later tokens of its image.
-    seen = (mask == 0)[0, 0, 3 * 12].nonzero().flatten()
+    seen = (mask == 0)[0, -1, 3 * 12].nonzero().flatten()
     first = 3 * 4 if window is None else 3 * (12 - window) + 1
     assert seen.tolist() == [*range(first, 3 * 12 + 1), *range(3 * 13, 3 * 17), *range(3 * 30, 3 * 34)]
 

@@ -3,8 +3,6 @@
 Masks that a core would silently ignore are rejected. Padding and packing of every kind are in test_mechanisms.py.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from accelerate.utils import send_to_device
@@ -151,7 +149,7 @@ def test_a_custom_mask_on_a_static_cache_raises_an_error(geometry):
     cache = StaticCache(config=model.config, max_cache_len=14)
     with pytest.raises(ValueError, match="without windows and without a static cache"):
         model(random_ids(1, 9), attention_mask=torch.ones(1, 1, 9, 14, dtype=torch.bool), **{CACHE: cache})
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(ValueError, match="without a static cache"):
         model(random_ids(1, 9), attention_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool), **{CACHE: cache})
 
 
@@ -241,12 +239,12 @@ def test_a_core_without_masks_is_refused_by_virtual_heads(monkeypatch):
 
 
 def test_masks_that_the_caller_made_keep_documents_apart():
-    """Blocks find them in the positions, and have no mask."""
+    """They are dense: only a call that makes its masks itself reads documents as lengths."""
     model = random_model(small_config(layer_types=["sliding_attention", "full_attention"], sliding_window=4))
     positions = torch.cat((torch.arange(70), torch.arange(50)))[None]
     ids = random_ids(1, 120)
     masks = model.model.create_masks(model.get_input_embeddings()(ids), None, None, positions)
-    assert any(mask is None for mask in masks.values())
+    assert all(mask.ndim == 4 for mask in masks.values())
     outputs = [model(ids, attention_mask=each, position_ids=positions, use_cache=False) for each in (masks, None)]
     assert_close(*(output.logits for output in outputs))
 
@@ -348,7 +346,7 @@ def test_a_mask_without_the_newest_tokens_is_refused_on_a_static_cache():
     model, input_ids = geometry_model("global"), random_ids(1, 7)
     cache = StaticCache(config=model.config, max_cache_len=16)
     model(input_ids[:, :3], attention_mask=ONES[:, :3], **{CACHE: cache})
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(ValueError, match=r"attention_mask \[1, 6\] does not fit 1 rows of 7 tokens"):
         model(input_ids[:, 3:], attention_mask=ONES[:, :6], position_ids=torch.arange(3, 7)[None], **{CACHE: cache})
 
 
@@ -411,7 +409,8 @@ def masks_of(core, geometry, length, **inputs):
 def test_causal_attention_over_the_whole_input_builds_no_mask(cached):
     cache = {CACHE: StaticCache(config=small_config(), max_cache_len=400)} if cached else {"use_cache": False}
     assert masks_of("sdpa", "global", 300, **cache) == [None, None]
-    assert masks_of("sdpa", "global", 10, attention_mask=ONES, use_cache=cached) == [None, None]
+    masks = masks_of("sdpa", "global", 10, attention_mask=ONES, use_cache=cached)
+    assert [mask.shape for mask in masks] == [(1, 10), (1, 10)]  # in tokens, and nobody looks at it
     assert masks_of(FLASH, "hybrid", 300, use_cache=cached) == [None] * 4
 
 
@@ -434,15 +433,13 @@ def test_a_window_that_reaches_every_token_is_no_window(monkeypatch):
     assert masks_of("sdpa", "wide", 10, use_cache=False) == [None, None]
 
 
-def test_a_copied_mask_is_refused_by_layers_that_are_not_interleaved():
-    """Copy as the hooks of accelerate do: what the mask holds for the plain layers is lost."""
-    block_mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 128, 128, device="cpu")
-    for mask, window in ((block_mask, None), (block_mask, 9), (torch.ones(1, 1, 128, 128), 9)):
-        config = SimpleNamespace(num_pseudo_heads=2, interleaved_window=window)
-        mask.of_tokens = mask
-        assert mask_over_tokens(mask, 64, config) is mask
-        with pytest.raises(ValueError, match="a copy to another device lost it"):
-            mask_over_tokens(send_to_device(mask, "meta"), 64, config)
+def test_a_copied_block_mask_is_refused_by_layers_that_are_not_interleaved():
+    """Copy as the hooks of accelerate do: the mask that it carries for the plain layers is lost."""
+    mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 128, 128, device="cpu")
+    mask.of_tokens = mask
+    assert mask_over_tokens(mask, 64) is mask
+    with pytest.raises(ValueError, match="A copy to another device lost the mask"):
+        mask_over_tokens(send_to_device(mask, "meta"), 64)
 
 
 @pytest.mark.parametrize("window", [7, 64])

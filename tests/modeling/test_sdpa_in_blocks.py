@@ -1,7 +1,7 @@
 """Test the attention function "sdpa_in_blocks" by its name, on plain decoders of Transformers and on our kinds.
 
-The result is that of "eager" with a dense mask. Where blocks apply, no mask is built, and the memory that autograd
-keeps grows with length * window."""
+The result is that of "eager" with a dense mask. No mask is built for windows, padding and documents, and the memory
+that autograd keeps grows with length * window."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -124,11 +124,11 @@ def sliding_layers(model):
 )
 @pytest.mark.parametrize("name", PLAIN)
 def test_lengths_around_the_first_block(name, length, rows, blocks):
-    """Blocks begin where they spare each row more than LEAST_BLOCK keys."""
+    """Blocks begin where a row is longer than the window."""
     model = model_of(name)
     assert_equals_eager(model, **inputs_of("plain", rows, length))
-    has_blocks = length > WINDOW + LEAST_BLOCK
-    assert len(blocks) == (rows * sliding_layers(model) if has_blocks else 0)
+    has_blocks = length > WINDOW
+    assert len(blocks) == (sliding_layers(model) if has_blocks else 0)
 
 
 @pytest.mark.one_of(2)
@@ -320,18 +320,13 @@ def random_states(rows, length):
 @pytest.mark.parametrize("length", [1, 5, 38])
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_equal_single_queries(small_blocks, length, window, packed):
-    if packed and window is None:
-        pytest.skip("without a window documents are in the mask")
     module, (query, key, value) = random_states(2, length)
-    documents = torch.zeros(2, length).int()
-    positions = torch.arange(length).expand(2, -1)
+    documents, bounds = torch.zeros(2, length).int(), None
     if packed:
         documents[1] = torch.arange(length) // 7
-        positions = torch.stack((positions[0], positions[0] % 7))
-    if packed and window >= length:
-        return  # the mask holds them, as above
+        bounds = torch.tensor([0, *range(length, 2 * length, 7), 2 * length, 2 * length]).int()  # the last is empty
     attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], module, sliding_window=window, scaling=6**-0.5)
-    output, weights = attend(query, key, value, None, position_ids=positions)
+    output, weights = attend(query, key, value, None, cu_seq_lens_q=bounds)
     expected = naive(query, key, value, documents, length if window is None else window)
     assert weights is None
     torch.testing.assert_close(output, expected)
@@ -341,17 +336,18 @@ def test_blocks_equal_single_queries(small_blocks, length, window, packed):
         torch.testing.assert_close(actual, target)
 
 
+@pytest.mark.parametrize("window", [9, None])
 @pytest.mark.parametrize("left", [(13, 0), (13, 5)])
-def test_a_mask_hides_padding_on_both_sides_and_between_real_tokens(small_blocks, left):
+def test_a_mask_hides_padding_on_both_sides_and_between_real_tokens(small_blocks, left, window):
     module, (query, key, value) = random_states(2, 38)
     real = torch.ones(2, 38, dtype=torch.bool)
     real[0, : left[0]] = False
     real[1, : left[1]] = False
     real[1, 20:22] = False
     real[1, -3:] = False
-    output, _ = ALL_ATTENTION_FUNCTIONS[NAME](module, query, key, value, real, sliding_window=9)
+    output, _ = ALL_ATTENTION_FUNCTIONS[NAME](module, query, key, value, real, sliding_window=window)
     distance = torch.arange(38)[:, None] - torch.arange(38)
-    mask = (distance >= 0) & (distance < 9) & real[:, None, None]
+    mask = (distance >= 0) & (distance < (window or 38)) & real[:, None, None]
     key, value = (states.repeat_interleave(2, dim=1) for states in (key, value))
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
     torch.testing.assert_close(output[real], expected[real])
@@ -369,12 +365,15 @@ def test_an_argument_that_changes_scores_raises_an_error(length, name):
         ALL_ATTENTION_FUNCTIONS[NAME](module, *states, None, sliding_window=5, **{name: torch.ones(())})
 
 
-@pytest.mark.parametrize("positions", [torch.arange(38)[None], torch.arange(38)[None] % 9], ids=["row", "packed"])
-def test_every_query_drops(small_blocks, positions):
+DOCUMENTS = torch.tensor([0, *range(9, 38, 9), 38, *range(47, 76, 9), 76]).int()
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["row", "packed"])
+def test_every_query_drops(small_blocks, documents):
     """Attend to values of one: without dropout every output is 1."""
     module, (query, key, value) = random_states(2, 38)
     attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], module, query, key, torch.ones_like(value), None)
-    output, _ = attend(sliding_window=5, position_ids=positions, dropout=0.5)
+    output, _ = attend(sliding_window=5, cu_seq_lens_q=documents, dropout=0.5)
     assert ((output - 1).abs().amax(dim=(0, 2, 3)) > 0.01).all()
     assert output.mean().item() == pytest.approx(1, abs=0.1)
 
@@ -387,10 +386,10 @@ def test_blocks_are_the_same_in_several_calls(small_blocks, monkeypatch):
         "scaled_dot_product_attention",
         lambda query, *args, **kwargs: calls.append(len(query)) or attend(query, *args, **kwargs),
     )
-    module, (query, key, value) = random_states(2, 38)
-    for positions in (torch.arange(38)[None], torch.arange(38)[None] % 9):
+    module, (query, key, value) = random_states(1, 38)
+    for documents in (None, torch.tensor([0, 17, 38]).int()):
         arguments = (module, query, key, value, None)
-        options = {"sliding_window": 5, "position_ids": positions}
+        options = {"sliding_window": 5, "cu_seq_lens_q": documents}
         expected, _ = ALL_ATTENTION_FUNCTIONS[NAME](*arguments, **options)
         calls.clear()
         monkeypatch.setattr(sdpa_in_blocks, "CPU_CACHE_BYTES", 2 * 4 * 4 * 6 * 8)  # two blocks of 4 queries of 4 heads
@@ -488,17 +487,14 @@ def varlen(request, monkeypatch):
 @pytest.mark.parametrize("case", [case for case in CASES if case != "custom_mask"])
 @pytest.mark.parametrize("name", [*OWN, *PLAIN])
 def test_every_path_equals_a_dense_mask(name, case, varlen, blocks, small_blocks, request):
-    """Compare forward and gradients in blocks and by varlen, of which each layer makes one call.
-
-    Padding takes blocks everywhere."""
+    """Compare forward and gradients in blocks and by varlen, of which each layer makes one call."""
     model = model_of(name, window=SMALL_WINDOW)
     core = "sdpa" if name in OWN else NAME
     assert_equals_eager(model, core, **inputs_of(case, 1 if case == "packed_row" else 2, 30))
     has_varlen = request.node.callspec.params["varlen"] is not None
-    has_mask = case in ("left_padding", "right_padding", "hole", "to_come")
     is_dense = name in PLAIN and case.startswith("packed")
     calls = (2 if name == "diff" else 1) * sliding_layers(model)
-    assert len(varlen) == (calls if has_varlen and not has_mask and not is_dense else 0)
+    assert len(varlen) == (calls if has_varlen and not is_dense else 0)
     assert bool(blocks) == (not is_dense and not varlen)
 
 
@@ -507,7 +503,6 @@ def test_where_varlen_is_taken(monkeypatch):
     major = 8
     properties = lambda device: SimpleNamespace(major=major)  # noqa: E731  # the real ones need a GPU
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(sdpa_in_blocks, "VARLEN_ARGUMENTS", {"window_size"})
 
     def takes(device="cuda", dtype=torch.float16, head_dim=64, value_dim=None, dropout=0.0):
         query, value = (
@@ -521,13 +516,11 @@ def test_where_varlen_is_taken(monkeypatch):
     assert not takes(head_dim=20) and not takes(head_dim=264) and not takes(value_dim=32) and not takes(dropout=0.1)
     major = 7
     assert not takes()
-    major = 8
-    monkeypatch.setattr(sdpa_in_blocks, "VARLEN_ARGUMENTS", {"is_causal"})  # of PyTorch 2.10
-    assert not takes()
 
 
+@pytest.mark.parametrize("case", ["window", "documents", "documents in a window"])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_compiled_windows_take_varlen(groups, monkeypatch):
+def test_compiled_code_takes_varlen(groups, case, monkeypatch):
     """Trace PyTorch's operator and its gradient without data, as one graph each. It has no kernel for a CPU."""
     monkeypatch.setattr(sdpa_in_blocks, "has_varlen_kernel", lambda *args: True)
     graphs = []
@@ -539,21 +532,30 @@ def test_compiled_windows_take_varlen(groups, monkeypatch):
     torch._dynamo.reset()
     with FakeTensorMode():
         states = [torch.empty(2, n, 200, 64, dtype=torch.bfloat16, requires_grad=True) for n in (4, groups, groups)]
-        attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], torch.nn.Module(), attention_mask=None, sliding_window=16)
+        attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], torch.nn.Module(), attention_mask=None)
+        options = {"sliding_window": 16} if "window" in case else {}
+        if "documents" in case:
+            options |= {"cu_seq_lens_q": torch.empty(5, dtype=torch.int32), "max_length_q": 120}
         compiled = torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
-        compiled(*states)[0].sum().backward()
+        compiled(*states, **options)[0].sum().backward()
     assert [each.grad.shape for each in states] == [each.shape for each in states]
     assert graphs == [["torch_attn._varlen_attn.default"], ["torch_attn._varlen_attn_backward.default"]]
     torch._dynamo.reset()
 
 
-def test_compiled_documents_take_blocks(varlen, small_blocks):
-    """Find documents by values only in uncompiled code: their number would be the size of a tensor."""
+@pytest.mark.parametrize("window", [5, None])
+def test_compiled_documents_have_a_dense_mask_on_a_cpu(window, small_blocks):
+    """A graph cannot depend on the number of documents."""
     module, states = random_states(2, 38)
-    attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], module, attention_mask=None, sliding_window=5)
-    positions = torch.arange(38)[None] % 9
-    expected, _ = attend(*states, position_ids=positions)
-    uncompiled = len(varlen)
-    actual, _ = torch.compile(attend, fullgraph=True, backend="eager")(*states, position_ids=positions)
-    assert_close(actual, expected)  # the stand-in computes its softmax in float32
-    assert len(varlen) == uncompiled
+    attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], module, attention_mask=None, sliding_window=window)
+    expected, _ = attend(*states, cu_seq_lens_q=DOCUMENTS)
+    actual, _ = torch.compile(attend, fullgraph=True, backend="eager")(*states, cu_seq_lens_q=DOCUMENTS)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 250), (2, 350), (1, 300)])
+@pytest.mark.parametrize("name", [*PLAIN, "iha", "mha"])
+def test_a_mask_of_another_length_raises_an_error(name, shape):
+    model = model_of(name)
+    with pytest.raises(ValueError, match=rf"attention_mask \[{shape[0]}, {shape[1]}\] does not fit 2 rows of 300"):
+        model(random_ids(2, 300), attention_mask=torch.ones(shape).long(), use_cache=False)
