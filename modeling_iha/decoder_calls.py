@@ -70,7 +70,7 @@ def declared(tokens: torch.Tensor, kwargs: dict, cache: Cache | None) -> dict[st
     positions = positions if positions is not None and positions.ndim == 2 else None
     if mask is not None and mask.ndim != 2:
         return {}
-    documents = read_documents(SDPA_IN_BLOCKS, tokens, mask, positions, cache, kwargs.get("cu_seq_lens_q"))
+    documents = read_documents("sdpa", tokens, mask, positions, cache, kwargs.get("cu_seq_lens_q"))
     if mask is None and cache is None and (documents or kwargs.get("cu_seq_lens_q") is not None):
         documents["attention_mask"] = torch.ones((), dtype=torch.bool, device=tokens.device).expand(tokens.shape[:2])
     return documents

@@ -29,13 +29,7 @@ PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
 
 
 def attend_interleaved(
-    core: str,
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs,
+    core: str, module: nn.Module, query, key, value, attention_mask: Any, **kwargs
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend over virtual tokens where the module has virtual heads, and over tokens elsewhere.
 

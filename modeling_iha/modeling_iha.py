@@ -45,9 +45,9 @@ from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import core_of_config, positions_in, read_documents
+from .sdpa_in_blocks import positions_in, read_documents
 from .transformers_versions import CACHE, pop_cache
-from .virtual_tokens import View, check_mask_over_tokens, keep_window_edge, register_mask
+from .virtual_tokens import MASK, View, check_mask_over_tokens, keep_window_edge
 
 
 # The attention of each kind, one to a line. A checkpoint ships the lines of its kinds.
@@ -202,18 +202,19 @@ class IHAModel(IHAPreTrainedModel):
     ) -> dict[str, Any]:
         """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
 
-        `packed_positions` are the `position_ids` [batch or 1, N] of a call that may be packed, or `None`. If the call
-        has the documents as lengths too, `sdpa_in_blocks` needs no mask for them."""
+        `packed_positions` are the `position_ids` of a call that may be packed, or `None`. `sdpa_in_blocks` needs no
+        mask for documents that the call has as lengths too."""
         if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
             keep_window_edge(cache, self.config.sliding_window)  # first, because masks depend on the cache's lengths
         masks: dict[str, Any] = {}
         for attention in (layer.self_attn for layer in self.layers):
             if mask_name(attention) in masks:
                 continue
-            size, is_in_blocks = attention.num_virtual_tokens, attention.core == SDPA_IN_BLOCKS
-            core = register_mask(attention.core) if size > 1 or is_in_blocks else attention.core
+            core, size = attention.core, attention.num_virtual_tokens
+            is_in_blocks = core == SDPA_IN_BLOCKS
+            name = MASK if size > 1 or is_in_blocks else core
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
-                config=View(self.config, _attn_implementation=core, num_pseudo_heads=size),
+                config=View(self.config, _attn_implementation=name, core=core, num_pseudo_heads=size),
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
                 position_ids=None if is_in_blocks and has_lengths else packed_positions,
@@ -258,7 +259,7 @@ class IHAModel(IHAPreTrainedModel):
                     hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
                     attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
             else:
-                core = core_of_config(self.config)
+                core = self.config._attn_implementation or "eager"
                 kwargs |= read_documents(core, inputs_embeds, attention_mask, position_ids, cache, lengths)
             if lengths is not None and position_ids is None:
                 packed_positions = positions_in(lengths, *inputs_embeds.shape[:2])

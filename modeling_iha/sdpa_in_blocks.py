@@ -2,18 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attend on PyTorch's SDPA by FlashAttention's contract: `attn_implementation="sdpa_in_blocks"`.
 
-FlashAttention takes no mask with an entry for each pair of tokens, and this function needs none either:
+As FlashAttention, the function needs no mask with an entry for each pair of tokens:
 
     attention_mask    `None`, or [batch, keys] for padding
     sliding_window    a number: query v sees the keys u with v - sliding_window < u <= v
     cu_seq_lens_q     where the documents of all rows begin, and the end, int32 [documents + 1]
 
-`read_documents` reads documents and padding from a call, once for all layers. Each document is computed by itself, and
-a window in blocks of queries with the keys that they reach: O(length * window) where a dense mask costs O(length^2).
-In half precision a GPU takes PyTorch's FlashAttention (`varlen_attn`) for both.
-
-So the function serves every decoder that supports FlashAttention. SDPA gets the dense masks that Transformers makes
-for everything else: images, chunks, several tokens after cached ones, one token on a static cache.
+Each document is computed by itself, and a window in blocks of queries with the keys that they reach: O(length *
+window) where a dense mask costs O(length^2). In half precision a GPU takes PyTorch's FlashAttention for both. SDPA
+gets the dense masks that Transformers makes for images, chunks, several tokens after cached ones, and static caches.
 """
 
 from inspect import signature
@@ -35,12 +32,6 @@ CPU_CACHE_BYTES = 2**21  # of what is computed at once without gradients
 HIDDEN = -30_000.0  # added to scores of padding; float16 holds it
 
 
-def core_of_config(config: Any) -> str:
-    """Return the attention function of an `IHAConfig`: this one for "sdpa"."""
-    name = config._attn_implementation or "eager"
-    return NAME if name == "sdpa" else name
-
-
 # What a call declares
 
 
@@ -48,25 +39,19 @@ def read_documents(core: str, states, attention_mask, position_ids, cache, lengt
     """Return the documents of a call as FlashAttention's keyword arguments, or none where they cannot be told.
 
     In calls with neither a mask nor a cache a document begins where positions do not increase by one, as in
-    Transformers. Padding on a side of a row is a document too, which no real token sees. All other rows are one
-    document each. They cannot be told for padding between real tokens, after cached tokens, and where compiled code
-    would have to look at values.
+    Transformers. Padding on a side of a row is a document too: no real token sees it. They cannot be told for padding
+    between real tokens, after cached tokens, and by the values of compiled code. A core other than "sdpa" gets none.
 
-    Args:
-        core: the attention function. Others than `sdpa_in_blocks` get none, but the call is checked.
-        states: [batch, N, ...], of the tokens of the call.
-        attention_mask: [batch, cached + N], or longer next to a cache; or `None`.
-        position_ids: [batch or 1, N], or `None`.
-        cache: a cache of Transformers, or `None`.
-        lengths: the `cu_seq_lens_q` that the call has already.
-
-    Raise a ValueError for packed documents next to a mask or a cache, where Transformers silently joins them."""
+    States are [batch, N, ...], the mask is [batch, cached + N] (or longer next to a cache), positions are [batch or 1,
+    N], and `lengths` are the `cu_seq_lens_q` that a call has already. Raise a ValueError for packed documents next to
+    a mask or a cache, where Transformers silently joins them."""
+    is_in_blocks = core in ("sdpa", NAME)
     batch, length = states.shape[:2]
     is_plain = attention_mask is None and cache is None and (batch == 1 or "flash" not in core)
     if lengths is not None:
         check_packed(is_plain)
         return {}
-    if core != NAME and (is_plain or position_ids is None):
+    if not is_in_blocks and (is_plain or position_ids is None):
         return {}
     given = attention_mask if position_ids is None else position_ids
     if given is None:
@@ -83,14 +68,14 @@ def read_documents(core: str, states, attention_mask, position_ids, cache, lengt
         begins = positions.diff(dim=-1) != 1
     else:
         real = positions >= 0
-        latest = positions.cummax(dim=-1).values
-        check_packed(not (real[:, 1:] & (positions[:, 1:] <= latest[:, :-1])).any())
+        latest = positions.cummax(dim=-1).values[:, :-1]
+        check_packed(not (real[:, 1:] & (positions[:, 1:] <= latest)).any())
         begins = real[:, 1:] != real[:, :-1]
         has_holes = ((begins & real[:, 1:]).sum(dim=-1) + real[:, 0] > 1).any()
-        if past > 0 or has_holes or core != NAME:
+        if past > 0 or has_holes or not is_in_blocks:
             return {}
-    begins = pad(begins, (1, 0), value=True).flatten()
-    bounds = pad(begins.nonzero().flatten(), (0, 1), value=batch * length).int()
+    bounds = pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
+    bounds = pad(bounds, (0, 1), value=batch * length).int()
     return document_lengths(bounds.to(states.device), int(bounds.diff().max()))
 
 
@@ -127,18 +112,16 @@ def positions_in(documents: torch.Tensor, batch: int, length: int) -> torch.Tens
 
 
 def needs_no_dense_mask(q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **kwargs) -> bool:
-    """Return whether nothing but causality, a window and padding hides keys, and the queries are the first tokens.
+    """Return whether the queries are the first keys, which nothing but causality, a window and padding hides.
 
-    The arguments are those of mask functions of Transformers. `allow_is_causal_skip` is false where it adds another
-    rule, and `attention_chunk_size` is set where a window is one of chunks. An export has dense masks, because it
-    would specialize the program to a range of lengths."""
+    `allow_is_causal_skip` is false where Transformers adds another rule, and `attention_chunk_size` is set where a
+    window is one of chunks. An export has dense masks: it would specialize the program to a range of lengths."""
     is_export = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    is_chunk = getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
-    is_one_of_many = q_length == 1 and kv_length > 1
-    if is_export or is_chunk or is_one_of_many or not kwargs.get("allow_is_causal_skip", True):
-        return False
+    has_chunks = getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
     is_unknown = isinstance(q_offset, torch.Tensor) and is_tracing(q_offset)  # of a static cache in compiled code
-    return not is_unknown and bool(q_offset == 0) and bool(kv_offset == 0)
+    if is_export or has_chunks or is_unknown or not kwargs.get("allow_is_causal_skip", True):
+        return False
+    return (q_length > 1 or kv_length == 1) and bool(q_offset == 0) and bool(kv_offset == 0)
 
 
 def flat_mask(attention_mask: torch.Tensor | None, kv_length: int, **kwargs) -> torch.Tensor | None:
@@ -164,17 +147,7 @@ def mask_in_blocks(batch_size: int, q_length: int, attention_mask=None, **kwargs
 
 
 def sdpa_in_blocks(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    **kwargs,
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention [batch, length, H, head_dim] as an attention function of Transformers.
 
@@ -189,13 +162,12 @@ def sdpa_in_blocks(
 
     has_kernel = has_varlen_kernel(query, value, dropout)
     window = None if sliding_window is None or sliding_window >= length else sliding_window
-    mask, documents = attention_mask, None
-    if cu_seq_lens_q is not None:
-        is_listed = has_kernel or (query.device.type == "cpu" and not torch.compiler.is_compiling())
-        if len(cu_seq_lens_q) == batch + 1:  # no padding either
-            mask = None
-        elif mask is None or is_listed:
-            mask, documents = None, cu_seq_lens_q
+    mask, documents = attention_mask, kwargs.get("cu_seq_lens_q")
+    can_list = has_kernel or (query.device.type == "cpu" and not torch.compiler.is_compiling())
+    if documents is not None and len(documents) == batch + 1:
+        mask = documents = None  # each row is one document, without padding
+    elif documents is not None and mask is not None:
+        mask, documents = (None, documents) if can_list else (mask, None)
     for name in ("softcap", "s_aux", "position_bias"):  # by which Gemma 2, GPT-OSS and T5 change scores
         if kwargs.get(name) is not None and not (mask is window is documents is None):
             raise ValueError(f"attn_implementation={NAME!r} does not support {name}: use 'eager'.")
@@ -208,7 +180,8 @@ def sdpa_in_blocks(
     if window is None and documents is None:
         output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options, **kwargs)
     elif has_kernel:
-        output = attend_by_varlen(query, key, value, documents, max_length_q or length, window, options["scaling"])
+        longest = kwargs.get("max_length_q") or length
+        output = attend_by_varlen(query, key, value, documents, longest, window, options["scaling"])
     elif documents is None:  # the rows of a batch are as heads of one row
         rows = (states.flatten(0, 1)[None] for states in (query, key, value))
         output = attend_to_document(module, *rows, window, **options)

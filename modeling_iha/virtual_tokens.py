@@ -23,7 +23,6 @@ The shapes of all files are in these symbols:
     K  keys of a call, cached ones included
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -98,17 +97,9 @@ def takes_flat_mask(core: str, **kwargs) -> bool:
     return "flash" in core or (core == SDPA_IN_BLOCKS and needs_no_dense_mask(**kwargs))
 
 
-def register_mask(core: str) -> str:
-    """Register `virtual_mask` for a core and return its name, which `IHAModel.create_masks` uses (without a "/")."""
-    name = f"virtual_{core}".replace("/", "_")
-    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, partial(virtual_mask, core))
-    return name
-
-
-# At import, because a registration within a compiled call would invalidate its graph.
-for _core in CORES:
-    register_mask(_core)
+# `IHAModel.create_masks` gives the core in the config. A call must register nothing: a compiled graph would be invalid.
+MASK = "virtual_tokens"
+AttentionMaskInterface.register(MASK, lambda **kwargs: virtual_mask(kwargs["config"].core, **kwargs))
 
 
 def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
@@ -117,9 +108,8 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     `sees_token` is the mask function over tokens. The places are single numbers, or a grid of all pseudo-heads of
     tokens, [1, 1, queries, 1] and [1, 1, 1, keys]. A grid is evaluated for its tokens, and the result repeated."""
     is_grid = query.ndim == 4 and key.ndim == 4
-    step = num_pseudo_heads if is_grid else 1
-    query_token = query[..., ::step, :] // num_pseudo_heads if is_grid else query // num_pseudo_heads
-    key_token = key[..., ::step] // num_pseudo_heads if is_grid else key // num_pseudo_heads
+    queries, keys = (query[..., ::num_pseudo_heads, :], key[..., ::num_pseudo_heads]) if is_grid else (query, key)
+    query_token, key_token = queries // num_pseudo_heads, keys // num_pseudo_heads
     # Query n * P + p sees the W * P keys that end at itself: pseudo-heads up to p of what n sees, later ones of what
     # n - 1 sees.
     seen = sees_token(batch, head, query_token, key_token)
@@ -130,11 +120,14 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
 
     is_after = key % num_pseudo_heads > query % num_pseudo_heads  # j > p
     if is_grid:
-        seen, seen_before = (
-            each.repeat_interleave(step, dim=-1).repeat_interleave(step, dim=-2)
-            for each in torch.broadcast_tensors(seen, seen_before)
-        )
+        both = torch.broadcast_tensors(seen, seen_before)
+        seen, seen_before = (repeat_pairs(each, num_pseudo_heads) for each in both)
     return (seen & ~is_after) | (seen_before & is_after)
+
+
+def repeat_pairs(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
+    """Repeat each entry of a mask [..., N, K] for the pseudo-heads of its tokens."""
+    return mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
 
 
 def repeat_mask(mask: Any, num_tokens: int, num_keys: int, num_pseudo_heads: int) -> Any:
@@ -147,7 +140,7 @@ def repeat_mask(mask: Any, num_tokens: int, num_keys: int, num_pseudo_heads: int
     if mask.ndim == 2:
         return mask[:, -num_keys:].repeat_interleave(num_pseudo_heads, dim=-1)
     if mask.shape[-2] == num_tokens:
-        mask = mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
+        mask = repeat_pairs(mask, num_pseudo_heads)
         keys = torch.arange(mask.shape[-1], device=mask.device)
         queries = keys[-mask.shape[-2] :, None]  # the last keys: a static cache, which has more, is rejected
         hidden = (keys > queries) & (keys // num_pseudo_heads == queries // num_pseudo_heads)
@@ -163,11 +156,10 @@ def check_mask_over_tokens(mask: torch.Tensor, num_tokens: int, cache: Cache | N
     length = num_tokens if cache is None else num_tokens + cache.get_seq_length()
     is_4d = mask.ndim == 4 and mask.shape[2:] == (num_tokens, length)
     if not is_4d or length > window or getattr(cache, "is_compileable", False):
-        limit = "" if window == math.inf else f", at most {window} (the window)"
         raise ValueError(
             "attention_mask must be [batch, tokens], or [batch, heads, tokens, keys] without windows and without a "
-            f"static cache. This one has {mask.shape[-1]} keys for {length} tokens: it needs one for each of them"
-            f"{limit}. Packed documents are declared by position_ids that restart, with use_cache=False."
+            f"static cache. This one has {mask.shape[-1]} keys for {length} tokens: it needs one for each, at most "
+            f"{window} (the window). Packed documents are declared by position_ids that restart."
         )
 
 
@@ -277,7 +269,8 @@ def keep_window_edge(cache: Cache | None, window: int | None) -> None:
         field = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"  # dynamic or static
         if getattr(layer, field) != window:
             continue
-        if layer.get_seq_length() > 0:
+        # A dynamic layer that is not full yet has dropped nothing.
+        if layer.get_seq_length() >= (window if field == "sliding_window" else 1):
             raise ValueError("The filled cache keeps one token too few for this model: pass an empty cache, or none.")
         setattr(layer, field, window + 1)
         if hasattr(layer, "_sliding_window_tensor"):
