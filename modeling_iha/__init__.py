@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Register Interleaved Head Attention with the Auto classes of Transformers.
 
 A checkpoint ships its own code and does not need this package."""

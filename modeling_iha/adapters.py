@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Save a PEFT adapter of an interleaved model with its mixing, or the mixing alone, and load it on the plain base.
 
 PEFT by itself writes the weights that it trained and nothing about the heads of their model. So `save_adapter` adds
@@ -19,9 +18,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .decoder_calls import decoder_config
 from .in_place import FIELDS, detach, interleave_heads
-from .interleaved_attention import has_virtual_heads
+from .interleaved_attention import decoder_config, has_virtual_heads
 from .mixing_weights import gathered, is_sharded
 from .modeling_interleaved import (
     backbone_of,

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define differential attention, kind "diff", as Transformers' DiffLlama computes it.
 
 It is from Ye et al. 2024, Differential Transformer, arXiv 2410.05258."""

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define kind "diff_v2", differential attention in its second version.
 
 It is from Ye et al. 2026, Differential Transformer V2 (microsoft/unilm, Diff-Transformer-V2)."""

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define kind "gated" (Qiu et al. 2025, Gated Attention for Large Language Models, arXiv 2505.06708)."""
 
 import torch

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define HyperAttention, kind "hyper" (A Theoretical Study of (Hyper) Self-Attention, Sections 6 and G)."""
 
 from functools import reduce

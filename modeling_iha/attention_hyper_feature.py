@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define kind "hyper_feature" (A Theoretical Study of (Hyper) Self-Attention, Sections 5 and F.2)."""
 
 from functools import reduce

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define Interleaved Head Attention, kind "iha" (IHA, arXiv:2602.21371, Algorithm 1 and Definition 3)."""
 
 import torch

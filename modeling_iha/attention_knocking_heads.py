@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define kind "knocking_heads" (Zhou et al. 2025, Knocking-Heads Attention, arXiv 2510.23052)."""
 
 import torch

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define multi-head attention, kind "mha", in steps that the other kinds share (virtual_tokens.py has the symbols)."""
 
 from collections.abc import Callable
@@ -97,7 +96,7 @@ class MultiHeadAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output [batch, N, H, head_dim] of the core, and the weights [batch, H, N, K] where it gives them.
 
-        `rotation` is that of pseudo-heads within their token, for "iha" layers. `kwargs` are passed to the core."""
+        `rotation` is that of pseudo-heads within their token. `kwargs` are passed to the core."""
         return self.core_function(self, query_states, key_states, value_states, attention_mask, **kwargs)
 
     def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define paired heads, kind "paired_heads": P heads share one virtual sequence.
 
 Source: "Paired Head Attention" of modded-nanogpt (records/track_1_short/2026-01-07_PairedHeadAttention), with P = 2.

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define 2-simplicial attention, kind "simplicial" (Fast and Simplex, Section 4).
 
 It is the strongest baseline of IHA, Appendix D."""

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define kind "talking_heads" (Shazeer et al. 2020, Talking-Heads Attention, arXiv 2003.02436)."""
 
 import torch

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Configure the IHA model: Llama's fields, and each layer's mechanism."""
 
 from copy import deepcopy
@@ -23,8 +22,7 @@ from .options_pairs import PairOptions
 
 
 if TYPE_CHECKING:
-    # Transformers copies every file that an import names, even if it never runs. So a configuration that is saved
-    # without a model, as by mergekit, brings the model's code too.
+    # Transformers copies the files of imports, so a configuration that is saved alone brings the model's code too.
     from .modeling_iha import IHAModel  # noqa: F401
 
 
@@ -74,21 +72,19 @@ class IHAConfig(LlamaConfig):
         layer_types (`str` or `list[str]`, *optional*, defaults to `"full_attention"`):
             Mask and cache of each layer, `"full_attention"` or `"sliding_attention"`, given as `attention_kinds` is.
         sliding_window (`int`, *optional*):
-            Window W of the sliding layers in tokens, the current one included. In layers of kind `"iha"` and
-            `"paired_heads"` virtual query v sees the virtual keys u with `v - W * P < u <= v`.
+            Window W of the sliding layers in tokens, the current one included (W * P virtual tokens).
         num_pseudo_heads (`int`, *optional*, defaults to `num_attention_heads`):
             P, the pseudo-heads of each head in `"iha"` layers, and the heads of each group in `"paired_heads"` layers.
         pseudo_positions (`str`, *optional*, defaults to `"interleaved"`):
-            RoPE position of pseudo-head p (from 0) of token n. `"interleaved"` is n * P + p, as in the paper, for
-            training from scratch. `"shared"` is n, which keeps a pretrained model's positions when it is converted.
+            RoPE position of pseudo-head p (from 0) of token n: `"interleaved"` is n * P + p, as in the paper, and
+            `"shared"` is n, for models that were pretrained with it.
         pseudo_collapse (`str`, *optional*, defaults to `"per_head"`):
-            Map R from pseudo-heads back to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P]
-            (Definition 3).
+            Map R to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P] (Definition 3).
         mixing_scale (`float`, *optional*, defaults to 1.0):
             Factor on the optimizer's rate for the mixing of a new model (mixing.py). A checkpoint keeps its own.
         recompute_virtual_tokens (`bool`, *optional*):
-            `True` if the backward pass makes virtual tokens again instead of keeping them, with the same gradients. By
-            default it does so on a GPU where those of all layers would take a quarter of the memory.
+            Whether the backward pass makes virtual tokens again instead of keeping them. By default it does so on a
+            GPU where those of all layers would take a quarter of the memory.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):
@@ -144,9 +140,8 @@ class IHAConfig(LlamaConfig):
     def validate_architecture(self):
         """Raise a ValueError for fields from which no model can be built, or that would silently have no effect."""
         if self.num_pseudo_heads < 1 or not self.mixing_scale > 0:
-            raise ValueError(
-                f"num_pseudo_heads={self.num_pseudo_heads} and mixing_scale={self.mixing_scale} must be above 0."
-            )
+            given = f"num_pseudo_heads={self.num_pseudo_heads} and mixing_scale={self.mixing_scale}"
+            raise ValueError(f"{given} must be above 0.")
         if self.num_attention_heads % self.num_key_value_heads != 0 or self.head_dim % 2 != 0:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Make the mixing weights that leave a layer's output unchanged, and measure how far a layer is from them.
 
 At the start every pseudo-head equals its head, and the pseudo-heads of a token share its RoPE position. The collapse

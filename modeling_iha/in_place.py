@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Interleave the heads of a decoder of Transformers in place, without changing what it computes, and undo it.
 
 exact_start.py makes a mixing that changes nothing, and explains why. A probe compares the model before and after.
@@ -29,10 +28,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .decoder_calls import decoder_config
 from .exact_start import deviations, exact_start
 from .flop_matched_window import flop_matched_window
-from .interleaved_attention import attend_on_core, core_of
+from .interleaved_attention import attend_on_core, core_of, decoder_config
 from .mixing_weights import state_with_values
 from .modeling_interleaved import (
     HOOK,
@@ -52,7 +50,7 @@ from .modeling_interleaved import (
     use_virtual_core,
     without_types,
 )
-from .sdpa_in_blocks import document_lengths, row_bounds
+from .sdpa_in_blocks import read_documents
 from .transformers_versions import CACHE
 
 
@@ -157,15 +155,13 @@ def interleave_heads(
     try:
         calls, expected = _record_attention(model)
         chosen = _choose(calls, layers, model, sliding_window)
-        passes_cu_seq_lens = _passes_lengths(model)
+        decoder_config(model).passes_cu_seq_lens = _passes_lengths(model)
         _attach_and_compare(model, chosen, expected, num_pseudo_heads, collapse, seed, mixing_scale)
     except Exception:
         restore_configs(own_configs)
         raise
     set_interleaved_window(model, sliding_window)
-    config = decoder_config(model)
-    config.passes_cu_seq_lens = passes_cu_seq_lens
-    config.base_name_or_path = model.name_or_path
+    decoder_config(model).base_name_or_path = model.name_or_path
     set_name(model, "")
     return model
 
@@ -427,7 +423,7 @@ def probe(model: PreTrainedModel) -> list[torch.Tensor]:
     tokens = torch.arange(3, 17, device=model.device).view(2, 7) % config.vocab_size
     decoders = [module for module in backbone.modules() if isinstance(module, PreTrainedModel)]
     takes_logits_to_keep = any("logits_to_keep" in signature(decoder.forward).parameters for decoder in decoders)
-    # `None` keeps Gemma 4 from cropping the rows of the mask, which are virtual tokens (see `prepare_decoder`).
+    # `None` keeps Gemma 4 from cropping the rows of the mask, which are virtual tokens (see `prepare_call`).
     options: dict = {"logits_to_keep": None} if takes_logits_to_keep else {}
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
@@ -481,7 +477,7 @@ def _passes_lengths(model: PreTrainedModel) -> bool:
     Some drop them, and in others linear attention reads them, but not as it reads a mask. Their calls keep masks."""
     config = decoder_config(model)
     tokens = torch.arange(3, 10, device=model.device)[None] % config.vocab_size
-    lengths = document_lengths(row_bounds(1, 7, model.device), 7)
+    lengths = read_documents("sdpa", tokens, None, None, None)
     try:
         with _recording(model) as calls, _evaluating(model):
             backbone_of(model)(input_ids=tokens, use_cache=False, **lengths)

@@ -1,10 +1,10 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
-"""Attend over virtual tokens in a decoder of Transformers (virtual_tokens.py has the symbols).
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
+"""Attend over virtual tokens in a decoder of Transformers, and prepare its calls for this.
 
 Transformers' models look up their attention function and their mask function by one name, such as "sdpa". This file
 registers both under a second name, "iha_sdpa". (Most decoders get "iha_sdpa_in_blocks" for "sdpa", by
 `use_virtual_core`.) A module with virtual heads then attends over virtual tokens, and any other module over tokens.
+A pre-hook of the decoder, `prepare_call`, reads what a call declares once for all layers.
 """
 
 import math
@@ -16,16 +16,31 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sliding_window_overlay
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .interleaving import MixedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .virtual_tokens import CORES, View, takes_flat_mask, virtual_attention, virtual_mask
+from .sdpa_in_blocks import read_documents
+from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
+from .virtual_tokens import check_mask_over_tokens, keep_window_edge, takes_flat_mask, virtual_attention, virtual_mask
 
 
 PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
+
+
+class View:
+    """Show an object with some of its attributes replaced. In PyTorch 2.11 `copy` would break a compiled graph."""
+
+    def __init__(self, viewed: Any, **attributes):
+        self._viewed = viewed
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str):
+        return getattr(self._viewed, name)
 
 
 def attend_interleaved(
@@ -54,8 +69,7 @@ def attend_interleaved(
 def attend_on_core(core: str, num_pseudo_heads: int, module: nn.Module, *args, **kwargs) -> tuple:
     """Call an attention function of Transformers with the module as the function has to see it.
 
-    A flash function reads its name from the config. An attention sink is raised by log P, because each token has P
-    keys."""
+    A flash function reads its name from the config. An attention sink is raised by log P: each token has P keys."""
     attributes: dict = {}
     if "flash" in core:
         attributes["config"] = View(module.config, _attn_implementation=core)
@@ -148,5 +162,92 @@ def register_core(core: str) -> str:
 
 
 # At import, so that an unpickled model finds them. Any other function is registered when a model first uses it.
-for _core in CORES:
+for _core in ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2"):
     register_core(_core)
+
+
+def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Check and change the arguments of a decoder's forward, of which `names` are positional: a pre-hook.
+
+    Windows of the cache become one token longer (`keep_windows`) before the forward reads its lengths.
+    `logits_to_keep` becomes `None`: Gemma 4 crops the rows of a mask to it, which are virtual tokens here."""
+    config = decoder_config(decoder)
+    if not config._attn_implementation.startswith(PREFIX):
+        raise RuntimeError(
+            f"The attention of this model was set to {config._attn_implementation!r} behind its back, which would "
+            "leave out the interleaved heads: call model.set_attn_implementation."
+        )
+    kwargs = dict(**dict(zip(names, args)), **kwargs)
+    if "logits_to_keep" in names:
+        kwargs["logits_to_keep"] = None
+    cache = pop_cache(kwargs)
+    if cache is None:
+        cache = new_cache(decoder, kwargs.get("use_cache"))
+    if cache is not None:
+        keep_windows(decoder, cache)
+        kwargs[CACHE] = cache
+    tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] == tokens.shape[1]:
+        windows = config.interleaved_window, getattr(config, "sliding_window", None)
+        check_mask_over_tokens(mask, tokens.shape[1], cache, min(each or math.inf for each in windows))
+    passes_lengths = getattr(config, "passes_cu_seq_lens", False)  # of documents, as `interleave_heads` has tried
+    is_flat = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
+    if config._attn_implementation == PREFIX + SDPA_IN_BLOCKS and passes_lengths and is_flat and tokens is not None:
+        kwargs |= declared(tokens, mask, cache, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
+    return args[len(names) :], kwargs
+
+
+def declared(tokens: torch.Tensor, mask, cache, positions, lengths) -> dict[str, Any]:
+    """Return the keyword arguments that tell all layers the documents of a call, without dense masks.
+
+    A call without a mask gets one of ones, a single number that is expanded. Without it Transformers would look for
+    documents in the positions again, and compiled code, which cannot look, would get dense masks."""
+    if positions is not None and positions.ndim != 2:
+        positions = None  # those of images, which are no declaration
+    found = read_documents("sdpa", tokens, mask, positions, cache, lengths)
+    if mask is None and cache is None and (found or lengths is not None):
+        found["attention_mask"] = torch.ones((), dtype=torch.bool, device=tokens.device).expand(tokens.shape[:2])
+    return found
+
+
+def new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None:
+    """Return the cache of a call to which none is given, or `None` to leave it to the base model.
+
+    A base makes its own in the forward, which is too late for `keep_windows` if it has windows."""
+    config = decoder_config(decoder)
+    if use_cache is None:
+        use_cache = getattr(config, "use_cache", False)
+    # A base with activation checkpointing makes no cache, and Transformers finds packed documents only without one.
+    is_checkpointed = getattr(decoder, "gradient_checkpointing", False) and decoder.training
+    if IS_FROM_5_24:
+        is_checkpointed = is_checkpointed and torch.is_grad_enabled()
+    # RecurrentGemma, which is stateful, resets its states where it makes a cache.
+    if not use_cache or is_checkpointed or decoder._is_stateful or not getattr(config, "sliding_window", None):
+        return None
+    return DynamicCache(config=decoder.config)
+
+
+def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
+    """Let a cache keep what windows of virtual tokens reach: one token more than the window.
+
+    Where the interleaved layers alone have a window, their empty dynamic layers of the cache become sliding ones."""
+    cache = getattr(cache, "self_attention_cache", cache)  # that of a decoder with cross-attention
+    config = decoder_config(model)
+    window = getattr(config, "sliding_window", None)
+    if window:
+        keep_window_edge(cache, window)
+        return
+    layers = getattr(cache, "layers", [])
+    empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
+    # CODEPATH: a window of the interleaved layers alone.
+    if config.interleaved_window is None or "flex" in config._attn_implementation:  # a `BlockMask` cannot be cut
+        return
+    for module in model.modules():
+        if has_virtual_heads(module) and module.layer_idx in empty:
+            layers[module.layer_idx] = DynamicSlidingWindowLayer(config.interleaved_window + 1)
+
+
+def decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """Return the configuration of the text decoder, which attention modules and masks read."""
+    return model.config.get_text_config(decoder=True)

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Interleave heads: mix them into pseudo-heads, lay these out as virtual tokens, and collapse their outputs.
 
 Algorithm 1 of IHA (arXiv:2602.21371) has five steps. Step 1 projects to heads, step 2 mixes them into pseudo-heads
@@ -15,7 +14,6 @@ from torch import nn
 from transformers.utils.generic import maybe_autocast
 
 from .mixing import Mixing
-from .sdpa_in_blocks import at_once
 from .triton_kernels import collapse, decode, expand, kernels_decode, kernels_take
 from .virtual_tokens import masked_softmax
 
@@ -72,9 +70,6 @@ def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: t
     if kernels_take(states, alpha):
         return expand(states, alpha, rotation).transpose(1, 2)
     num_pseudo_heads = alpha.shape[2]
-    size = at_once(states, dim=2, growth=num_pseudo_heads)
-    if size < states.shape[2]:
-        return torch.cat([make_virtual_sequence(part, alpha, rotation) for part in states.split(size, dim=2)], dim=2)
     alpha = alpha.to(states.dtype).permute(2, 1, 0).flatten(0, 1)
     states = states.transpose(1, 2)
     # Expanded, alpha gives a batched product, [batch, N, P * heads, head_dim]. With a 2-D one `matmul` makes copies.

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Hold the weights that mix heads, and learn them at `scale` times the rate of the optimizer."""
 
 import torch
@@ -14,9 +13,8 @@ class Mixing(nn.Module):
     s = 1, as from scratch, the start is zero, so that w is the value. For any other s, w begins at zero.
 
     Adam moves a weight by its rate at each step, which is far too little for values of order 1. So a value moves s
-    times as far as its w. w gets the gradient of the value, without the factor s: with SGD the value would otherwise
-    learn at s² times the rate. Weight decay pulls the value to its start. (The steps of `torch.optim.Adafactor` depend
-    on the size of w: do not use it.)"""
+    times as far as its w, which gets the gradient of the value, without the factor s. Weight decay pulls the value to
+    its start. (The steps of `torch.optim.Adafactor` depend on the size of w: do not use it.)"""
 
     def __init__(self, scale: float = 1.0):
         super().__init__()

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Find the weights that mix heads, read their values, and change the rate at which they learn.
 
 Mixing modules are recognized by their buffers (`weight_names`) and not by their class, because a loaded checkpoint has

@@ -1,10 +1,10 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define Llama with an attention mechanism chosen per layer, by default Interleaved Head Attention (IHA)."""
 
 import math
 import sys
 from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,9 +45,9 @@ from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import positions_in, read_documents
+from .sdpa_in_blocks import read_documents
 from .transformers_versions import CACHE, pop_cache
-from .virtual_tokens import MASK, View, check_mask_over_tokens, keep_window_edge
+from .virtual_tokens import MASK, check_mask_over_tokens, keep_window_edge, refuse_pages
 
 
 # The attention of each kind, one to a line. A checkpoint ships the lines of its kinds.
@@ -84,13 +84,11 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
         self.paired = is_interleaved and "paired_heads" in config.attention_kinds
 
     def _apply(self, fn, recurse=True):
-        """Move the frequencies and keep them in float32.
-
-        `model.to(torch.bfloat16)` would round them, and the angles at position 1000 would be off by radians."""
+        """Keep the frequencies in float32: rounded to bfloat16 they turn position 1000 by radians."""
 
         def move(buffer: torch.Tensor) -> torch.Tensor:
             moved = fn(buffer)
-            # Not always `buffer.to`: `to_empty` starts from the meta device, which has no data to move.
+            # `to_empty` starts from the meta device, which has no data to move.
             return moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
 
         return super()._apply(move, recurse)
@@ -98,12 +96,9 @@ class IHARotaryEmbedding(LlamaRotaryEmbedding):
     def tables(self, x: torch.Tensor, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the (cos, sin) tables for token positions n, `position_ids` [batch, N], in the dtype of `x`.
 
-        - `"token"` is at n, [batch, N, head_dim].
-        - `"interleaved"` is at n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. "iha" layers
-          rotate by both, one after the other.
-        - `"paired"` is at n * P + p, [batch, P, N, head_dim], for layers of paired heads.
-
-        All but `"pseudo_head"` include `attention_scaling`. Length-dependent RoPE types see lengths in tokens."""
+        `"token"` is at n, [batch, N, head_dim]. "iha" layers rotate by two, one after the other: `"interleaved"` is at
+        n * P, [batch, N, head_dim], and `"pseudo_head"` at p, [P, head_dim]. `"paired"` is at n * P + p, [batch, P, N,
+        head_dim]. All but `"pseudo_head"` include `attention_scaling`. RoPE types see lengths in tokens."""
         # This call may update the inv_freq that `_table` reads, so it comes first.
         tables = {"token": self(x, position_ids)}
         first = position_ids * self.config.num_pseudo_heads  # n * P
@@ -169,11 +164,7 @@ class IHAPreTrainedModel(LlamaPreTrainedModel):
     config: IHAConfig
     _no_split_modules = ["IHADecoderLayer"]
     _can_record_outputs = {"hidden_states": IHADecoderLayer, "attentions": MultiHeadAttention}
-
-    @classmethod
-    def is_backend_compatible(cls) -> bool:
-        """Return False: vLLM and SGLang would attend to the one cached key of a token, not to the P made from it."""
-        return False
+    init_continuous_batching = is_backend_compatible = refuse_pages
 
     def _init_weights(self, module: nn.Module):
         """Initialize as Llama does, and each part of a mechanism as its `init_mechanism` says."""
@@ -207,14 +198,16 @@ class IHAModel(IHAPreTrainedModel):
         if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
             keep_window_edge(cache, self.config.sliding_window)  # first, because masks depend on the cache's lengths
         masks: dict[str, Any] = {}
+        is_causal = getattr(self.config, "is_causal", True)
         for attention in (layer.self_attn for layer in self.layers):
             if mask_name(attention) in masks:
                 continue
             core, size = attention.core, attention.num_virtual_tokens
             is_in_blocks = core == SDPA_IN_BLOCKS
             name = MASK if size > 1 or is_in_blocks else core
+            fields = {"core": core, "num_pseudo_heads": size, "sliding_window": self.config.sliding_window}
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
-                config=View(self.config, _attn_implementation=name, core=core, num_pseudo_heads=size),
+                config=SimpleNamespace(_attn_implementation=name, is_causal=is_causal, **fields),
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
                 position_ids=None if is_in_blocks and has_lengths else packed_positions,
@@ -225,13 +218,7 @@ class IHAModel(IHAPreTrainedModel):
     @merge_with_config_defaults
     @capture_outputs
     def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | dict | None = None,
-        position_ids: torch.Tensor | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs,
+        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, use_cache=None, **kwargs
     ) -> BaseModelOutputWithPast:
         r"""Run as [`LlamaModel.forward`] does, with every argument in tokens.
 
@@ -239,10 +226,8 @@ class IHAModel(IHAPreTrainedModel):
         sees, or the masks of `create_masks`. The `attentions` of "iha" layers are [batch, H, N * P, K * P]."""
         if (input_ids is None) ^ (inputs_embeds is not None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-
         cache = pop_cache(kwargs)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
@@ -262,7 +247,7 @@ class IHAModel(IHAPreTrainedModel):
                 core = self.config._attn_implementation or "eager"
                 kwargs |= read_documents(core, inputs_embeds, attention_mask, position_ids, cache, lengths)
             if lengths is not None and position_ids is None:
-                packed_positions = positions_in(lengths, *inputs_embeds.shape[:2])
+                raise ValueError("cu_seq_lens_q needs position_ids that restart where documents begin.")
             has_lengths = "cu_seq_lens_q" in kwargs
             masks = self.create_masks(inputs_embeds, attention_mask, cache, packed_positions, has_lengths)
         if position_ids is None:
@@ -310,26 +295,18 @@ class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def init_continuous_batching(self, *args, **kwargs):
-        """Raise a NotImplementedError: the pages of continuous batching hold no virtual tokens."""
-        raise NotImplementedError("Use generate, or the continuous batching of vLLM by the plugin vllm_iha.")
-
     def _get_static_cache_init_shape(self):
         """Return `None`: a static cache waits for the first keys and values, which some kinds make unlike Llama."""
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, position_ids=None, **kwargs):
-        """Return the masks for a forward with a compilable cache; `generate` calls this before the forward.
-
-        The forward of one new token is compiled and must receive its masks. The forward of a prompt makes its own."""
+        """Return the masks of one new token, which a compiled forward needs, and the padding mask of a prompt."""
         if inputs_embeds.shape[1] > 1:
             return attention_mask
         return self.model.create_masks(inputs_embeds, attention_mask, pop_cache(kwargs), position_ids)
 
 
 class IHATaskHead:
-    """Let the generic heads, which call `AutoModel.from_config`, find [`IHAModel`] where this file is remote code.
-
-    From a local directory a config's class is loaded as a second copy of the one imported above."""
+    """Let the generic heads, which call `AutoModel.from_config`, find [`IHAModel`] where this file is remote code."""
 
     def __init__(self, config: IHAConfig):
         # `register` silently replaces what is there. No public name says if a user has registered a class.
@@ -352,7 +329,6 @@ IHAForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 IHAForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 IHAForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 IHAForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
-# Transformers adds modules of remote code to `sys.modules`, but not to their package. dill, which `datasets` uses,
-# looks them up there.
+# dill, which `datasets` uses, looks up modules in their package, to which Transformers does not add remote code.
 for name in ("configuration_iha", "modeling_iha"):
     setattr(sys.modules[__package__], name, sys.modules[f"{__package__}.{name}"])

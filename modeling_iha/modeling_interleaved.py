@@ -1,10 +1,8 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Run a decoder of Transformers with interleaved heads (interleaving.py), at one RoPE position for each token.
 
-A module with virtual heads attends over virtual tokens (interleaved_attention.py). A pre-hook of the decoder prepares
-its arguments and its cache (decoder_calls.py). The base model computes everything else: projections, RoPE, FFN. The
-classes here add what generation, saving and loading need.
+A module with virtual heads attends over virtual tokens (interleaved_attention.py). The base model computes everything
+else: projections, RoPE, FFN. The classes here add what generation, saving and loading need.
 
 They are made by name. `InterleavedLlamaForCausalLM` is the class (ModelMixin, LlamaForCausalLM), and its configuration
 `InterleavedLlamaConfig` is (ConfigMixin, LlamaConfig). config.json names them in `auto_map`.
@@ -32,12 +30,19 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from .decoder_calls import decoder_config, keep_windows, prepare_decoder
-from .interleaved_attention import core_of, has_virtual_heads, register_core
+from .interleaved_attention import (
+    core_of,
+    decoder_config,
+    has_virtual_heads,
+    keep_windows,
+    prepare_call,
+    register_core,
+)
 from .interleaving import HeadCollapse, HeadMixing
 from .mixing import Mixing
 from .pairing import PairedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+from .virtual_tokens import refuse_pages
 
 
 MODEL_TYPE = "interleaved"  # in config.json and nowhere else, so that nothing loads a checkpoint as the plain base
@@ -48,15 +53,11 @@ MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
 HOOK = "interleaving"
 
 
-# Configurations
-
-
 class ConfigMixin:
     """Save the configuration of an interleaved model under a model type that is not its base's.
 
     These fields are in the configuration of the text decoder, which is a part of that of a model with images:
-        num_pseudo_heads (`int`): P of the paper.
-        pseudo_collapse (`str`): "per_head" (Algorithm 1) or "all_heads" (Definition 3).
+        num_pseudo_heads (`int`), pseudo_collapse (`str`), recompute_virtual_tokens (`bool`): as in `IHAConfig`.
         virtual_heads (`str`, *optional*): "paired" where the heads are paired (`pair_heads`), and not mixed.
         interleaved_layers (`dict`): numbers of query, key and value heads of each interleaved attention module, by its
             name in the model without a head.
@@ -64,7 +65,6 @@ class ConfigMixin:
         mixing_scale (`float`): how many times the optimizer's rate the mixing learns at.
         passes_cu_seq_lens (`bool`): whether the base hands `cu_seq_lens_q` to each of its attention modules.
         base_name_or_path (`str`): what the base was loaded from.
-        recompute_virtual_tokens (`bool`, *optional*): as in `IHAConfig`.
 
     An instance has the base's `model_type`, by which Transformers finds what an architecture needs."""
 
@@ -112,11 +112,10 @@ def without_types(fields: dict) -> dict:
     return {name: value for name, value in fields.items() if name not in ("model_type", "base_model_type")}
 
 
-# Models
-
-
 class ModelMixin:
     """Give a model of Transformers virtual heads in the layers that its configuration lists."""
+
+    init_continuous_batching = is_backend_compatible = refuse_pages
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         check_no_tensor_parallelism(config)
@@ -150,10 +149,7 @@ class ModelMixin:
                 model_kwargs[CACHE].activate_past_recording()  # again: `keep_windows` may have replaced layers
 
     def create_masks_for_generate(self, config, inputs_embeds, attention_mask, **kwargs):
-        """Return the masks of one new token, which a compiled forward needs.
-
-        For a prompt or a flash function return the padding mask, and let the forward make its masks: a mask
-        [batch, keys * P] that is made here would be taken for a padding mask."""
+        """Return the masks of one new token, which a compiled forward needs, and the padding mask for other calls."""
         if inputs_embeds.shape[1] > 1 or "flash" in decoder_config(self)._attn_implementation:
             return attention_mask
         create_masks = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
@@ -162,19 +158,6 @@ class ModelMixin:
     def save_pretrained(self, *args, **kwargs):
         check_layers(self)
         return super().save_pretrained(*args, **kwargs)
-
-    def init_continuous_batching(self, *args, **kwargs):
-        raise NotImplementedError(
-            "Continuous batching keeps one key for each token, and interleaved heads need P: serve the model by vLLM "
-            "with the plugin vllm_iha, or call generate, which takes batches too."
-        )
-
-    @classmethod
-    def is_backend_compatible(cls) -> bool:
-        raise NotImplementedError(
-            "The paged caches of vLLM and SGLang hold one key for each token, and interleaved heads need P: for vLLM "
-            "install the plugin vllm_iha and leave out --model-impl, or use generate of Transformers."
-        )
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -257,23 +240,19 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
         decoder.save_pretrained = do_not_save_part
     parameters = signature(type(decoder).forward).parameters.values()
     names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"]
-    decoder._forward_pre_hooks[HOOK] = partial(prepare_decoder, names)
+    decoder._forward_pre_hooks[HOOK] = partial(prepare_call, names)
     decoder._forward_pre_hooks_with_kwargs[HOOK] = True
 
 
 def do_not_save_part(*args, **kwargs) -> None:
-    raise ValueError(
-        "This is a part of a model with interleaved heads, and by itself it would load without them: save the whole "
-        "model."
-    )
+    raise ValueError("This part of a model with interleaved heads would load without them: save the whole model.")
 
 
 def use_virtual_core(model: PreTrainedModel) -> None:
     """Let the decoder attend over virtual tokens, on the attention function that its configuration names.
 
-    "sdpa" is computed by `sdpa_in_blocks` where the decoder supports FlashAttention, because only such decoders pass
-    their window to an attention function. Configurations have no public setter for a single part of a model, so this
-    sets the field that Transformers sets."""
+    "sdpa" is computed by `sdpa_in_blocks` where the decoder supports FlashAttention: only such decoders pass their
+    window on. Configurations have no public setter for a part of a model: this sets the field of Transformers."""
     config = decoder_config(model)
     core = core_of(config._attn_implementation)
     if core == "sdpa" and decoder_of(model)._supports_flash_attn:
@@ -284,20 +263,16 @@ def use_virtual_core(model: PreTrainedModel) -> None:
 def check_layers(model: PreTrainedModel) -> None:
     """Raise a ValueError where layers were added, removed or moved after interleaving.
 
-    A load makes virtual heads for the listed names alone. Wrappers such as those of `torch.compile` pass attributes
-    on, so that `hasattr` finds the heads of a listed module through its wrapper."""
+    Wrappers such as those of `torch.compile` pass attributes on, so that `hasattr` finds the heads of a module."""
     present = [module for module in backbone_of(model).modules() if has_virtual_heads(module)]
     listed = interleaved_attention(model)
     have_heads = all(hasattr(module, "q_mix") or hasattr(module, "paired_heads") for module in listed.values())
     if len(present) != len(listed) or not have_heads:
         raise ValueError(
             f"The model has {len(present)} attention modules with interleaved heads, which are not the {len(listed)} "
-            f"that its configuration lists ({', '.join(listed)}): layers were added, removed or moved after "
-            "interleaving, and a load would make other layers. Change the layers first, and interleave the heads then."
+            f"that its configuration lists ({', '.join(listed)}): a load would make other layers. Change the layers "
+            "first, and interleave the heads then."
         )
-
-
-# Classes by name
 
 
 def interleaved_name(base: type, config: type | None = None) -> str:
@@ -309,8 +284,7 @@ def interleaved_name(base: type, config: type | None = None) -> str:
 def interleaved_class(base: type, config: type[PreTrainedConfig] | None = None) -> type:
     """Return the class `InterleavedX` of a class X of Transformers, a model or a configuration.
 
-    `InterleavedX_of_Y` is the class of X with a configuration class Y, the argument `config`, which is not X's own:
-    some model types use the models of another type, as InternLM3 does Llama's."""
+    `InterleavedX_of_Y` has a configuration class Y, `config`, that is not X's own: InternLM3 uses Llama's models."""
     fields: dict[str, Any] = {"__module__": __name__}
     if issubclass(base, PreTrainedConfig):
         return strict(type(interleaved_name(base), (ConfigMixin, base), fields))  # it collects the validators anew
@@ -358,6 +332,5 @@ def __getattr__(name: str) -> type:
     return interleaved_class(base, config)
 
 
-# Transformers adds modules of remote code to `sys.modules`, but not to their package. dill, which `datasets` uses,
-# looks them up there.
+# dill, which `datasets` uses, looks up modules in their package, to which Transformers does not add remote code.
 setattr(sys.modules[__package__], __name__.split(".")[-1], sys.modules[__name__])

@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define the base of the options of attention kinds, which are fields of strict dataclasses.
 
 A field has a default, a test, and words for what the test expects."""

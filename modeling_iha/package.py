@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Add to [`IHAConfig`] the methods that a checkpoint does not need.
 
 `from_preset` reads the named presets. `save_pretrained` ships the code of a model's own mechanisms only."""
@@ -171,5 +170,5 @@ def save_pretrained(config: IHAConfig, save_directory: str | os.PathLike, *args,
 def _is_ours(file: Path) -> bool:
     """Return whether a file exists and is one of this package, by its first line. Somebody may have a pairing.py."""
     with suppress(FileNotFoundError), file.open("rb") as opened:
-        return opened.readline().rstrip() == OUR_FIRST_LINE
+        return opened.readline().startswith(OUR_FIRST_LINE)
     return False

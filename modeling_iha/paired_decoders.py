@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Pair the heads of a decoder of Transformers in place, for a model trained from random weights or trained further.
 
 Paired heads compute what interleaved heads with fixed mixing compute (attention_paired_heads.py), at 1 / P of the
@@ -13,7 +12,6 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
-from .decoder_calls import decoder_config
 from .in_place import (
     TOLERANCE,
     check_window,
@@ -27,6 +25,7 @@ from .in_place import (
     restore_configs,
     set_interleaved_window,
 )
+from .interleaved_attention import decoder_config
 from .modeling_interleaved import attach_virtual_heads, interleaved_attention
 
 

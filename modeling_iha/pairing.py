@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Pair heads: the queries, keys and values of P heads become one sequence of P virtual tokens for each token.
 
 Virtual token (n, p) of virtual head i is head p * (H / P) + i of token n. Projections write [batch, N, H, head_dim],

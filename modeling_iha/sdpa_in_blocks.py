@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Attend on PyTorch's SDPA by FlashAttention's contract: `attn_implementation="sdpa_in_blocks"`.
 
 As FlashAttention, the function needs no mask with an entry for each pair of tokens:
@@ -28,32 +27,28 @@ from transformers.utils.import_utils import is_tracing
 VARLEN_ARGUMENTS = frozenset(signature(varlen_attn).parameters)
 NAME = "sdpa_in_blocks"
 LEAST_BLOCK = 128  # queries of a block
-CPU_CACHE_BYTES = 2**21  # of what is computed at once without gradients
 HIDDEN = -30_000.0  # added to scores of padding; float16 holds it
-
-
-# What a call declares
 
 
 def read_documents(core: str, states, attention_mask, position_ids, cache, lengths=None) -> dict[str, Any]:
     """Return the documents of a call as FlashAttention's keyword arguments, or none where they cannot be told.
 
     In calls with neither a mask nor a cache a document begins where positions do not increase by one, as in
-    Transformers. Padding on a side of a row is a document too: no real token sees it. They cannot be told for padding
-    between real tokens, after cached tokens, and by the values of compiled code. A core other than "sdpa" gets none.
+    Transformers. Rows without padding are one document each. They cannot be told next to padding, after cached tokens,
+    and by the values of compiled code. A core other than "sdpa" gets none.
 
     States are [batch, N, ...], the mask is [batch, cached + N] (or longer next to a cache), positions are [batch or 1,
     N], and `lengths` are the `cu_seq_lens_q` that a call has already. Raise a ValueError for packed documents next to
     a mask or a cache, where Transformers silently joins them."""
-    is_in_blocks = core in ("sdpa", NAME)
     batch, length = states.shape[:2]
+    is_in_blocks = core in ("sdpa", NAME)
     is_plain = attention_mask is None and cache is None and (batch == 1 or "flash" not in core)
+    given = attention_mask if position_ids is None else position_ids
     if lengths is not None:
         check_packed(is_plain)
         return {}
     if not is_in_blocks and (is_plain or position_ids is None):
         return {}
-    given = attention_mask if position_ids is None else position_ids
     if given is None:
         return document_lengths(row_bounds(batch, length, states.device), length) if is_plain else {}
     if length == 1 or given.is_meta or is_tracing(given):
@@ -64,15 +59,12 @@ def read_documents(core: str, states, attention_mask, position_ids, cache, lengt
         check_mask(attention_mask, batch, past + length, is_longest=cache is None)
         positions = torch.where(attention_mask[:, past : past + length].bool(), positions, -1)
     positions = positions.expand(batch, -1).cpu()  # the only copy, because a GPU is waited for at each
-    if is_plain:
-        begins = positions.diff(dim=-1) != 1
-    else:
-        real = positions >= 0
+    begins = positions.diff(dim=-1) != 1
+    if not is_plain:
         latest = positions.cummax(dim=-1).values[:, :-1]
-        check_packed(not (real[:, 1:] & (positions[:, 1:] <= latest)).any())
-        begins = real[:, 1:] != real[:, :-1]
-        has_holes = ((begins & real[:, 1:]).sum(dim=-1) + real[:, 0] > 1).any()
-        if past > 0 or has_holes or not is_in_blocks:
+        check_packed(not ((positions[:, 1:] >= 0) & (positions[:, 1:] <= latest)).any())
+        begins = torch.zeros_like(begins)
+        if past > 0 or not is_in_blocks or (positions < 0).any():
             return {}
     bounds = pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
     bounds = pad(bounds, (0, 1), value=batch * length).int()
@@ -88,7 +80,6 @@ def check_packed(is_kept_apart: bool) -> None:
 
 
 def check_mask(mask: torch.Tensor, batch: int, num_keys: int, is_longest: bool = True) -> None:
-    """Raise a ValueError for a mask that is not [batch, keys], or longer where a cache has room for more tokens."""
     if len(mask) != batch or mask.shape[1] < num_keys or (is_longest and mask.shape[1] > num_keys):
         raise ValueError(f"attention_mask {list(mask.shape)} does not fit {batch} rows of {num_keys} tokens.")
 
@@ -102,32 +93,21 @@ def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
-def positions_in(documents: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    """Return the positions of tokens in their documents, [batch, length]."""
-    places = torch.arange(batch * length, device=documents.device)
-    return (places - documents[torch.bucketize(places, documents, right=True) - 1]).view(batch, length)
-
-
-# The mask
-
-
 def needs_no_dense_mask(q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **kwargs) -> bool:
     """Return whether the queries are the first keys, which nothing but causality, a window and padding hides.
 
     `allow_is_causal_skip` is false where Transformers adds another rule, and `attention_chunk_size` is set where a
     window is one of chunks. An export has dense masks: it would specialize the program to a range of lengths."""
-    is_export = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     has_chunks = getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
     is_unknown = isinstance(q_offset, torch.Tensor) and is_tracing(q_offset)  # of a static cache in compiled code
+    is_export = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     if is_export or has_chunks or is_unknown or not kwargs.get("allow_is_causal_skip", True):
         return False
     return (q_length > 1 or kv_length == 1) and bool(q_offset == 0) and bool(kv_offset == 0)
 
 
 def flat_mask(attention_mask: torch.Tensor | None, kv_length: int, **kwargs) -> torch.Tensor | None:
-    """Return a padding mask as [batch, keys]. A static cache has keys for tokens to come, and so may a mask.
-
-    A mask of one number that is expanded, as `declared` makes it (decoder_calls.py), hides nothing."""
+    """Return a padding mask as [batch, keys], or `None` for one number that is expanded (of `declared`)."""
     if attention_mask is None or attention_mask.stride() == (0, 0):
         return None
     return prepare_padding_mask(attention_mask, kv_length, 0)[:, :kv_length].bool()
@@ -143,16 +123,13 @@ def mask_in_blocks(batch_size: int, q_length: int, attention_mask=None, **kwargs
     return flat_mask(attention_mask, **kwargs)
 
 
-# The attention function
-
-
 def sdpa_in_blocks(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention [batch, length, H, head_dim] as an attention function of Transformers.
 
     Queries are [batch, H, length, head_dim], keys and values [batch, G, keys, head_dim]. If there are more keys than
-    queries (a prompt on a static cache), the queries are the first of them. Documents include padding."""
+    queries (a prompt on a static cache), the queries are the first of them."""
     batch, _, length, head_dim = query.shape
     options = {"dropout": dropout, "scaling": scaling or head_dim**-0.5}
     is_dense = attention_mask is not None and attention_mask.ndim == 4
@@ -160,14 +137,11 @@ def sdpa_in_blocks(
     if is_dense or not is_causal:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options, **kwargs)
 
-    has_kernel = has_varlen_kernel(query, value, dropout)
     window = None if sliding_window is None or sliding_window >= length else sliding_window
     mask, documents = attention_mask, kwargs.get("cu_seq_lens_q")
-    can_list = has_kernel or (query.device.type == "cpu" and not torch.compiler.is_compiling())
-    if documents is not None and len(documents) == batch + 1:
-        mask = documents = None  # each row is one document, without padding
-    elif documents is not None and mask is not None:
-        mask, documents = (None, documents) if can_list else (mask, None)
+    if documents is not None:
+        mask = None  # they are told where there is no padding
+        documents = documents if len(documents) > batch + 1 else None
     for name in ("softcap", "s_aux", "position_bias"):  # by which Gemma 2, GPT-OSS and T5 change scores
         if kwargs.get(name) is not None and not (mask is window is documents is None):
             raise ValueError(f"attn_implementation={NAME!r} does not support {name}: use 'eager'.")
@@ -179,18 +153,15 @@ def sdpa_in_blocks(
 
     if window is None and documents is None:
         output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options, **kwargs)
-    elif has_kernel:
+    elif has_varlen_kernel(query, value, dropout):
         longest = kwargs.get("max_length_q") or length
         output = attend_by_varlen(query, key, value, documents, longest, window, options["scaling"])
     elif documents is None:  # the rows of a batch are as heads of one row
         rows = (states.flatten(0, 1)[None] for states in (query, key, value))
         output = attend_to_document(module, *rows, window, **options)
         output = output.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)
-    elif not torch.compiler.is_compiling():
-        output = attend_to_documents(module, query, key, value, documents, window, **options)
     else:
-        dense = same_document(documents, batch, length, window)
-        output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, dense, **options)
+        output = attend_to_documents(module, query, key, value, documents, window, **options)
     return output[..., :num_features], None
 
 
@@ -204,17 +175,7 @@ def hide_padding(query, key, value, mask: torch.Tensor) -> tuple[torch.Tensor, t
     return query, pad(torch.cat((key, hidden), dim=-1), (0, 7)), pad(value, (0, 8))
 
 
-def same_document(documents: torch.Tensor, batch: int, length: int, window: int | None) -> torch.Tensor:
-    """Return which keys of its document and window each query sees, [batch, 1, length, length].
-
-    Only code that is compiled for a CPU needs it: a graph cannot depend on the number of documents."""
-    reach = positions_in(documents, batch, length)[:, None]  # how many tokens back a query sees
-    reach = reach if window is None else reach.clamp(max=window - 1)
-    places = torch.arange(length, device=documents.device)
-    distance = places[:, None] - places
-    return (distance >= 0) & (distance <= reach[..., None])
-
-
+@torch.compiler.disable  # a graph cannot depend on the number of documents
 def attend_to_documents(module, query, key, value, documents, window: int | None, **options) -> torch.Tensor:
     """Return the output of documents one by one."""
     lengths = [each for each in documents.diff().tolist() if each]
@@ -259,20 +220,13 @@ def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scali
     key, value = (OverlappingBlocks.apply(states, block, window) for states in (key, value))
     mask = mask.repeat(heads // groups, 1)
 
-    def attend(query, key, value) -> torch.Tensor:
-        output = scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scaling)
-        output = output.unflatten(2, (-1, block)).permute(0, 3, 1, 2, 4)  # [blocks, block, G, H / G, head_dim]
-        return output.flatten(2, 3).flatten(0, 1)
-
-    size = at_once(query, dim=0)
-    if size >= len(query):  # to split into one part would copy gradients
-        return attend(query, key, value)[:length]
-    parts = zip(query.split(size), key.split(size), value.split(size))
-    return torch.cat([attend(*part) for part in parts])[:length]
+    output = scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scaling)
+    output = output.unflatten(2, (-1, block)).permute(0, 3, 1, 2, 4)  # [blocks, block, G, H / G, head_dim]
+    return output.flatten(2, 3).flatten(0, 1)[:length]
 
 
 def is_plain_forward(states: torch.Tensor) -> bool:
-    """Return whether a CPU runs uncompiled code without gradients, which takes a little at a time."""
+    """Return whether a CPU runs uncompiled code without gradients."""
     return states.device.type == "cpu" and not torch.is_grad_enabled() and not is_tracing(states)
 
 
@@ -284,12 +238,6 @@ def block_size(states: torch.Tensor, window: int) -> int:
 def join_rows(states: torch.Tensor) -> torch.Tensor:
     """Return states [batch, heads, length, head_dim] as one row [1, heads, batch * length, head_dim]."""
     return states.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
-
-
-def at_once(states: torch.Tensor, dim: int, growth: int = 1) -> int:
-    """Return how many slices to compute at once, with results `growth` times as large: all, or what a CPU caches."""
-    count = states.shape[dim]
-    return max(1, CPU_CACHE_BYTES * count // (states.nbytes * growth)) if is_plain_forward(states) else count
 
 
 class OverlappingBlocks(torch.autograd.Function):

@@ -1,9 +1,8 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
-"""Name the versions of Transformers that this code runs on, and what they call a cache. `setup.py` reads this too.
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
+"""Name the versions of Transformers that this code runs on. `setup.py` reads this too.
 
-From Transformers 5.24 on a cache is called `cache`: in arguments, in the inputs of `generate` and in outputs. Earlier
-versions call it `past_key_values`, and by `cache` they mean the pages of continuous batching."""
+From 5.24 on a cache is called `cache` in arguments and outputs. Earlier versions call it `past_key_values`, and by
+`cache` they mean the pages of continuous batching."""
 
 from importlib import metadata
 from inspect import signature

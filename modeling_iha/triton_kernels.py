@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Compute steps of interleaving.py on a GPU, each in one pass over virtual tokens, by Triton kernels.
 
 `expand` mixes, rotates and interleaves heads (IHA, Algorithm 1, steps 2 and 3), and `collapse` is step 5. `decode`

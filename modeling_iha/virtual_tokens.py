@@ -1,5 +1,4 @@
-# Copyright 2026 the modeling_iha authors.
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Run an attention layer over virtual tokens: an ordinary layer over a sequence that is P times as long.
 
 P pseudo-heads turn token n into the virtual tokens n * P .. n * P + P - 1 (interleaving.py, or pairing.py). The
@@ -41,26 +40,21 @@ from .sdpa_in_blocks import flat_mask, is_plain_forward, needs_no_dense_mask
 # Virtual queries, keys and values that are made at once: by a backward pass, and on a CPU without gradients.
 PART_BYTES = 2**31
 CPU_PART_BYTES = 2**25
-CORES = ("eager", "sdpa", SDPA_IN_BLOCKS, "flex_attention", "flash_attention_2")  # attention functions
+MASK = "virtual_tokens"  # the mask function of `IHAModel`
 
 
-class View:
-    """Show an object with some of its attributes replaced. In PyTorch 2.11 `copy` would break a compiled graph."""
-
-    def __init__(self, viewed: Any, **attributes):
-        self._viewed = viewed
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def __getattr__(self, name: str):
-        return getattr(self._viewed, name)
+def refuse_pages(*args, **kwargs) -> None:
+    """Raise an error, as a method of models with virtual tokens, where a server would keep one key for each token."""
+    raise NotImplementedError(
+        "Pages of continuous batching, vLLM and SGLang hold one key for each token, and interleaved heads need P: "
+        "call generate, which takes batches too, or install the plugin vllm_iha and leave out --model-impl."
+    )
 
 
 def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
     """Return the keyword arguments of an attention function, with windows, lengths and positions in virtual tokens.
 
-    Positions become n * P + p even if the virtual tokens of a token share its RoPE position, because to an attention
-    function a repeated position is the start of a document."""
+    Positions become n * P + p, whatever RoPE uses: to an attention function a repeated one begins a document."""
     virtual = dict(kwargs)
     for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
         if kwargs.get(name) is not None:
@@ -97,8 +91,7 @@ def takes_flat_mask(core: str, **kwargs) -> bool:
     return "flash" in core or (core == SDPA_IN_BLOCKS and needs_no_dense_mask(**kwargs))
 
 
-# `IHAModel.create_masks` gives the core in the config. A call must register nothing: a compiled graph would be invalid.
-MASK = "virtual_tokens"
+# `IHAModel.create_masks` gives the core as a field of the config.
 AttentionMaskInterface.register(MASK, lambda **kwargs: virtual_mask(kwargs["config"].core, **kwargs))
 
 
@@ -110,8 +103,7 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     is_grid = query.ndim == 4 and key.ndim == 4
     queries, keys = (query[..., ::num_pseudo_heads, :], key[..., ::num_pseudo_heads]) if is_grid else (query, key)
     query_token, key_token = queries // num_pseudo_heads, keys // num_pseudo_heads
-    # Query n * P + p sees the W * P keys that end at itself: pseudo-heads up to p of what n sees, later ones of what
-    # n - 1 sees.
+    # Query n * P + p sees pseudo-heads up to p of what n sees, and later ones of what n - 1 sees.
     seen = sees_token(batch, head, query_token, key_token)
     continues = sees_token(batch, head, query_token, query_token - 1)  # false where a document begins at n
     seen_before = continues & sees_token(batch, head, query_token - 1, key_token)
@@ -133,8 +125,7 @@ def repeat_pairs(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
 def repeat_mask(mask: Any, num_tokens: int, num_keys: int, num_pseudo_heads: int) -> Any:
     """Expand the mask of a layer to its virtual tokens, unless `virtual_mask` has made it over virtual tokens.
 
-    A user's mask [batch, heads, N, K] says all, as in Transformers: no window is added to it. A hidden token hides all
-    its pseudo-heads. Within a token, pseudo-head p sees those up to p."""
+    A user's mask [batch, heads, N, K] says all, as in Transformers: no window is added to it."""
     if not isinstance(mask, torch.Tensor) or num_pseudo_heads == 1:
         return mask
     if mask.ndim == 2:
@@ -150,9 +141,9 @@ def repeat_mask(mask: Any, num_tokens: int, num_keys: int, num_pseudo_heads: int
 
 
 def check_mask_over_tokens(mask: torch.Tensor, num_tokens: int, cache: Cache | None, window: float) -> None:
-    """Raise a ValueError for a user's mask that is not [batch, heads, N, K], or that a window makes ambiguous.
+    """Raise a ValueError for a user's mask that is not [batch, heads, N, K].
 
-    A mask over tokens cannot tell which pseudo-heads see the last token of a window (see `keep_window_edge`)."""
+    It cannot tell which pseudo-heads see the last token of a window (see `keep_window_edge`)."""
     length = num_tokens if cache is None else num_tokens + cache.get_seq_length()
     is_4d = mask.ndim == 4 and mask.shape[2:] == (num_tokens, length)
     if not is_4d or length > window or getattr(cache, "is_compileable", False):
@@ -171,8 +162,7 @@ def virtual_attention(
     Args:
         attend: an attention function of Transformers, whose first argument is `module`.
         heads: `MixedHeads` or `PairedHeads`, which make virtual tokens of heads and collapse the output.
-        query: [batch, H, N, head_dim], rotated as an ordinary layer would.
-        key, value: [batch, G, K, head_dim], rotated and cached as an ordinary layer would.
+        query, key, value: [batch, H, N, head_dim] and [batch, G, K, head_dim], as in an ordinary layer.
         attention_mask: the mask of `virtual_mask`, or a user's [batch, heads, N, K].
         kwargs: keyword arguments of the attention function, in tokens."""
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
@@ -182,8 +172,8 @@ def virtual_attention(
     mask = heads.mask_of_virtual_heads(mask)
     kwargs = in_virtual_tokens(kwargs, heads.num_pseudo_heads)
 
-    def run(heads: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
-        output, weights = attend(module, *heads.make_virtual_tokens(query, key, value), mask, **kwargs)
+    def run(heads: Any, *states: torch.Tensor) -> tuple:
+        output, weights = attend(module, *heads.make_virtual_tokens(*states), mask, **kwargs)
         return heads.collapse_output(output), weights
 
     states = (query, key, value)

@@ -44,7 +44,7 @@ from iha.files import whole_file, write_json
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads
 from modeling_iha.mixing_weights import mixing_parameters
-from modeling_iha.decoder_calls import decoder_config
+from modeling_iha.interleaved_attention import decoder_config
 from research.benchmarks.harness import environment
 from research.experiments.options import RESULTS, StudyParser
 

@@ -549,7 +549,6 @@ def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
             "modeling_interleaved.py",
             "virtual_tokens.py",
             "sdpa_in_blocks.py",
-            "decoder_calls.py",
             "interleaved_attention.py",
             "interleaving.py",
             "triton_kernels.py",

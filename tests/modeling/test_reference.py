@@ -35,9 +35,8 @@ from references.options import AttentionOptions, llama_inv_freq
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from modeling_iha import IHAConfig, IHAForCausalLM, interleaving, sdpa_in_blocks
+from modeling_iha import IHAConfig, IHAForCausalLM, virtual_tokens
 from modeling_iha.interleaving import MixedHeads
-from modeling_iha.sdpa_in_blocks import at_once
 
 
 # The reference itself
@@ -139,25 +138,23 @@ def test_model_matches_reference(overrides):
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_virtual_tokens_made_in_parts(size, positions, monkeypatch):
-    """Without gradients a CPU makes the virtual tokens of `size` tokens at once; the last part may be shorter."""
-    config = small_config(num_pseudo_heads=3, pseudo_positions=positions)
+@pytest.mark.parametrize("part_bytes", [1, 2**40])
+def test_heads_are_computed_in_parts(part_bytes, positions, monkeypatch):
+    """Without gradients a CPU makes the virtual tokens of some key/value heads and their queries at once."""
+    config = small_config(num_pseudo_heads=3, pseudo_positions=positions, num_key_value_heads=2)
     model = random_model(config, dtype=torch.float64)
-    input_ids = random_ids(2, 9)
-    of_token = 2 * config.num_attention_heads * config.head_dim * torch.float64.itemsize
-    sizes = []
+    input_ids, parts, in_parts = random_ids(2, 9), [], MixedHeads.in_parts
 
-    def recorded(*args, **options):
-        sizes.append(at_once(*args, **options))
-        return sizes[-1]
+    def recorded(heads, count):
+        parts.append(in_parts(heads, count))
+        return parts[-1]
 
-    monkeypatch.setattr(sdpa_in_blocks, "CPU_CACHE_BYTES", size * 3 * of_token)
-    monkeypatch.setattr(interleaving, "at_once", recorded)
+    monkeypatch.setattr(virtual_tokens, "CPU_PART_BYTES", part_bytes)
+    monkeypatch.setattr(MixedHeads, "in_parts", recorded)
     with torch.no_grad():
         logits = model(input_ids).logits
     expected, _ = reference_logits(model, input_ids)
-    assert size in sizes
+    assert {len(each) for each in parts} == {2 if part_bytes == 1 else 1}
     assert relative_error(logits, expected) < FP64
 
 

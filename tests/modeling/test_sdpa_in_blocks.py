@@ -378,27 +378,6 @@ def test_every_query_drops(small_blocks, documents):
     assert output.mean().item() == pytest.approx(1, abs=0.1)
 
 
-def test_blocks_are_the_same_in_several_calls(small_blocks, monkeypatch):
-    """Without gradients a CPU takes few blocks at a time, and as many as there are in a remainder."""
-    calls, attend = [], sdpa_in_blocks.scaled_dot_product_attention
-    monkeypatch.setattr(
-        sdpa_in_blocks,
-        "scaled_dot_product_attention",
-        lambda query, *args, **kwargs: calls.append(len(query)) or attend(query, *args, **kwargs),
-    )
-    module, (query, key, value) = random_states(1, 38)
-    for documents in (None, torch.tensor([0, 17, 38]).int()):
-        arguments = (module, query, key, value, None)
-        options = {"sliding_window": 5, "cu_seq_lens_q": documents}
-        expected, _ = ALL_ATTENTION_FUNCTIONS[NAME](*arguments, **options)
-        calls.clear()
-        monkeypatch.setattr(sdpa_in_blocks, "CPU_CACHE_BYTES", 2 * 4 * 4 * 6 * 8)  # two blocks of 4 queries of 4 heads
-        with torch.no_grad():
-            actual, _ = ALL_ATTENTION_FUNCTIONS[NAME](*arguments, **options)
-        torch.testing.assert_close(actual, expected)
-        assert set(calls) == {1, 2}
-
-
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_blocks_are_small_where_gradients_copy_no_keys(requires_grad, monkeypatch):
     """The mask of a block that grows with the window would take memory by the square of the window."""
@@ -544,13 +523,16 @@ def test_compiled_code_takes_varlen(groups, case, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [5, None])
-def test_compiled_documents_have_a_dense_mask_on_a_cpu(window, small_blocks):
-    """A graph cannot depend on the number of documents."""
+def test_compiled_documents_break_the_graph_on_a_cpu(window, small_blocks):
+    """A graph cannot depend on the number of documents. A whole graph was asked for: PyTorch says what breaks it."""
     module, states = random_states(2, 38)
     attend = partial(ALL_ATTENTION_FUNCTIONS[NAME], module, attention_mask=None, sliding_window=window)
     expected, _ = attend(*states, cu_seq_lens_q=DOCUMENTS)
-    actual, _ = torch.compile(attend, fullgraph=True, backend="eager")(*states, cu_seq_lens_q=DOCUMENTS)
+    actual, _ = torch.compile(attend, backend="eager")(*states, cu_seq_lens_q=DOCUMENTS)
     torch.testing.assert_close(actual, expected)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="torch.compiler.disable"):
+        torch.compile(attend, backend="eager", fullgraph=True)(*states, cu_seq_lens_q=DOCUMENTS)
 
 
 @pytest.mark.parametrize("shape", [(2, 250), (2, 350), (1, 300)])
