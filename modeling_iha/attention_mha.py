@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -64,15 +63,11 @@ class MultiHeadAttention(LlamaAttention):
         """Return queries and keys [batch, N, heads, head_dim] unchanged; some kinds map heads before RoPE."""
         return query_states, key_states
 
-    def rotate(
-        self, query_states: torch.Tensor, key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate(self, query_states, key_states, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries [batch, H, N, head_dim] and keys [batch, G, N, head_dim] by RoPE [batch, N, head_dim]."""
         return apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
-    def project(
-        self, hidden_states: torch.Tensor, position_embeddings: dict[str, tuple], cache: Cache | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, hidden_states: torch.Tensor, position_embeddings: dict[str, tuple], cache: Any) -> tuple:
         """Return queries [batch, H, N, head_dim] of the new tokens, and keys and values of all tokens.
 
         Hidden states are [batch, N, hidden_size], values and (rotated) keys [batch, G, cached + N, head_dim]."""

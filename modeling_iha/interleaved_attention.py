@@ -25,22 +25,10 @@ from .interleaving import MixedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .sdpa_in_blocks import read_documents
 from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
-from .virtual_tokens import check_mask_over_tokens, keep_window_edge, takes_flat_mask, virtual_attention, virtual_mask
+from .virtual_tokens import View, check_dense_mask, keep_window_edge, takes_flat_mask, virtual_attention, virtual_mask
 
 
 PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
-
-
-class View:
-    """Show an object with some of its attributes replaced. In PyTorch 2.11 `copy` would break a compiled graph."""
-
-    def __init__(self, viewed: Any, **attributes):
-        self._viewed = viewed
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def __getattr__(self, name: str):
-        return getattr(self._viewed, name)
 
 
 def attend_interleaved(
@@ -190,7 +178,7 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] == tokens.shape[1]:
         windows = config.interleaved_window, getattr(config, "sliding_window", None)
-        check_mask_over_tokens(mask, tokens.shape[1], cache, min(each or math.inf for each in windows))
+        check_dense_mask(mask, tokens.shape[1], cache, min(each or math.inf for each in windows))
     passes_lengths = getattr(config, "passes_cu_seq_lens", False)  # of documents, as `interleave_heads` has tried
     is_flat = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
     if config._attn_implementation == PREFIX + SDPA_IN_BLOCKS and passes_lengths and is_flat and tokens is not None:

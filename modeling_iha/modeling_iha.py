@@ -4,7 +4,6 @@
 import math
 import sys
 from copy import copy
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ from .configuration_iha import IHAConfig
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .sdpa_in_blocks import read_documents
 from .transformers_versions import CACHE, pop_cache
-from .virtual_tokens import MASK, check_mask_over_tokens, keep_window_edge, refuse_pages
+from .virtual_tokens import MASK, View, check_dense_mask, keep_window_edge, refuse_pages
 
 
 # The attention of each kind, one to a line. A checkpoint ships the lines of its kinds.
@@ -189,7 +188,7 @@ class IHAModel(IHAPreTrainedModel):
         self.post_init()
 
     def create_masks(
-        self, inputs_embeds: torch.Tensor, attention_mask, cache, packed_positions, has_lengths: bool = False
+        self, inputs_embeds, attention_mask, cache, packed_positions, has_lengths=False
     ) -> dict[str, Any]:
         """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
 
@@ -198,16 +197,14 @@ class IHAModel(IHAPreTrainedModel):
         if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
             keep_window_edge(cache, self.config.sliding_window)  # first, because masks depend on the cache's lengths
         masks: dict[str, Any] = {}
-        is_causal = getattr(self.config, "is_causal", True)
         for attention in (layer.self_attn for layer in self.layers):
             if mask_name(attention) in masks:
                 continue
             core, size = attention.core, attention.num_virtual_tokens
             is_in_blocks = core == SDPA_IN_BLOCKS
             name = MASK if size > 1 or is_in_blocks else core
-            fields = {"core": core, "num_pseudo_heads": size, "sliding_window": self.config.sliding_window}
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
-                config=SimpleNamespace(_attn_implementation=name, is_causal=is_causal, **fields),
+                config=View(self.config, _attn_implementation=name, core=core, num_pseudo_heads=size),
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
                 position_ids=None if is_in_blocks and has_lengths else packed_positions,
@@ -239,7 +236,7 @@ class IHAModel(IHAPreTrainedModel):
             lengths = kwargs.get("cu_seq_lens_q")
             if attention_mask is not None and attention_mask.ndim != 2:
                 window = self.config.sliding_window or math.inf
-                check_mask_over_tokens(attention_mask, inputs_embeds.shape[1], cache, window)
+                check_dense_mask(attention_mask, inputs_embeds.shape[1], cache, window)
                 if not attention_mask.is_floating_point():  # the "eager" function of Transformers would add 0 and 1
                     hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
                     attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)

@@ -43,6 +43,18 @@ CPU_PART_BYTES = 2**25
 MASK = "virtual_tokens"  # the mask function of `IHAModel`
 
 
+class View:
+    """Show an object with some of its attributes replaced. In PyTorch 2.11 `copy` would break a compiled graph."""
+
+    def __init__(self, viewed: Any, **attributes):
+        self._viewed = viewed
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str):
+        return getattr(self._viewed, name)
+
+
 def refuse_pages(*args, **kwargs) -> None:
     """Raise an error, as a method of models with virtual tokens, where a server would keep one key for each token."""
     raise NotImplementedError(
@@ -140,7 +152,7 @@ def repeat_mask(mask: Any, num_tokens: int, num_keys: int, num_pseudo_heads: int
     return mask[..., -num_keys * num_pseudo_heads :]
 
 
-def check_mask_over_tokens(mask: torch.Tensor, num_tokens: int, cache: Cache | None, window: float) -> None:
+def check_dense_mask(mask: torch.Tensor, num_tokens: int, cache: Cache | None, window: float) -> None:
     """Raise a ValueError for a user's mask that is not [batch, heads, N, K].
 
     It cannot tell which pseudo-heads see the last token of a window (see `keep_window_edge`)."""
