@@ -95,7 +95,9 @@ setup(
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
             "coverage",
+            "ipykernel",
             "mypy",
+            "nbclient",
             "parameterized",
             "pytest",
             "pytest-xdist",
