@@ -149,6 +149,9 @@ release-check:
 	$(WHEEL) -P tests/check_release.py package "$$directory"; \
 	$(WHEEL) -m pip install --no-compile --quiet --disable-pip-version-check "$$wheel[scripts,serve]"; \
 	$(WHEEL) -P tests/check_release.py extras "$$directory"
+# Only here, because Transformers and bitsandbytes would look for kernels on the Hub where this package is installed.
+	$(WHEEL) -m pip install --no-compile --quiet --disable-pip-version-check kernels pytest triton
+	$(WHEEL) -m pytest tests/test_hub_kernels.py
 
 checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.checkpoints.make_checkpoints
