@@ -27,7 +27,7 @@ help:
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (hours on one core); an interrupted run goes on"
-	@echo "make release-check  build the wheel and the sdist, check them, and try the wheel in a new environment (5 minutes)"
+	@echo "make release-check  build the wheel and the sdist, check them, and try the wheel in a new environment (3 minutes)"
 	@echo "make lint   ruff, mypy and Transformers' linter of modeling files"
 	@echo "make clean  remove the environments and outputs/, with the runs of studies, comparisons and trainings in it"
 
