@@ -5,10 +5,15 @@ OLDEST := .venv-oldest/bin/python
 RENAMED := .venv-5.23/bin/python
 NEWEST := .venv-newest/bin/python
 VLLM := .venv-vllm/bin/python
+RELEASE := .venv-release/bin/python
+WHEEL := .venv-wheel/bin/python
+# What `make release-check` installs first: the build for CPUs saves gigabytes. If its index is unreachable, give
+# another requirement, such as TORCH=torch.
+TORCH ?= torch --index-url https://download.pytorch.org/whl/cpu
 # Where this is set, each process would compile PyTorch and Transformers anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-full test-oldest test-newest vllm test-vllm bench gpu checkpoints experiments lint clean
+.PHONY: help demo test test-full test-oldest test-newest vllm test-vllm bench gpu checkpoints experiments lint release-check clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (2 to 3 minutes on 2 quiet cores)"
@@ -22,6 +27,7 @@ help:
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements"
 	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
 	@echo "make experiments  run the studies that need no checkpoint (hours on one core); an interrupted run goes on"
+	@echo "make release-check  build the wheel and the sdist, check them, and try the wheel in a new environment (3 minutes)"
 	@echo "make lint   ruff, mypy and Transformers' linter of modeling files"
 	@echo "make clean  remove the environments and outputs/, with the runs of studies, comparisons and trainings in it"
 
@@ -125,6 +131,28 @@ gpu:
 		tests/modeling/test_decoding_kernels.py
 	$(PYTHON) -m research.benchmarks.gpu --out research/benchmarks/results/gpu
 
+# Builds dist/ and tries the wheel outside of the checkout, without constraints. It stops at the placeholder for the
+# repository's address unless PLACEHOLDER=allowed, and at a TAG that is not of this version.
+release-check:
+	$(PYTHON) tests/check_release.py address "$(TAG)"
+	rm -rf dist modeling_iha.egg-info
+	$(PYTHON) -m venv --clear .venv-release
+	$(RELEASE) -m pip install --quiet --disable-pip-version-check build cffconvert check-wheel-contents twine
+	$(RELEASE) -m build > /dev/null
+	.venv-release/bin/twine check --strict dist/*
+	.venv-release/bin/check-wheel-contents dist/*.whl
+	.venv-release/bin/cffconvert --validate
+	$(PYTHON) -m venv --clear .venv-wheel
+	$(WHEEL) -m pip install --no-compile --quiet --disable-pip-version-check $(TORCH)
+	@set -e; unset PYTHONPATH; wheel=$$(echo dist/*.whl); directory=$$(mktemp -d); trap 'rm -rf "$$directory"' EXIT; \
+	$(WHEEL) -m pip install --no-compile --quiet --disable-pip-version-check "$$wheel"; \
+	$(WHEEL) -P tests/check_release.py package "$$directory"; \
+	$(WHEEL) -m pip install --no-compile --quiet --disable-pip-version-check "$$wheel[scripts,serve]"; \
+	$(WHEEL) -P tests/check_release.py extras "$$directory"
+# Only here, because Transformers and bitsandbytes would look for kernels on the Hub where this package is installed.
+	$(WHEEL) -m pip install --no-compile --quiet --disable-pip-version-check kernels pytest triton
+	$(WHEEL) -m pytest tests/test_hub_kernels.py
+
 checkpoints: .venv/test-installed
 	OMP_NUM_THREADS=1 $(RUN) -m research.checkpoints.make_checkpoints
 
@@ -153,4 +181,4 @@ experiments: .venv/installed
 	$(STUDY).model_types
 
 clean:
-	rm -rf .venv .venv-oldest .venv-5.23 .venv-newest .venv-vllm outputs
+	rm -rf .venv .venv-oldest .venv-5.23 .venv-newest .venv-vllm .venv-release .venv-wheel dist outputs

@@ -4,6 +4,9 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 
+# The address of the repository. Replace OWNER before a release: `make release-check` rejects it.
+REPOSITORY = "https://github.com/OWNER/modeling-iha"
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -13,17 +16,40 @@ def constant(file: str, name: str) -> str:
     return re.search(rf'^{name} = "(.+?)"', text, re.MULTILINE)[1]
 
 
+def readme(version: str) -> str:
+    """Return README.md with absolute links to the files of a release, because a package index has only the text."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    text = text.replace("](#", "](README.md#")
+    text = re.sub(r"!\[([^]]*)\]\((?!http)", rf"![\1]({REPOSITORY}/raw/v{version}/", text)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!http)", rf"[\1]({REPOSITORY}/blob/v{version}/", text)
+
+
+VERSION = constant("__init__.py", "__version__")
 OLDEST, FIRST_UNTESTED = (constant("transformers_versions.py", name) for name in ("OLDEST", "FIRST_UNTESTED"))
 
 setup(
     name="modeling-iha",
-    version=constant("__init__.py", "__version__"),
+    version=VERSION,
     description="Interleaved Head Attention for Hugging Face Transformers",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=readme(VERSION),
     long_description_content_type="text/markdown",
     author="The modeling_iha authors",
-    project_urls={"Paper": "https://arxiv.org/abs/2602.21371"},
-    keywords=["attention", "interleaved head attention", "language models", "transformers", "pytorch"],
+    project_urls={
+        "Repository": REPOSITORY,
+        "Documentation": f"{REPOSITORY}/tree/v{VERSION}/docs",
+        "Changelog": f"{REPOSITORY}/blob/v{VERSION}/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+        "Paper": "https://arxiv.org/abs/2602.21371",
+    },
+    keywords=[
+        "attention",
+        "attention mechanisms",
+        "fine-tuning",
+        "interleaved head attention",
+        "language models",
+        "pytorch",
+        "transformers",
+    ],
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Science/Research",
@@ -69,7 +95,9 @@ setup(
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
             "coverage",
+            "ipykernel",
             "mypy",
+            "nbclient",
             "parameterized",
             "pytest",
             "pytest-xdist",

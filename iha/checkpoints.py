@@ -38,7 +38,7 @@ from transformers.utils.hub import extract_commit_hash, get_checkpoint_shard_fil
 from typing_extensions import TypedDict
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
-from iha.errors import UserError, one_line
+from iha.errors import UserError, how_to_install, one_line
 from iha.files import expanded, file_sha256, read_json
 from iha.foreign_code import code_elsewhere
 from iha.sources import LOADED, find_source
@@ -53,7 +53,7 @@ _ADVICE = {
     "trust_remote_code=True": "only its own code could load it, and no command here runs the code of a checkpoint "
     "(`python -m conversion_scripts.convert_dcformer_to_iha` converts DCFormer without its code)",
     "deserializing header": "safetensors are damaged, or only a pointer of Git LFS: fetch it again (git lfs pull)",
-    "gguf>=": 'GGUF files need the package gguf: run pip install -e ".[scripts]" in the checkout',
+    "gguf>=": f"GGUF files need the package gguf: {how_to_install('scripts')}",
     "Weights only load failed": "it is damaged, or a pickle of more than tensors, which is not read because it could "
     "run any code",
 }

@@ -1,13 +1,17 @@
 """Run a command of this package: `iha convert`, `verify`, `push`, `pull`, `cost` or `serve`.
 
+In a checkout also `iha train` (`python -m sft.train`), `evaluate` (`evaluation.run`) and `compare`
+(`research.compare`).
+
 example: iha convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2
 """
 
 import argparse
 import importlib
+import runpy
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 
 from iha.arguments import (
     convert_arguments,
@@ -16,7 +20,7 @@ from iha.arguments import (
     push_arguments,
     verify_arguments,
 )
-from iha.errors import run_cli
+from iha.errors import IS_CHECKOUT, ROOT, UserError, run_cli
 
 
 # From a command to its module and the function that parses its arguments. The module is imported when they are
@@ -29,10 +33,26 @@ COMMANDS: dict[str, tuple[str, Callable[[], dict] | None]] = {
     "cost": ("iha.cost", cost_arguments),
     "serve": ("iha.serving.serve", None),
 }
+# Commands of a checkout, which read recipes, tasks and studies that no wheel holds, and the module of each.
+COMMANDS_OF_A_CHECKOUT = {"train": "sft.train", "evaluate": "evaluation.run", "compare": "research.compare"}
+
+
+def run_in_checkout(name: str) -> None:
+    """Run a command of a checkout. Raise `UserError` if only the package is installed."""
+    module = COMMANDS_OF_A_CHECKOUT[name]
+    if not IS_CHECKOUT:
+        addresses = dict(entry.split(", ") for entry in metadata("modeling-iha").get_all("Project-URL"))
+        clone = f'run git clone {addresses["Repository"]} and, in the new directory, pip install -e ".[scripts]"'
+        raise UserError(f"iha {name} needs a checkout, because it is `python -m {module}`: {clone}.")
+    sys.path.insert(0, str(ROOT))
+    runpy.run_module(module, run_name="__main__")
 
 
 def run(name: str) -> None:
     """Run the command `name` with the arguments of the command line."""
+    if name in COMMANDS_OF_A_CHECKOUT:
+        run_in_checkout(name)
+        return
     module, parse = COMMANDS[name]
     if parse is None:
         importlib.import_module(module).main()
@@ -45,7 +65,8 @@ def main() -> None:
     """Run the command that the first argument names, with the other arguments."""
     parser = argparse.ArgumentParser("iha", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('modeling-iha')}")
-    parser.add_argument("command", choices=COMMANDS, help="`iha COMMAND --help` describes it and its arguments")
+    names = [*COMMANDS, *COMMANDS_OF_A_CHECKOUT]
+    parser.add_argument("command", choices=names, help="`iha COMMAND --help` describes it and its arguments")
     name = parser.parse_args(sys.argv[1:2]).command
     sys.argv = [f"iha {name}", *sys.argv[2:]]
     run_cli(lambda: run(name))

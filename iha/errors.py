@@ -14,6 +14,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parents[1]
+IS_CHECKOUT = (ROOT / "setup.py").is_file()  # else this is an installed wheel, without recipes, studies and documents
 # The extras of setup.py that bring a package, if they are not "scripts".
 EXTRAS = {"uvicorn": "serve"}
 EXTRAS |= dict.fromkeys(("lm_eval", "markdown_it", "math_verify", "wonderwords"), "scripts,evaluation")
@@ -88,8 +89,14 @@ def _explained(error: BaseException, arguments: list[str]) -> str:
 
 def missing(package: str) -> str:
     """Return the message about a package that is not installed."""
-    extras = EXTRAS.get(package, "scripts")
-    return f'the package {package} is not installed: run pip install -e ".[{extras}]" in the checkout.'
+    return f"the package {package} is not installed: {how_to_install(EXTRAS.get(package, 'scripts'))}."
+
+
+def how_to_install(extras: str) -> str:
+    """Return what to do for packages of these extras of setup.py, in a checkout or with a wheel."""
+    if IS_CHECKOUT:
+        return f'run pip install -e ".[{extras}]" in the checkout'
+    return f'run pip install "modeling-iha[{extras}]"'
 
 
 def check_packages(*names: str) -> None:

@@ -93,6 +93,7 @@ LONGEST = (
     "test_mechanisms",
     "test_readme",
     "test_conversion",
+    "test_notebook",
     "test_distributed",
     "test_compile",
     "test_protocol",

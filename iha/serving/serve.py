@@ -17,7 +17,7 @@ import typer
 from transformers.cli.serve import Serve
 from transformers.utils import is_serve_available
 
-from iha.errors import UserError
+from iha.errors import UserError, how_to_install
 
 
 @wraps(Serve)
@@ -26,7 +26,7 @@ def start(**options: Any) -> None:
 
     Raise `UserError` for a model that it cannot serve, and where its packages are not installed."""
     if not is_serve_available():
-        raise UserError('the packages of the server are not installed: run pip install -e ".[serve]" in the checkout.')
+        raise UserError(f"the packages of the server are not installed: {how_to_install('serve')}.")
     if options["continuous_batching"]:
         raise UserError(
             "--continuous-batching keeps one key for each token, and interleaved heads need more: leave it out, or "
