@@ -233,7 +233,7 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
     On a CPU that is slower where few tokens are cached."""
-    if query.shape[2] > 1 or dropout or mask is None or mask.ndim != 4 or not heads.collapses_per_head:
+    if query.shape[2] > 1 or dropout or mask is None or len(mask.shape) != 4 or not heads.collapses_per_head:
         return False
     core = module.config._attn_implementation.rpartition("iha_")[2]  # interleaved_attention.py adds a prefix
     if core not in ("sdpa", SDPA_IN_BLOCKS):

@@ -49,9 +49,11 @@ SHARED_FIELDS = (
 # Fields that no forward pass reads: those of Transformers' base class, and others that published checkpoints have.
 HARMLESS_FIELDS = {
     *PreTrainedConfig().to_dict(),
+    "base_name_or_path",
     "head_dim",
     "is_llama_config",
     "model_max_length",
+    "passes_cu_seq_lens",
     "pretraining_tp",
     "transformers.js_config",
     "unk_token_id",

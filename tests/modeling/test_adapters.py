@@ -164,18 +164,16 @@ def test_a_run_resumes_and_loads_its_best_adapter(base, tmp_path):
     assert found[0].equal(found[1])
 
 
-def test_a_model_with_a_loaded_mixing_keeps_the_core_that_its_plain_base_refuses(base, tmp_path):
-    """TRL gives the name of the core to the plain base, which would else silently be its reference."""
+def test_a_changed_model_has_no_name_by_which_its_plain_base_loads(base, tmp_path):
+    """TRL loads a reference model by this name, which would else silently be the plain base."""
     save_adapter(train_mixing(interleave_heads(plain(base), 2)), tmp_path)
-    loaded = load_adapter(plain(base), tmp_path)
-    eager = copy.deepcopy(loaded)
-    eager.set_attn_implementation("eager")
-    for each in (loaded, copy.deepcopy(loaded), eager):
-        other = plain(base)
-        other.config._attn_implementation = each.config._attn_implementation
-        with pytest.raises(RuntimeError, match="For a reference model pass ref_model"):
-            logits(other)
-    assert torch.allclose(logits(loaded), logits(eager), atol=1e-5)
+    for changed in (load_adapter(plain(base), tmp_path), pair_heads(plain(base), 2), interleave_heads(plain(base), 2)):
+        assert changed.name_or_path == changed.config.name_or_path == ""
+        with pytest.raises(OSError):
+            AutoModelForCausalLM.from_pretrained(changed.config.name_or_path)
+    assert remove_interleaving(changed).config.name_or_path == changed.name_or_path == str(base)
+    record = json.loads((tmp_path / "interleaving.json").read_text())
+    assert record["base_model_name_or_path"] == str(base)
 
 
 def test_the_mixing_alone_is_saved_and_loaded(base, tmp_path):
