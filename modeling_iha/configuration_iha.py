@@ -3,6 +3,7 @@
 """Configure the IHA model: Llama's fields, and each layer's mechanism."""
 
 from copy import deepcopy
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 from .transformers_versions import OLDEST  # noqa: F401  # first, so that the error of another version comes first
@@ -23,8 +24,7 @@ from .options_pairs import PairOptions
 
 
 if TYPE_CHECKING:
-    # Transformers copies every file that an import names, even if it never runs. So a configuration that is saved
-    # without a model, as by mergekit, brings the model's code too.
+    # Transformers copies each file that an import names, so a configuration that is saved alone brings the model too.
     from .modeling_iha import IHAModel  # noqa: F401
 
 
@@ -82,8 +82,7 @@ class IHAConfig(LlamaConfig):
             RoPE position of pseudo-head p (from 0) of token n. `"interleaved"` is n * P + p, as in the paper, for
             training from scratch. `"shared"` is n, which keeps a pretrained model's positions when it is converted.
         pseudo_collapse (`str`, *optional*, defaults to `"per_head"`):
-            Map R from pseudo-heads back to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P]
-            (Definition 3).
+            Map R to heads: `"per_head"` is [H, P] (Algorithm 1), `"all_heads"` is [H, H * P] (Definition 3).
         mixing_scale (`float`, *optional*, defaults to 1.0):
             Factor on the optimizer's rate for the mixing of a new model (mixing.py). A checkpoint keeps its own.
         recompute_virtual_tokens (`bool`, *optional*):
@@ -128,6 +127,9 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
+        for name in kwargs.keys() - self.__dataclass_fields__ - {"use_sliding_window"}:  # unknown, but for Qwen2's
+            if nearest := get_close_matches(name, self.__dataclass_fields__, n=1, cutoff=0.85):
+                raise ValueError(f"There is no field {name!r}; did you mean {nearest[0]!r}?")
         self.attention_kinds = expand_pattern(self.attention_kinds, self.num_hidden_layers)
         self.layer_types = expand_pattern(self.layer_types or "full_attention", self.num_hidden_layers)
         self.no_rope_layers = expand_pattern(self.no_rope_layers or [1], self.num_hidden_layers)
@@ -137,8 +139,7 @@ class IHAConfig(LlamaConfig):
         super().__post_init__(**kwargs)
         if self.mlp_gate_groups is not None:
             self.base_model_tp_plan = {}  # a gate scales whole groups of channels, which a column shard would cut
-        if self.has_sliding_rope:
-            # Transformers 5.17 adds a `rope_theta` next to the parameters of the layer types; nothing would read it.
+        if self.has_sliding_rope:  # to which Transformers 5.17 adds a `rope_theta` that nothing would read
             self.rope_parameters.pop("rope_theta", None)
 
     def validate_architecture(self):
