@@ -267,7 +267,8 @@ def test_gpus_share_what_stays_and_not_the_rows():
 def test_a_loss_in_tiles_keeps_no_logits_of_a_large_vocabulary():
     config, tokens = small_config(vocab_size=40_000), 5_000
     whole, tiled = (of_training(config, 1, tokens, True, tiled) for tiled in (False, True))
-    assert whole.peak - tiled.peak > 4 * tokens * config.vocab_size  # bytes of the logits in float32
+    logits = 4 * tokens * config.vocab_size  # bytes in float32
+    assert tiled.peak < logits < whole.peak
     assert whole[:3] == tiled[:3]
 
 
