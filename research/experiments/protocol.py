@@ -35,7 +35,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from iha.errors import UserError, refusing
 from iha.files import sole_writer
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.mixing_weights import mixing_parameters
+from modeling_iha.mixing_weights import trained_mixing
 from research.experiments.study import differences, run_once
 
 
@@ -86,7 +86,7 @@ def new_model(config: IHAConfig, base: IHAConfig, seed: int) -> IHAForCausalLM:
 def has_mixing(config: IHAConfig) -> bool:
     """Return if a model has mixing modules, which learn at a separate rate."""
     with torch.device("meta"):
-        return bool(mixing_parameters(IHAForCausalLM(config)))
+        return bool(trained_mixing(IHAForCausalLM(config)))
 
 
 def fit(
@@ -111,7 +111,7 @@ def fit(
         the curve, [step, *evaluate(model, step)] each, and the seconds that this process took on the CPU for the
         training, without evaluations. Other processes on the machine do not lengthen them.
     """
-    mixes = mixing_parameters(model)
+    mixes = trained_mixing(model)
     found = set(mixes)
     others = [weight for weight in model.parameters() if weight not in found]
     groups = [{"params": others, "lr": rate}, {"params": mixes, "lr": rate * mixing}]

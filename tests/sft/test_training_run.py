@@ -169,6 +169,9 @@ def test_the_best_weights_need_a_checkpoint_of_each_evaluation(tiny, rows_file, 
 def test_a_run_without_a_start_is_refused(tmp_path):
     with pytest.raises(UserError, match="give a checkpoint to start from, or a preset"):
         train.main(["--dataset_name", "rows.jsonl", "--output_dir", str(tmp_path)])
+    # Asking the Hub for the data first takes a minute without a network.
+    with pytest.raises(UserError, match="There is no preset 'tyny'; available are dcformer-1.4b, .*, tiny"):
+        train.main(["--preset", "tyny", "--dataset_name", "nobody/nothing", "--output_dir", str(tmp_path)])
 
 
 # What a run is made of
