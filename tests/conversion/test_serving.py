@@ -148,9 +148,7 @@ def test_a_port_in_use_is_refused_before_a_model_is_loaded(monkeypatch, capsys):
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr(sys, "argv", ["serve", "nowhere", "--port", str(port)])
-        with pytest.raises(
-            UserError, match=f"--port {port} cannot be opened .*: choose another --port"
-        ):
+        with pytest.raises(UserError, match=f"--port {port} cannot be opened .*: choose another --port"):
             serve.main()
 
 

@@ -20,6 +20,7 @@ from iha.errors import UserError
 from iha.step_memory import Counter, StepMemory, of_sharded_training, of_training, one_layer_of_each
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.flop_matched_window import flop_matched_window
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.transformers_versions import CACHE
 
 
@@ -81,6 +82,14 @@ def parameters_of(config):
         model = IHAForCausalLM(config)
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_every_kind_has_a_cost_and_a_case_here():
+    """Kinds over pairs have no cost: `iha cost` raises an error for them."""
+    without = {kind for kind, companion in iha.kinds.all_companions().items() if companion.cost is None}
+    assert without == {"hyper", "simplicial"}
+    tested = {kind for fields in (VARIANTS | OTHER_KINDS).values() for kind in small_config(**fields).attention_kinds}
+    assert tested == ATTENTION_CLASSES.keys() - without
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *OTHER_KINDS])
