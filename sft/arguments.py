@@ -236,7 +236,8 @@ def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
     if not run.preset and not run.model_name_or_path:
         raise UserError("model_name_or_path: give a checkpoint to start from, or a preset for random weights.")
     if run.preset and run.preset not in preset_names():
-        raise UserError(f"There is no preset {run.preset!r}; available are {', '.join(preset_names())}.")
+        near = similar(run.preset, preset_names())
+        raise UserError(f"There is no preset {run.preset!r}{near}. configuration_iha/README.md lists all.")
     given = [name for name in PRESET_KEYS if getattr(run, name)]
     if given and not run.preset:
         raise UserError(f"{', '.join(given)}: for runs that start from a preset. Remove what is named here.")
