@@ -24,7 +24,7 @@ from .options_pairs import PairOptions
 
 
 if TYPE_CHECKING:
-    # Transformers copies each file that an import names, so a configuration that is saved alone brings the model too.
+    # Transformers copies the files of imports, so a configuration that is saved alone brings the model's code too.
     from .modeling_iha import IHAModel  # noqa: F401
 
 
@@ -162,12 +162,11 @@ class IHAConfig(LlamaConfig):
                     f"one per layer ({self.num_hidden_layers}), or a pattern that repeats at least twice, of "
                     f"{', '.join(map(repr, allowed))}."
                 )
-        window = self.sliding_window
         slides = "sliding_attention" in self.layer_types
-        if slides != (window is not None) or (slides and window < 2):
+        if slides != (self.sliding_window is not None) or (slides and self.sliding_window < 2):
             raise ValueError(
-                f"sliding_window={window} with the layer_types {sorted(set(self.layer_types))}: expected at least 2 "
-                "tokens where a layer is of type 'sliding_attention', and None elsewhere."
+                f"sliding_window={self.sliding_window} with the layer_types {sorted(set(self.layer_types))}: expected "
+                "at least 2 tokens where a layer is of type 'sliding_attention', and None elsewhere."
             )
         if self.has_sliding_rope and not set(self.rope_parameters) == set(self.layer_types) == set(LAYER_TYPES):
             raise ValueError(
