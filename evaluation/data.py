@@ -12,14 +12,13 @@ from pathlib import Path
 
 from datasets import Dataset, load_dataset
 
+from evaluation.names import SMOKE
 from iha import files
 from iha.errors import UserError, refusing
 from iha.files import read_json, read_jsonl
 
 
 MANIFEST = read_json(Path(__file__).with_name("data_manifest.json"))
-# A few hand-made rows of each benchmark, in the layout of a data directory, which are part of the repository.
-SMOKE = Path(__file__).with_name("smoke_data")
 
 
 file_sha256 = cache(files.file_sha256)  # because every task asks for texts of many megabytes

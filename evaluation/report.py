@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from pathlib import Path
 
-from evaluation import ruler, suites
+from evaluation import names
 from iha.cards import figure_text, markdown_table
 from iha.files import read_json, whole_file
 
@@ -28,7 +28,7 @@ def ruler_means(tasks: dict[str, dict]) -> dict:
     by_length: dict[int, dict] = defaultdict(dict)
     for name, task in tasks.items():
         kind, _, length = name.partition("@")
-        if kind in ruler.TASKS:
+        if kind in names.RULER:
             by_length[int(length)][kind] = task
     if not by_length:
         return {}
@@ -66,11 +66,11 @@ def _ours(results: dict, column: dict) -> dict | None:
         return None
     if task == "ruler":
         # The paper's average is over all tasks and these lengths.
-        lengths = [str(length) for length in suites.DEFAULTS["lengths"]]
+        lengths = [str(length) for length in names.DEFAULTS["lengths"]]
         has_lengths = list(results["ruler"].get("by_length", ())) == lengths
-        is_whole = has_lengths and results["ruler"].get("tasks") == sorted(ruler.TASKS)
+        is_whole = has_lengths and results["ruler"].get("tasks") == sorted(names.RULER)
         has_notes = any(
-            "note" in entry for name, entry in results["tasks"].items() if name.partition("@")[0] in ruler.TASKS
+            "note" in entry for name, entry in results["tasks"].items() if name.partition("@")[0] in names.RULER
         )
         return results["ruler"]["all"] if is_whole and not has_notes else None
     found = results["tasks"].get(task, {})
@@ -116,7 +116,7 @@ def markdown(results: dict) -> str:
             for length, figure in [*means["by_length"].items(), ("all", means["all"])]
         ]
         lines += ["## RULER: mean of the tasks that were run\n", markdown_table(["length", "string_match"], rows)]
-        missing = [task for task in ruler.TASKS if task not in means["tasks"]]
+        missing = [task for task in names.RULER if task not in means["tasks"]]
         if missing:
             lines.append(f"Not run, and not in the means: {', '.join(missing)}.\n")
     beside = [

@@ -20,22 +20,6 @@ from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
 from iha.errors import UserError
 
 
-# Multi-key retrieval comes first, because the paper sees the largest difference there.
-TASKS = (
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multivalue",
-    "niah_multiquery",
-    "ruler_vt",
-    "ruler_cwe",
-    "ruler_fwe",
-    "ruler_qa_squad",
-    "ruler_qa_hotpot",
-)
 STOCK = Path(lm_eval.tasks.__file__).parent / "ruler"
 # Below this length, in tokens, lm-eval may never finish making these tasks.
 SHORTEST = {"ruler_vt": 1024, "ruler_cwe": 1024, "ruler_fwe": 1024}

@@ -14,7 +14,6 @@ examples:
 
 import argparse
 import hashlib
-import os
 import platform
 import sys
 import time
@@ -28,11 +27,13 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from evaluation.arguments import parse
 from iha.errors import UserError, check_packages, refusing, run_cli
 
 
 if __name__ == "__main__":
     run_cli(lambda: check_packages("lm_eval", "datasets", "markdown_it", "math_verify", "wonderwords"))
+    run_cli(lambda: parse(description=__doc__))  # once more in `main`
 
 import lm_eval
 import torch
@@ -40,18 +41,18 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from lm_eval.api.model import CachingLM
 from transformers import PreTrainedTokenizerBase
 
-from evaluation import data, report, run_code, suites
+from evaluation import data, names, report, run_code, suites
 from evaluation.model import Model, device_type
 from iha import thoughts
 from iha.cards import source_name
 from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype, vocabulary_of
-from iha.files import current_commit, expanded, read_json, sole_writer, write_json, write_jsonl
+from iha.files import current_commit, read_json, sole_writer, write_json, write_jsonl
 from iha.foreign_code import note_foreign_code
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
 # The modules of this directory that determine a task's figures.
-_DECIDING = ("data", "model", "replies", "ruler", "run", "run_code", "scores", "suites")
+_DECIDING = ("data", "model", "names", "replies", "ruler", "run", "run_code", "scores", "suites")
 
 
 def claim_output(directory: Path, identity: dict) -> dict:
@@ -152,72 +153,12 @@ def _checksums(directory: Path | None) -> dict[str, str]:
     return {name: data.file_sha256(directory / name) for name in data.MANIFEST if (directory / name).is_file()}
 
 
-def complete(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the command line with the suite's tasks and defaults filled in. Raise `UserError`."""
-    for name in ("limit", "samples", "max_new_tokens", "batch_size"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
-    for name, value in (suites.SMOKE_DEFAULTS if args.suite == "smoke" else suites.DEFAULTS).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    args.lengths = sorted(set(args.lengths))
-    if args.lengths[0] < 64:
-        raise UserError(f"--lengths {args.lengths[0]}: expected at least 64.")
-    known = suites.SUITES[args.suite]
-    for name in args.tasks or ():
-        if name not in known:
-            raise UserError(f"--tasks {name}: not a task of the suite {args.suite}: it has {', '.join(known)}.")
-    asked = args.tasks or known
-    args.tasks = [task for task in known if task in asked]
-    runs_code = [task for task in args.tasks if task in suites.CODE]
-    if runs_code and not args.confirm_run_unsafe_code:
-        raise UserError(
-            f"{', '.join(runs_code)} would run programs that the model writes: give {run_code.FLAG}, in a container "
-            f"or with bubblewrap installed, or name the other tasks with --tasks."
-        )
-    # The path in full: the model may be "." or "..".
-    args.output = args.output or Path("outputs/evaluation") / Path(os.path.abspath(args.model)).name
-    return args
-
-
 def main(argv: Sequence[str] | None = None) -> dict | None:
     """Evaluate, write results.json, report.md and samples, and return the results.
 
     The result is `None` on every process but the first. Raise `UserError`.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="checkpoint directory, GGUF file or id on the Hub")
-    parser.add_argument(
-        "--suite", required=True, choices=("smoke", "ruler", "reasoning", "paper"), help="tasks to run"
-    )
-    parser.add_argument("--tasks", nargs="+", help="only these tasks of the suite")
-    parser.add_argument(
-        "--data", type=expanded, help="directory of data files as in data_manifest.json (default: the Hub)"
-    )
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", help="lengths of RULER's prompts with their replies, in tokens"
-    )
-    parser.add_argument("--limit", type=int, help="only the first LIMIT examples of each task and length")
-    parser.add_argument("--samples", type=int, help="replies to each question of the tasks of Table 1 (default 16)")
-    parser.add_argument("--max-new-tokens", type=int, help="longest reply (default: the task's)")
-    where = (
-        "directory for results (default: outputs/evaluation/MODEL); give no stranger's, because its cache holds "
-        "pickles, which can run any code"
-    )
-    parser.add_argument("--output", type=expanded, help=where)
-    parser.add_argument("--batch-size", type=int, default=8, help="rows in a batch (default: 8)")
-    parser.add_argument("--tokenizer", help="directory or id on the Hub (default: the model's)")
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="default: auto, that of the checkpoint",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of sampling (default: 0)")
-    parser.add_argument("--no-chat", action="store_true", help="never apply the chat template")
-    parser.add_argument(run_code.FLAG, action="store_true", help=run_code.FLAG_HELP)
-    args = complete(parser.parse_args(argv))
+    args = parse(argv, __doc__)
     # There is no timeout, because some processes finish hours before others.
     process = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])
     # The main process holds the lock. The other processes of the run write next to it.
@@ -227,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> dict | None:
 
 def note_missing_isolation(tasks: Iterable[str]) -> None:
     """Print a note on stderr if tasks run programs and nothing isolates these."""
-    runs_code = [task for task in tasks if task in suites.CODE]
+    runs_code = [task for task in tasks if task in names.CODE]
     if runs_code and not run_code.isolates():
         print(
             f"Note: bubblewrap is not installed or does not work here, so the programs of {', '.join(runs_code)} can "

@@ -1,4 +1,4 @@
-"""Name the tasks of each suite, and build them as tasks of lm-eval."""
+"""Build the tasks of a suite as tasks of lm-eval."""
 
 import argparse
 import logging
@@ -11,28 +11,13 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
-from evaluation import data, ruler
+from evaluation import ruler
+from evaluation.names import BY_LENGTH, RULER, SMOKE, TABLE_1
 from iha.errors import refusing
 from iha.thoughts import THOUGHTS
 
 
 TASKS = Path(__file__).with_name("tasks")
-
-TABLE_1 = ("gsm8k", "math500", "mbpp", "humaneval")
-TABLE_2 = ("gsm8k_5shot", "gsm8k_5shot_maj5", "math500_4shot", "mbpp_5shot", "humaneval_completion")
-# Tasks that run programs that the model writes.
-CODE = ("mbpp", "humaneval", "mbpp_5shot", "humaneval_completion")
-# Tasks that are made anew for each of `--lengths`.
-BY_LENGTH = (*ruler.TASKS, "perplexity_by_position")
-SUITES = {
-    "smoke": (*TABLE_1, *TABLE_2, "dcformer_synthetic", "niah_multikey_2", "niah_single_1", "perplexity_by_position"),
-    "ruler": BY_LENGTH,
-    "reasoning": TABLE_1,
-    "paper": (*TABLE_1, *TABLE_2, "dcformer_synthetic", *BY_LENGTH),
-}
-# Defaults of options of the command line. The task decides on an option that is `None`.
-DEFAULTS: dict[str, Any] = {"lengths": [4096, 8192, 16384]}
-SMOKE_DEFAULTS = {"lengths": [512], "limit": 2, "samples": 2, "max_new_tokens": 8, "data": data.SMOKE}
 
 
 class Task(ConfigurableTask):
@@ -86,7 +71,7 @@ def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
         for name in args.tasks:
             for length in args.lengths if name in BY_LENGTH else [None]:
                 title = name if length is None else f"{name}@{length}"
-                if name in ruler.TASKS:
+                if name in RULER:
                     config = ruler.config(name, length, copy)
                     # Without a network the Hub's clients raise many types of exceptions.
                     with (
@@ -119,7 +104,7 @@ def _build(title: str, name: str, config: dict, args: argparse.Namespace) -> Tas
     if name in TABLE_1 and args.samples not in (None, task.config.repeats):
         options.append(f"--samples {args.samples}")
         task.config.repeats = args.samples
-    if name not in ruler.TASKS and args.data is not None and args.data.resolve() == data.SMOKE:
+    if name not in RULER and args.data is not None and args.data.resolve() == SMOKE:
         options.append(f"--data {args.data}")
     if args.suite != "smoke":  # which says what it is
         task.options = " ".join(options)

@@ -271,10 +271,13 @@ def cost_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     config = "model, interleaved model or Llama-like base: a directory with a config.json, or a Hub id"
     model.add_argument("--config", help=config)
     parser.add_argument("--tokens", type=int, required=True, help="length of the sequence")
-    parser.add_argument("--batch", type=int, default=1, help="number of sequences (default: 1)")
+    parser.add_argument("--batch", type=int, default=1, help="number of sequences of each GPU (default: 1)")
     virtual = "P in place of the model's; a plain base gets it in every layer, or with --window in four of five"
     parser.add_argument("--num-pseudo-heads", type=int, help=virtual)
     parser.add_argument("--window", type=int, help="window in tokens in place of the model's")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that share the model by FSDP2 (default: 1)")
+    parser.add_argument("--tflops", type=float, help="TFLOP/s that you expect of each GPU, for the time of a step")
+    parser.add_argument("--json", help="also write the figures to this file")
     arguments = vars(parser.parse_args(argv))
     check_cost(**arguments)
     if arguments["config"] is not None:
@@ -289,13 +292,21 @@ def check_cost(
     batch: int,
     num_pseudo_heads: int | None,
     window: int | None,
+    gpus: int,
+    tflops: float | None,
+    json: str | os.PathLike | None,
 ) -> None:
     """Reject arguments of `cost` that cannot work. Raise `UserError`."""
-    for name, value in (("tokens", tokens), ("batch", batch), ("num-pseudo-heads", num_pseudo_heads)):
+    numbers = {"tokens": tokens, "batch": batch, "num-pseudo-heads": num_pseudo_heads, "gpus": gpus}
+    for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: expected at least 1.")
     if window is not None and window < 2:
         raise UserError(f"--window {window}: expected at least 2.")
+    if tflops is not None and not 0 < tflops < math.inf:
+        raise UserError(f"--tflops {tflops}: expected a number above 0.")
+    if json is not None:
+        check_output_file(json, replace=True)
     names = preset_names()
     if config in names and not os.path.exists(config):
         raise UserError(f"--config {config}: this is the name of a preset: give it as --preset {config}.")

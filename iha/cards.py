@@ -32,7 +32,8 @@ from iha.kinds import Companion, companion_of, described, own_modules
 from iha.layer_cost import virtual_tokens_per_token
 from iha.model_cost import model as cost_of_model
 from iha.model_cost import with_mha
-from modeling_iha import IHAConfig, mixing_parameters
+from modeling_iha import IHAConfig
+from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
 
 
@@ -166,7 +167,7 @@ def render_card(
     length = min(16384, positions or 16384)
     # The recipe states these keys, and a checkpoint may need others.
     recipe_keys = [f"--max_length {length}", f"--num_pseudo_heads {virtual_tokens_per_token(config)}"]
-    if not mixing_parameters(model):
+    if not trained_mixing(model):
         recipe_keys.append("--mixing_scale 1")
     pseudo_heads = config.num_pseudo_heads
     pairs_of_kinds = {"iha": pseudo_heads**2, "paired_heads": pseudo_heads}  # times those of "mha"

@@ -5,9 +5,8 @@ figures are those of iha/model_cost.py, and the memory is that of iha/step_memor
 """
 
 import os
-import sys
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -17,10 +16,11 @@ from iha.checkpoints import load_config
 from iha.conversion.convert_llama_to_iha import iha_config
 from iha.conversion.shared import new_config, preset_config
 from iha.errors import UserError, run_cli
+from iha.files import write_json
 from iha.kinds import interleaved_kind, is_interleaved, layer_number
 from iha.layer_cost import Cost, virtual_tokens_per_token
 from iha.model_cost import attention, ffn, head, model, with_mha
-from iha.step_memory import of_training
+from iha.step_memory import StepMemory, of_sharded_training, of_training
 from modeling_iha import IHAConfig
 from modeling_iha.in_place import FIELDS
 from modeling_iha.modeling_interleaved import base_class
@@ -110,16 +110,41 @@ def row(title: str, cost: Cost, tokens: int, batch: int) -> str:
     return f"{title:<30}{''.join(f' {figure:>15}' for figure in figures)}"
 
 
-def memory(settings: IHAConfig, batch: int, tokens: int) -> str:
-    """Return a line on the memory of a training step, and how virtual tokens that are made again change it."""
-    kept, recomputed = (changed(settings, recompute_virtual_tokens=choice) for choice in (False, True))
-    whole, checkpointed = (of_training(kept, batch, tokens, checkpointing) for checkpointing in (False, True))
-    peaks = f"{whole.peak / 1e9:.2f} GB, {checkpointed.peak / 1e9:.2f} with activation checkpointing"
+def memory(settings: IHAConfig, batch: int, tokens: int, gpus: int = 1) -> dict[str, StepMemory]:
+    """Return the memory of a training step in each way to save some, and "" without any.
+
+    With several GPUs it is that of each of them."""
+
+    def count(recompute: bool, checkpointing: bool, tiled_loss: bool) -> StepMemory:
+        config = changed(settings, recompute_virtual_tokens=recompute)
+        if gpus > 1:
+            return of_sharded_training(config, batch, tokens, checkpointing, tiled_loss, gpus)
+        return of_training(config, batch, tokens, checkpointing, tiled_loss)
+
+    ways = {
+        "": count(False, False, False),
+        "activation checkpointing": count(False, True, False),
+        "activation checkpointing and TRL's loss": count(False, True, True),
+    }
     if virtual_tokens_per_token(settings) > 1:
-        peak = of_training(recomputed, batch, tokens, False).peak
-        peaks += f", {peak / 1e9:.2f} with recompute_virtual_tokens"
+        ways["recompute_virtual_tokens"] = count(True, False, False)
+    return ways
+
+
+def memory_line(ways: dict[str, StepMemory]) -> str:
+    """Return a line on the memory of a training step."""
+    whole = ways[""]
+    peaks = [f"{way.peak / 1e9:.2f}{f' with {name}' if name else ' GB'}" for name, way in ways.items()]
     parts = (f"{name} {getattr(whole, name) / 1e9:.2f}" for name in ("weights", "gradients", "optimizer"))
-    return f"{peaks} ({', '.join(parts)})"
+    return f"{', '.join(peaks)} ({', '.join(parts)})"
+
+
+def seconds(cost: Cost, batch: int, tflops: float) -> dict[str, float]:
+    """Return the seconds of a training step at a rate of each GPU: checkpointing makes one more forward pass."""
+    return {
+        "": 2 * batch * cost.training / (tflops * 1e12),
+        "activation checkpointing": 2 * batch * (cost.training + cost.prefill) / (tflops * 1e12),
+    }
 
 
 def cost(
@@ -129,28 +154,62 @@ def cost(
     batch: int = 1,
     num_pseudo_heads: int | None = None,
     window: int | None = None,
+    gpus: int = 1,
+    tflops: float | None = None,
+    json: str | os.PathLike | None = None,
 ) -> None:
     """Print the table of a preset, or of a model's `config`, for rows of `tokens` tokens. Raise `UserError`."""
-    check_cost(preset, config, tokens, batch, num_pseudo_heads, window)
+    check_cost(preset, config, tokens, batch, num_pseudo_heads, window, gpus, tflops, json)
     settings = settings_of(preset, config, num_pseudo_heads, window)
+    kinds = dict.fromkeys(zip(settings.attention_kinds, settings.layer_types))
+    parts = {f"{kind}, {layer_type}": attention(settings, kind, layer_type, tokens) for kind, layer_type in kinds}
+    parts["FFN"] = ffn(settings, tokens)
+    parts["embedding, last norm, head"] = head(settings, tokens)
+    parts["whole model"] = whole = model(settings, tokens)
     columns = ("parameters", "prefill FLOPs", "training FLOPs", "decode FLOPs", "cached / token")
     print(f"{'':<30}{''.join(f'{name:>16}' for name in columns)}")
-    for kind, layer_type in dict.fromkeys(zip(settings.attention_kinds, settings.layer_types)):
-        figures = attention(settings, kind, layer_type, tokens)
-        print(row(f"{kind}, {layer_type}", figures, tokens, batch))
-    print(row("FFN", ffn(settings, tokens), tokens, batch))
-    print(row("embedding, last norm, head", head(settings, tokens), tokens, batch))
-    whole = model(settings, tokens)
-    print(row("whole model", whole, tokens, batch))
-    others = {"mha": with_mha(settings), "global mha": with_mha(settings, "full_attention")}
+    for title, part in parts.items():
+        print(row(title, part, tokens, batch))
+    global_mha = with_mha(settings, "full_attention")
+    others = {"mha": model(with_mha(settings), tokens), "global mha": model(global_mha, tokens)}
     for title, other in others.items():
-        ratios = (a / b for a, b in zip(astuple(whole), astuple(model(other, tokens))))
+        ratios = (a / b for a, b in zip(astuple(whole), astuple(other)))
         print(f"{f'ratio to {title} everywhere':<30}{''.join(f'{ratio:>16.3f}' for ratio in ratios)}")
     print(f"cache in bfloat16: {2 * batch * whole.cache / 1e9:.3f} GB")
-    print("Counting the memory of a training step, which may take minutes", file=sys.stderr, flush=True)
-    print("training step, float32 weights, AdamW, bfloat16 autocast:")
-    for title, each in {"this model": settings, "global mha": others["global mha"]}.items():
-        print(f"  {title}: {memory(each, batch, tokens)}")
+    compared = {"this model": (settings, whole), "global mha": (global_mha, others["global mha"])}
+    where = f" on each of {gpus} GPUs, sharded by FSDP2 (not compared with a GPU)" if gpus > 1 else ""
+    print(f"training step{where}, float32 weights, AdamW, bfloat16 autocast:")
+    peaks = {title: memory(each, batch, tokens, gpus) for title, (each, _) in compared.items()}
+    for title, ways in peaks.items():
+        print(f"  {title}: {memory_line(ways)}")
+    times = {}
+    if tflops is not None:
+        rows = batch * gpus
+        print(f"time of a step of {rows} rows, if each GPU computes {tflops:g} TFLOP/s, as --tflops assumes:")
+        for title, (_, each) in compared.items():
+            times[title] = seconds(each, batch, tflops)
+            told = (
+                f"{time:.2f} s, {rows * tokens / time:,.0f} tokens/s{f' with {way}' if way else ''}"
+                for way, time in times[title].items()
+            )
+            print(f"  {title}: {'; '.join(told)}")
+    if json is not None:
+        asked = {"tokens": tokens, "batch": batch, "gpus": gpus, "tflops": tflops}
+        write_json(json, asked | as_json(parts | others, peaks, times))
+
+
+def as_json(parts: dict[str, Cost], peaks: dict[str, dict[str, StepMemory]], times: dict[str, dict]) -> dict:
+    """Return the figures of a table: parameters, multiply-adds and cached values, bytes, and seconds."""
+    return {
+        "costs_of_a_sequence": {title: asdict(part) for title, part in parts.items()},
+        "bytes_of_a_step": {
+            title: {way or "nothing saved": each._asdict() for way, each in ways.items()}
+            for title, ways in peaks.items()
+        },
+        "seconds_of_a_step": {
+            title: {way or "nothing saved": time for way, time in ways.items()} for title, ways in times.items()
+        },
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

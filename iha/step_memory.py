@@ -1,22 +1,33 @@
 """Count the memory that a training step will take.
 
 PyTorch counts: the step runs on a model without data (FakeTensorMode), and the bytes of each tensor count from when it
-is made until it is freed.
+is made until it is freed. The model has one layer of each kind, and the stages of its step (`Stage`) are put together
+to the step of the whole model, whose layers of a kind take the same memory.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import masking_utils
+from transformers import AutoModelForCausalLM, masking_utils
 
 from modeling_iha import IHAConfig, IHAForCausalLM
+
+
+LOSS_TILE = (4096, 32768)  # tokens and entries of the vocabulary whose logits TRL 1.16 computes at a time
+
+
+class Stage(NamedTuple):
+    """Hold by how many bytes a part of a step changes what is alive, and how far that rises above its beginning."""
+
+    change: int
+    peak: int
 
 
 class Counter(TorchDispatchMode):
@@ -29,6 +40,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.now = 0
         self.peak = 0
+        self._began = 0
         self._alive: set[int] = set()
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -40,6 +52,12 @@ class Counter(TorchDispatchMode):
             self.now += size
             self.peak = max(self.peak, self.now)
             weakref.finalize(storage, self._drop, key, size)
+
+    def stage(self) -> "Stage":
+        """Return the stage that ends now, and begin the next one."""
+        ended = Stage(self.now - self._began, self.peak - self._began)
+        self._began = self.peak = self.now
+        return ended
 
     def _drop(self, key: int, size: int) -> None:
         self._alive.discard(key)
@@ -80,33 +98,210 @@ class StepMemory(NamedTuple):
     peak: int
 
 
-def count_step(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[], None]) -> StepMemory:
-    """Count a first step, and then the backward pass of the next, under a FakeTensorMode."""
+class Sizes(NamedTuple):
+    """Hold the bytes of a module's trained weights, of all its tensors, and of the optimizer's states."""
+
+    trained: int
+    tensors: int
+    optimizer: int
+
+
+class Layer(NamedTuple):
+    """Hold what was counted of a layer.
+
+    Attributes:
+        forward, backward: its stages.
+        copies: the bytes of the weights that autocast has cast, which it keeps to the end of the model's forward pass.
+        sizes: those of what stays from step to step.
+    """
+
+    forward: Stage
+    backward: Stage
+    copies: int
+    sizes: Sizes
+
+
+class CountedStep(NamedTuple):
+    """Hold what was counted of a step.
+
+    Attributes:
+        layers: the layers in their order.
+        begin: the embedding, the masks and the RoPE tables.
+        head, head_backward: the last norm and the loss.
+        end: the backward pass of the embedding.
+        update: the optimizer.
+        sizes: those of the model without its layers.
+    """
+
+    layers: list[Layer]
+    begin: Stage
+    head: Stage
+    head_backward: Stage
+    end: Stage
+    update: Stage
+    sizes: Sizes
+
+
+class TiledLoss(torch.autograd.Function):
+    """Allocate what TRL's loss allocates, which computes the logits in tiles."""
+
+    @staticmethod
+    def tile(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows, columns = map(min, zip(LOSS_TILE, (len(hidden), len(weight))))
+        return hidden.new_empty(rows, columns, dtype=torch.float32)
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return TiledLoss.tile(hidden, weight).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sums = [torch.empty_like(tensor, dtype=torch.float32) for tensor in ctx.saved_tensors]
+        TiledLoss.tile(*ctx.saved_tensors)
+        return tuple(total.to(tensor.dtype) for total, tensor in zip(sums, ctx.saved_tensors))
+
+
+def sizes_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
+    """Return the sizes of a module."""
+    weights = list(module.parameters())
+    trained = sum(weight.nbytes for weight in weights)
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    states = (state for weight in weights for state in optimizer.state[weight].values())
+    return Sizes(trained, trained + buffers, sum(state.nbytes for state in states))
+
+
+def count_step(
+    model: IHAForCausalLM, optimizer: torch.optim.Optimizer, ids: torch.Tensor, tiled_loss: bool
+) -> CountedStep:
+    """Count a step of a model without data, under a FakeTensorMode. The optimizer has its states already."""
     counter = Counter()
     for tensor in (*model.parameters(), *model.buffers()):
         counter.add(tensor)
-    weights = counter.now
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            counter.add(tensor)
+    counter.stage()
+    forward: list[Stage] = []
+    copies: list[int] = []
+    backward: list[Stage] = []
+    hooks = []
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        """End the stage before a layer, or before the last norm, and in the backward pass the one after it."""
+        if len(forward) > len(model.model.layers):
+            return  # checkpointing runs the layer again
+        forward.append(counter.stage())
+        torch.clear_autocast_cache()
+        copies.append(-counter.stage().change)
+        hooks.append(args[0].register_hook(lambda gradient: backward.append(counter.stage())))
+
+    for module in (*model.model.layers, model.model.norm):
+        hooks.append(module.register_forward_pre_hook(enter))
     with counter, one_document():
-        backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            if tiled_loss:
+                hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+                loss = TiledLoss.apply(hidden.flatten(0, 1), model.lm_head.weight)
+                del hidden
+            else:
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            forward.append(counter.stage())
+        loss.backward()
+        del loss
+        backward.append(counter.stage())
         optimizer.step()
-        whole = counter.now
-        optimizer.zero_grad()
-        kept = counter.now
-        backward()
-    return StepMemory(weights, whole - kept, kept - weights, counter.peak)
+        update = counter.stage()
+    for hook in hooks:
+        hook.remove()
+    begin, *of_layers, head = forward
+    head_backward, *of_layers_backward, end = backward
+    sizes = [sizes_of(layer, optimizer) for layer in model.model.layers]
+    layers = [Layer(*each) for each in zip(of_layers, reversed(of_layers_backward), copies[1:], sizes)]
+    others = (whole - sum(each) for whole, each in zip(sizes_of(model, optimizer), zip(*sizes)))
+    return CountedStep(layers, begin, head, head_backward, end, update, Sizes(*others))
 
 
-def of_training(config: IHAConfig, batch: int, tokens: int, checkpointing: bool) -> StepMemory:
-    """Count a step of AdamW on float32 weights, in bfloat16 autocast, with the logits of `batch` rows of `tokens`."""
+def one_layer_of_each(config: IHAConfig) -> tuple[IHAConfig, list[int]]:
+    """Return a config with one layer of each kind, and for each layer of the model which one of them it is like."""
+    fields = ("attention_kinds", "layer_types", "no_rope_layers")
+    layers = list(zip(*(getattr(config, field) for field in fields)))
+    different = list(dict.fromkeys(layers))
+    lists = {field: list(values) for field, values in zip(fields, zip(*different))}
+    short = IHAConfig(**{**config.to_dict(), **lists, "num_hidden_layers": len(different)})
+    return short, [different.index(layer) for layer in layers]
+
+
+def counted(
+    config: IHAConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool, dtype: torch.dtype
+) -> CountedStep:
+    """Count a step of AdamW in bfloat16 autocast, on weights of a dtype, for a model with these layers."""
+    short, like = one_layer_of_each(config)
     with FakeTensorMode():
-        model = IHAForCausalLM(config).train()
+        model = AutoModelForCausalLM.from_config(short, dtype=dtype).train()
         if checkpointing:
             model.activation_checkpointing_enable()
-        ids = torch.zeros(batch, tokens, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        optimizer.zero_grad()
+        step = count_step(model, optimizer, torch.zeros(batch, tokens, dtype=torch.long), tiled_loss)
+    return step._replace(layers=[step.layers[i] for i in like])
 
-        def backward() -> None:
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
 
-        return count_step(model, torch.optim.AdamW(model.parameters()), backward)
+def whole_sizes(step: CountedStep) -> Sizes:
+    """Return the sizes of a whole model."""
+    return Sizes(*map(sum, zip(step.sizes, *(layer.sizes for layer in step.layers))))
+
+
+def forward_of(step: CountedStep) -> list[Stage]:
+    """Return the stages of the forward pass of a whole model, after which autocast drops its copies of weights."""
+    copies = sum(layer.copies for layer in step.layers)
+    return [step.begin, *(layer.forward for layer in step.layers), step.head, Stage(-copies, 0)]
+
+
+def highest(stages: Iterable[Stage]) -> int:
+    """Return the most bytes that are ever alive in these stages, above those of their beginning."""
+    now = peak = 0
+    for stage in stages:
+        peak = max(peak, now + stage.peak)
+        now += stage.change
+    return peak
+
+
+def of_training(
+    config: IHAConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool = False
+) -> StepMemory:
+    """Count a step of AdamW on float32 weights, in bfloat16 autocast, with `batch` rows of `tokens`.
+
+    The loss takes the logits of all tokens, or with `tiled_loss` those of a tile at a time, as TRL's does."""
+    step = counted(config, batch, tokens, checkpointing, tiled_loss, torch.float32)
+    trained, tensors, optimizer = whole_sizes(step)
+    backward = [layer.backward for layer in reversed(step.layers)]
+    peak = highest([*forward_of(step), step.head_backward, *backward, step.end, step.update])
+    return StepMemory(tensors, trained, optimizer, tensors + optimizer + peak)
+
+
+def of_sharded_training(
+    config: IHAConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool, gpus: int
+) -> StepMemory:
+    """Estimate a step on each of several GPUs of FSDP2, as sft/accelerate_configs/fsdp2.yaml sets it up.
+
+    Each GPU has `batch` rows, and its share of the float32 weights, of their gradients and of AdamW's states. Layers
+    are gathered in bfloat16: one computes while another is on its way, and a third is copied. The gradients of one
+    layer are summed over the GPUs while the next are made. Embedding, last norm and head stay gathered.
+    """
+    step = counted(config, batch, tokens, checkpointing, tiled_loss, torch.bfloat16)
+    trained, tensors, _ = whole_sizes(step)  # in bfloat16
+    weights = 2 * trained // gpus + tensors - trained
+    gradients = 2 * trained // gpus
+    optimizer = 4 * trained // gpus
+    largest = max(layer.sizes.trained for layer in step.layers)
+    backward = []
+    for layer in reversed(step.layers):
+        share = 2 * layer.sizes.trained // gpus  # of the gradients, in float32
+        backward.append(Stage(layer.backward.change - layer.sizes.trained + share, layer.backward.peak + largest))
+    peak = highest([*forward_of(step), step.head_backward, *backward, step.end])
+    gathered = step.sizes.trained + 3 * largest
+    return StepMemory(weights, gradients, optimizer, weights + optimizer + gathered + peak)

@@ -15,8 +15,7 @@ class InterleavedHeadAttention(MultiHeadAttention):
     By default, without a window, a cache and grouped queries, a layer computes this from its projections q, k and v,
     each [batch, N, H, head_dim]. The rotation is that of RoPE at positions 0 to N * P - 1:
 
-        # [batch, H, N * P, head_dim]
-        query = rotate(einsum("bnmd,mhp->bhnpd", q, q_mix).flatten(2, 3))
+        query = rotate(einsum("bnmd,mhp->bhnpd", q, q_mix).flatten(2, 3))  # [batch, H, N * P, head_dim]
         key = rotate(einsum("bnmd,mhp->bhnpd", k, k_mix).flatten(2, 3))
         value = einsum("bnmd,mhp->bhnpd", v, v_mix).flatten(2, 3)
         output = scaled_dot_product_attention(query, key, value, is_causal=True).unflatten(2, (N, P))

@@ -16,9 +16,19 @@ def token_attentions(
     Args:
         attentions: the maps of each layer that returned one.
         num_tokens: N, the tokens of the call.
-        num_heads: H, the query heads of a layer (`num_attention_heads`)."""
+        num_heads: H, the query heads of a layer (`num_attention_heads`).
+
+    Raise a ValueError if there are no maps, and for a `num_tokens` that does not divide their size. A multiple of N
+    that does cannot be told from N."""
+    if not attentions:
+        raise ValueError(
+            'There are no attention maps, because SDPA returns none: call model.set_attn_implementation("eager"), and '
+            "then the model with output_attentions=True."
+        )
     maps = []
     for weights in attentions:
+        if weights.shape[-2] % num_tokens != 0:
+            raise ValueError(f"num_tokens is {num_tokens}, and a map has the shape {tuple(weights.shape)}.")
         size = weights.shape[-2] // num_tokens  # P, or 1 in a layer without virtual tokens
         by_key = weights.unflatten(-1, (-1, size)).sum(-1)
         by_query = by_key.unflatten(-2, (-1, size))  # [batch, heads, N, P, K]

@@ -2,6 +2,7 @@
 """Configure the IHA model: Llama's fields, and each layer's mechanism."""
 
 from copy import deepcopy
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
 
 from .transformers_versions import OLDEST  # noqa: F401  # first, so that the error of another version comes first
@@ -124,6 +125,9 @@ class IHAConfig(LlamaConfig):
     attention_options: dict | None = None
 
     def __post_init__(self, **kwargs):
+        for name in kwargs.keys() - self.__dataclass_fields__ - {"use_sliding_window"}:  # unknown, but for Qwen2's
+            if nearest := get_close_matches(name, self.__dataclass_fields__, n=1, cutoff=0.85):
+                raise ValueError(f"There is no field {name!r}; did you mean {nearest[0]!r}?")
         self.attention_kinds = expand_pattern(self.attention_kinds, self.num_hidden_layers)
         self.layer_types = expand_pattern(self.layer_types or "full_attention", self.num_hidden_layers)
         self.no_rope_layers = expand_pattern(self.no_rope_layers or [1], self.num_hidden_layers)
@@ -133,8 +137,7 @@ class IHAConfig(LlamaConfig):
         super().__post_init__(**kwargs)
         if self.mlp_gate_groups is not None:
             self.base_model_tp_plan = {}  # a gate scales whole groups of channels, which a column shard would cut
-        if self.has_sliding_rope:
-            # Transformers 5.17 adds a `rope_theta` next to the parameters of the layer types; nothing would read it.
+        if self.has_sliding_rope:  # to which Transformers 5.17 adds a `rope_theta` that nothing would read
             self.rope_parameters.pop("rope_theta", None)
 
     def validate_architecture(self):
@@ -156,12 +159,11 @@ class IHAConfig(LlamaConfig):
                     f"one per layer ({self.num_hidden_layers}), or a pattern that repeats at least twice, of "
                     f"{', '.join(map(repr, allowed))}."
                 )
-        window = self.sliding_window
         slides = "sliding_attention" in self.layer_types
-        if slides != (window is not None) or (slides and window < 2):
+        if slides != (self.sliding_window is not None) or (slides and self.sliding_window < 2):
             raise ValueError(
-                f"sliding_window={window} with the layer_types {sorted(set(self.layer_types))}: expected at least 2 "
-                "tokens where a layer is of type 'sliding_attention', and None elsewhere."
+                f"sliding_window={self.sliding_window} with the layer_types {sorted(set(self.layer_types))}: expected "
+                "at least 2 tokens where a layer is of type 'sliding_attention', and None elsewhere."
             )
         if self.has_sliding_rope and not set(self.rope_parameters) == set(self.layer_types) == set(LAYER_TYPES):
             raise ValueError(

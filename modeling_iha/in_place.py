@@ -262,6 +262,8 @@ def _check_unwrapped(model: PreTrainedModel) -> None:
     """Raise a ValueError for a model that another library wraps, wholly or in parts.
 
     FSDP would not share a mixing that is made within its modules, and each process would train its own."""
+    if isinstance(model, str):
+        raise ValueError(f"{model!r} is a name: load the model first, as by AutoModelForCausalLM.from_pretrained.")
     modules = [model, *model.modules()] if isinstance(model, nn.Module) else [model]
     wrappers = [each for each in modules if type(each).__module__.startswith(("torch.distributed.", "peft."))]
     if not isinstance(model, PreTrainedModel):

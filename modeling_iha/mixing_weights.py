@@ -18,6 +18,12 @@ def weight_names(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters(recurse=False) if f"{name}_start" in buffers]
 
 
+def trained_mixing(model: nn.Module) -> list[nn.Parameter]:
+    """Return the mixing weights of a model that are trained, without duplicates; there may be none."""
+    weights = [getattr(module, name) for module in model.modules() for name in weight_names(module)]
+    return [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
+
+
 def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the trainable mixing weights of a model's attention, without duplicates.
 
@@ -26,9 +32,13 @@ def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
     "weight_decay": 0.0}`. They need no separate rate where `mixing_scale` is not 1.
 
     The weights hold changes from starts, times a scale, and the starts and scales are buffers. To copy a model into
-    one with another seed or scale, copy its `state_dict()`, not only its `parameters()`."""
-    weights = [getattr(module, name) for module in model.modules() for name in weight_names(module)]
-    return [weight for weight in dict.fromkeys(weights) if weight.requires_grad]
+    one with another seed or scale, copy its `state_dict()`, not only its `parameters()`.
+
+    Raise a ValueError for a model without such weights: a plain one, or one with paired heads. Where they are frozen,
+    the list is empty."""
+    if not any(weight_names(module) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} has no weights that mix heads: interleave_heads makes them.")
+    return trained_mixing(model)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -21,8 +21,7 @@ require_version(f"transformers>={OLDEST},<6")
 if Version(metadata.version("transformers")) >= Version(FIRST_UNTESTED):
     logging.get_logger().warning_once(  # for the package and a checkpoint together, because both use this logger
         f"This model's code was tested with Transformers before {FIRST_UNTESTED}, and "
-        f"{metadata.version('transformers')} is installed: if it fails, pip install "
-        f'"transformers<{FIRST_UNTESTED}".'
+        f'{metadata.version("transformers")} is installed: if it fails, pip install "transformers<{FIRST_UNTESTED}".'
     )
 
 from transformers.masking_utils import create_causal_mask

@@ -11,8 +11,9 @@ research/experiments/protocol.py says; the last tenth of the text is held out. T
 - `iha`: the paper's schedule (P = 4).
 
 An arm takes ten to twenty minutes of one core at size "tiny" (267,968 parameters). The sizes "small", "medium" and
-"large" have 1, 4 and 16 million parameters, and "large" needs a GPU. The same command resumes a run that was
-interrupted.
+"large" have 1, 4 and 16 million parameters, and "large" needs a GPU. `--size seconds` shows in two minutes what the
+command prints: it learns too little, at one rate, to compare anything. After each run the command prints the losses so
+far, and draws them as so_far.png. The same command resumes a run that was interrupted.
 
 example: python -m research.compare --arms windows mha paired iha --text train.txt --size tiny --seeds 3
 """
@@ -20,6 +21,7 @@ example: python -m research.compare --arms windows mha paired iha --text train.t
 import argparse
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from iha.errors import ROOT, UserError, check_packages, refusing, run_cli
@@ -28,16 +30,18 @@ from iha.errors import ROOT, UserError, check_packages, refusing, run_cli
 if __name__ == "__main__":
     run_cli(lambda: check_packages("matplotlib", "scipy"))
 
+from iha import plots
 from iha.files import read_json
 from iha.step_memory import of_training
 from research.experiments import paired_heads
 from research.experiments.language_models import config_of, size_of
 from research.experiments.options import path_from_root
 from research.experiments.paired_heads import ARMS
-from research.experiments.protocol import LEAST_SEEDS, WARM_UP
+from research.experiments.protocol import LEAST_SEEDS, WARM_UP, end
+from research.experiments.study import plot_losses
 
 
-SIZES = {"tiny": 64, "small": 128, "medium": 256, "large": 512}  # widths
+SIZES = {"seconds": 32, "tiny": 64, "small": 128, "medium": 256, "large": 512}  # widths
 
 
 def table(record: dict) -> str:
@@ -65,6 +69,25 @@ def table(record: dict) -> str:
         "The memory of a training step is counted, not measured, and in bfloat16 autocast.",
     ]
     return "\n".join(lines)
+
+
+def so_far(directory: Path, tuning: dict[str, dict], runs: dict[str, list[dict]]) -> None:
+    """Print the losses of each arm so far, and plot them by steps.
+
+    An arm without a run of a seed is shown by its best run of the tuning."""
+    shown = {name: of_arm or [tuning[name]] for name, of_arm in runs.items() if of_arm or name in tuning}
+    print(f"\n{'so far':<14}{'bits per byte':>14}{'runs':>16}")
+    for name, of_arm in shown.items():
+        bits = sum(map(end, of_arm)) / len(of_arm) / math.log(2)
+        what = f"{len(runs[name])} seeds" if runs[name] else "of the tuning"
+        print(f"{name:<14}{bits:>14.4f}{what:>16}")
+    print(flush=True)
+    figure, (axes,) = plots.panels("Losses in nats per byte so far, by steps")
+    for name, of_arm in shown.items():
+        curves = [run["curve"] for run in of_arm]
+        plot_losses(axes, [point[0] for point in curves[0]], curves, label=name)
+    axes.set(xlabel="training steps", ylabel="held-out loss")
+    plots.save_plot(figure, directory / "so_far.png")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -96,12 +119,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         with refusing(f"--tokens {args.tokens}: the arm {arm!r} cannot be built; give longer rows", Exception):
             config_of(size, **ARMS[arm])
     if args.steps is not None and args.steps < WARM_UP:
-        print(f"Note: --steps {args.steps} ends before the warm-up of {WARM_UP} steps, so no rate is reached.")
+        print(f"Note: --steps {args.steps} ends before the warm-up of {WARM_UP} steps: no rate is reached, or tuned.")
     words = ["--kinds", *arms, "--text", args.text, "--device", args.device]
     words += ["--width", SIZES[args.size], "--tokens", args.tokens, "--most-seeds", args.seeds]
     words += ["--output", ROOT / args.output / "runs", "--results", ROOT / args.output]
     words += [] if args.steps is None else ["--steps", args.steps]
-    print(table(read_json(paired_heads.main([str(word) for word in words]))))
+    words += ["--untuned"] if args.size == "seconds" or (args.steps or WARM_UP) < WARM_UP else []
+    path = paired_heads.main([str(word) for word in words], partial(so_far, ROOT / args.output))
+    (ROOT / args.output / "so_far.png").unlink(missing_ok=True)
+    print(table(read_json(path)))
+    if args.size == "seconds":
+        print("The size seconds tunes no rate and learns for 60 steps: its differences mean nothing.")
 
 
 if __name__ == "__main__":

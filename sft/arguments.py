@@ -14,6 +14,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, TrlParser
 
+from iha.arguments import preset_names
 from iha.errors import UserError, refusing, similar
 from iha.files import read_text
 from sft.data import names_file
@@ -220,7 +221,8 @@ def _value(name: str, run: RunArguments, args: "TrainingArguments") -> Any:
 def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
     """Keep one start, a checkpoint or a preset. A start on the command line replaces the recipe's.
 
-    Raise `UserError` if there is no start, if there are two, and for keys of a preset next to a checkpoint.
+    Raise `UserError` if there is no start, if there are two, if there is no such preset, and for keys of a preset next
+    to a checkpoint.
     """
     # The parser also takes `--model-name-or-path=DIR` for `--model_name_or_path DIR`.
     options = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
@@ -233,6 +235,9 @@ def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
         raise UserError("preset and model_name_or_path both say what to start from: give one.")
     if not run.preset and not run.model_name_or_path:
         raise UserError("model_name_or_path: give a checkpoint to start from, or a preset for random weights.")
+    if run.preset and run.preset not in preset_names():
+        near = similar(run.preset, preset_names())
+        raise UserError(f"There is no preset {run.preset!r}{near}. configuration_iha/README.md lists all.")
     given = [name for name in PRESET_KEYS if getattr(run, name)]
     if given and not run.preset:
         raise UserError(f"{', '.join(given)}: for runs that start from a preset. Remove what is named here.")

@@ -24,7 +24,8 @@ from iha.checkpoints import (
 from iha.errors import UserError, one_line, refusing
 from iha.kinds import is_interleaved, own_modules
 from iha.layer_cost import virtual_tokens_per_token
-from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, mixing_parameters, set_mixing_scale
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, set_mixing_scale
+from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import RunArguments, chat_template
@@ -265,7 +266,7 @@ def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments, say: Calla
         f"Warning: the final model has the adapters merged into {run.dtype} weights, where a change below {least:.1g} "
         f"times a weight {advice}"
     )
-    if getattr(model.config.get_text_config(decoder=True), "mixing_scale", 1) == 1 and mixing_parameters(model):
+    if getattr(model.config.get_text_config(decoder=True), "mixing_scale", 1) == 1 and trained_mixing(model):
         say(f"Warning: in {run.dtype} a step below {least:.1g} on a weight of the mixing, which is near 1, {advice}")
 
 

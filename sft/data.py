@@ -190,11 +190,13 @@ def holds_text_files(name: str) -> bool:
 
 
 def check_source(name: str, split: str) -> None:
-    """Reject a file that is not there, and a split of a file, which has none. Raise `UserError`."""
+    """Reject a file that is not there or is empty, and a split of a file, which has none. Raise `UserError`."""
     if _suffix(name) in READERS and not Path(name).is_file():
         raise UserError(f"{name}: no such file; expected {', '.join(READERS)}, or the id of a dataset on the Hub.")
     if Path(name).is_file() and (_suffix(name) not in READERS or split != "train"):
         raise UserError(f"{name}, split {split!r}: expected a file {', '.join(READERS)}, which has no split.")
+    if Path(name).is_file() and Path(name).stat().st_size == 0:
+        raise UserError(f"{name}: it holds no rows.")
 
 
 def check_split(source: RowSource, key: str, or_else: str = "") -> None:

@@ -30,13 +30,15 @@ from sft.trainer import (
 def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
     """Lock and record a run in its `output_dir`, and yield the checkpoint to resume from, or None for a new run.
 
-    Raise `UserError` for a launch that would train something else, for a run that has finished, for a directory or a
-    checkpoint of a run on another model or other data, and while another run writes there.
+    Raise `UserError` for a launch that would train something else, for a directory that holds a model, for a run that
+    has finished, for a directory or a checkpoint of a run on another model or other data, and while another run writes
+    there.
     """
     check_launch(args)
     args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
     args.dataloader_pin_memory &= args.device.type != "cpu"  # PyTorch warns at every epoch that it cannot
     output = Path(args.output_dir)
+    check_holds_no_model(output)
     # The main process holds the lock. The other processes of the run write next to it.
     with sole_writer(output) if args.process_index == 0 else nullcontext():
         if (output / FINAL).exists():
@@ -66,6 +68,17 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
                 f"Training stopped at {error} {where} Lower learning_rate, or check the data, and start in another "
                 "output_dir."
             ) from error
+
+
+def check_holds_no_model(output: Path) -> None:
+    """Reject the directory of a model that is not a run's: `push` would publish the run's files with the model.
+
+    Raise `UserError`.
+    """
+    names = ("config.json", "adapter_config.json", "*.safetensors", "pytorch_model*.bin", "*.gguf")
+    found = [path.name for name in names for path in sorted(output.glob(name))]
+    if found and not (output / RECORD).exists():
+        raise UserError(f"{output} holds a model ({found[0]}) and no run: choose another output_dir.")
 
 
 def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:

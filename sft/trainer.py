@@ -24,7 +24,7 @@ from trl import SFTTrainer
 from iha.checkpoints import check_finite, load_model
 from iha.errors import UserError, refusing
 from iha.files import whole_file
-from modeling_iha.mixing_weights import mixing_parameters
+from modeling_iha.mixing_weights import trained_mixing
 from sft.distributed import whole_model
 from sft.training_rows import bytes_of_token, check_cut, check_learned, first_tokens, splits
 
@@ -184,7 +184,7 @@ class SFTRecipeTrainer(SFTTrainer):
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers chooses by names, and would decay vectors such as those of differential attention's lambda.
-        of_mixing = {id(value) for value in mixing_parameters(model)}
+        of_mixing = {id(value) for value in trained_mixing(model)}
         vectors = {name for name, value in model.named_parameters() if value.dim() < 2}
         mixing = {name for name, value in model.named_parameters() if id(value) in of_mixing}
         return [name for name in super().get_decay_parameter_names(model) if name not in vectors | mixing]

@@ -17,8 +17,9 @@ from iha.errors import UserError, refusing
 from iha.files import checked, typed
 from iha.kinds import companion_of
 from iha.sources import find_source
-from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters, set_mixing_scale
+from modeling_iha import IHAConfig, IHAForCausalLM, set_mixing_scale
 from modeling_iha.flop_matched_window import flop_matched_window
+from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
 
 from .architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
@@ -119,7 +120,7 @@ def convert_model(
         started |= companion_of(layer_kind).from_mha(config, of_mha)
         state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
-    has_mixing = bool(mixing_parameters(model))
+    has_mixing = bool(trained_mixing(model))
     if mixing_scale is not None and not has_mixing:
         raise UserError(f"kind {kind!r} with these options has no weights that mix heads: leave out mixing_scale.")
     if has_mixing:

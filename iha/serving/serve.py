@@ -7,6 +7,7 @@ checkpoint.
 example: python -m conversion_scripts.serve smollm2-iha --port 8000
 """
 
+import socket
 import sys
 from functools import wraps
 from typing import Any
@@ -32,12 +33,21 @@ def start(**options: Any) -> None:
             "--continuous-batching keeps one key for each token, and interleaved heads need more: leave it out, or "
             "serve the model by vLLM (docs/SERVE.md)."
         )
+    check_port(options["host"], options["port"])
     from . import served_models  # imported only when the options are known to be right
 
     served_models.find_models()
     if options["force_model"] is not None:
         served_models.check_served(options["force_model"])
     Serve(**options)
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `UserError` for a port that is in use, or that this user may not open, before a model is loaded."""
+    try:
+        socket.create_server((host, port)).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--host {host} --port {port} cannot be opened ({error}): choose another --port.") from None
 
 
 def main() -> None:

@@ -66,7 +66,12 @@ class NotingModelManager(model_manager.ModelManager):
 
 
 def limit_tokens(model: PreTrainedModel, inputs: Any, generation_config: GenerationConfig) -> None:
-    """End a reply where the model's context ends. Raise `HTTPException` for a prompt that leaves no room for one."""
+    """End a reply where the model's context ends.
+
+    Raise `HTTPException` for a reply without a token, and for a prompt that leaves no room for one."""
+    asked = generation_config.max_new_tokens
+    if asked is not None and asked < 1:
+        raise HTTPException(400, f"max_tokens is {asked}: expected at least 1.")
     context = positions_of(model.config)
     if context is None:
         return
@@ -75,7 +80,7 @@ def limit_tokens(model: PreTrainedModel, inputs: Any, generation_config: Generat
     if prompt >= context:
         raise HTTPException(400, f"The prompt has {prompt} tokens, and the model's context has {context}: shorten it.")
     room = context - prompt
-    generation_config.max_new_tokens = min(generation_config.max_new_tokens or room, room)
+    generation_config.max_new_tokens = room if asked is None else min(asked, room)
 
 
 class WithinContext(utils.GenerateManager):

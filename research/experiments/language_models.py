@@ -123,7 +123,8 @@ def train(
     tokens = size["tokens"]
     steps = size["steps"]
     # In float32 the places in a long text would be rounded.
-    starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, HELD_OUT_ROWS, dtype=torch.float64).long()
+    held_out_rows = size.get("held_out_rows", HELD_OUT_ROWS)
+    starts = torch.linspace(len(text) - held_out, len(text) - tokens - 1, held_out_rows, dtype=torch.float64).long()
     validation = rows_of(text, starts, tokens)
 
     def loss() -> torch.Tensor:

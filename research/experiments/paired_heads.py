@@ -24,7 +24,7 @@ example: python -m research.experiments.paired_heads --tokens 512 --kinds global
 import os
 import pydoc_data.topics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -91,13 +91,15 @@ ARMS: dict[str, dict] = {
 }
 VARIANTS |= ARMS
 SIZES = {
+    # For `--size seconds` of research/compare.py, which shows what it would print.
+    32: sized(width=32, ffn=88, layers=5, heads=4, tokens_per_step=512, steps=60, held_out_rows=16),
     64: language_models.SMALL,
     128: sized(width=128, ffn=352, layers=5, heads=8, tokens_per_step=2048, steps=600),
     256: sized(width=256, ffn=704, layers=5, heads=8, tokens_per_step=2048, steps=800),
     512: sized(width=512, ffn=1408, layers=5, heads=8, tokens_per_step=32768, steps=400),  # for a GPU
 }
 # The rate at which the tuning of a size begins, where it is not FIRST_RATE.
-BEGIN_AT = {256: 1e-3, 512: 1e-3}
+BEGIN_AT = {32: 8e-3, 256: 1e-3, 512: 1e-3}
 EFFECT = 0.01  # nats per byte
 WARM_STEPS = 3
 TIMED_STEPS = 10
@@ -205,8 +207,13 @@ def plot(table: dict) -> Figure:
     return figure
 
 
-def main(argv: Sequence[str] | None = None) -> Path:
-    """Run the study and write its results. Return the path of its table. Raise `UserError`."""
+def main(
+    argv: Sequence[str] | None = None,
+    report: Callable[[dict[str, dict], dict[str, list[dict]]], None] = lambda tuning, runs: None,
+) -> Path:
+    """Run the study and write its results. Return the path of its table. Raise `UserError`.
+
+    `report` is called after each run: see `compare_tuned`."""
     parser = protocol_parser(__doc__, "paired_heads", EFFECT, VARIANTS)
     parser.set_defaults(kinds=USUAL)
     parser.add_argument("--tokens", type=int, default=256, help="length of rows (default: 256)")
@@ -214,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     parser.add_argument("--steps", type=int, help="training steps (default: those of the width)")
     parser.add_argument("--text", default="python", type=given_text, help="python, prose or a file (default: python)")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
+    parser.add_argument("--untuned", action="store_true", help="learn at the first rate, without tuning")
     args = parser.parse_args(argv)
     usual = {"tokens": 256, "width": 64, "steps": None, "text": "python", "device": "cpu"}
     others = (getattr(args, name) for name, value in usual.items() if getattr(args, name) != value)
@@ -232,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     text = text.to(args.device)
     run = partial(one_run, size, text)
     first = BEGIN_AT.get(args.width)
-    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]), first)
+    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]), first, report)
     timed = args.output / f"seconds-{'-'.join(args.kinds)}.json"
     kept = {**setting, "machine": processor()}
     with sole_writer(args.output):  # another command that trains there would disturb the times

@@ -2,7 +2,8 @@
 
 1. Every variant learns at the best rate that was found for it on TUNING_SEED, which is not used again, and its mixing
    modules at the best multiple of that rate. What was tried is kept.
-   The loss that tuning looks at is on the same held-out rows as the results, with another seed.
+   The loss that tuning looks at is on the same held-out rows as the results, with another seed. A rate at which it is
+   no better than that of the untrained model ends the search in its direction.
 2. On every seed all variants start from the weights that they share with the "mha" model of that size, and read the
    same rows in the same order.
 3. There are at least FEWEST_SEEDS. More are added until every 95% interval of a difference from the first variant is
@@ -35,7 +36,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from iha.errors import UserError, refusing
 from iha.files import sole_writer
 from modeling_iha import IHAConfig, IHAForCausalLM
-from modeling_iha.mixing_weights import mixing_parameters
+from modeling_iha.mixing_weights import trained_mixing
 from research.experiments.study import differences, run_once
 
 
@@ -86,7 +87,7 @@ def new_model(config: IHAConfig, base: IHAConfig, seed: int) -> IHAForCausalLM:
 def has_mixing(config: IHAConfig) -> bool:
     """Return if a model has mixing modules, which learn at a separate rate."""
     with torch.device("meta"):
-        return bool(mixing_parameters(IHAForCausalLM(config)))
+        return bool(trained_mixing(IHAForCausalLM(config)))
 
 
 def fit(
@@ -111,7 +112,7 @@ def fit(
         the curve, [step, *evaluate(model, step)] each, and the seconds that this process took on the CPU for the
         training, without evaluations. Other processes on the machine do not lengthen them.
     """
-    mixes = mixing_parameters(model)
+    mixes = trained_mixing(model)
     found = set(mixes)
     others = [weight for weight in model.parameters() if weight not in found]
     groups = [{"params": others, "lr": rate}, {"params": mixes, "lr": rate * mixing}]
@@ -176,14 +177,18 @@ def compare_tuned(
     run: Callable[[str, int, float, float], dict],
     config_of: Callable[[str], IHAConfig],
     first: float | None = None,
+    report: Callable[[dict[str, dict], dict[str, list[dict]]], None] = lambda tuning, runs: None,
 ) -> tuple[dict[str, Rates], dict[str, list[dict]]]:
     """Tune each of `args.kinds`, the variants, and run it on seeds 0, 1, ... as the protocol says.
+
+    With `args.untuned` every variant learns at the first rate.
 
     Args:
         run: returns from a variant, a seed, a rate and a multiple for the mixing a record with a "curve", whose last
             entry ends with the loss, [step, loss, ...], and the "seconds" of training.
         config_of: returns the config of a variant.
         first: the rate at which the tuning begins, or FIRST_RATE.
+        report: is called after each run, with the best run of the tuning and the runs by seed, of each variant so far.
 
     Returns:
         the rates, and the runs by seed, of each variant.
@@ -202,15 +207,30 @@ def compare_tuned(
         path = args.output / f"{name}-{rate:g}-{mixing:g}-{seed}.json"
         return run_once(path, partial(run, name, seed, rate, mixing), setting)
 
+    runs: dict[str, list[dict]] = {name: [] for name in args.kinds}
+    tuning: dict[str, dict] = {}
+
+    def loss_of_tuning(name: str, rate: float, mixing: float) -> float:
+        """Return the loss at the end, or infinity where it is no better than that of the untrained model."""
+        run = result(name, TUNING_SEED, rate, mixing)
+        if not end(run) < run["curve"][0][1]:
+            return math.inf
+        if name not in tuning or end(run) < end(tuning[name]):
+            tuning[name] = run
+        report(tuning, runs)
+        return end(run)
+
+    def rates_of(name: str) -> Rates:
+        if getattr(args, "untuned", False):
+            return Rates(first or FIRST_RATE, 1.0, [])
+        return tune(partial(loss_of_tuning, name), has_mixing(config_of(name)), first)
+
     with sole_writer(args.output):
-        rates = {
-            name: tune(lambda *rates: end(result(name, TUNING_SEED, *rates)), has_mixing(config_of(name)), first)
-            for name in args.kinds
-        }
-        runs = {name: [] for name in args.kinds}
+        rates = {name: rates_of(name) for name in args.kinds}
         for seed in count():
             for name, of_variant in runs.items():
                 of_variant.append(result(name, seed, rates[name].rate, rates[name].mixing))
+                report(tuning, runs)
             if seed + 1 >= args.most_seeds or (seed + 1 >= FEWEST_SEEDS and widest(runs) <= args.effect):
                 return rates, runs
 

@@ -48,7 +48,7 @@ from iha.errors import UserError, run_cli
 from iha.files import sole_writer
 from iha.model_cost import model as cost_of
 from modeling_iha import IHAConfig
-from modeling_iha.mixing_weights import mixing_parameters
+from modeling_iha.mixing_weights import trained_mixing
 from research.experiments.language_models import build, losses_of, rows_of, size_of, sized, text_sha256
 from research.experiments.language_models import config_of as config_of_variant
 from research.experiments.options import study_parser
@@ -162,7 +162,7 @@ def config_of(size: dict, form: str) -> IHAConfig:
 
 def optimizer_of(form: str, model: nn.Module, setting: Setting) -> torch.optim.AdamW:
     """Return AdamW that decays matrices, but neither the mixing nor, for `no_decay`, queries, keys and values."""
-    mixes = mixing_parameters(model)
+    mixes = trained_mixing(model)
     free = ("q_proj", "k_proj", "v_proj") if form == "no_decay" else ()
     decayed = [
         weight

@@ -1,6 +1,7 @@
 """Serve OpenAI's client, and reject what cannot serve."""
 
 import shutil
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +95,10 @@ def test_a_request_that_cannot_be_answered_gets_the_reason(checkpoint, tmp_path,
             with pytest.raises(openai.BadRequestError) as error:
                 client.completions.create(prompt="the people of the state " * 20, stream=stream, **request)
             assert "has 100 tokens, and the model's context has 64" in error.value.response.json()["detail"]
+            for few in (-1, 0):
+                with pytest.raises(openai.BadRequestError) as error:
+                    client.completions.create(prompt="the", max_tokens=few, stream=stream, **request)
+                assert error.value.response.json()["detail"] == f"max_tokens is {few}: expected at least 1."
         [choice] = client.completions.create(prompt="the", max_tokens=400, **request).choices
         assert choice.finish_reason in ("length", "stop")
         usage = client.completions.create(prompt="the", **request).usage
@@ -136,6 +141,15 @@ def test_a_server_whose_packages_are_missing_is_refused(checkpoint, monkeypatch)
     monkeypatch.setattr("sys.argv", ["serve", checkpoint])
     with pytest.raises(UserError, match=r"not installed: run pip install -e \"\.\[serve\]\""):
         serve.main()
+
+
+def test_a_port_in_use_is_refused_before_a_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr("iha.serving.served_models.find_models", None)
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["serve", "nowhere", "--port", str(port)])
+        with pytest.raises(UserError, match=f"--port {port} cannot be opened .*: choose another --port"):
+            serve.main()
 
 
 def test_continuous_batching_is_refused(checkpoint, monkeypatch):

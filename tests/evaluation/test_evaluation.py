@@ -5,8 +5,10 @@ import itertools
 import os
 import random
 import re
+import runpy
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
@@ -28,7 +30,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks.ruler import cwe_utils
 from math_verify import parse, verify
 
-from evaluation import compare, data, replies, report, ruler, run, scores, suites
+from evaluation import arguments, compare, data, names, replies, report, ruler, run, scores, suites
 from evaluation.model import Model, on_one_day
 from iha.checkpoints import load_model
 from iha.errors import UserError
@@ -449,7 +451,7 @@ def smoke(tiny, tmp_path_factory):
 def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch):
     results, output = smoke[0], shutil.copytree(smoke[1], tmp_path / "out")
     assert set(results["tasks"]) == {
-        *(name for name in suites.SUITES["smoke"] if name not in suites.BY_LENGTH),
+        *(name for name in names.SUITES["smoke"] if name not in names.BY_LENGTH),
         *("niah_multikey_2@512", "niah_single_1@512", "perplexity_by_position@512"),
     }
     for name, task in results["tasks"].items():
@@ -658,6 +660,33 @@ def test_mistakes_get_one_line_before_anything_is_generated(arguments, message, 
     assert (files / "notes.txt").read_text() == "mine" and not (tmp_path / "out" / "results.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["TINY"], "--suite: give one of smoke, ruler, reasoning, paper, or tasks with --tasks"),
+        (["TINY", "--tasks", "gsm9k"], "--tasks gsm9k: not a task of the suite paper: it has gsm8k, "),
+        (["TINY", "--suite", "smoke", "--limit", "0"], "--limit 0: expected at least 1"),
+        (["/nowhere/model", "--suite", "smoke"], "/nowhere/model is neither a directory, nor a GGUF file"),
+    ],
+)
+def test_a_usage_error_comes_before_the_imports(words, message, tiny, monkeypatch, capsys):
+    """They take up to a minute. Here PyTorch's fails."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(sys, "argv", ["evaluation.run", *(str(tiny) if word == "TINY" else word for word in words)])
+    with pytest.raises(SystemExit, match="1"):
+        runpy.run_module("evaluation.run", run_name="__main__")
+    assert capsys.readouterr().err.startswith(f"Error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "suite"),
+    [(["niah_single_1"], "ruler"), (["gsm8k", "math500"], "reasoning"), (["gsm8k", "niah_single_1"], "paper")],
+)
+def test_tasks_need_no_suite(tasks, suite, tiny):
+    args = arguments.parse([str(tiny), "--tasks", *tasks])
+    assert (args.suite, sorted(args.tasks)) == (suite, sorted(tasks))
+
+
 # The report
 
 
@@ -677,17 +706,17 @@ def test_means_of_ruler_are_over_the_lengths_that_were_run():
 @pytest.mark.parametrize(
     ("left_out", "suite", "lengths", "note", "beside"),
     [
-        (0, "ruler", suites.DEFAULTS["lengths"], {}, True),
-        (1, "ruler", suites.DEFAULTS["lengths"], {}, False),
-        (0, "smoke", suites.DEFAULTS["lengths"], {}, False),
+        (0, "ruler", names.DEFAULTS["lengths"], {}, True),
+        (1, "ruler", names.DEFAULTS["lengths"], {}, False),
+        (0, "smoke", names.DEFAULTS["lengths"], {}, False),
         (0, "ruler", [512], {}, False),
-        (0, "ruler", suites.DEFAULTS["lengths"], {"note": "measured with --limit 50"}, False),
+        (0, "ruler", names.DEFAULTS["lengths"], {"note": "measured with --limit 50"}, False),
     ],
 )
 def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, suite, lengths, note, beside):
     counts = {"examples": 50, "samples_each": 1, "unfinished_replies": 0, "prompt_tokens": {"min": 1, "max": 2}}
-    names = [f"{name}@{length}" for length in lengths for name in ruler.TASKS[left_out:]]
-    tasks = {name: ruler_entry(0.5) | counts | note for name in names}
+    titles = [f"{name}@{length}" for length in lengths for name in names.RULER[left_out:]]
+    tasks = {title: ruler_entry(0.5) | counts | note for title in titles}
     about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
     about |= {"commit": "0", "first_commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu"}
     about |= {"versions": {"torch": "2"}, "first_device": "cuda", "first_versions": {"torch": "1"}}

@@ -2,6 +2,7 @@
 
 Each thing known of a kind stands in one place, and what is derived from there is complete."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from iha.arguments import KINDS
 from iha.cards import render_card
+from iha.errors import ROOT
 from iha.kinds import companion_of, iha
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing_weights import mixing_parameters
@@ -38,6 +40,12 @@ def test_what_is_derived():
     model = IHAForCausalLM(small_config(**EVERY_KIND))
     by_name = {id(weight) for name, weight in model.named_parameters() if names & set(name.split("."))}
     assert {id(weight) for weight in mixing_parameters(model)} == by_name
+
+
+def test_support_has_a_row_for_every_kind():
+    section = (ROOT / "docs" / "SUPPORT.md").read_text(encoding="utf-8").partition("## Kinds of attention")[2]
+    rows = re.findall(r'^\| \[`"(\w+)"`\]\(\.\./modeling_iha/attention_(\w+)\.py\) \|', section, re.MULTILINE)
+    assert sorted(rows) == sorted((kind, kind) for kind in ATTENTION_CLASSES)
 
 
 @pytest.mark.parametrize("kind", ATTENTION_CLASSES)

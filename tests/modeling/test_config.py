@@ -143,6 +143,26 @@ def test_a_misspelt_override_of_a_preset_is_refused(name, meant):
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("num_pseudo_head", "num_pseudo_heads"),
+        ("pseudo_heads", "num_pseudo_heads"),
+        ("attention_kind", "attention_kinds"),
+        ("sliding_windows", "sliding_window"),
+        ("mix_scale", "mixing_scale"),
+        ("num_hidden_layer", "num_hidden_layers"),
+    ],
+)
+def test_a_misspelt_field_is_refused(name, meant, tmp_path):
+    """Reject it in a call and in a file, because it would silently give another model."""
+    with pytest.raises(ValueError, match=f"no field '{name}'; did you mean '{meant}'"):
+        small_config(**{name: 2})
+    (tmp_path / "config.json").write_text(json.dumps(small_config().to_dict() | {name: 2}))
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'"):
+        AutoConfig.from_pretrained(tmp_path)
+
+
 # What Transformers reads or keeps although it is no field of the config, what it once wrote, what other models and
 # libraries write.
 FOREIGN = {
@@ -150,7 +170,7 @@ FOREIGN = {
     **{"id2label": {"0": "a", "1": "b"}, "task_specific_params": None, "use_bfloat16": False, "pruned_heads": {}},
     **{"tokenizer_class": "PreTrainedTokenizerFast", "use_sliding_window": False, "unsloth_version": "2026.1"},
     "quantization_config": {"quant_method": "none"},
-    "norm_eps": 1.0,
+    **{"norm_eps": 1.0, "num_labels": 3, "attn_implementation": "eager", "a_field_of_a_newer_version": 1},
 }
 
 

@@ -1,5 +1,6 @@
 """Compare the cost model (iha/model_cost.py) with what models are and do."""
 
+import json
 import math
 import sys
 
@@ -16,9 +17,10 @@ from iha import cost as cost_command
 from iha import model_cost as cost
 from iha.cards import render_card
 from iha.errors import UserError
-from iha.step_memory import Counter, StepMemory, of_training
+from iha.step_memory import Counter, StepMemory, of_sharded_training, of_training, one_layer_of_each
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.flop_matched_window import flop_matched_window
+from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.transformers_versions import CACHE
 
 
@@ -80,6 +82,14 @@ def parameters_of(config):
         model = IHAForCausalLM(config)
     model.tie_weights()
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_every_kind_has_a_cost_and_a_case_here():
+    """Kinds over pairs have no cost: `iha cost` raises an error for them."""
+    without = {kind for kind, companion in iha.kinds.all_companions().items() if companion.cost is None}
+    assert without == {"hyper", "simplicial"}
+    tested = {kind for fields in (VARIANTS | OTHER_KINDS).values() for kind in small_config(**fields).attention_kinds}
+    assert tested == ATTENTION_CLASSES.keys() - without
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *OTHER_KINDS])
@@ -237,9 +247,63 @@ def test_a_change_without_effect_is_refused(source, message):
         cost_command.settings_of(*source)
 
 
+# Seven layers of two kinds, of which the first and the last are of different kinds.
+MIXED = {
+    "num_hidden_layers": 7,
+    "attention_kinds": ["iha"] * 4 + ["mha", "iha", "mha"],
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 5,
+}
+
+
+def test_a_layer_of_each_kind_is_counted():
+    short, like = one_layer_of_each(small_config(**MIXED))
+    assert short.attention_kinds == ["iha", "mha"] and like == [0, 0, 0, 0, 1, 0, 1]
+
+
+def test_gpus_share_what_stays_and_not_the_rows():
+    config = small_config(**MIXED)
+    two, four = (of_sharded_training(config, 2, 64, True, False, gpus) for gpus in (2, 4))
+    alone = of_training(config, 2, 64, True)
+    assert (two.gradients, two.optimizer) == (2 * four.gradients, 2 * four.optimizer)
+    assert two.gradients == alone.gradients // 2 and two.optimizer == pytest.approx(alone.optimizer / 2, rel=0.01)
+    saved = sum(getattr(two, name) - getattr(four, name) for name in ("weights", "gradients", "optimizer"))
+    assert 0 < two.peak - four.peak <= saved and four.peak < alone.peak
+    more = of_sharded_training(config, 4, 64, True, False, 4)
+    assert more.peak > four.peak and more.weights == four.weights
+
+
+def test_a_loss_in_tiles_keeps_no_logits_of_a_large_vocabulary():
+    config, tokens = small_config(vocab_size=40_000), 5_000
+    whole, tiled = (of_training(config, 1, tokens, True, tiled) for tiled in (False, True))
+    logits = 4 * tokens * config.vocab_size  # bytes in float32
+    assert tiled.peak < logits < whole.peak
+    assert whole[:3] == tiled[:3]
+
+
+def test_several_gpus_a_time_and_a_file(monkeypatch, capsys, tmp_path):
+    words = ["--preset", "small-1m-iha", "--tokens", "256", "--batch", "2", "--gpus", "4", "--tflops", "0.001"]
+    monkeypatch.setattr(sys, "argv", ["cost.py", *words, "--json", str(tmp_path / "cost.json")])
+    cost_command.main()
+    printed = capsys.readouterr().out
+    written = json.loads((tmp_path / "cost.json").read_text())
+    config = IHAConfig.from_preset("small-1m-iha")
+    time = 2 * 2 * cost.model(config, 256).training / 1e9
+    assert "on each of 4 GPUs, sharded by FSDP2" in printed
+    assert "time of a step of 8 rows, if each GPU computes 0.001 TFLOP/s, as --tflops assumes" in printed
+    assert f"  this model: {time:.2f} s, {8 * 256 / time:,.0f} tokens/s; " in printed
+    assert written["seconds_of_a_step"]["this model"]["nothing saved"] == pytest.approx(time)
+    assert written["costs_of_a_sequence"]["whole model"]["parameters"] == parameters_of(config)
+    peak = written["bytes_of_a_step"]["global mha"]["activation checkpointing"]["peak"]
+    assert f"{peak / 1e9:.2f} with activation checkpointing," in printed
+    for words in (["--gpus", "0"], ["--tflops", "-1"], ["--tflops", "nan"], ["--json", str(tmp_path)]):
+        with pytest.raises(UserError, match=f"{words[0]}.*expected|is a directory"):
+            cost_command.main(["--preset", "tiny", "--tokens", "8", *words])
+
+
 @pytest.mark.parametrize(("checkpointing", "recompute"), [(False, False), (False, True), (True, False)])
 def test_the_memory_of_a_training_step_is_that_of_a_real_one(checkpointing, recompute):
-    config = small_config(attention_kinds=["iha", "mha"], **WINDOWS, recompute_virtual_tokens=recompute)
+    config = small_config(**MIXED, recompute_virtual_tokens=recompute)
     counted = of_training(config, 2, 64, checkpointing)
     model, counter = random_model(config).train(), Counter()
     if checkpointing:
@@ -255,6 +319,7 @@ def test_the_memory_of_a_training_step_is_that_of_a_real_one(checkpointing, reco
             optimizer.step()
             optimizer.zero_grad()
     assert counted.peak == pytest.approx(counter.peak, rel=0.05)
+    assert counted.weights == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     assert counted.gradients == pytest.approx(sum(weight.nbytes for weight in model.parameters()), rel=0.02)
 
 

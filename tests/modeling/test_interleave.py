@@ -972,6 +972,31 @@ def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
     interleave_heads(decoder("llama", distributed_config=DistributedConfig(tp_size=1, fsdp_size=2)), 2)
 
 
+def test_a_name_is_no_model():
+    with pytest.raises(ValueError, match="'org/name' is a name: load the model first"):
+        interleave_heads("org/name", 2)
+
+
+def test_maps_that_are_not_there_or_not_of_these_tokens_are_refused():
+    model = interleave_heads(decoder("llama"), 2)
+    with pytest.raises(ValueError, match=r'SDPA returns none: call model.set_attn_implementation\("eager"\)'):
+        token_attentions(model(random_ids(1, 5), output_attentions=True).attentions or (), 5, 4)
+    model.set_attn_implementation("eager")
+    maps = model(random_ids(1, 5), output_attentions=True).attentions
+    for wrong in (4, 20):
+        with pytest.raises(ValueError, match=rf"num_tokens is {wrong}, and a map has the shape \(1, 4, 10, 10\)"):
+            token_attentions(maps, wrong, 4)
+
+
+def test_a_model_without_mixing_has_no_mixing_parameters():
+    """Say so, because an optimizer would silently get an empty group. A frozen mixing gives one on purpose."""
+    for plain in (decoder("llama"), random_model(small_config(attention_kinds="paired_heads"))):
+        with pytest.raises(ValueError, match=f"{type(plain).__name__} has no weights that mix heads"):
+            mixing_parameters(plain)
+    frozen = interleave_heads(decoder("llama"), 2).requires_grad_(False)
+    assert mixing_parameters(frozen) == []
+
+
 @pytest.mark.parametrize("way", ["interleave_heads", "IHAForCausalLM"])
 def test_attention_maps_are_reduced_to_tokens(way):
     """Take the maps of a prompt, and of a token after it in the cache, in models of both ways."""

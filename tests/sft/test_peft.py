@@ -85,7 +85,8 @@ def test_adapters_train_come_back_and_merge(geometry, use_dora, tmp_path):
     # The lambda vectors of "diff" are parameters of the attention module itself, as in DiffLlama: no adapter trains
     # them.
     parameters = {kind: list(own.values()).count(MIXES) for kind, own in OWN_PARAMETERS.items()}
-    assert sum(".modules_to_save." in name for name in changed) == sum(map(parameters.get, config.attention_kinds))
+    in_full = sum(parameters[kind] for kind in config.attention_kinds)
+    assert sum(".modules_to_save." in name for name in changed) == in_full
     adapted = logits_of(model)
     with model.disable_adapter():
         assert torch.equal(logits_of(model), base)
@@ -192,6 +193,17 @@ OWN_PARAMETERS = {
     "hyper": {},
     "simplicial": {},
 }
+
+
+@pytest.mark.parametrize("kind", ATTENTION_CLASSES)
+def test_the_weights_of_a_kind_are_declared_and_in_submodules(kind):
+    """PEFT adapts and saves modules, so it never trains a parameter of the attention module itself."""
+    assert kind in OWN_PARAMETERS, f"add {kind!r} to OWN_PARAMETERS"
+    config = Mechanism(kind, getattr(OPTIONS_CLASSES[kind], "example", {})).config(num_hidden_layers=1)
+    attention = random_model(config).model.layers[0].self_attn
+    bare = [name for name, _ in attention.named_parameters(recurse=False)]
+    expected = list(OWN_PARAMETERS["diff"]) if kind == "diff" else []  # of released checkpoints
+    assert bare == expected, f"put the weights of {kind!r} into a submodule: {bare}"
 
 
 @pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])

@@ -18,6 +18,7 @@ from trl import SFTConfig
 
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
+from sft import train
 from sft.arguments import RecipeParser, RunArguments, chat_template
 from sft.data import check_chat_template, load_rows, sources, to_messages
 from sft.make_tokenizer import train_tokenizer
@@ -298,6 +299,14 @@ def test_columns_that_are_not_read_are_said(tmp_path, capsys):
         assert f"does not read these columns of {tmp_path / 'rows.jsonl'}: prompt." in capsys.readouterr().out
     list(load_rows(write_jsonl(tmp_path / "rows.jsonl", [{"system": "s", "messages": TURNS[:2]}])))
     assert "does not read" not in capsys.readouterr().out
+
+
+def test_an_empty_file_is_refused_before_a_note_on_its_size(tmp_path, capsys):
+    (tmp_path / "empty.txt").touch()
+    words = ["--preset", "tiny", "--dataset_name", str(tmp_path / "empty.txt"), "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(UserError, match="empty.txt: it holds no rows"):
+        train.main([*words, "--packing", "true", "--packing_strategy", "bfd_split"])
+    assert "does not fill one row" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

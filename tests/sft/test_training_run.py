@@ -169,6 +169,9 @@ def test_the_best_weights_need_a_checkpoint_of_each_evaluation(tiny, rows_file, 
 def test_a_run_without_a_start_is_refused(tmp_path):
     with pytest.raises(UserError, match="give a checkpoint to start from, or a preset"):
         train.main(["--dataset_name", "rows.jsonl", "--output_dir", str(tmp_path)])
+    # Asking the Hub for the data first takes a minute without a network.
+    with pytest.raises(UserError, match="There is no preset 'tyny'; similar: tiny. config"):
+        train.main(["--preset", "tyny", "--dataset_name", "nobody/nothing", "--output_dir", str(tmp_path)])
 
 
 # What a run is made of
@@ -279,6 +282,16 @@ def test_checkpoints_of_others_are_left_alone(tiny, rows_file, tmp_path):
 
 
 # One run in one directory
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "model-00001-of-00002.safetensors"])
+def test_a_run_does_not_write_into_a_model(name, tiny, rows_file, tmp_path, monkeypatch):
+    """Refuse the directory before anything is written there, whether the model is whole or not."""
+    (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(train, "prepare_model", None)
+    with pytest.raises(UserError, match=f"holds a model \\({name}\\) and no run: choose another output_dir"):
+        train.main(command(tiny, rows_file, tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_second_run_in_one_directory_is_refused(tmp_path, monkeypatch):

@@ -86,6 +86,45 @@ def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path, monkeypatch):
         assert {len(of_variant) for of_variant in runs.values()} == {most}
 
 
+def protocol_of(output: Path, loss_of, report=lambda *_: None, **options) -> tuple[dict, dict, list]:
+    """Run the protocol on one variant whose loss at the end is a function of its rate, from an untrained loss of 2."""
+    args = argparse.Namespace(output=output, kinds=["base"], most_seeds=3, effect=0.1, **options)
+    ran = []
+
+    def run(name: str, seed: int, rate: float, mixing: float) -> dict:
+        ran.append((seed, rate))
+        return {"curve": [[0, 2.0], [10, loss_of(rate)]], "seconds": 1.0}
+
+    return *protocol.compare_tuned(args, {}, run, {"base": MHA}.__getitem__, report=report), ran
+
+
+def test_a_rate_that_learns_nothing_ends_the_search(tmp_path):
+    """Let the loss fall for ever with the rate, and stay above that of the untrained model."""
+    rates, _, ran = protocol_of(tmp_path, lambda rate: 2.0 + 1e-3 / rate)
+    assert rates["base"].rate == protocol.FIRST_RATE and len(ran) == 3 + 3
+
+
+def test_an_untuned_protocol_takes_the_first_rate(tmp_path):
+    rates, _, ran = protocol_of(tmp_path, lambda rate: 1.0, untuned=True)
+    assert rates["base"] == (protocol.FIRST_RATE, 1.0, [])
+    assert ran == [(seed, protocol.FIRST_RATE) for seed in range(3)]
+
+
+def test_each_run_is_reported(tmp_path, capsys):
+    """Print and plot what there is after each run: the best one of the tuning, and then those of the seeds."""
+    printed = []
+
+    def report(tuning: dict, runs: dict) -> None:
+        compare.so_far(tmp_path, tuning, runs)
+        printed.append(capsys.readouterr().out.splitlines()[-2].split())
+        (tmp_path / "so_far.png").unlink()
+
+    protocol_of(tmp_path, lambda rate: math.log(2) * (1 + abs(rate - protocol.FIRST_RATE)), report)
+    tuned, seeds = printed[:3], printed[3:]
+    assert tuned == [["base", "1.0000", "of", "the", "tuning"]] * 3
+    assert seeds == [["base", "1.0000", str(number), "seeds"] for number in (1, 2, 3)]
+
+
 def test_budgets_are_read_where_the_dearer_side_has_spent_what_the_cheaper_one_has():
     def runs(*values: float, seconds: float) -> list[dict]:
         return [{"curve": [[0, 10.0 + value], [10, value]], "seconds": seconds} for value in values]
@@ -246,7 +285,7 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp
         table[key] = {arm_of[name]: value for name, value in table[key].items()}
     (tmp_path / "table.json").write_text(json.dumps(table | {"tokens_per_step": 200}))
     asked = []
-    monkeypatch.setattr(paired_heads, "main", lambda words: asked.extend(words) or tmp_path / "table.json")
+    monkeypatch.setattr(paired_heads, "main", lambda words, report: asked.extend(words) or tmp_path / "table.json")
     words = ["--arms", "paired", "windows", "--text", "my.txt", "--seeds", "4", "--tokens", "128"]
     compare.main([*words, "--steps", "50"])
     given = dict(zip(asked[3::2], asked[4::2]))
@@ -258,8 +297,11 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp
     differences = [row["minus_base"][budget]["difference"] for budget in ("steps", "FLOPs", "time")]
     shown = [f"{each['mean']:+.4f} ± {each['half_width']:.4f}" for each in differences]
     assert re.split(" {2,}", paired)[3:7] == [*shown, f"{128 / table['step_seconds']['paired']:,.0f}"]
+    assert "--untuned" not in asked
+    asked.clear()
     compare.main([*words, "--steps", "10"])
-    assert "Note: --steps 10 ends before the warm-up" in capsys.readouterr().out
+    assert "Note: --steps 10 ends before the warm-up of 40 steps: no rate is" in capsys.readouterr().out
+    assert "--untuned" in asked
     with pytest.raises(UserError, match="--tokens 64: the arm 'paired' cannot be built; give longer rows"):
         compare.main([*words[:-1], "64"])
 

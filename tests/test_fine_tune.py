@@ -1,0 +1,86 @@
+"""Run the commands of docs/FINE_TUNE.md on a tiny model, and compute its figures for the model that it names."""
+
+import re
+import shlex
+
+import pytest
+from tiny_training import decoder, hasten_runs, saved, write_jsonl
+from transformers import Qwen3Config
+
+from iha.checkpoints import load_config
+from iha.cost import memory, seconds, settings_of
+from iha.errors import ROOT
+from iha.hub import push_to_hub
+from iha.model_cost import model
+from sft import train
+
+
+PAGE = (ROOT / "docs" / "FINE_TUNE.md").read_text(encoding="utf-8")
+TOKENS, WINDOW, GPUS, TFLOPS = 65_536, 8_192, 8, 400
+QWEN3_8B = {
+    **{"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960},
+    **{"tie_word_embeddings": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+}
+# The two commands of training at the size of a test, on a CPU.
+TINY = {
+    "max_length": 64,
+    "max_position_embeddings": 64,
+    "max_steps": 2,
+    "eval_size": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_steps": 2,
+    "gradient_accumulation_steps": 1,
+    "bf16": "false",
+}
+
+
+def shell_commands() -> list[str]:
+    """Return the commands of the page, each on one line."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def test_the_table_is_what_cost_predicts(tmp_path):
+    Qwen3Config(**QWEN3_8B).save_pretrained(tmp_path)
+    rows = {row[0]: row[1:] for row in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE, re.MULTILINE)}
+    columns = [settings_of(None, tmp_path, 2, WINDOW), settings_of(None, tmp_path, 2), settings_of(None, tmp_path)]
+    way = "activation checkpointing and TRL's loss"
+    for column, config in enumerate(columns):
+        predicted = {
+            "GB on each of 8 GPUs (FSDP2)": memory(config, 1, TOKENS, GPUS)[way].peak / 1e9,
+            "GB on one GPU, all weights trained": memory(config, 1, TOKENS)[way].peak / 1e9,
+        }
+        time = seconds(model(config, TOKENS), 1, TFLOPS)["activation checkpointing"]
+        rate = GPUS * TOKENS / time
+        predicted |= {"tokens/s, 8 GPUs": rate, "hours for a billion tokens, 8 GPUs": 1e9 / rate / 3600}
+        for name, figure in predicted.items():
+            told = float(rows[name][column].replace(",", ""))
+            assert told == pytest.approx(figure, abs=0.5 if told > 100 or "GB" in name else 0.05), (name, column)
+    window, without, plain = (model(config, TOKENS) for config in columns)
+    assert (f"{window.training / plain.training:.2f}", f"{window.cache / plain.cache:.2f}") == ("0.97", "0.30")
+    assert f"{without.training / plain.training:.1f}" == "2.8"
+    assert "takes 0.97 times the FLOPs" in PAGE and "the cache 0.30 times" in PAGE and "takes 2.8 times" in PAGE
+
+
+def test_the_commands_train_and_publish_a_tiny_model(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    hasten_runs(monkeypatch)
+    base = saved(decoder("qwen3", num_hidden_layers=5, max_position_embeddings=32), tmp_path / "base")
+    rows = write_jsonl(tmp_path / "long.jsonl", [{"text": f"Document {number}. " * 20} for number in range(20)])
+    _, full, lora, push = shell_commands()
+    for command in (full, lora):
+        words = shlex.split(command.partition("train")[2].removeprefix(".py"))  # behind those of the launcher
+        keys = dict(zip(words[::2], words[1::2]))
+        output = tmp_path / keys["--output_dir"]
+        replaced = {"model_name_or_path": base, "dataset_name": rows, "output_dir": output, **TINY}
+        given = keys | {f"--{name}": str(value) for name, value in replaced.items()}
+        train.main([word for pair in given.items() for word in pair])
+        assert "Interleaved 4 of 5 layers, P = 2, window 8." in capsys.readouterr().out
+        config = load_config(str(output / "final"))
+        assert config.mixing_scale * float(keys["--learning_rate"]) == pytest.approx(4e-4)  # the R of the page
+        assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (64, 8e6)
+    monkeypatch.chdir(tmp_path)
+    push_to_hub.main(shlex.split(push)[3:])
+    assert "Would upload to me/qwen3-8b-iha" in capsys.readouterr().out
