@@ -43,8 +43,8 @@ from iha.errors import ROOT, UserError, run_cli
 from iha.files import whole_file, write_json
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads
-from modeling_iha.mixing_weights import mixing_parameters
 from modeling_iha.interleaved_attention import decoder_config
+from modeling_iha.mixing_weights import mixing_parameters
 from research.benchmarks.harness import environment
 from research.experiments.options import RESULTS, StudyParser
 

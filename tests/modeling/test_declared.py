@@ -1,0 +1,196 @@
+"""Test what a call declares: no tensor has an entry for each pair of tokens, and packed rows equal their documents.
+
+This holds for a training step, for compiled code and for prompts, of an `IHAForCausalLM` and of a decoder in place.
+docs/SUPPORT.md has the exceptions.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import assert_close, decoder, random_ids, random_model, small_config, train_mixing
+from stand_in_gpu import GpuTensor, gpus, move
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from modeling_iha import interleave_heads, pair_heads, sdpa_in_blocks
+
+
+LENGTH, WINDOW = 300, 20
+DOCUMENTS = (130, 1, 169)
+BOUNDS = torch.tensor([0, 130, 131, LENGTH], dtype=torch.int32)
+LENGTHS = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 169, "max_length_k": 169}
+POSITIONS = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
+LEFT, RIGHT = torch.ones(2, LENGTH).long(), torch.ones(2, LENGTH).long()
+LEFT[0, :70] = RIGHT[1, -70:] = 0
+CALLS = {
+    "nothing": {},
+    "ones": {"attention_mask": torch.ones(2, LENGTH).long()},
+    "left padding": {"attention_mask": LEFT, "position_ids": (LEFT.cumsum(-1) - 1).clamp(min=0)},
+    "right padding": {"attention_mask": RIGHT},
+    "positions": {"position_ids": POSITIONS},
+    "lengths": {"position_ids": POSITIONS, **LENGTHS},
+}
+PACKED = ("positions", "lengths")
+MODELS = {
+    "iha": lambda window: random_model(small_config(num_pseudo_heads=2, **window_of(window))),
+    "paired_heads": lambda window: random_model(small_config(attention_kinds="paired_heads", **window_of(window))),
+    "in place": lambda window: train_mixing(interleave_heads(decoder("llama"), 2, sliding_window=window)),
+    "in place, some layers": lambda window: train_mixing(interleave_heads(decoder("llama"), 2, [0, 2], window)),
+    "paired in place": lambda window: pair_heads(decoder("llama"), 2, sliding_window=window),
+}
+
+
+def window_of(window):
+    return {"layer_types": "sliding_attention", "sliding_window": window} if window else {}
+
+
+class Squares(TorchDispatchMode):
+    """Record the tensors that have an entry for each pair of `length` tokens."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.length, self.found = length, []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and is_square(each, self.length):
+                self.found.append((str(operator), tuple(each.shape)))
+        return result
+
+
+def is_square(tensor, length):
+    return tensor.ndim >= 2 and min(tensor.shape[-2:]) >= length
+
+
+def inputs_of(call, model):
+    rows = 1 if call in PACKED else 2
+    length = LENGTH if model != "compiled" else LENGTH
+    return {"input_ids": random_ids(rows, length), "use_cache": False, **CALLS[call]}
+
+
+@pytest.mark.one_of(2)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_training_step_makes_no_square(name, window, call):
+    model, inputs = MODELS[name](window).train(), inputs_of(call, name)
+    with Squares(LENGTH) as squares:
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert not squares.found
+    model.set_attn_implementation("eager")
+    with Squares(LENGTH) as squares:
+        model(**inputs)
+    assert squares.found
+
+
+@pytest.mark.one_of(2)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_a_row_is_what_its_documents_are_alone(name, window, call):
+    model, inputs = MODELS[name](window), inputs_of(call, name)
+    found = model(**inputs).logits
+    for row, ids in enumerate(inputs["input_ids"]):
+        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))[row].bool()
+        parts = ids.split(DOCUMENTS) if call in PACKED else [ids[real]]
+        expected = torch.cat([model(part[None], use_cache=False).logits[0] for part in parts])
+        assert_close(found[row][real], expected)
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call != "positions"])
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("name", [name for name in MODELS if "paired" not in name])
+def test_compiled_code_makes_no_square(name, window, call):
+    """Only documents on a CPU break the graph, because they are computed one by one."""
+    model, inputs, squares = MODELS[name](window), inputs_of(call, name), []
+
+    def keep(graph, _):
+        for node in graph.graph.nodes:
+            found = tree_leaves(node.meta.get("example_value"))
+            squares.extend(each.shape for each in found if isinstance(each, torch.Tensor) and is_square(each, LENGTH))
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        actual = torch.compile(model, backend=keep, fullgraph=call != "lengths")(**inputs).logits
+        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        assert_close(actual[real], model(**inputs).logits[real])
+    assert not squares
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("call", ["ones", "left padding"])
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_makes_no_square(name, window, call, cache):
+    model, mask = MODELS[name](window), CALLS[call]["attention_mask"]
+    options = {"max_new_tokens": 2, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    ids = random_ids(2, LENGTH)
+    with Squares(LENGTH) as squares:
+        found = model.generate(ids, attention_mask=mask, **options)
+    assert not squares.found
+    for row, real in enumerate(mask.bool()):
+        alone = ids[row][real][None]
+        assert torch.equal(model.generate(alone, **options)[0, -2:], found[row, -2:])
+
+
+# Static caches
+
+
+FAMILIES = {
+    "interleave_heads": lambda: interleave_heads(llama(), 2, layers="paper", sliding_window="paper"),
+    "pair_heads": lambda: pair_heads(decoder("llama"), 2, [0, 2], sliding_window=6),
+    "gemma3": lambda: interleave_heads(decoder("gemma3_text"), 2, [0, 2], sliding_window=6),
+    "mistral": lambda: interleave_heads(decoder("mistral"), 2, [0, 2], sliding_window=6),
+}
+
+
+def llama():
+    """Return a model like that of README's example: four of five layers get a window, of 8 tokens."""
+    return decoder("llama", num_hidden_layers=5, max_position_embeddings=64)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "num_beams": 2}, {"assistant_model": True}], ids=str
+)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_static_cache_generates_what_a_dynamic_one_does(name, rows, options):
+    model = FAMILIES[name]()
+    if options.get("assistant_model"):
+        if rows == 2 or name in ("gemma3", "mistral"):
+            pytest.skip("Transformers drafts for a single row, and rejects sliding caches that are full")
+        options = {"assistant_model": llama()}
+    ids = random_ids(rows, 20)
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids), **options}
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **options), expected)
+
+
+# Waits
+
+
+def varlen_stand_in(query, key, value, cu_seq_q, *args, scale, window_size, **kwargs):
+    """Return values of the right shape, as a GPU would without waiting."""
+    return query.clone()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("name", ["iha", "in place", "in place, some layers"])
+def test_a_forward_waits_at_most_once_for_a_gpu(name, window, call, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, total_memory=2**40))
+    monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", varlen_stand_in)
+    model = MODELS[name](window).to(torch.bfloat16)
+    device = torch.device("cuda", 0)
+    move(model, device)
+    inputs = {
+        key: GpuTensor(each, device) if isinstance(each, torch.Tensor) else each
+        for key, each in inputs_of(call, name).items()
+    }
+    with gpus() as waits, torch.no_grad():
+        model(**inputs)
+    assert len(waits) <= 1
