@@ -69,8 +69,6 @@ def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: t
 
     alpha is [M, heads, P], for all M heads or a part of them. The result is a view of what the mixing writes,
     [batch, N, P, heads, head_dim], so interleaving copies nothing."""
-    if kernels_take(states, alpha):
-        return expand(states, alpha, rotation).transpose(1, 2)
     batch, num_heads, num_tokens, head_dim = states.shape
     num_pseudo_heads = alpha.shape[2]
     length = at_once(states, dim=2, growth=num_pseudo_heads)
@@ -120,6 +118,8 @@ class MixedHeads(NamedTuple):
 
     def make_virtual_tokens(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
         """Return queries, keys and values of virtual tokens, [batch, H or G, tokens * P, head_dim] (steps 2 and 3)."""
+        if kernels_take(query, self.q_mix) and value.shape[-1] % 2 == 0:
+            return expand((query, key, value), self[:3], self.rotation)
         query = make_virtual_sequence(query, self.q_mix, self.rotation)
         key = make_virtual_sequence(key, self.k_mix, self.rotation)
         return query, key, make_virtual_sequence(value, self.v_mix)

@@ -136,203 +136,284 @@ def load_rotation(cos, sin, p, feature, F: tl.constexpr):
 
 
 @jit
-def load_rotated_back(
-    gradient, cos, sin, p, feature, exists, H: tl.constexpr, F: tl.constexpr, ROTATES: tl.constexpr
-):  # fmt: skip
+def load_rotated_back(gradient, cos, sin, p, feature, exists, H: tl.constexpr, F: tl.constexpr):
     """Return T_p^T of the gradients of pseudo-head p as two halves, from pointers to those of pseudo-head 0."""
     first, second = load_halves(gradient + p * (H * 2 * F), exists, F)
-    if ROTATES:
+    if cos is not None:
         c, s = load_rotation(cos, sin, p, feature, F)
         one, two = first.to(tl.float32), second.to(tl.float32)
         first, second = (one * c + two * s).to(first.dtype), (two * c - one * s).to(second.dtype)
     return first, second
 
 
+# Each of the next three functions has one kind of states (queries, keys or values), and a kernel that calls it for all
+# three: to launch a kernel takes longer than to mix a thousand tokens. `cos` and `sin` are `None` without a rotation.
+
+
 @jit
-def expand_kernel(
+def expand_states(
     states, alpha, cos, sin, virtual, num_tokens,
     stride_b, stride_m, stride_n,  # of the states [batch, M, N, D]
-    alpha_m, alpha_h, alpha_p,  # strides of alpha [M, H, P]
-    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr, ROTATES: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute virtual[b, n, p, h] = T_p sum_m alpha[m, h, p] states[b, m, n].
 
     A program has some columns of all heads and pseudo-heads. It reads the states once."""
-    row = tl.program_id(1).to(tl.int64)
-    token, feature, exists = columns(tl.program_id(0) * COLUMNS, num_tokens, F, BLOCK_F, COLUMNS)
-    m = tl.arange(0, BLOCK_M)
-    h = tl.arange(0, BLOCK_H)
-    source = states + row * stride_b + m.to(tl.int64)[:, None] * stride_m + (token * stride_n + feature)[None]
-    first, second = load_halves(source, (m < M)[:, None] & exists[None], F)  # [BLOCK_M, columns]
-    weights = alpha + h[:, None] * alpha_h + m[None] * alpha_m
-    target = virtual + ((row * num_tokens + token) * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
-    for p in range(P):
-        mix = tl.load(weights + p * alpha_p, mask=(h < H)[:, None] & (m < M)[None], other=0.0).to(first.dtype)
-        one = tl.dot(mix, first, input_precision="ieee")  # [BLOCK_H, columns]
-        two = tl.dot(mix, second, input_precision="ieee")
-        if ROTATES:
-            c, s = load_rotation(cos, sin, p, feature, F)
-            one, two = one * c - two * s, two * c + one * s
-        store_halves(target + p * (H * 2 * F), one, two, (h < H)[:, None] & exists[None], F)
+    first_column = tl.program_id(0) * COLUMNS
+    if first_column < num_tokens * BLOCK_F:  # other kinds of states may have more programs
+        row = tl.program_id(1).to(tl.int64)
+        token, feature, exists = columns(first_column, num_tokens, F, BLOCK_F, COLUMNS)
+        m = tl.arange(0, BLOCK_M)
+        h = tl.arange(0, BLOCK_H)
+        source = states + row * stride_b + m.to(tl.int64)[:, None] * stride_m + (token * stride_n + feature)[None]
+        first, second = load_halves(source, (m < M)[:, None] & exists[None], F)  # [BLOCK_M, columns]
+        weights = alpha + (m[None] * H + h[:, None]) * P
+        target = virtual + ((row * num_tokens + token) * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
+        for p in range(P):
+            mix = tl.load(weights + p, mask=(h < H)[:, None] & (m < M)[None], other=0.0).to(first.dtype)
+            one = tl.dot(mix, first, input_precision="ieee")  # [BLOCK_H, columns]
+            two = tl.dot(mix, second, input_precision="ieee")
+            if cos is not None:
+                c, s = load_rotation(cos, sin, p, feature, F)
+                one, two = one * c - two * s, two * c + one * s
+            store_halves(target + p * (H * 2 * F), one, two, (h < H)[:, None] & exists[None], F)
+
+
+@jit
+def expand_kernel(
+    query, key, value, q_mix, k_mix, v_mix, cos, sin, virtual_query, virtual_key, virtual_value, num_tokens, num_keys,
+    q_b, q_m, q_n, k_b, k_m, k_n, v_b, v_m, v_n,  # strides of queries, keys and values [batch, M, N or K, D]
+    P: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, F_V: tl.constexpr, BLOCK_F_V: tl.constexpr,
+    H_IN: tl.constexpr, H: tl.constexpr, BLOCK_H_IN: tl.constexpr, BLOCK_H: tl.constexpr, COLUMNS: tl.constexpr,
+    G_IN: tl.constexpr, G: tl.constexpr, BLOCK_G_IN: tl.constexpr, BLOCK_G: tl.constexpr,
+    COLUMNS_K: tl.constexpr, COLUMNS_V: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(2) == 0:
+        expand_states(query, q_mix, cos, sin, virtual_query, num_tokens, q_b, q_m, q_n,
+                      H_IN, H, P, F, BLOCK_H_IN, BLOCK_H, BLOCK_F, COLUMNS)  # fmt: skip
+    elif tl.program_id(2) == 1:
+        expand_states(key, k_mix, cos, sin, virtual_key, num_keys, k_b, k_m, k_n,
+                      G_IN, G, P, F, BLOCK_G_IN, BLOCK_G, BLOCK_F, COLUMNS_K)  # fmt: skip
+    else:
+        expand_states(value, v_mix, None, None, virtual_value, num_keys, v_b, v_m, v_n,
+                      G_IN, G, P, F_V, BLOCK_G_IN, BLOCK_G, BLOCK_F_V, COLUMNS_V)  # fmt: skip
+
+
+@jit
+def gradient_of_states(
+    gradient, alpha, cos, sin, states_gradient, num_tokens,
+    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute states_gradient[b, n, m] = sum_p sum_h alpha[m, h, p] T_p^T gradient[b, n, p, h].
+
+    The sum stays in registers and is written once."""
+    first_column = tl.program_id(0) * COLUMNS
+    if first_column < num_tokens * BLOCK_F:
+        row = tl.program_id(1).to(tl.int64)
+        token, feature, exists = columns(first_column, num_tokens, F, BLOCK_F, COLUMNS)
+        m = tl.arange(0, BLOCK_M)
+        h = tl.arange(0, BLOCK_H)
+        place = row * num_tokens + token
+        source = gradient + (place * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
+        weights = alpha + (m[:, None] * H + h[None]) * P
+        first = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+        second = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+        for p in range(P):
+            read = (h < H)[:, None] & exists[None]
+            one, two = load_rotated_back(source, cos, sin, p, feature, read, H, F)
+            mix = tl.load(weights + p, mask=(m < M)[:, None] & (h < H)[None], other=0.0).to(one.dtype)
+            first = tl.dot(mix, one, first, input_precision="ieee")
+            second = tl.dot(mix, two, second, input_precision="ieee")
+        target = states_gradient + (place * (M * 2 * F) + feature)[None] + m[:, None] * (2 * F)
+        store_halves(target, first, second, (m < M)[:, None] & exists[None], F)
 
 
 @jit
 def expand_backward_states_kernel(
-    gradient, alpha, cos, sin, states_gradient, num_tokens,
-    stride_b, stride_m, stride_n,  # of the states' gradient [batch, M, N, D]
-    alpha_m, alpha_h, alpha_p,  # strides of alpha [M, H, P]
-    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr, ROTATES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, COLUMNS: tl.constexpr,
+    query, key, value, q_mix, k_mix, v_mix, cos, sin, of_query, of_key, of_value, num_tokens, num_keys,
+    P: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, F_V: tl.constexpr, BLOCK_F_V: tl.constexpr,
+    H_IN: tl.constexpr, H: tl.constexpr, BLOCK_H_IN: tl.constexpr, BLOCK_H: tl.constexpr, COLUMNS: tl.constexpr,
+    G_IN: tl.constexpr, G: tl.constexpr, BLOCK_G_IN: tl.constexpr, BLOCK_G: tl.constexpr,
+    COLUMNS_K: tl.constexpr, COLUMNS_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute states_gradient[b, m, n] = sum_p sum_h alpha[m, h, p] T_p^T gradient[b, n, p, h].
-
-    The sum stays in registers and is written once."""
-    row = tl.program_id(1).to(tl.int64)
-    token, feature, exists = columns(tl.program_id(0) * COLUMNS, num_tokens, F, BLOCK_F, COLUMNS)
-    m = tl.arange(0, BLOCK_M)
-    h = tl.arange(0, BLOCK_H)
-    source = gradient + ((row * num_tokens + token) * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
-    weights = alpha + m[:, None] * alpha_m + h[None] * alpha_h
-    first = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
-    second = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
-    for p in range(P):
-        read = (h < H)[:, None] & exists[None]
-        one, two = load_rotated_back(source, cos, sin, p, feature, read, H, F, ROTATES)
-        mix = tl.load(weights + p * alpha_p, mask=(m < M)[:, None] & (h < H)[None], other=0.0).to(one.dtype)
-        first = tl.dot(mix, one, first, input_precision="ieee")
-        second = tl.dot(mix, two, second, input_precision="ieee")
-    target = states_gradient + row * stride_b + m.to(tl.int64)[:, None] * stride_m
-    store_halves(target + (token * stride_n + feature)[None], first, second, (m < M)[:, None] & exists[None], F)
+    """Write the gradients of states, from `query`, `key` and `value`, the gradients of virtual ones."""
+    if tl.program_id(2) == 0:
+        gradient_of_states(query, q_mix, cos, sin, of_query, num_tokens,
+                           H_IN, H, P, F, BLOCK_H_IN, BLOCK_H, BLOCK_F, COLUMNS)  # fmt: skip
+    elif tl.program_id(2) == 1:
+        gradient_of_states(key, k_mix, cos, sin, of_key, num_keys,
+                           G_IN, G, P, F, BLOCK_G_IN, BLOCK_G, BLOCK_F, COLUMNS_K)  # fmt: skip
+    else:
+        gradient_of_states(value, v_mix, None, None, of_value, num_keys,
+                           G_IN, G, P, F_V, BLOCK_G_IN, BLOCK_G, BLOCK_F_V, COLUMNS_V)  # fmt: skip
 
 
 @jit
-def expand_backward_alpha_kernel(
-    gradient, states, cos, sin, parts, num_tokens, tokens_of_part,
-    stride_b, stride_m, stride_n,  # of the states [batch, M, N, D]
-    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr, ROTATES: tl.constexpr,
+def gradient_of_alpha(
+    gradient, states, cos, sin, parts, weights_of_part, num_tokens, tokens_of_part, stride_b, stride_m, stride_n,
+    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute parts[b, part, m, h, p], the sum over the tokens n of a part of states[m, n] . T_p^T gradient[n, p, h].
 
     A program has one p and one part. It reads the gradient a second time: one kernel for both gradients holds three
     products at once, spills registers and issues twice the instructions of the two (ptxas, sm_90)."""
-    p = tl.program_id(0)  # programs that follow each other share the states, which then come from the L2 cache
+    p = tl.program_id(0) % P  # programs that follow each other share the states, which then come from the L2 cache
     part = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     h = tl.arange(0, BLOCK_H)
     total = tl.zeros((BLOCK_H, BLOCK_M), tl.float32)
     end = tl.minimum((part + 1) * tokens_of_part, num_tokens) * BLOCK_F
-    for first_column in range(part * tokens_of_part * BLOCK_F, end, COLUMNS):
+    for first_column in range(part * tokens_of_part * BLOCK_F, end, COLUMNS):  # without tokens the sum is zero
         token, feature, exists = columns(first_column, num_tokens, F, BLOCK_F, COLUMNS)
         source = gradient + ((row * num_tokens + token) * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
         read = (h < H)[:, None] & exists[None]
-        one, two = load_rotated_back(source, cos, sin, p, feature, read, H, F, ROTATES)
+        one, two = load_rotated_back(source, cos, sin, p, feature, read, H, F)
         source = states + row * stride_b + m.to(tl.int64)[:, None] * stride_m + (token * stride_n + feature)[None]
         first, second = load_halves(source, (m < M)[:, None] & exists[None], F)
         total = tl.dot(one, tl.trans(first), total, input_precision="ieee")
         total = tl.dot(two, tl.trans(second), total, input_precision="ieee")
-    target = parts + (row * tl.num_programs(1) + part) * (M * H * P) + (m[None] * H + h[:, None]) * P + p
+    target = parts + (row * tl.num_programs(1) + part) * weights_of_part + (m[None] * H + h[:, None]) * P + p
     tl.store(target, total, mask=(m < M)[None] & (h < H)[:, None])
 
 
-def constants_of_expand(states: torch.Tensor, alpha: torch.Tensor, rotation: Rotation) -> dict:
+@jit
+def expand_backward_alpha_kernel(
+    of_query, of_key, of_value, query, key, value, cos, sin, parts, num_tokens, num_keys, tokens_of_part,
+    q_b, q_m, q_n, k_b, k_m, k_n, v_b, v_m, v_n,  # strides of queries, keys and values [batch, M, N or K, D]
+    P: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, F_V: tl.constexpr, BLOCK_F_V: tl.constexpr,
+    H_IN: tl.constexpr, H: tl.constexpr, BLOCK_H_IN: tl.constexpr, BLOCK_H: tl.constexpr, COLUMNS: tl.constexpr,
+    G_IN: tl.constexpr, G: tl.constexpr, BLOCK_G_IN: tl.constexpr, BLOCK_G: tl.constexpr,
+    COLUMNS_K: tl.constexpr, COLUMNS_V: tl.constexpr,
+):  # fmt: skip
+    """Write parts [batch, parts, gradients of q_mix, k_mix and v_mix one after the other]."""
+    q_weights = H_IN * H * P
+    k_weights = G_IN * G * P
+    weights = q_weights + 2 * k_weights
+    kind = tl.program_id(0) // P
+    if kind == 0:
+        gradient_of_alpha(of_query, query, cos, sin, parts, weights, num_tokens, tokens_of_part, q_b, q_m, q_n,
+                          H_IN, H, P, F, BLOCK_H_IN, BLOCK_H, BLOCK_F, COLUMNS)  # fmt: skip
+    elif kind == 1:
+        gradient_of_alpha(of_key, key, cos, sin, parts + q_weights, weights, num_keys, tokens_of_part, k_b, k_m, k_n,
+                          G_IN, G, P, F, BLOCK_G_IN, BLOCK_G, BLOCK_F, COLUMNS_K)  # fmt: skip
+    else:
+        gradient_of_alpha(of_value, value, None, None, parts + q_weights + k_weights, weights, num_keys,
+                          tokens_of_part, v_b, v_m, v_n,
+                          G_IN, G, P, F_V, BLOCK_G_IN, BLOCK_G, BLOCK_F_V, COLUMNS_V)  # fmt: skip
+
+
+def constants_of_expand(query, value, q_mix, k_mix, most_columns: int = MOST_COLUMNS) -> dict:
     """Return the constants of the three kernels."""
-    num_heads_in, num_heads_out, num_pseudo_heads = alpha.shape
-    rows_in, rows_out = power_of_two(num_heads_in, 16), power_of_two(num_heads_out, 16)
-    half = states.shape[-1] // 2
+    heads_in, heads_out, num_pseudo_heads = q_mix.shape
+    groups_in, groups_out, _ = k_mix.shape
+    half, half_of_value = query.shape[-1] // 2, value.shape[-1] // 2
+    rows_in, rows_out = power_of_two(heads_in, 16), power_of_two(heads_out, 16)
+    group_rows_in, group_rows_out = power_of_two(groups_in, 16), power_of_two(groups_out, 16)
+    most_columns = most_columns * 2 // query.element_size()
+    rows, group_rows = max(rows_in, rows_out), max(group_rows_in, group_rows_out)
     return {
-        **{"M": num_heads_in, "H": num_heads_out, "P": num_pseudo_heads, "F": half, "ROTATES": rotation is not None},
-        **{"BLOCK_M": rows_in, "BLOCK_H": rows_out, "BLOCK_F": power_of_two(half)},
-        "COLUMNS": columns_of_tile(max(rows_in, rows_out), half, states.element_size()),
+        **{"P": num_pseudo_heads, "F": half, "BLOCK_F": power_of_two(half)},
+        **{"F_V": half_of_value, "BLOCK_F_V": power_of_two(half_of_value)},
+        **{"H_IN": heads_in, "H": heads_out, "BLOCK_H_IN": rows_in, "BLOCK_H": rows_out},
+        **{"G_IN": groups_in, "G": groups_out, "BLOCK_G_IN": group_rows_in, "BLOCK_G": group_rows_out},
+        "COLUMNS": columns_of_tile(rows, half, most_columns),
+        "COLUMNS_K": columns_of_tile(group_rows, half, most_columns),
+        "COLUMNS_V": columns_of_tile(group_rows, half_of_value, most_columns),
     }
 
 
-def columns_of_tile(rows: int, half: int, itemsize: int) -> int:
-    """Return how many columns of a tile fit in the registers of a program."""
-    columns = MOST_COLUMNS if rows <= 32 else MOST_COLUMNS // 4
+def columns_of_tile(rows: int, half: int, most_columns: int) -> int:
+    """Return how many columns of a tile fit in the registers of a program, at least the 16 of a product."""
+    columns = most_columns if rows <= 32 else most_columns // 4
     if half != power_of_two(half):  # the masks of missing features take registers too
         columns //= 2
-    return columns * 2 // itemsize
+    return max(16, columns)
 
 
-def grid_of_expand(states: torch.Tensor, constants: dict) -> tuple[int, int]:
-    """Return the programs of the kernels that go over all tokens [batch, M, N, D]."""
-    batch, _, num_tokens, _ = states.shape
-    return parts_of(num_tokens * constants["BLOCK_F"], constants["COLUMNS"]), batch
+def grid_of_expand(query, key, constants: dict) -> tuple[int, int, int]:
+    """Return the programs of the kernels that go over all tokens: columns, rows, and kinds of states."""
+    of_query = parts_of(query.shape[2] * constants["BLOCK_F"], constants["COLUMNS"])
+    of_key = parts_of(key.shape[2] * constants["BLOCK_F"], constants["COLUMNS_K"])
+    of_value = parts_of(key.shape[2] * constants["BLOCK_F_V"], constants["COLUMNS_V"])
+    return max(of_query, of_key, of_value), len(query), 3
 
 
 class Expand(torch.autograd.Function):
     """Differentiate `expand`."""
 
     @staticmethod
-    def forward(ctx, states, alpha, cos, sin):
-        ctx.save_for_backward(states, alpha, cos, sin)
-        batch, _, num_tokens, head_dim = states.shape
-        rotation = None if cos is None else (cos, sin)
-        constants = constants_of_expand(states, alpha, rotation)
-        virtual = states.new_empty(batch, num_tokens * constants["P"], constants["H"], head_dim)
-        tables = rotation or (states, states)  # a kernel that does not rotate reads none
-        with on_device_of(states):
-            expand_kernel[grid_of_expand(states, constants)](
-                states, alpha, *tables, virtual, num_tokens, *states.stride()[:3], *alpha.stride(), **constants
-            )
-        return virtual
+    def forward(ctx, query, key, value, q_mix, k_mix, v_mix, cos, sin):
+        states, mixes = (query, key, value), (q_mix, k_mix, v_mix)
+        ctx.save_for_backward(*states, *mixes, cos, sin)
+        constants = constants_of_expand(query, value, q_mix, k_mix)
+        virtual = [  # [batch, N * P or K * P, H or G, D]
+            each.new_empty(len(each), each.shape[2] * mix.shape[2], mix.shape[1], each.shape[3])
+            for each, mix in zip(states, mixes)
+        ]
+        with on_device_of(query):
+            expand_kernel[grid_of_expand(query, key, constants)](
+                *states, *mixes, cos, sin, *virtual, query.shape[2], key.shape[2],
+                *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], **constants,
+            )  # fmt: skip
+        return tuple(virtual)
 
     @staticmethod
-    def backward(ctx, gradient):
-        states, alpha, cos, sin = ctx.saved_tensors
-        rotation = None if cos is None else (cos, sin)
+    def backward(ctx, *gradients):
+        *states, q_mix, k_mix, v_mix, cos, sin = ctx.saved_tensors
+        mixes = (q_mix, k_mix, v_mix)
         if torch.is_grad_enabled():  # with create_graph=True
-            return *differentiable_gradients_of_expand(gradient, states, alpha, rotation), None, None
-        gradient = gradient.contiguous()
-        with on_device_of(states):
-            of_states = gradient_of_states(gradient, states, alpha, rotation) if ctx.needs_input_grad[0] else None
-            of_alpha = gradient_of_alpha(gradient, states, alpha, rotation) if ctx.needs_input_grad[1] else None
-        return of_states, of_alpha, None, None
+            rotation = None if cos is None else (cos, sin)
+            kinds = zip(gradients, states, mixes, (rotation, rotation, None))
+            of_states, of_mixes = zip(*(differentiable_gradients_of_expand(*kind) for kind in kinds))
+            return *of_states, *of_mixes, None, None
+        gradients = [gradient.contiguous() for gradient in gradients]
+        of_states = of_mixes = (None, None, None)
+        with on_device_of(gradients[0]):
+            if any(ctx.needs_input_grad[:3]):
+                of_states = gradients_of_states(gradients, states, mixes, cos, sin)
+            if any(ctx.needs_input_grad[3:6]):
+                of_mixes = gradients_of_mixes(gradients, states, mixes, cos, sin)
+        return *of_states, *of_mixes, None, None
 
 
-def gradient_of_states(gradient, states, alpha, rotation: Rotation) -> torch.Tensor:
-    """Return the gradient [batch, M, N, D], as a view of the layout of projections [batch, N, M, D]."""
-    batch, num_heads, num_tokens, head_dim = states.shape
-    constants = constants_of_expand(states, alpha, rotation)
-    result = states.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
-    expand_backward_states_kernel[grid_of_expand(states, constants)](
-        gradient,
-        alpha,
-        *(rotation or (states, states)),
-        result,
-        num_tokens,
-        *result.stride()[:3],
-        *alpha.stride(),
-        **constants,
+def gradients_of_states(gradients: list, states: list, mixes: tuple, cos, sin) -> list[torch.Tensor]:
+    """Return the gradients [batch, M, N, D], as views of the layout of projections [batch, N, M, D]."""
+    query, key, value = states
+    constants = constants_of_expand(query, value, *mixes[:2])
+    results = [torch.empty_like(each.transpose(1, 2), memory_format=torch.contiguous_format) for each in states]
+    expand_backward_states_kernel[grid_of_expand(query, key, constants)](
+        *gradients, *mixes, cos, sin, *results, query.shape[2], key.shape[2], **constants
     )
-    return result
+    return [result.transpose(1, 2) for result in results]
 
 
-def gradient_of_alpha(gradient, states, alpha, rotation: Rotation) -> torch.Tensor:
-    """Return the gradient [M, H, P] as a sum over parts of the tokens."""
-    batch, _, num_tokens, _ = states.shape
-    constants = constants_of_expand(states, alpha, rotation)
-    constants["COLUMNS"] = max(16, constants["COLUMNS"] // 2)  # more would spill registers
-    tokens_of_tile = parts_of(constants["COLUMNS"], constants["BLOCK_F"])
-    tokens_of_part = max(LEAST_TOKENS_OF_PART, parts_of(num_tokens, MOST_PARTS))
-    tokens_of_part = parts_of(tokens_of_part, tokens_of_tile) * tokens_of_tile  # no tile reaches into the next part
-    num_parts = parts_of(num_tokens, tokens_of_part)
-    parts = states.new_empty(batch, num_parts, *alpha.shape, dtype=torch.float32)
-    expand_backward_alpha_kernel[constants["P"], num_parts, batch](
-        gradient,
-        states,
-        *(rotation or (states, states)),
-        parts,
-        num_tokens,
-        tokens_of_part,
-        *states.stride()[:3],
-        num_stages=2,
-        **constants,
+def gradients_of_mixes(gradients: list, states: list, mixes: tuple, cos, sin) -> list[torch.Tensor]:
+    """Return the gradients [M, H, P], as sums over parts of the tokens."""
+    query, key, value = states
+    num_tokens, num_keys = query.shape[2], key.shape[2]
+    constants = constants_of_expand(query, value, *mixes[:2], MOST_COLUMNS // 2)  # more would spill registers
+    # No tile reaches into the next part: the tokens of a part are a multiple of those of each tile, powers of two.
+    tokens_of_tile = max(
+        parts_of(constants["COLUMNS"], constants["BLOCK_F"]),
+        parts_of(constants["COLUMNS_K"], constants["BLOCK_F"]),
+        parts_of(constants["COLUMNS_V"], constants["BLOCK_F_V"]),
     )
-    return parts.sum((0, 1)).to(alpha.dtype)
+    longest = max(num_tokens, num_keys)
+    tokens_of_part = max(LEAST_TOKENS_OF_PART, parts_of(longest, MOST_PARTS))
+    tokens_of_part = parts_of(tokens_of_part, tokens_of_tile) * tokens_of_tile
+    num_parts = parts_of(longest, tokens_of_part)
+    num_weights = [mix.numel() for mix in mixes]
+    parts = query.new_empty(len(query), num_parts, sum(num_weights), dtype=torch.float32)
+    expand_backward_alpha_kernel[3 * constants["P"], num_parts, len(query)](
+        *gradients, *states, cos, sin, parts, num_tokens, num_keys, tokens_of_part,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], num_stages=2, **constants,
+    )  # fmt: skip
+    sums = parts.sum((0, 1)).split(num_weights)
+    return [each.view_as(mix).to(mix.dtype) for each, mix in zip(sums, mixes)]
 
 
 def differentiable_gradients_of_expand(gradient, states, alpha, rotation: Rotation) -> tuple:
@@ -346,14 +427,16 @@ def differentiable_gradients_of_expand(gradient, states, alpha, rotation: Rotati
     return of_states, torch.einsum("bnphd,bmnd->mhp", gradient, states).to(alpha.dtype)
 
 
-def expand(states: torch.Tensor, alpha: torch.Tensor, rotation: Rotation = None) -> torch.Tensor:
-    """Return virtual tokens [batch, N * P, H, D] of heads [batch, M, N, D], by alpha [M, H, P] and T_p.
+def expand(states: tuple, mixes: tuple, rotation: Rotation = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return virtual queries, keys and values [batch, H or G, N * P or K * P, D], of ones [batch, M, N or K, D].
 
-    Virtual token (n, p) of head h is T_p sum_m alpha[m, h, p] states[m, n], in the dtype of the states. alpha may be a
-    slice of its heads h. Its dtype and that of the tables may differ from that of the states."""
-    states = states if states.stride(-1) == 1 else states.contiguous()
+    `mixes` are alpha of each, [M, H or G, P], which may be a slice of its heads H or G. Virtual token (n, p) of head h
+    is T_p sum_m alpha[m, h, p] states[m, n] (values are not rotated), in the dtype of the states. The dtypes of alpha
+    and of the tables may differ from it."""
+    states = [each if each.stride(-1) == 1 else each.contiguous() for each in states]
     cos, sin = (None, None) if rotation is None else (table.contiguous() for table in rotation)
-    return Expand.apply(states, alpha, cos, sin)
+    virtual = Expand.apply(*states, *(mix.contiguous() for mix in mixes), cos, sin)
+    return tuple(each.transpose(1, 2) for each in virtual)
 
 
 # Collapse

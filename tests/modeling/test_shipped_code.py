@@ -16,7 +16,7 @@ from modeling_iha.package import PACKAGE
 MOST_LINES = 1500
 MOST_FILES = 10
 KERNELS = "triton_kernels.py"  # one more file, which is counted alone: only GPUs need it
-MOST_LINES_OF_KERNELS = 700
+MOST_LINES_OF_KERNELS = 750
 
 
 def model_of(kind):
