@@ -154,7 +154,7 @@ class MixedHeads(NamedTuple):
         sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V, and alpha_V after it.
 
         The mask is boolean or additive, [batch or 1, H or 1, P, K * P] over virtual tokens."""
-        if kernels_decode(query, self.q_mix):
+        if kernels_decode(query):
             return decode(query, key, value, mask, scaling, *self)
         dtype = value.dtype
         heads_per_group = query.shape[1] // key.shape[1]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.utils.generic import maybe_autocast
 
+from .triton_kernels import decode, kernels_decode
 from .virtual_tokens import masked_softmax
 
 
@@ -56,9 +57,11 @@ class PairedHeads:
 
         The P queries of a virtual head are multiplied with the cached keys of each of its P heads where they lie, and
         one softmax goes over all of these. Query heads that read one virtual key head lie next to each other."""
+        mask = self.mask_of_virtual_heads(mask)
+        if kernels_decode(query):
+            return decode(query, key, value, mask, scaling)
         num_pseudo_heads = self.num_pseudo_heads
         num_virtual_groups = key.shape[1] // num_pseudo_heads
-        mask = self.mask_of_virtual_heads(mask)
         with maybe_autocast(query.device.type, enabled=False):  # it would round what is in float32 on purpose
             key = key.unflatten(1, (num_pseudo_heads, -1))  # [batch, P, G / P, K, head_dim]
             value = value.unflatten(1, (num_pseudo_heads, -1))

@@ -542,109 +542,116 @@ def collapse(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 # Decode: attend with one new token over base keys and values
 
 
-# A tile of scores has so many rows (h, i, j) and keys.
-SCORE_ROWS, SCORE_KEYS = 64, 64
-NORM_BLOCK = 256
-# So many programs sum values: about two for each of the 132 multiprocessors of an H100. The number does not depend on
-# the GPU, so neither does the sum.
-VALUE_PROGRAMS = 264
+# So many programs share the keys: about four for each of the 132 multiprocessors of an H100. The number does not
+# depend on the GPU, so neither does the sum.
+DECODE_PROGRAMS = 528
+# A program of the last sum has so many features, and reads so many rows at once.
+SUMMED_FEATURES, SUMMED_ROWS = 32, 16
 MOST_FEATURES = 128
+LEAST = tl.constexpr(torch.finfo(torch.float32).min) if triton else None  # the score of a hidden key
 
 
-def kernels_decode(query: torch.Tensor, q_mix: torch.Tensor) -> bool:
+def kernels_decode(query: torch.Tensor) -> bool:
     """Return whether `decode` takes a query [batch, H, 1, head_dim]: in half precision, without gradients.
 
-    In float32 no tensor core computes its products. Heads longer than `MOST_FEATURES` would spill registers. Compiled
-    code decodes by PyTorch's operations, because no GPU has run these kernels in it."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    In float32 no tensor core computes its products. Heads longer than `MOST_FEATURES` would spill registers."""
+    if torch.is_grad_enabled() or query.dtype == torch.float32 or query.shape[-1] > MOST_FEATURES:
         return False
-    return query.dtype != torch.float32 and query.shape[-1] <= MOST_FEATURES and kernels_take(query, q_mix)
+    return kernels_take(query, query[0])
 
 
-def decode(query, key, value, mask, scaling: float, q_mix, k_mix, v_mix, collapse, rotation: Rotation) -> torch.Tensor:
-    """Return the output [batch, 1, H, head_dim] of one new token by four kernels, a sum and a cast.
+def decode(query, key, value, mask, scaling, q_mix=None, k_mix=None, v_mix=None, collapse=None, rotation=None):
+    """Return the output [batch, 1, H, head_dim] of one new token by two kernels.
 
-    `MixedHeads.attend_new_token` defines it, and names the arguments with their shapes. The collapse is "per_head",
-    and keys and values have the dtype of the query.
+    `MixedHeads.attend_new_token` defines it, and names the arguments with their shapes; the collapse is "per_head".
+    Without mixing and collapse it is `PairedHeads.attend_new_token`, for a mask of virtual heads. Keys and values have
+    the dtype of the query.
 
     Let r[h, i, j] = T_j^T T_i sum_m alpha_Q[m, h, i] query[m], for query pseudo-head i and key pseudo-head j of head h
-    in group g. The kernels compute, each with all keys in parallel:
+    in group g. As in flash decoding, each program has some rows (h, i, j) and a chunk of the keys k, and finds
 
         scores   s[h, i, j, k] = r[h, i, j] . sum_m alpha_K[m, g, j] key[m, k]
-        norms    n[h, i] = log(sum_jk exp(s[h, i, j, k]))
-        shares   w[h, m, k] = sum_j alpha_V[m, g, j] sum_i R[h, i] exp(s[h, i, j, k] - n[h, i])
-        parts    sum_k w[h, m, k] value[m, k], over chunks of keys; the output is their sum"""
-    batch, num_heads, _, head_dim = query.shape
-    num_groups, num_keys = key.shape[1:3]
-    value_dim = value.shape[-1]
-    size = collapse.shape[1]
-    rows = num_heads * size**2
-    tiles = parts_of(num_keys, SCORE_KEYS)
-    tiles_of_chunk = parts_of(tiles, max(1, VALUE_PROGRAMS // (num_groups * batch)))
-    chunks = parts_of(tiles, tiles_of_chunk)
+        tops     t[h, i, j] = max_k s[h, i, j, k]
+        sums     sum_k exp(s[h, i, j, k] - t[h, i, j])
+        parts    sum_km exp(s[h, i, j, k] - t[h, i, j]) alpha_V[m, g, j] value[m, k]
+
+    of which scores are not written. The second kernel sums over chunks and j, and collapses the pseudo-heads i.
+    For paired heads h is one of H / P virtual heads, and its mixing is 1 where m = i * (H / P) + h, else 0."""
+    batch, num_heads_in, _, head_dim = query.shape
+    num_groups_in, num_keys = key.shape[1:3]
+    value_dim, num_pseudo_heads = value.shape[-1], mask.shape[-2]
+    shrinking = num_pseudo_heads if q_mix is None else 1  # P heads become one virtual head
+    num_heads, num_groups = num_heads_in // shrinking, num_groups_in // shrinking
+    num_rows = num_heads * num_pseudo_heads**2
+    # A tile of scores has so many rows (h, i, j) and keys. Where it has 32, larger ones would spill registers.
+    tile = 64 if head_dim == 64 or (head_dim == 128 and q_mix is not None) else 32
+    row_tiles, key_tiles = parts_of(num_rows, tile), parts_of(num_keys, tile)
+    tiles_of_chunk = parts_of(key_tiles, max(1, DECODE_PROGRAMS // (row_tiles * batch)))
+    chunks = parts_of(key_tiles, tiles_of_chunk)
 
     query = query.contiguous()
-    mask = mask.expand(batch, num_heads, -1, -1)
-    q_mix, k_mix, v_mix, collapse = (weight.contiguous() for weight in (q_mix, k_mix, v_mix, collapse))
+    mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).expand(batch, num_heads, -1, -1)
+    mixes = [each if each is None else each.contiguous() for each in (q_mix, k_mix, v_mix)]
     cos, sin = (None, None) if rotation is None else (table.contiguous() for table in rotation)
-    # Rows of whole tiles are aligned, and kernels need no bound in them.
-    scores = query.new_empty(batch, rows, tiles * SCORE_KEYS, dtype=torch.float32)
-    tops, sums = query.new_empty(2, batch, rows, tiles, dtype=torch.float32)
-    norms = query.new_empty(batch, num_heads, size, dtype=torch.float32)
-    shares = query.new_empty(batch, num_heads, num_groups, tiles * SCORE_KEYS)
-    parts = query.new_empty(batch, chunks * num_groups, num_heads, value_dim, dtype=torch.float32)
-
-    sizes = {"H": num_heads, "G": num_groups, "KEYS": SCORE_KEYS}
+    tops, sums = query.new_empty(2, batch, chunks, num_rows, dtype=torch.float32)
+    parts = query.new_empty(batch, chunks, num_rows, value_dim, dtype=torch.float32)
+    output = query.new_empty(batch, 1, num_heads_in, value_dim)
+    sizes = {"H": num_heads, "P": num_pseudo_heads, "D": value_dim}
     with on_device_of(query):
-        scores_kernel[tiles, parts_of(rows, SCORE_ROWS), batch](
-            query, key, mask, q_mix, k_mix, cos, sin, scores, tops, sums, num_keys, scaling,
-            *key.stride(), *mask.stride(), **sizes, P=size, F=head_dim // 2, ROWS=SCORE_ROWS,
-            BLOCK_H=power_of_two(num_heads, 16), BLOCK_F=power_of_two(head_dim // 2, 16),
+        chunks_kernel[chunks, row_tiles, batch](
+            query, key, value, mask, *mixes, cos, sin, tops, sums, parts, num_keys, tiles_of_chunk, scaling,
+            *key.stride(), *value.stride(), *mask.stride()[:3], **sizes,
+            H_IN=num_heads_in, G_IN=num_groups_in, G=num_groups, F=head_dim // 2, ROWS=tile, KEYS=tile,
+            BLOCK_H=power_of_two(num_heads_in, 16), BLOCK_F=power_of_two(head_dim // 2, 16),
+            BLOCK_D=power_of_two(value_dim, 16), num_warps=8,
         )  # fmt: skip
-        norms_kernel[(batch * num_heads * size,)](tops, sums, norms, size * tiles, BLOCK=NORM_BLOCK)
-        shares_kernel[tiles, num_heads, batch](
-            scores, norms, v_mix, collapse, shares,
-            **sizes, P=size, BLOCK_P=power_of_two(size, 16), BLOCK_G=power_of_two(num_groups, 16),
-        )  # fmt: skip
-        parts_kernel[chunks, num_groups, batch](
-            shares, value, parts, num_keys, tiles, tiles_of_chunk, *value.stride(),
-            **sizes, D=value_dim, BLOCK_H=power_of_two(num_heads, 16), BLOCK_D=power_of_two(value_dim, 16),
-        )  # fmt: skip
-    return parts.sum(1).to(value.dtype).unsqueeze(1)
+        sum_kernel[num_heads, parts_of(value_dim, SUMMED_FEATURES), batch](
+            tops, sums, parts, collapse, output, chunks, **sizes, FEATURES=SUMMED_FEATURES, ROWS=SUMMED_ROWS
+        )
+    return output
 
 
-@jit(do_not_specialize=["num_keys", "mask_b", "mask_h", "mask_i", "mask_k"])  # these change with each token
-def scores_kernel(
-    query, key, mask, q_mix, k_mix, cos, sin, scores, tops, sums, num_keys, scaling,
-    key_b, key_m, key_k, key_d,  # strides of key [batch, G, K, head_dim]
-    mask_b, mask_h, mask_i, mask_k,  # strides of mask [batch, H, P, K * P]
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, F: tl.constexpr,  # F = head_dim / 2
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr,
+@jit
+def mixing_of_pairs(weights, m, column, p, H: tl.constexpr, P: tl.constexpr):
+    """Return alpha[m, column, p], or where there is none that of paired heads. Places broadcast."""
+    if weights is None:
+        shares = tl.where(m == p * H + column, 1.0, 0.0)
+    else:
+        shares = tl.load(weights + (m * H + column) * P + p)
+    return shares
+
+
+# What is not specialized changes with each token.
+@jit(do_not_specialize=["num_keys", "tiles_of_chunk", "mask_b", "mask_h", "mask_i"])
+def chunks_kernel(
+    query, key, value, mask, q_mix, k_mix, v_mix, cos, sin, tops, sums, parts, num_keys, tiles_of_chunk, scaling,
+    key_b, key_m, key_k, key_d, value_b, value_m, value_k, value_d,  # strides of key and value [batch, G, K, head_dim]
+    mask_b, mask_h, mask_i,  # strides of mask [batch, H, P, K * P]
+    H: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+    H_IN: tl.constexpr, G_IN: tl.constexpr, G: tl.constexpr, F: tl.constexpr,  # F = head_dim / 2
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write scores [batch, H * P * P, tiles * KEYS]; for each tile, the maximum and the sum of exponentials.
+    """Write tops and sums [batch, chunks, H * P * P] and parts [batch, chunks, H * P * P, D] of a chunk of the keys.
 
-    The latter are [batch, H * P * P, tiles]. Scores of keys that the mask hides are the least number, as in
-    `masked_softmax`, and those behind the last key are -inf."""
-    tile = tl.program_id(0)
+    Scores of keys that the mask hides are the least number, as in `masked_softmax`. Those behind the last are -inf."""
+    chunk = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # (h, i, j)
-    exists = row < H * P * P
-    h = row // (P * P)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_row = row < H * P * P
+    h = tl.minimum(row, H * P * P - 1) // (P * P)  # rows behind the last compute like rows of the last head
     i = row // P % P
     j = row % P
-    k = tile * KEYS + tl.arange(0, KEYS)
     f = tl.arange(0, BLOCK_F)
-    is_key = k < num_keys
+    d = tl.arange(0, BLOCK_D)
+    dtype = value.dtype.element_ty
 
     # Two halves of r[h, i, j]: RoPE rotates feature f with f + F.
-    m = tl.arange(0, BLOCK_H)
-    mix = tl.load(
-        q_mix + (m[None] * H + h[:, None]) * P + i[:, None], mask=exists[:, None] & (m < H)[None], other=0.0
-    ).to(query.dtype.element_ty)
-    source = query + (batch * H + m)[:, None] * (2 * F) + f[None]
-    is_state = (m < H)[:, None] & (f < F)[None]
-    first = tl.dot(mix, tl.load(source, mask=is_state, other=0.0), input_precision="ieee")
-    second = tl.dot(mix, tl.load(source + F, mask=is_state, other=0.0), input_precision="ieee")
+    head = tl.arange(0, BLOCK_H)
+    q_shares = mixing_of_pairs(q_mix, tl.minimum(head, H_IN - 1)[None], h[:, None], i[:, None], H, P).to(dtype)
+    source = query + (batch * H_IN + head)[:, None] * (2 * F) + f[None]
+    is_state = (head < H_IN)[:, None] & (f < F)[None]
+    first = tl.dot(q_shares, tl.load(source, mask=is_state, other=0.0), input_precision="ieee")
+    second = tl.dot(q_shares, tl.load(source + F, mask=is_state, other=0.0), input_precision="ieee")
     if cos is not None:
         # T_j^T T_i rotates by i - j positions.
         at = tl.abs(i - j)[:, None] * (2 * F) + f[None]
@@ -652,99 +659,88 @@ def scores_kernel(
         s = tl.load(sin + at, mask=(f < F)[None], other=0.0).to(tl.float32)
         s = tl.where((i < j)[:, None], -s, s)
         first, second = first * c - second * s, second * c + first * s
-    first = first.to(key.dtype.element_ty)
-    second = second.to(key.dtype.element_ty)
+    # Both halves one after the other, [ROWS, 2 * BLOCK_F].
+    rows = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_F)).to(dtype)
+    column = tl.arange(0, 2 * BLOCK_F)
+    feature = column // BLOCK_F * F + column % BLOCK_F
+    is_feature = column % BLOCK_F < F
 
-    keys = key + batch * key_b + k.to(tl.int64)[None] * key_k + f[:, None] * key_d
-    weights = k_mix + h // (H // G) * P + j
-    is_key_feature = (f < F)[:, None] & is_key[None]
-    total = tl.zeros((ROWS, KEYS), tl.float32)
-    for _ in range(G):
-        product = tl.dot(first, tl.load(keys, mask=is_key_feature, other=0.0), input_precision="ieee")
-        later = tl.load(keys + F * key_d, mask=is_key_feature, other=0.0)
-        product = tl.dot(second, later, product, input_precision="ieee")
-        total += tl.load(weights, mask=exists, other=0.0).to(tl.float32)[:, None] * product
-        keys += key_m
-        weights += G * P
-
-    total *= scaling
-    least = -3.4028234663852886e38  # `torch.finfo(torch.float32).min`
-    place = batch * mask_b + h[:, None] * mask_h + i[:, None] * mask_i + (k[None] * P + j[:, None]) * mask_k
-    seen = tl.load(mask + place, mask=exists[:, None] & is_key[None], other=0)
-    if mask.dtype.element_ty == tl.int1:
-        total = tl.where(seen, total, least)
-    else:
-        total = tl.maximum(total + seen.to(tl.float32), least)
-    total = tl.where(is_key[None], total, float("-inf"))
-    top = tl.max(total, 1)
-    place = batch * (H * P * P) + row
-    num_tiles = tl.num_programs(0)
-    tl.store(scores + place[:, None] * (num_tiles * KEYS) + k[None], total, mask=exists[:, None])
-    tl.store(tops + place * num_tiles + tile, top, mask=exists)
-    tl.store(sums + place * num_tiles + tile, tl.sum(tl.exp(total - top[:, None]), 1), mask=exists)
-
-
-@jit(do_not_specialize=["size"])
-def norms_kernel(tops, sums, norms, size, BLOCK: tl.constexpr):
-    """Write the norms [batch * H * P] of P * tiles = `size` maxima and sums each."""
-    i = tl.program_id(0).to(tl.int64)
-    top = float("-inf")
-    total = 0.0
-    for start in range(0, size, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        tile_top = tl.load(tops + i * size + place, mask=place < size, other=float("-inf"))
-        tile_sum = tl.load(sums + i * size + place, mask=place < size, other=0.0)
-        higher = tl.maximum(top, tl.max(tile_top))
-        total = total * tl.exp(top - higher) + tl.sum(tile_sum * tl.exp(tile_top - higher))
-        top = higher
-    tl.store(norms + i, top + tl.log(total))
-
-
-@jit
-def shares_kernel(
-    scores, norms, v_mix, collapse, shares, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """Write shares [batch, H, G, tiles * KEYS], each program for one head and one tile of keys."""
-    h = tl.program_id(1)
-    head = tl.program_id(2).to(tl.int64) * H + h
-    num_keys = tl.num_programs(0) * KEYS
-    k = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    j = tl.arange(0, BLOCK_P)
-    m = tl.arange(0, BLOCK_G)
-    total = tl.zeros((BLOCK_P, KEYS), tl.float32)
-    for i in range(P):
-        place = (head * P + i) * P + j
-        score = tl.load(scores + place[:, None] * num_keys + k[None], mask=(j < P)[:, None], other=float("-inf"))
-        total += tl.load(collapse + h * P + i).to(tl.float32) * tl.exp(score - tl.load(norms + head * P + i))
-    weights = v_mix + (m[:, None] * G + h // (H // G)) * P + j[None]
-    mix = tl.load(weights, mask=(m < G)[:, None] & (j < P)[None], other=0.0).to(tl.float32)
-    mixed = tl.dot(mix, total, input_precision="ieee")
-    target = shares + (head * G + m)[:, None] * num_keys + k[None]
-    tl.store(target, mixed.to(shares.dtype.element_ty), mask=(m < G)[:, None])
-
-
-@jit(do_not_specialize=["num_keys", "num_tiles", "tiles_of_chunk"])
-def parts_kernel(
-    shares, value, parts, num_keys, num_tiles, tiles_of_chunk,
-    value_b, value_m, value_k, value_d,  # strides of value [batch, G, K, D]
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write parts [batch, chunks * G, H, D], each program for one chunk of keys of one cached head."""
-    chunk = tl.program_id(0)
-    m = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
-    h = tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
-    first = chunk * tiles_of_chunk
-    total = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    for tile in range(first, tl.minimum(first + tiles_of_chunk, num_tiles)):
+    top = tl.full((ROWS,), LEAST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    part = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    first_tile = chunk * tiles_of_chunk
+    for tile in range(first_tile, tl.minimum(first_tile + tiles_of_chunk, tl.cdiv(num_keys, KEYS))):
         k = tile * KEYS + tl.arange(0, KEYS)
-        source = shares + ((batch * H + h) * G + m)[:, None] * (num_tiles * KEYS) + k[None]
-        share = tl.load(source, mask=(h < H)[:, None], other=0.0)
-        source = value + batch * value_b + m.to(tl.int64) * value_m + k.to(tl.int64)[:, None] * value_k
-        states = tl.load(source + d[None] * value_d, mask=(k < num_keys)[:, None] & (d < D)[None], other=0.0)
-        total = tl.dot(share, states, total, input_precision="ieee")
-    place = ((batch * tl.num_programs(0) + chunk) * G + m) * H + h
-    tl.store(parts + place[:, None] * D + d[None], total, mask=(h < H)[:, None] & (d < D)[None])
+        is_key = k < num_keys
+        keys = key + batch * key_b + k.to(tl.int64)[None] * key_k + feature[:, None] * key_d
+        is_key_feature = is_feature[:, None] & is_key[None]
+        scores = tl.zeros((ROWS, KEYS), tl.float32)
+        for m in range(G_IN):
+            product = tl.dot(rows, tl.load(keys, mask=is_key_feature, other=0.0), input_precision="ieee")
+            scores += mixing_of_pairs(k_mix, m, h // (H // G), j, G, P).to(tl.float32)[:, None] * product
+            keys += key_m
+
+        scores *= scaling
+        of_scores = mask + batch * mask_b + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_i + j[:, None]
+        seen = tl.load(of_scores + k.to(tl.int64)[None] * P, mask=is_key[None], other=0)
+        if mask.dtype.element_ty == tl.int1:
+            scores = tl.where(seen, scores, LEAST)
+        else:
+            scores = tl.maximum(scores + seen.to(tl.float32), LEAST)
+        scores = tl.where(is_key[None], scores, float("-inf"))
+
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        shrink = tl.exp(top - higher)
+        top = higher
+        total = total * shrink + tl.sum(weights, 1)
+        part *= shrink[:, None]
+        values = value + batch * value_b + k.to(tl.int64)[:, None] * value_k + d[None] * value_d
+        for m in range(G_IN):
+            v_shares = mixing_of_pairs(v_mix, m, h // (H // G), j, G, P).to(tl.float32)
+            states = tl.load(values, mask=is_key[:, None] & (d < D)[None], other=0.0)
+            part = tl.dot((weights * v_shares[:, None]).to(dtype), states, part, input_precision="ieee")
+            values += value_m
+
+    place = (batch * tl.num_programs(0) + chunk) * (H * P * P) + row
+    tl.store(tops + place, top, mask=is_row)
+    tl.store(sums + place, total, mask=is_row)
+    tl.store(parts + place[:, None] * D + d[None], part, mask=is_row[:, None] & (d < D)[None])
+
+
+@jit(do_not_specialize=["num_chunks"])
+def sum_kernel(
+    tops, sums, parts, collapse, output, num_chunks,
+    H: tl.constexpr, P: tl.constexpr, D: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write sum_i R[h, i] of the pseudo-heads i of a head, or each pseudo-head where paired heads have no R."""
+    h = tl.program_id(0)
+    d = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    batch = tl.program_id(2).to(tl.int64)
+    collapsed = tl.zeros((FEATURES,), tl.float32)
+    for i in range(P):
+        top = float("-inf")
+        total = 0.0
+        part = tl.zeros((FEATURES,), tl.float32)
+        for start in range(0, num_chunks * P, ROWS):
+            chunk_and_j = start + tl.arange(0, ROWS)
+            exists = chunk_and_j < num_chunks * P
+            row = (h * P + i) * P + chunk_and_j % P
+            place = (batch * num_chunks + chunk_and_j // P) * (H * P * P) + row
+            row_tops = tl.load(tops + place, mask=exists, other=float("-inf"))
+            row_sums = tl.load(sums + place, mask=exists, other=0.0)
+            row_parts = tl.load(parts + place[:, None] * D + d[None], mask=exists[:, None] & (d < D)[None], other=0.0)
+            higher = tl.maximum(top, tl.max(row_tops, 0))
+            weight = tl.exp(row_tops - higher)
+            shrink = tl.exp(top - higher)
+            total = total * shrink + tl.sum(weight * row_sums, 0)
+            part = part * shrink + tl.sum(weight[:, None] * row_parts, 0)
+            top = higher
+        total = tl.where(top > LEAST, total, 1.0)  # as the plain formula sums values where all are hidden
+        if collapse is None:
+            target = output + ((batch * P + i) * H + h) * D + d
+            tl.store(target, (part / total).to(output.dtype.element_ty), mask=d < D)
+        else:
+            collapsed += tl.load(collapse + h * P + i).to(tl.float32) * (part / total)
+    if collapse is not None:
+        tl.store(output + (batch * H + h) * D + d, collapsed.to(output.dtype.element_ty), mask=d < D)

@@ -57,17 +57,17 @@ def mixing(dtype: str, num_heads: int, groups: int, num_pseudo_heads: int, head_
     torch.autograd.grad(collapsed, (output, weight), torch.empty_like(collapsed))
 
 
-def decoding(num_heads: int, groups: int, num_pseudo_heads: int, head_dim: int, rotates: bool) -> None:
-    """Call `decode` on tensors without data."""
+def decoding(num_heads: int, groups: int, num_pseudo_heads: int, head_dim: int, rotates: bool | None) -> None:
+    """Call `decode` on tensors without data, or for paired heads if `rotates` is `None`."""
     with torch.device("meta"):
         query = torch.empty(1, num_heads, 1, head_dim, dtype=torch.bfloat16)
         key, value = torch.empty(2, 1, groups, NUM_KEYS, head_dim, dtype=torch.bfloat16)
         mask = torch.empty(1, 1, num_pseudo_heads, NUM_KEYS * num_pseudo_heads, dtype=torch.bool)
         sizes = (num_heads, groups, groups)
-        mixes = [torch.empty(size, size, num_pseudo_heads, dtype=torch.bfloat16) for size in sizes]
-        weight = torch.empty(num_heads, num_pseudo_heads, dtype=torch.bfloat16)
-        rotation = tuple(torch.empty(2, num_pseudo_heads, head_dim, dtype=torch.bfloat16)) if rotates else None
-    decode(query, key, value, mask, head_dim**-0.5, *mixes, weight, rotation)
+        mixing = [torch.empty(size, size, num_pseudo_heads, dtype=torch.bfloat16) for size in sizes]
+        mixing += [torch.empty(num_heads, num_pseudo_heads, dtype=torch.bfloat16)]
+        mixing += [tuple(torch.empty(2, num_pseudo_heads, head_dim, dtype=torch.bfloat16)) if rotates else None]
+    decode(query, key, value, mask, head_dim**-0.5, *([] if rotates is None else mixing))
 
 
 LAUNCHES = {"mixing": mixing, "decoding": decoding}
