@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import compiled_kernels, decoder, geometry_model, random_ids, set_core, train_mixing
+from helpers import compiled_kernels, decoder, geometry_model, random_ids, set_core, traced_kernels, train_mixing
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
@@ -368,6 +368,16 @@ def test_gradients_float32_and_long_heads_take_the_plain_formula(monkeypatch):
 
 
 # Compilation
+
+
+@needs_triton
+@pytest.mark.one_of(1)
+@pytest.mark.parametrize("kind", ["iha", "paired_heads", "interleaved"])
+def test_compiled_decoding_takes_the_kernels(kind):
+    """Find both kernels in each of two layers, in one graph for all tokens (and one for an empty cache)."""
+    traced = traced_kernels(kind, "decoding")
+    assert traced["graphs"] <= 2
+    assert traced["launches"] == dict.fromkeys(("chunks_kernel", "sum_kernel"), 2 * traced["graphs"])
 
 
 @needs_triton

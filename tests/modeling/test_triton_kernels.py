@@ -6,7 +6,16 @@ half precision is float16. The last test compiles them for three architectures, 
 
 import pytest
 import torch
-from helpers import HYBRID, assert_close, compiled_kernels, decoder, random_ids, small_config, train_mixing
+from helpers import (
+    HYBRID,
+    assert_close,
+    compiled_kernels,
+    decoder,
+    random_ids,
+    small_config,
+    traced_kernels,
+    train_mixing,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modeling_iha import IHAForCausalLM, interleave_heads, interleaving
@@ -263,6 +272,14 @@ def test_a_machine_where_triton_fails_mixes_in_pytorch(monkeypatch):
     triton_kernels.triton_works.cache_clear()
     assert [triton_kernels.triton_works() for _ in range(2)] == [False, False] and len(messages) == 1
     triton_kernels.triton_works.cache_clear()
+
+
+def test_compiled_training_takes_the_kernels():
+    """Find each kernel in each of two layers, forward and backward, in graphs for one length and for any other."""
+    traced = traced_kernels("interleaved", "training")
+    names = ["expand_kernel", "expand_backward_states_kernel", "expand_backward_alpha_kernel"]
+    assert traced["graphs"] == 4
+    assert traced["launches"] == dict.fromkeys([*names, "collapse_kernel", "collapse_backward_kernel"], 2 * 2)
 
 
 # dtype, H, G, P, D
