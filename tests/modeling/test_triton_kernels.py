@@ -17,9 +17,11 @@ from helpers import (
     train_mixing,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache
 
 from modeling_iha import IHAForCausalLM, interleave_heads, interleaving
 from modeling_iha.interleaving import MixedHeads
+from modeling_iha.transformers_versions import CACHE
 
 
 pytest.importorskip("triton", reason="Triton is not installed (make test installs it)")
@@ -254,6 +256,21 @@ def test_whole_models(monkeypatch):
             assert calls
         for without_kernels, with_kernels in zip(*found, strict=True):
             assert_close(with_kernels, without_kernels, 1e-5)
+
+
+@torch.no_grad()
+def test_chunks_on_a_cache(monkeypatch):
+    """Prefill in two chunks, the second of which has more keys than queries."""
+    for model in list(models()):
+        model = model.to(DEVICE).eval()
+        input_ids = random_ids(1, 9).to(DEVICE)
+        found = []
+        for takes in False, True:
+            monkeypatch.setattr(interleaving, "kernels_take", lambda *_: takes)
+            cache = DynamicCache(config=model.config)
+            model(input_ids[:, :6], use_cache=True, **{CACHE: cache})
+            found.append(model(input_ids[:, 6:], use_cache=True, **{CACHE: cache}).logits)
+        assert_close(found[1], found[0], 1e-5)
 
 
 def test_tensors_without_memory_are_mixed_in_pytorch():
