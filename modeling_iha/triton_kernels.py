@@ -342,24 +342,29 @@ def grid_of_expand(query, key, constants: dict) -> tuple[int, int, int]:
     return max(of_query, of_key, of_value), len(query), 3
 
 
+def expand_without_gradients(query, key, value, q_mix, k_mix, v_mix, cos, sin) -> tuple[torch.Tensor, ...]:
+    """Return virtual queries, keys and values [batch, N * P or K * P, H or G, D]."""
+    states, mixes = (query, key, value), (q_mix, k_mix, v_mix)
+    constants = constants_of_expand(query, value, q_mix, k_mix)
+    virtual = [
+        each.new_empty(len(each), each.shape[2] * mix.shape[2], mix.shape[1], each.shape[3])
+        for each, mix in zip(states, mixes)
+    ]
+    with on_device_of(query):
+        expand_kernel[grid_of_expand(query, key, constants)](
+            *states, *mixes, cos, sin, *virtual, query.shape[2], key.shape[2],
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], **constants,
+        )  # fmt: skip
+    return tuple(virtual)
+
+
 class Expand(torch.autograd.Function):
     """Differentiate `expand`."""
 
     @staticmethod
-    def forward(ctx, query, key, value, q_mix, k_mix, v_mix, cos, sin):
-        states, mixes = (query, key, value), (q_mix, k_mix, v_mix)
-        ctx.save_for_backward(*states, *mixes, cos, sin)
-        constants = constants_of_expand(query, value, q_mix, k_mix)
-        virtual = [  # [batch, N * P or K * P, H or G, D]
-            each.new_empty(len(each), each.shape[2] * mix.shape[2], mix.shape[1], each.shape[3])
-            for each, mix in zip(states, mixes)
-        ]
-        with on_device_of(query):
-            expand_kernel[grid_of_expand(query, key, constants)](
-                *states, *mixes, cos, sin, *virtual, query.shape[2], key.shape[2],
-                *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], **constants,
-            )  # fmt: skip
-        return tuple(virtual)
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return expand_without_gradients(*inputs)
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -397,11 +402,8 @@ def gradients_of_mixes(gradients: list, states: list, mixes: tuple, cos, sin) ->
     num_tokens, num_keys = query.shape[2], key.shape[2]
     constants = constants_of_expand(query, value, *mixes[:2], MOST_COLUMNS // 2)  # more would spill registers
     # No tile reaches into the next part: the tokens of a part are a multiple of those of each tile, powers of two.
-    tokens_of_tile = max(
-        parts_of(constants["COLUMNS"], constants["BLOCK_F"]),
-        parts_of(constants["COLUMNS_K"], constants["BLOCK_F"]),
-        parts_of(constants["COLUMNS_V"], constants["BLOCK_F_V"]),
-    )
+    tiles = ("COLUMNS", "BLOCK_F"), ("COLUMNS_K", "BLOCK_F"), ("COLUMNS_V", "BLOCK_F_V")
+    tokens_of_tile = max([parts_of(constants[columns], constants[block]) for columns, block in tiles])
     longest = max(num_tokens, num_keys)
     tokens_of_part = max(LEAST_TOKENS_OF_PART, parts_of(longest, MOST_PARTS))
     tokens_of_part = parts_of(tokens_of_part, tokens_of_tile) * tokens_of_tile
@@ -435,7 +437,8 @@ def expand(states: tuple, mixes: tuple, rotation: Rotation = None) -> tuple[torc
     and of the tables may differ from it."""
     states = [each if each.stride(-1) == 1 else each.contiguous() for each in states]
     cos, sin = (None, None) if rotation is None else (table.contiguous() for table in rotation)
-    virtual = Expand.apply(*states, *(mix.contiguous() for mix in mixes), cos, sin)
+    function = Expand.apply if torch.is_grad_enabled() else expand_without_gradients
+    virtual = function(*states, *(mix.contiguous() for mix in mixes), cos, sin)
     return tuple(each.transpose(1, 2) for each in virtual)
 
 
@@ -542,9 +545,9 @@ def collapse(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 # Decode: attend with one new token over base keys and values
 
 
-# So many programs share the keys: about four for each of the 132 multiprocessors of an H100. The number does not
-# depend on the GPU, so neither does the sum.
-DECODE_PROGRAMS = 528
+# So many programs share the keys: one for each of the 132 multiprocessors of an H100, whose registers hold no second
+# one. The number does not depend on the GPU, so neither does the sum.
+DECODE_PROGRAMS = 132
 # A program of the last sum has so many features, and reads so many rows at once.
 SUMMED_FEATURES, SUMMED_ROWS = 32, 16
 MOST_FEATURES = 128

@@ -114,7 +114,7 @@ def test_a_static_cache_with_free_slots(dtype):
 
 @needs_triton
 @pytest.mark.parametrize("head_dim", [10, 64])
-@pytest.mark.parametrize("programs", [1, 4, 528])
+@pytest.mark.parametrize("programs", [1, 4, 132])
 def test_keys_in_chunks(programs, head_dim, monkeypatch):
     """Give a program one tile of keys, two or all of them, and sum their parts four at once."""
     monkeypatch.setattr(triton_kernels, "DECODE_PROGRAMS", programs)
@@ -330,7 +330,7 @@ def test_launches(num_pseudo_heads, launches):
 
 @pytest.mark.parametrize("num_pseudo_heads", [2, 4, 20])
 def test_scores_are_not_kept(num_pseudo_heads, monkeypatch):
-    """Allocate at most 20 MB for 65,536 keys, of which the scores would take 2.1 GB with P = 20."""
+    """Allocate at most 5 MB for 65,536 keys, of which the scores would take 2.1 GB with P = 20."""
     for name in ("chunks_kernel", "sum_kernel"):
         monkeypatch.setattr(triton_kernels, name, Kernel(name, Counter()))
     allocated = []
@@ -346,7 +346,7 @@ def test_scores_are_not_kept(num_pseudo_heads, monkeypatch):
     mask = empty(1, 1, num_pseudo_heads, 65536 * num_pseudo_heads, dtype=torch.bool)
     mixes = [empty(20, 20, num_pseudo_heads) for _ in range(3)]
     decode(empty(1, 20, 1, 128), key, value, mask, 0.1, *mixes, empty(20, num_pseudo_heads))
-    assert 0 < sum(each.nbytes for each in allocated) <= 20e6
+    assert 0 < sum(each.nbytes for each in allocated) <= 5e6
 
 
 def test_without_gradients_a_weight_is_one_launch(launches):

@@ -82,8 +82,8 @@ MOST_CALLS = {
     "interleaved, P = 2, with a window": (134, 144),
     "all mha": (48, 48),
     "all iha, P = 2": (170, 180),
-    "interleaved, P = 2, kernels": (136, 266),
-    "all iha, P = 2, kernels": (170, 300),
+    "interleaved, P = 2, kernels": (124, 268),
+    "all iha, P = 2, kernels": (158, 302),
 }
 
 
