@@ -3,9 +3,9 @@
 """Compute steps of interleaving.py on a GPU, each in one pass over virtual tokens, by Triton kernels.
 
 `expand` mixes, rotates and interleaves heads (IHA, Algorithm 1, steps 2 and 3), and `collapse` is step 5. `decode`
-attends with one new token. The PyTorch code of interleaving.py defines all three. It computes where `kernels_take` or
-`kernels_decode` is false, as they are without Triton, and with the environment variable `IHA_TRITON_KERNELS=0`. The
-kernels have passed their tests on an H200, and have run on no other GPU.
+attends with one new token. The PyTorch code of interleaving.py and pairing.py defines all three. It computes where
+`kernels_take` or `kernels_decode` is false, as they are without Triton, and with the environment variable
+`IHA_TRITON_KERNELS=0`. Earlier kernels passed their tests on an H200. No GPU has run the present ones.
 
 The symbols of virtual_tokens.py are P (pseudo-heads), M (heads in) and H (heads out, here also for keys and values).
 D is head_dim and F is D / 2. Names in capitals are constants of a compiled kernel.
@@ -14,8 +14,8 @@ RoPE turns feature f of a head together with feature f + F. A head is therefore 
 and the rotation is a sum of tiles. The columns of a tile are the features of some tokens, and its rows are heads.
 `tl.dot` takes at least 16 rows, and sizes that are powers of two.
 
-Kernels sum in float32 and round once, to the dtype of the states. Sums over tokens have a fixed order, so that every
-gradient is the same in each run.
+The kernels that mix sum in float32 and round once, to the dtype of the states. Sums over tokens have a fixed order, so
+that every gradient is the same in each run.
 """
 
 # Without Triton the annotations of the kernels have no meaning.
@@ -594,7 +594,7 @@ def decode(query, key, value, mask, scaling, q_mix=None, k_mix=None, v_mix=None,
 
     query = query.contiguous()
     mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).expand(batch, num_heads, -1, -1)
-    mixes = [each if each is None else each.contiguous() for each in (q_mix, k_mix, v_mix)]
+    *mixes, collapse = [each if each is None else each.contiguous() for each in (q_mix, k_mix, v_mix, collapse)]
     cos, sin = (None, None) if rotation is None else (table.contiguous() for table in rotation)
     tops, sums = query.new_empty(2, batch, chunks, num_rows, dtype=torch.float32)
     parts = query.new_empty(batch, chunks, num_rows, value_dim, dtype=torch.float32)
