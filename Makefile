@@ -121,7 +121,7 @@ test-vllm: .venv-vllm/installed
 # From the cheapest to the dearest, so that what is broken shows early. default_form ends with an error where the
 # default loses, so it is measured last, after a report of the others.
 bench: .venv/installed
-	@set -e; for name in decode_model layer obvious prefill schedule any_decoder compiled report default_form report; do \
+	@set -e; for name in overhead decode_model layer obvious prefill schedule any_decoder compiled report default_form report; do \
 		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m research.benchmarks.$$name --out research/benchmarks/results; \
 	done
 

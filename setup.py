@@ -89,8 +89,10 @@ setup(
         "serve": ["transformers[serving]"],
         # `python -m evaluation.run` needs these besides "scripts".
         "evaluation": ["lm_eval", "markdown-it-py", "math-verify[antlr4-13-2]", "nltk", "wonderwords"],
-        # Attention cores for a GPU: FlashAttention 4 for Hopper and Blackwell, in wheels; FlashAttention 2 for Ampere
-        # and later, which compiles for hours (`pip install --no-build-isolation`).
+        # Attention cores for a GPU. "flash" is for `attn_implementation="flash_attention_4"` (Hopper, Blackwell), in
+        # wheels. PyTorch's `activate_flash_attention_impl("FA4")` cannot use it: see "On a GPU" in docs/SUPPORT.md,
+        # also for FlashAttention 3, which is not on PyPI. "flash2" is for "flash_attention_2" (Ampere and later), and
+        # compiles for hours (`pip install --no-build-isolation`).
         "flash": ["flash-attn-4[cu13]>=4.0.0b36; platform_system == 'Linux'"],
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [

@@ -67,18 +67,16 @@ def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: t
 
     alpha is [M, heads, P], for all M heads or a part of them. The result is a view of what the mixing writes,
     [batch, N, P, heads, head_dim], so interleaving copies nothing."""
-    if kernels_take(states, alpha):
-        return expand(states, alpha, rotation).transpose(1, 2)
+    batch, num_heads, num_tokens, head_dim = states.shape
     num_pseudo_heads = alpha.shape[2]
-    alpha = alpha.to(states.dtype).permute(2, 1, 0).flatten(0, 1)
-    states = states.transpose(1, 2)
-    # Expanded, alpha gives a batched product, [batch, N, P * heads, head_dim]. With a 2-D one `matmul` makes copies.
-    alpha = alpha.expand(*states.shape[:2], -1, -1)
-    states = torch.matmul(alpha, states).unflatten(2, (num_pseudo_heads, -1))  # [batch, N, P, heads, head_dim]
+    states = states.transpose(1, 2).reshape(-1, num_heads, head_dim)  # [batch * N, M, head_dim]
+    alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(-1, num_heads)  # [P * heads, M]
+    # `matmul` would find this product by three times as many operations, each of which takes time in Python.
+    mixed = torch.bmm(alpha.expand(len(states), -1, -1), states)  # [batch * N, P * heads, head_dim]
     if rotation is not None:
-        cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)
-        states = rotate(states, cos, sin)
-    return states.flatten(1, 2).transpose(1, 2)
+        cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)  # [P, 1, head_dim]
+        mixed = rotate(mixed.unflatten(1, (num_pseudo_heads, -1)), cos, sin)
+    return mixed.view(batch, num_tokens * num_pseudo_heads, -1, head_dim).transpose(1, 2)
 
 
 class MixedHeads(NamedTuple):
@@ -108,13 +106,15 @@ class MixedHeads(NamedTuple):
         num_groups = self.k_mix.shape[1]
         if count == 1 or not self.collapses_per_head:
             return [self]
-        size = max(1, num_groups // count)
-        mixes = [each.split(size * each.shape[1] // num_groups, dim=1) for each in self[:3]]
-        collapses = self.collapse.split(size * len(self.collapse) // num_groups)
+        groups_of_part = max(1, num_groups // count)
+        mixes = [mix.split(groups_of_part * mix.shape[1] // num_groups, dim=1) for mix in self[:3]]
+        collapses = self.collapse.split(groups_of_part * len(self.collapse) // num_groups)
         return [self._replace(q_mix=q, k_mix=k, v_mix=v, collapse=r) for q, k, v, r in zip(*mixes, collapses)]
 
     def make_virtual_tokens(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
         """Return queries, keys and values of virtual tokens, [batch, H or G, tokens * P, head_dim] (steps 2 and 3)."""
+        if kernels_take(query, self.q_mix) and value.shape[-1] % 2 == 0:
+            return expand((query, key, value), self[:3], self.rotation)
         query = make_virtual_sequence(query, self.q_mix, self.rotation)
         key = make_virtual_sequence(key, self.k_mix, self.rotation)
         return query, key, make_virtual_sequence(value, self.v_mix)
@@ -137,49 +137,48 @@ class MixedHeads(NamedTuple):
         return mask
 
     def attend_new_token(self, query, key, value, mask: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return the output [batch, 1, H, head_dim] of one new token (IHA, Algorithm 1, steps 2 to 5).
+        """Return the output [batch, 1, H, head_dim] of a query [batch, H, 1, head_dim] (Algorithm 1, steps 2 to 5).
 
         No virtual token of the cache is built. Mixing, rotation and collapse are linear, so they move from the cached
         tokens to the new one. For query pseudo-head i and key pseudo-head j of a head in group g,
 
             T_i q_i . T_j sum_m alpha_K[m, g, j] k_m = sum_m (alpha_K[m, g, j] T_j^T T_i q_i) . k_m
 
-        The term in parentheses does not depend on the cached tokens and has the size of a query. It is computed first,
-        and the scores are then one product with the cache as it is. In the same way R is applied before the sum over
-        the cached values, sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V, and alpha_V after it.
+        The term in parentheses does not depend on the cached tokens. It is computed first, and the scores are then one
+        product with the cache as it is. In the same way R is applied before the sum over the cached values,
+        sum_i R[h, i] (softmax_i V) = (sum_i R[h, i] softmax_i) V, and alpha_V after it.
 
-        Args:
-            query: [batch, H, 1, head_dim], rotated as the cached keys are.
-            key, value: [batch, G, K, head_dim].
-            mask: boolean or additive [batch or 1, H or 1, P, K * P] over virtual tokens.
-            scaling: factor of the scores."""
-        if kernels_decode(query, self.q_mix):
+        The mask is boolean or additive, [batch or 1, H or 1, P, K * P] over virtual tokens."""
+        if kernels_decode(query):
             return decode(query, key, value, mask, scaling, *self)
-        batch, num_heads = query.shape[:2]
-        num_pseudo_heads = self.num_pseudo_heads
         dtype = value.dtype
-        group = num_heads // key.shape[1]
-        q_mix = self.q_mix.to(dtype)
-        k_mix = self.k_mix.to(dtype).repeat_interleave(group, dim=1)  # [G (m), H, P], a column for each query head
-        v_mix = self.v_mix.to(dtype).repeat_interleave(group, dim=1)
+        heads_per_group = query.shape[1] // key.shape[1]
+        k_mix = self.k_mix.to(dtype).permute(1, 2, 0).repeat_interleave(heads_per_group, dim=0)  # [H, P (j), G (m)]
+        v_mix = self.v_mix.to(dtype).repeat_interleave(heads_per_group, dim=1)  # [G (m), H, P (j)]
         with maybe_autocast(query.device.type, enabled=False):  # it would round what is in float32 on purpose
-            # The pseudo-heads q_i of the query, [batch, H, P (i), 1, head_dim]
-            pseudo_query = torch.matmul(q_mix.flatten(1).t() * scaling, query.squeeze(2))
-            pseudo_query = pseudo_query.view(batch, num_heads, num_pseudo_heads, 1, -1)
+            query = make_virtual_sequence(query, self.q_mix.to(dtype) * scaling, self.rotation).unsqueeze(3)  # T_i q_i
             if self.rotation is not None:
                 cos, sin = (table.to(dtype) for table in self.rotation)
-                rotated = rotate(pseudo_query, cos.unsqueeze(1), sin.unsqueeze(1))  # by T_i
-                # By T_j^T for every j: the tables of all j broadcast, [batch, H, P (i), P (j), head_dim].
-                pseudo_query = rotate(rotated, cos, -sin)
-            # [batch, G (m), H, P (i), P (j), head_dim], flattened to [batch, G, H * P * P, head_dim]
-            absorbed = (pseudo_query.unsqueeze(1) * k_mix[:, :, None, :, None]).flatten(2, 4)
-            # One product takes the sum over m too: [batch, H * P * P, G * head_dim] times [batch, G * head_dim, K].
-            scores = torch.matmul(absorbed.transpose(1, 2).flatten(2), key.transpose(1, 2).flatten(2).transpose(1, 2))
-            scores = scores.view(batch, num_heads, num_pseudo_heads, num_pseudo_heads, -1)
-            probabilities = masked_softmax(scores, mask)
-            share_of_pseudo_head = self.collapse.to(probabilities.dtype).unsqueeze(1)  # R, [H, 1, P]
-            collapsed = torch.matmul(share_of_pseudo_head, probabilities.flatten(-2)).to(dtype)
-            collapsed = collapsed.view(batch, num_heads * num_pseudo_heads, -1)
-            # [batch, G, H, P (j), head_dim], of which alpha_V takes the sum over G and j
-            output = torch.matmul(collapsed.unsqueeze(1), value).unflatten(2, (num_heads, num_pseudo_heads))
-            return (output * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)
+                query = rotate(query, cos, -sin)  # T_j^T T_i q_i: the tables of all j broadcast
+            probabilities = masked_softmax(scores_of_cached_keys(query, k_mix, key), mask)
+            return sum_cached_values(probabilities, self.collapse, v_mix, value)
+
+
+def scores_of_cached_keys(query: torch.Tensor, k_mix: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return the scores [batch, H, P (i), P (j), K] of keys [batch, G, K, head_dim], which k_mix would mix.
+
+    The query is [batch, H, P (i), P (j) or 1, head_dim], and k_mix is [H, P (j), G (m)]."""
+    absorbed = query.contiguous().unsqueeze(4) * k_mix[:, None, :, :, None]  # [batch, H, P, P (j), G, head_dim]
+    keys = key.transpose(1, 2).flatten(2).transpose(1, 2)  # [batch, G * head_dim, K]
+    scores = torch.matmul(absorbed.flatten(4).flatten(1, 3), keys)  # sums over m too
+    return scores.unflatten(1, absorbed.shape[1:4])
+
+
+def sum_cached_values(probabilities, collapse, v_mix: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return the output [batch, 1, H, head_dim] of probabilities [batch, H, P (i), P (j), K], collapsed by R.
+
+    Values are [batch, G, K, head_dim], and v_mix is [G (m), H, P (j)]. Only sums over K are mixed."""
+    shares = torch.matmul(collapse.to(probabilities.dtype).unsqueeze(1), probabilities.flatten(-2)).to(value.dtype)
+    shares = shares.view(len(shares), 1, -1, value.shape[2])  # [batch, 1, H * P (j), K]
+    sums = torch.matmul(shares, value).unflatten(2, v_mix.shape[1:])  # [batch, G (m), H, P (j), head_dim]
+    return (sums * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)

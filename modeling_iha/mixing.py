@@ -41,9 +41,10 @@ class Mixing(nn.Module):
     def value(self, name: str = "weight") -> torch.Tensor:
         """Return the value of a weight."""
         weight = getattr(self, name)
-        value = torch.addcmul(getattr(self, f"{name}_start"), weight.detach(), getattr(self, f"{name}_scale"))
-        # The sum adds zero: the gradient of the weight is that of the value, without the scale.
-        return value + (weight - weight.detach()) if torch.is_grad_enabled() else value
+        fixed = weight.detach()
+        value = torch.addcmul(self._buffers[f"{name}_start"], fixed, self._buffers[f"{name}_scale"])
+        # The sum adds zero: the gradient (or tangent) of the weight is that of the value, without the scale.
+        return value + (weight - fixed) if torch.is_grad_enabled() else value
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """Return the value. Wrappers (PEFT, offloading) act on a call with states, which are not used here."""

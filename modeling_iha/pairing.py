@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.utils.generic import maybe_autocast
 
+from .triton_kernels import decode, kernels_decode
 from .virtual_tokens import masked_softmax
 
 
@@ -54,20 +55,33 @@ class PairedHeads:
         """Return the output [batch, 1, H, head_dim] of one new token, as `MixedHeads.attend_new_token` does.
 
         The P queries of a virtual head are multiplied with the cached keys of each of its P heads where they lie, and
-        one softmax goes over all of these."""
-        size = self.num_pseudo_heads
+        one softmax goes over all of these. Query heads that read one virtual key head lie next to each other."""
         mask = self.mask_of_virtual_heads(mask)
+        if kernels_decode(query):
+            return decode(query, key, value, mask, scaling)
+        num_pseudo_heads = self.num_pseudo_heads
+        num_virtual_groups = key.shape[1] // num_pseudo_heads
         with maybe_autocast(query.device.type, enabled=False):  # it would round what is in float32 on purpose
-            key = key.unflatten(1, (size, -1))  # [batch, P, G / P, K, head_dim]
-            value = value.unflatten(1, (size, -1))
-            query = query.squeeze(2).unflatten(1, (size, -1)).transpose(1, 2) * scaling  # [batch, H / P, P, head_dim]
-            # The virtual query heads of a key head follow each other: [batch, 1, G / P, H / G * P, head_dim].
-            query = query.unflatten(1, (key.shape[2], -1)).flatten(2, 3).unsqueeze(1)
-            scores = torch.matmul(query, key.transpose(-1, -2))  # [batch, P of the keys, G / P, H / G * P, K]
-            # [batch, H / P, P of the queries, P of the keys, K]
-            scores = scores.unflatten(3, (-1, size)).flatten(2, 3).permute(0, 2, 3, 1, 4)
-            weights = masked_softmax(scores, mask).to(value.dtype).permute(0, 3, 1, 2, 4)
-            weights = weights.unflatten(2, (key.shape[2], -1)).flatten(3, 4)
-            output = torch.matmul(weights, value).sum(dim=1)  # [batch, G / P, H / G * P, head_dim]
-            output = output.unflatten(2, (-1, size)).flatten(1, 2)  # [batch, H / P, P, head_dim]
+            key = key.unflatten(1, (num_pseudo_heads, -1))  # [batch, P, G / P, K, head_dim]
+            value = value.unflatten(1, (num_pseudo_heads, -1))
+            query = query.squeeze(2).unflatten(1, (num_pseudo_heads, -1)) * scaling  # [batch, P, H / P, head_dim]
+            query = query.transpose(1, 2).unflatten(1, (num_virtual_groups, -1)).flatten(2, 3)
+            # [batch, 1, G / P, H / G * P, head_dim] times the keys: [batch, P of the keys, G / P, H / G * P, K]
+            scores = torch.matmul(query.unsqueeze(1), key.transpose(-1, -2))
+            probabilities = masked_softmax(by_virtual_head(scores, num_pseudo_heads), mask).to(value.dtype)
+            probabilities = by_key_head(probabilities, num_virtual_groups)
+            output = torch.matmul(probabilities, value).sum(dim=1)  # [batch, G / P, H / G * P, head_dim]
+            output = output.unflatten(2, (-1, num_pseudo_heads)).flatten(1, 2)  # [batch, H / P, P, head_dim]
             return output.transpose(1, 2).flatten(1, 2).unsqueeze(1)
+
+
+def by_virtual_head(scores: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
+    """View scores [batch, P of the keys, G / P, H / G * P, K] as [batch, H / P, P of the query, P of the keys, K]."""
+    scores = scores.unflatten(3, (-1, num_pseudo_heads))  # [batch, P of the keys, G / P, H / G, P of the query, K]
+    return scores.flatten(2, 3).permute(0, 2, 3, 1, 4)
+
+
+def by_key_head(probabilities: torch.Tensor, num_virtual_groups: int) -> torch.Tensor:
+    """Undo `by_virtual_head`."""
+    probabilities = probabilities.permute(0, 3, 1, 2, 4)  # [batch, P of the keys, H / P, P of the query, K]
+    return probabilities.unflatten(2, (num_virtual_groups, -1)).flatten(3, 4)

@@ -2,9 +2,9 @@
 """Compute steps of interleaving.py on a GPU, each in one pass over virtual tokens, by Triton kernels.
 
 `expand` mixes, rotates and interleaves heads (IHA, Algorithm 1, steps 2 and 3), and `collapse` is step 5. `decode`
-attends with one new token. The PyTorch code of interleaving.py defines all three. It computes where `kernels_take` or
-`kernels_decode` is false, as they are without Triton, and with the environment variable `IHA_TRITON_KERNELS=0`. The
-kernels have passed their tests on an H200, and have run on no other GPU.
+attends with one new token. The PyTorch code of interleaving.py and pairing.py defines all three. It computes where
+`kernels_take` or `kernels_decode` is false, as they are without Triton, and with the environment variable
+`IHA_TRITON_KERNELS=0`. Earlier kernels passed their tests on an H200. No GPU has run the present ones.
 
 The symbols of virtual_tokens.py are P (pseudo-heads), M (heads in) and H (heads out, here also for keys and values).
 D is head_dim and F is D / 2. Names in capitals are constants of a compiled kernel.
@@ -13,8 +13,8 @@ RoPE turns feature f of a head together with feature f + F. A head is therefore 
 and the rotation is a sum of tiles. The columns of a tile are the features of some tokens, and its rows are heads.
 `tl.dot` takes at least 16 rows, and sizes that are powers of two.
 
-Kernels sum in float32 and round once, to the dtype of the states. Sums over tokens have a fixed order, so that every
-gradient is the same in each run.
+The kernels that mix sum in float32 and round once, to the dtype of the states. Sums over tokens have a fixed order, so
+that every gradient is the same in each run.
 """
 
 # Without Triton the annotations of the kernels have no meaning.
@@ -135,203 +135,286 @@ def load_rotation(cos, sin, p, feature, F: tl.constexpr):
 
 
 @jit
-def load_rotated_back(
-    gradient, cos, sin, p, feature, exists, H: tl.constexpr, F: tl.constexpr, ROTATES: tl.constexpr
-):  # fmt: skip
+def load_rotated_back(gradient, cos, sin, p, feature, exists, H: tl.constexpr, F: tl.constexpr):
     """Return T_p^T of the gradients of pseudo-head p as two halves, from pointers to those of pseudo-head 0."""
     first, second = load_halves(gradient + p * (H * 2 * F), exists, F)
-    if ROTATES:
+    if cos is not None:
         c, s = load_rotation(cos, sin, p, feature, F)
         one, two = first.to(tl.float32), second.to(tl.float32)
         first, second = (one * c + two * s).to(first.dtype), (two * c - one * s).to(second.dtype)
     return first, second
 
 
+# Each of the next three functions has one kind of states (queries, keys or values), and a kernel that calls it for all
+# three: to launch a kernel takes longer than to mix a thousand tokens. `cos` and `sin` are `None` without a rotation.
+
+
 @jit
-def expand_kernel(
+def expand_states(
     states, alpha, cos, sin, virtual, num_tokens,
     stride_b, stride_m, stride_n,  # of the states [batch, M, N, D]
-    alpha_m, alpha_h, alpha_p,  # strides of alpha [M, H, P]
-    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr, ROTATES: tl.constexpr,
+    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute virtual[b, n, p, h] = T_p sum_m alpha[m, h, p] states[b, m, n].
 
     A program has some columns of all heads and pseudo-heads. It reads the states once."""
-    row = tl.program_id(1).to(tl.int64)
-    token, feature, exists = columns(tl.program_id(0) * COLUMNS, num_tokens, F, BLOCK_F, COLUMNS)
-    m = tl.arange(0, BLOCK_M)
-    h = tl.arange(0, BLOCK_H)
-    source = states + row * stride_b + m.to(tl.int64)[:, None] * stride_m + (token * stride_n + feature)[None]
-    first, second = load_halves(source, (m < M)[:, None] & exists[None], F)  # [BLOCK_M, columns]
-    weights = alpha + h[:, None] * alpha_h + m[None] * alpha_m
-    target = virtual + ((row * num_tokens + token) * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
-    for p in range(P):
-        mix = tl.load(weights + p * alpha_p, mask=(h < H)[:, None] & (m < M)[None], other=0.0).to(first.dtype)
-        one = tl.dot(mix, first, input_precision="ieee")  # [BLOCK_H, columns]
-        two = tl.dot(mix, second, input_precision="ieee")
-        if ROTATES:
-            c, s = load_rotation(cos, sin, p, feature, F)
-            one, two = one * c - two * s, two * c + one * s
-        store_halves(target + p * (H * 2 * F), one, two, (h < H)[:, None] & exists[None], F)
+    first_column = tl.program_id(0) * COLUMNS
+    if first_column < num_tokens * BLOCK_F:  # other kinds of states may have more programs
+        row = tl.program_id(1).to(tl.int64)
+        token, feature, exists = columns(first_column, num_tokens, F, BLOCK_F, COLUMNS)
+        m = tl.arange(0, BLOCK_M)
+        h = tl.arange(0, BLOCK_H)
+        source = states + row * stride_b + m.to(tl.int64)[:, None] * stride_m + (token * stride_n + feature)[None]
+        first, second = load_halves(source, (m < M)[:, None] & exists[None], F)  # [BLOCK_M, columns]
+        weights = alpha + (m[None] * H + h[:, None]) * P
+        target = virtual + ((row * num_tokens + token) * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
+        for p in range(P):
+            mix = tl.load(weights + p, mask=(h < H)[:, None] & (m < M)[None], other=0.0).to(first.dtype)
+            one = tl.dot(mix, first, input_precision="ieee")  # [BLOCK_H, columns]
+            two = tl.dot(mix, second, input_precision="ieee")
+            if cos is not None:
+                c, s = load_rotation(cos, sin, p, feature, F)
+                one, two = one * c - two * s, two * c + one * s
+            store_halves(target + p * (H * 2 * F), one, two, (h < H)[:, None] & exists[None], F)
+
+
+@jit
+def expand_kernel(
+    query, key, value, q_mix, k_mix, v_mix, cos, sin, virtual_query, virtual_key, virtual_value, num_tokens, num_keys,
+    q_b, q_m, q_n, k_b, k_m, k_n, v_b, v_m, v_n,  # strides of queries, keys and values [batch, M, N or K, D]
+    P: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, F_V: tl.constexpr, BLOCK_F_V: tl.constexpr,
+    H_IN: tl.constexpr, H: tl.constexpr, BLOCK_H_IN: tl.constexpr, BLOCK_H: tl.constexpr, COLUMNS: tl.constexpr,
+    G_IN: tl.constexpr, G: tl.constexpr, BLOCK_G_IN: tl.constexpr, BLOCK_G: tl.constexpr,
+    COLUMNS_K: tl.constexpr, COLUMNS_V: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(2) == 0:
+        expand_states(query, q_mix, cos, sin, virtual_query, num_tokens, q_b, q_m, q_n,
+                      H_IN, H, P, F, BLOCK_H_IN, BLOCK_H, BLOCK_F, COLUMNS)  # fmt: skip
+    elif tl.program_id(2) == 1:
+        expand_states(key, k_mix, cos, sin, virtual_key, num_keys, k_b, k_m, k_n,
+                      G_IN, G, P, F, BLOCK_G_IN, BLOCK_G, BLOCK_F, COLUMNS_K)  # fmt: skip
+    else:
+        expand_states(value, v_mix, None, None, virtual_value, num_keys, v_b, v_m, v_n,
+                      G_IN, G, P, F_V, BLOCK_G_IN, BLOCK_G, BLOCK_F_V, COLUMNS_V)  # fmt: skip
+
+
+@jit
+def gradient_of_states(
+    gradient, alpha, cos, sin, states_gradient, num_tokens,
+    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute states_gradient[b, n, m] = sum_p sum_h alpha[m, h, p] T_p^T gradient[b, n, p, h].
+
+    The sum stays in registers and is written once."""
+    first_column = tl.program_id(0) * COLUMNS
+    if first_column < num_tokens * BLOCK_F:
+        row = tl.program_id(1).to(tl.int64)
+        token, feature, exists = columns(first_column, num_tokens, F, BLOCK_F, COLUMNS)
+        m = tl.arange(0, BLOCK_M)
+        h = tl.arange(0, BLOCK_H)
+        place = row * num_tokens + token
+        source = gradient + (place * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
+        weights = alpha + (m[:, None] * H + h[None]) * P
+        first = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+        second = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
+        for p in range(P):
+            read = (h < H)[:, None] & exists[None]
+            one, two = load_rotated_back(source, cos, sin, p, feature, read, H, F)
+            mix = tl.load(weights + p, mask=(m < M)[:, None] & (h < H)[None], other=0.0).to(one.dtype)
+            first = tl.dot(mix, one, first, input_precision="ieee")
+            second = tl.dot(mix, two, second, input_precision="ieee")
+        target = states_gradient + (place * (M * 2 * F) + feature)[None] + m[:, None] * (2 * F)
+        store_halves(target, first, second, (m < M)[:, None] & exists[None], F)
 
 
 @jit
 def expand_backward_states_kernel(
-    gradient, alpha, cos, sin, states_gradient, num_tokens,
-    stride_b, stride_m, stride_n,  # of the states' gradient [batch, M, N, D]
-    alpha_m, alpha_h, alpha_p,  # strides of alpha [M, H, P]
-    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr, ROTATES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, COLUMNS: tl.constexpr,
+    query, key, value, q_mix, k_mix, v_mix, cos, sin, of_query, of_key, of_value, num_tokens, num_keys,
+    P: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, F_V: tl.constexpr, BLOCK_F_V: tl.constexpr,
+    H_IN: tl.constexpr, H: tl.constexpr, BLOCK_H_IN: tl.constexpr, BLOCK_H: tl.constexpr, COLUMNS: tl.constexpr,
+    G_IN: tl.constexpr, G: tl.constexpr, BLOCK_G_IN: tl.constexpr, BLOCK_G: tl.constexpr,
+    COLUMNS_K: tl.constexpr, COLUMNS_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute states_gradient[b, m, n] = sum_p sum_h alpha[m, h, p] T_p^T gradient[b, n, p, h].
-
-    The sum stays in registers and is written once."""
-    row = tl.program_id(1).to(tl.int64)
-    token, feature, exists = columns(tl.program_id(0) * COLUMNS, num_tokens, F, BLOCK_F, COLUMNS)
-    m = tl.arange(0, BLOCK_M)
-    h = tl.arange(0, BLOCK_H)
-    source = gradient + ((row * num_tokens + token) * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
-    weights = alpha + m[:, None] * alpha_m + h[None] * alpha_h
-    first = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
-    second = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
-    for p in range(P):
-        read = (h < H)[:, None] & exists[None]
-        one, two = load_rotated_back(source, cos, sin, p, feature, read, H, F, ROTATES)
-        mix = tl.load(weights + p * alpha_p, mask=(m < M)[:, None] & (h < H)[None], other=0.0).to(one.dtype)
-        first = tl.dot(mix, one, first, input_precision="ieee")
-        second = tl.dot(mix, two, second, input_precision="ieee")
-    target = states_gradient + row * stride_b + m.to(tl.int64)[:, None] * stride_m
-    store_halves(target + (token * stride_n + feature)[None], first, second, (m < M)[:, None] & exists[None], F)
+    """Write the gradients of states, from `query`, `key` and `value`, the gradients of virtual ones."""
+    if tl.program_id(2) == 0:
+        gradient_of_states(query, q_mix, cos, sin, of_query, num_tokens,
+                           H_IN, H, P, F, BLOCK_H_IN, BLOCK_H, BLOCK_F, COLUMNS)  # fmt: skip
+    elif tl.program_id(2) == 1:
+        gradient_of_states(key, k_mix, cos, sin, of_key, num_keys,
+                           G_IN, G, P, F, BLOCK_G_IN, BLOCK_G, BLOCK_F, COLUMNS_K)  # fmt: skip
+    else:
+        gradient_of_states(value, v_mix, None, None, of_value, num_keys,
+                           G_IN, G, P, F_V, BLOCK_G_IN, BLOCK_G, BLOCK_F_V, COLUMNS_V)  # fmt: skip
 
 
 @jit
-def expand_backward_alpha_kernel(
-    gradient, states, cos, sin, parts, num_tokens, tokens_of_part,
-    stride_b, stride_m, stride_n,  # of the states [batch, M, N, D]
-    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr, ROTATES: tl.constexpr,
+def gradient_of_alpha(
+    gradient, states, cos, sin, parts, weights_of_part, num_tokens, tokens_of_part, stride_b, stride_m, stride_n,
+    M: tl.constexpr, H: tl.constexpr, P: tl.constexpr, F: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute parts[b, part, m, h, p], the sum over the tokens n of a part of states[m, n] . T_p^T gradient[n, p, h].
 
     A program has one p and one part. It reads the gradient a second time: one kernel for both gradients holds three
     products at once, spills registers and issues twice the instructions of the two (ptxas, sm_90)."""
-    p = tl.program_id(0)  # programs that follow each other share the states, which then come from the L2 cache
+    p = tl.program_id(0) % P  # programs that follow each other share the states, which then come from the L2 cache
     part = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     m = tl.arange(0, BLOCK_M)
     h = tl.arange(0, BLOCK_H)
     total = tl.zeros((BLOCK_H, BLOCK_M), tl.float32)
     end = tl.minimum((part + 1) * tokens_of_part, num_tokens) * BLOCK_F
-    for first_column in range(part * tokens_of_part * BLOCK_F, end, COLUMNS):
+    for first_column in range(part * tokens_of_part * BLOCK_F, end, COLUMNS):  # without tokens the sum is zero
         token, feature, exists = columns(first_column, num_tokens, F, BLOCK_F, COLUMNS)
         source = gradient + ((row * num_tokens + token) * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
         read = (h < H)[:, None] & exists[None]
-        one, two = load_rotated_back(source, cos, sin, p, feature, read, H, F, ROTATES)
+        one, two = load_rotated_back(source, cos, sin, p, feature, read, H, F)
         source = states + row * stride_b + m.to(tl.int64)[:, None] * stride_m + (token * stride_n + feature)[None]
         first, second = load_halves(source, (m < M)[:, None] & exists[None], F)
         total = tl.dot(one, tl.trans(first), total, input_precision="ieee")
         total = tl.dot(two, tl.trans(second), total, input_precision="ieee")
-    target = parts + (row * tl.num_programs(1) + part) * (M * H * P) + (m[None] * H + h[:, None]) * P + p
+    target = parts + (row * tl.num_programs(1) + part) * weights_of_part + (m[None] * H + h[:, None]) * P + p
     tl.store(target, total, mask=(m < M)[None] & (h < H)[:, None])
 
 
-def constants_of_expand(states: torch.Tensor, alpha: torch.Tensor, rotation: Rotation) -> dict:
+@jit
+def expand_backward_alpha_kernel(
+    of_query, of_key, of_value, query, key, value, cos, sin, parts, num_tokens, num_keys, tokens_of_part,
+    q_b, q_m, q_n, k_b, k_m, k_n, v_b, v_m, v_n,  # strides of queries, keys and values [batch, M, N or K, D]
+    P: tl.constexpr, F: tl.constexpr, BLOCK_F: tl.constexpr, F_V: tl.constexpr, BLOCK_F_V: tl.constexpr,
+    H_IN: tl.constexpr, H: tl.constexpr, BLOCK_H_IN: tl.constexpr, BLOCK_H: tl.constexpr, COLUMNS: tl.constexpr,
+    G_IN: tl.constexpr, G: tl.constexpr, BLOCK_G_IN: tl.constexpr, BLOCK_G: tl.constexpr,
+    COLUMNS_K: tl.constexpr, COLUMNS_V: tl.constexpr,
+):  # fmt: skip
+    """Write parts [batch, parts, gradients of q_mix, k_mix and v_mix one after the other]."""
+    q_weights = H_IN * H * P
+    k_weights = G_IN * G * P
+    weights = q_weights + 2 * k_weights
+    kind = tl.program_id(0) // P
+    if kind == 0:
+        gradient_of_alpha(of_query, query, cos, sin, parts, weights, num_tokens, tokens_of_part, q_b, q_m, q_n,
+                          H_IN, H, P, F, BLOCK_H_IN, BLOCK_H, BLOCK_F, COLUMNS)  # fmt: skip
+    elif kind == 1:
+        gradient_of_alpha(of_key, key, cos, sin, parts + q_weights, weights, num_keys, tokens_of_part, k_b, k_m, k_n,
+                          G_IN, G, P, F, BLOCK_G_IN, BLOCK_G, BLOCK_F, COLUMNS_K)  # fmt: skip
+    else:
+        gradient_of_alpha(of_value, value, None, None, parts + q_weights + k_weights, weights, num_keys,
+                          tokens_of_part, v_b, v_m, v_n,
+                          G_IN, G, P, F_V, BLOCK_G_IN, BLOCK_G, BLOCK_F_V, COLUMNS_V)  # fmt: skip
+
+
+def constants_of_expand(query, value, q_mix, k_mix, most_columns: int = MOST_COLUMNS) -> dict:
     """Return the constants of the three kernels."""
-    num_heads_in, num_heads_out, num_pseudo_heads = alpha.shape
-    rows_in, rows_out = power_of_two(num_heads_in, 16), power_of_two(num_heads_out, 16)
-    half = states.shape[-1] // 2
+    heads_in, heads_out, num_pseudo_heads = q_mix.shape
+    groups_in, groups_out, _ = k_mix.shape
+    half, half_of_value = query.shape[-1] // 2, value.shape[-1] // 2
+    rows_in, rows_out = power_of_two(heads_in, 16), power_of_two(heads_out, 16)
+    group_rows_in, group_rows_out = power_of_two(groups_in, 16), power_of_two(groups_out, 16)
+    most_columns = most_columns * 2 // query.element_size()
+    rows, group_rows = max(rows_in, rows_out), max(group_rows_in, group_rows_out)
     return {
-        **{"M": num_heads_in, "H": num_heads_out, "P": num_pseudo_heads, "F": half, "ROTATES": rotation is not None},
-        **{"BLOCK_M": rows_in, "BLOCK_H": rows_out, "BLOCK_F": power_of_two(half)},
-        "COLUMNS": columns_of_tile(max(rows_in, rows_out), half, states.element_size()),
+        **{"P": num_pseudo_heads, "F": half, "BLOCK_F": power_of_two(half)},
+        **{"F_V": half_of_value, "BLOCK_F_V": power_of_two(half_of_value)},
+        **{"H_IN": heads_in, "H": heads_out, "BLOCK_H_IN": rows_in, "BLOCK_H": rows_out},
+        **{"G_IN": groups_in, "G": groups_out, "BLOCK_G_IN": group_rows_in, "BLOCK_G": group_rows_out},
+        "COLUMNS": columns_of_tile(rows, half, most_columns),
+        "COLUMNS_K": columns_of_tile(group_rows, half, most_columns),
+        "COLUMNS_V": columns_of_tile(group_rows, half_of_value, most_columns),
     }
 
 
-def columns_of_tile(rows: int, half: int, itemsize: int) -> int:
-    """Return how many columns of a tile fit in the registers of a program."""
-    columns = MOST_COLUMNS if rows <= 32 else MOST_COLUMNS // 4
+def columns_of_tile(rows: int, half: int, most_columns: int) -> int:
+    """Return how many columns of a tile fit in the registers of a program, at least the 16 of a product."""
+    columns = most_columns if rows <= 32 else most_columns // 4
     if half != power_of_two(half):  # the masks of missing features take registers too
         columns //= 2
-    return columns * 2 // itemsize
+    return max(16, columns)
 
 
-def grid_of_expand(states: torch.Tensor, constants: dict) -> tuple[int, int]:
-    """Return the programs of the kernels that go over all tokens [batch, M, N, D]."""
-    batch, _, num_tokens, _ = states.shape
-    return parts_of(num_tokens * constants["BLOCK_F"], constants["COLUMNS"]), batch
+def grid_of_expand(query, key, constants: dict) -> tuple[int, int, int]:
+    """Return the programs of the kernels that go over all tokens: columns, rows, and kinds of states."""
+    of_query = parts_of(query.shape[2] * constants["BLOCK_F"], constants["COLUMNS"])
+    of_key = parts_of(key.shape[2] * constants["BLOCK_F"], constants["COLUMNS_K"])
+    of_value = parts_of(key.shape[2] * constants["BLOCK_F_V"], constants["COLUMNS_V"])
+    return max(of_query, of_key, of_value), len(query), 3
+
+
+def expand_without_gradients(query, key, value, q_mix, k_mix, v_mix, cos, sin) -> tuple[torch.Tensor, ...]:
+    """Return virtual queries, keys and values [batch, N * P or K * P, H or G, D]."""
+    states, mixes = (query, key, value), (q_mix, k_mix, v_mix)
+    constants = constants_of_expand(query, value, q_mix, k_mix)
+    virtual = [
+        each.new_empty(len(each), each.shape[2] * mix.shape[2], mix.shape[1], each.shape[3])
+        for each, mix in zip(states, mixes)
+    ]
+    with on_device_of(query):
+        expand_kernel[grid_of_expand(query, key, constants)](
+            *states, *mixes, cos, sin, *virtual, query.shape[2], key.shape[2],
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], **constants,
+        )  # fmt: skip
+    return tuple(virtual)
 
 
 class Expand(torch.autograd.Function):
     """Differentiate `expand`."""
 
     @staticmethod
-    def forward(ctx, states, alpha, cos, sin):
-        ctx.save_for_backward(states, alpha, cos, sin)
-        batch, _, num_tokens, head_dim = states.shape
-        rotation = None if cos is None else (cos, sin)
-        constants = constants_of_expand(states, alpha, rotation)
-        virtual = states.new_empty(batch, num_tokens * constants["P"], constants["H"], head_dim)
-        tables = rotation or (states, states)  # a kernel that does not rotate reads none
-        with on_device_of(states):
-            expand_kernel[grid_of_expand(states, constants)](
-                states, alpha, *tables, virtual, num_tokens, *states.stride()[:3], *alpha.stride(), **constants
-            )
-        return virtual
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return expand_without_gradients(*inputs)
 
     @staticmethod
-    def backward(ctx, gradient):
-        states, alpha, cos, sin = ctx.saved_tensors
-        rotation = None if cos is None else (cos, sin)
+    def backward(ctx, *gradients):
+        *states, q_mix, k_mix, v_mix, cos, sin = ctx.saved_tensors
+        mixes = (q_mix, k_mix, v_mix)
         if torch.is_grad_enabled():  # with create_graph=True
-            return *differentiable_gradients_of_expand(gradient, states, alpha, rotation), None, None
-        gradient = gradient.contiguous()
-        with on_device_of(states):
-            of_states = gradient_of_states(gradient, states, alpha, rotation) if ctx.needs_input_grad[0] else None
-            of_alpha = gradient_of_alpha(gradient, states, alpha, rotation) if ctx.needs_input_grad[1] else None
-        return of_states, of_alpha, None, None
+            rotation = None if cos is None else (cos, sin)
+            kinds = zip(gradients, states, mixes, (rotation, rotation, None))
+            of_states, of_mixes = zip(*(differentiable_gradients_of_expand(*kind) for kind in kinds))
+            return *of_states, *of_mixes, None, None
+        gradients = [gradient.contiguous() for gradient in gradients]
+        of_states = of_mixes = (None, None, None)
+        with on_device_of(gradients[0]):
+            if any(ctx.needs_input_grad[:3]):
+                of_states = gradients_of_states(gradients, states, mixes, cos, sin)
+            if any(ctx.needs_input_grad[3:6]):
+                of_mixes = gradients_of_mixes(gradients, states, mixes, cos, sin)
+        return *of_states, *of_mixes, None, None
 
 
-def gradient_of_states(gradient, states, alpha, rotation: Rotation) -> torch.Tensor:
-    """Return the gradient [batch, M, N, D], as a view of the layout of projections [batch, N, M, D]."""
-    batch, num_heads, num_tokens, head_dim = states.shape
-    constants = constants_of_expand(states, alpha, rotation)
-    result = states.new_empty(batch, num_tokens, num_heads, head_dim).transpose(1, 2)
-    expand_backward_states_kernel[grid_of_expand(states, constants)](
-        gradient,
-        alpha,
-        *(rotation or (states, states)),
-        result,
-        num_tokens,
-        *result.stride()[:3],
-        *alpha.stride(),
-        **constants,
+def gradients_of_states(gradients: list, states: list, mixes: tuple, cos, sin) -> list[torch.Tensor]:
+    """Return the gradients [batch, M, N, D], as views of the layout of projections [batch, N, M, D]."""
+    query, key, value = states
+    constants = constants_of_expand(query, value, *mixes[:2])
+    results = [torch.empty_like(each.transpose(1, 2), memory_format=torch.contiguous_format) for each in states]
+    expand_backward_states_kernel[grid_of_expand(query, key, constants)](
+        *gradients, *mixes, cos, sin, *results, query.shape[2], key.shape[2], **constants
     )
-    return result
+    return [result.transpose(1, 2) for result in results]
 
 
-def gradient_of_alpha(gradient, states, alpha, rotation: Rotation) -> torch.Tensor:
-    """Return the gradient [M, H, P] as a sum over parts of the tokens."""
-    batch, _, num_tokens, _ = states.shape
-    constants = constants_of_expand(states, alpha, rotation)
-    constants["COLUMNS"] = max(16, constants["COLUMNS"] // 2)  # more would spill registers
-    tokens_of_tile = parts_of(constants["COLUMNS"], constants["BLOCK_F"])
-    tokens_of_part = max(LEAST_TOKENS_OF_PART, parts_of(num_tokens, MOST_PARTS))
-    tokens_of_part = parts_of(tokens_of_part, tokens_of_tile) * tokens_of_tile  # no tile reaches into the next part
-    num_parts = parts_of(num_tokens, tokens_of_part)
-    parts = states.new_empty(batch, num_parts, *alpha.shape, dtype=torch.float32)
-    expand_backward_alpha_kernel[constants["P"], num_parts, batch](
-        gradient,
-        states,
-        *(rotation or (states, states)),
-        parts,
-        num_tokens,
-        tokens_of_part,
-        *states.stride()[:3],
-        num_stages=2,
-        **constants,
-    )
-    return parts.sum((0, 1)).to(alpha.dtype)
+def gradients_of_mixes(gradients: list, states: list, mixes: tuple, cos, sin) -> list[torch.Tensor]:
+    """Return the gradients [M, H, P], as sums over parts of the tokens."""
+    query, key, value = states
+    num_tokens, num_keys = query.shape[2], key.shape[2]
+    constants = constants_of_expand(query, value, *mixes[:2], MOST_COLUMNS // 2)  # more would spill registers
+    # No tile reaches into the next part: the tokens of a part are a multiple of those of each tile, powers of two.
+    tiles = ("COLUMNS", "BLOCK_F"), ("COLUMNS_K", "BLOCK_F"), ("COLUMNS_V", "BLOCK_F_V")
+    tokens_of_tile = max([parts_of(constants[columns], constants[block]) for columns, block in tiles])
+    longest = max(num_tokens, num_keys)
+    tokens_of_part = max(LEAST_TOKENS_OF_PART, parts_of(longest, MOST_PARTS))
+    tokens_of_part = parts_of(tokens_of_part, tokens_of_tile) * tokens_of_tile
+    num_parts = parts_of(longest, tokens_of_part)
+    num_weights = [mix.numel() for mix in mixes]
+    parts = query.new_empty(len(query), num_parts, sum(num_weights), dtype=torch.float32)
+    expand_backward_alpha_kernel[3 * constants["P"], num_parts, len(query)](
+        *gradients, *states, cos, sin, parts, num_tokens, num_keys, tokens_of_part,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], num_stages=2, **constants,
+    )  # fmt: skip
+    sums = parts.sum((0, 1)).split(num_weights)
+    return [each.view_as(mix).to(mix.dtype) for each, mix in zip(sums, mixes)]
 
 
 def differentiable_gradients_of_expand(gradient, states, alpha, rotation: Rotation) -> tuple:
@@ -345,14 +428,17 @@ def differentiable_gradients_of_expand(gradient, states, alpha, rotation: Rotati
     return of_states, torch.einsum("bnphd,bmnd->mhp", gradient, states).to(alpha.dtype)
 
 
-def expand(states: torch.Tensor, alpha: torch.Tensor, rotation: Rotation = None) -> torch.Tensor:
-    """Return virtual tokens [batch, N * P, H, D] of heads [batch, M, N, D], by alpha [M, H, P] and T_p.
+def expand(states: tuple, mixes: tuple, rotation: Rotation = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return virtual queries, keys and values [batch, H or G, N * P or K * P, D], of ones [batch, M, N or K, D].
 
-    Virtual token (n, p) of head h is T_p sum_m alpha[m, h, p] states[m, n], in the dtype of the states. alpha may be a
-    slice of its heads h. Its dtype and that of the tables may differ from that of the states."""
-    states = states if states.stride(-1) == 1 else states.contiguous()
+    `mixes` are alpha of each, [M, H or G, P], which may be a slice of its heads H or G. Virtual token (n, p) of head h
+    is T_p sum_m alpha[m, h, p] states[m, n] (values are not rotated), in the dtype of the states. The dtypes of alpha
+    and of the tables may differ from it."""
+    states = [each if each.stride(-1) == 1 else each.contiguous() for each in states]
     cos, sin = (None, None) if rotation is None else (table.contiguous() for table in rotation)
-    return Expand.apply(states, alpha, cos, sin)
+    function = Expand.apply if torch.is_grad_enabled() else expand_without_gradients
+    virtual = function(*states, *(mix.contiguous() for mix in mixes), cos, sin)
+    return tuple(each.transpose(1, 2) for each in virtual)
 
 
 # Collapse
@@ -458,109 +544,116 @@ def collapse(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 # Decode: attend with one new token over base keys and values
 
 
-# A tile of scores has so many rows (h, i, j) and keys.
-SCORE_ROWS, SCORE_KEYS = 64, 64
-NORM_BLOCK = 256
-# So many programs sum values: about two for each of the 132 multiprocessors of an H100. The number does not depend on
-# the GPU, so neither does the sum.
-VALUE_PROGRAMS = 264
+# So many programs share the keys: one for each of the 132 multiprocessors of an H100, whose registers hold no second
+# one. The number does not depend on the GPU, so neither does the sum.
+DECODE_PROGRAMS = 132
+# A program of the last sum has so many features, and reads so many rows at once.
+SUMMED_FEATURES, SUMMED_ROWS = 32, 16
 MOST_FEATURES = 128
+LEAST = tl.constexpr(torch.finfo(torch.float32).min) if triton else None  # the score of a hidden key
 
 
-def kernels_decode(query: torch.Tensor, q_mix: torch.Tensor) -> bool:
+def kernels_decode(query: torch.Tensor) -> bool:
     """Return whether `decode` takes a query [batch, H, 1, head_dim]: in half precision, without gradients.
 
-    In float32 no tensor core computes its products. Heads longer than `MOST_FEATURES` would spill registers. Compiled
-    code decodes by PyTorch's operations, because no GPU has run these kernels in it."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    In float32 no tensor core computes its products. Heads longer than `MOST_FEATURES` would spill registers."""
+    if torch.is_grad_enabled() or query.dtype == torch.float32 or query.shape[-1] > MOST_FEATURES:
         return False
-    return query.dtype != torch.float32 and query.shape[-1] <= MOST_FEATURES and kernels_take(query, q_mix)
+    return kernels_take(query, query[0])
 
 
-def decode(query, key, value, mask, scaling: float, q_mix, k_mix, v_mix, collapse, rotation: Rotation) -> torch.Tensor:
-    """Return the output [batch, 1, H, head_dim] of one new token by four kernels, a sum and a cast.
+def decode(query, key, value, mask, scaling, q_mix=None, k_mix=None, v_mix=None, collapse=None, rotation=None):
+    """Return the output [batch, 1, H, head_dim] of one new token by two kernels.
 
-    `MixedHeads.attend_new_token` defines it, and names the arguments with their shapes. The collapse is "per_head",
-    and keys and values have the dtype of the query.
+    `MixedHeads.attend_new_token` defines it, and names the arguments with their shapes; the collapse is "per_head".
+    Without mixing and collapse it is `PairedHeads.attend_new_token`, for a mask of virtual heads. Keys and values have
+    the dtype of the query.
 
     Let r[h, i, j] = T_j^T T_i sum_m alpha_Q[m, h, i] query[m], for query pseudo-head i and key pseudo-head j of head h
-    in group g. The kernels compute, each with all keys in parallel:
+    in group g. As in flash decoding, each program has some rows (h, i, j) and a chunk of the keys k, and finds
 
         scores   s[h, i, j, k] = r[h, i, j] . sum_m alpha_K[m, g, j] key[m, k]
-        norms    n[h, i] = log(sum_jk exp(s[h, i, j, k]))
-        shares   w[h, m, k] = sum_j alpha_V[m, g, j] sum_i R[h, i] exp(s[h, i, j, k] - n[h, i])
-        parts    sum_k w[h, m, k] value[m, k], over chunks of keys; the output is their sum"""
-    batch, num_heads, _, head_dim = query.shape
-    num_groups, num_keys = key.shape[1:3]
-    value_dim = value.shape[-1]
-    size = collapse.shape[1]
-    rows = num_heads * size**2
-    tiles = parts_of(num_keys, SCORE_KEYS)
-    tiles_of_chunk = parts_of(tiles, max(1, VALUE_PROGRAMS // (num_groups * batch)))
-    chunks = parts_of(tiles, tiles_of_chunk)
+        tops     t[h, i, j] = max_k s[h, i, j, k]
+        sums     sum_k exp(s[h, i, j, k] - t[h, i, j])
+        parts    sum_km exp(s[h, i, j, k] - t[h, i, j]) alpha_V[m, g, j] value[m, k]
+
+    of which scores are not written. The second kernel sums over chunks and j, and collapses the pseudo-heads i.
+    For paired heads h is one of H / P virtual heads, and its mixing is 1 where m = i * (H / P) + h, else 0."""
+    batch, num_heads_in, _, head_dim = query.shape
+    num_groups_in, num_keys = key.shape[1:3]
+    value_dim, num_pseudo_heads = value.shape[-1], mask.shape[-2]
+    shrinking = num_pseudo_heads if q_mix is None else 1  # P heads become one virtual head
+    num_heads, num_groups = num_heads_in // shrinking, num_groups_in // shrinking
+    num_rows = num_heads * num_pseudo_heads**2
+    # A tile of scores has so many rows (h, i, j) and keys. Where it has 32, larger ones would spill registers.
+    tile = 64 if head_dim == 64 or (head_dim == 128 and q_mix is not None) else 32
+    row_tiles, key_tiles = parts_of(num_rows, tile), parts_of(num_keys, tile)
+    tiles_of_chunk = parts_of(key_tiles, max(1, DECODE_PROGRAMS // (row_tiles * batch)))
+    chunks = parts_of(key_tiles, tiles_of_chunk)
 
     query = query.contiguous()
-    mask = mask.expand(batch, num_heads, -1, -1)
-    q_mix, k_mix, v_mix, collapse = (weight.contiguous() for weight in (q_mix, k_mix, v_mix, collapse))
+    mask = (mask if mask.stride(-1) == 1 else mask.contiguous()).expand(batch, num_heads, -1, -1)
+    *mixes, collapse = [each if each is None else each.contiguous() for each in (q_mix, k_mix, v_mix, collapse)]
     cos, sin = (None, None) if rotation is None else (table.contiguous() for table in rotation)
-    # Rows of whole tiles are aligned, and kernels need no bound in them.
-    scores = query.new_empty(batch, rows, tiles * SCORE_KEYS, dtype=torch.float32)
-    tops, sums = query.new_empty(2, batch, rows, tiles, dtype=torch.float32)
-    norms = query.new_empty(batch, num_heads, size, dtype=torch.float32)
-    shares = query.new_empty(batch, num_heads, num_groups, tiles * SCORE_KEYS)
-    parts = query.new_empty(batch, chunks * num_groups, num_heads, value_dim, dtype=torch.float32)
-
-    sizes = {"H": num_heads, "G": num_groups, "KEYS": SCORE_KEYS}
+    tops, sums = query.new_empty(2, batch, chunks, num_rows, dtype=torch.float32)
+    parts = query.new_empty(batch, chunks, num_rows, value_dim, dtype=torch.float32)
+    output = query.new_empty(batch, 1, num_heads_in, value_dim)
+    sizes = {"H": num_heads, "P": num_pseudo_heads, "D": value_dim}
     with on_device_of(query):
-        scores_kernel[tiles, parts_of(rows, SCORE_ROWS), batch](
-            query, key, mask, q_mix, k_mix, cos, sin, scores, tops, sums, num_keys, scaling,
-            *key.stride(), *mask.stride(), **sizes, P=size, F=head_dim // 2, ROWS=SCORE_ROWS,
-            BLOCK_H=power_of_two(num_heads, 16), BLOCK_F=power_of_two(head_dim // 2, 16),
+        chunks_kernel[chunks, row_tiles, batch](
+            query, key, value, mask, *mixes, cos, sin, tops, sums, parts, num_keys, tiles_of_chunk, scaling,
+            *key.stride(), *value.stride(), *mask.stride()[:3], **sizes,
+            H_IN=num_heads_in, G_IN=num_groups_in, G=num_groups, F=head_dim // 2, ROWS=tile, KEYS=tile,
+            BLOCK_H=power_of_two(num_heads_in, 16), BLOCK_F=power_of_two(head_dim // 2, 16),
+            BLOCK_D=power_of_two(value_dim, 16), num_warps=8,
         )  # fmt: skip
-        norms_kernel[(batch * num_heads * size,)](tops, sums, norms, size * tiles, BLOCK=NORM_BLOCK)
-        shares_kernel[tiles, num_heads, batch](
-            scores, norms, v_mix, collapse, shares,
-            **sizes, P=size, BLOCK_P=power_of_two(size, 16), BLOCK_G=power_of_two(num_groups, 16),
-        )  # fmt: skip
-        parts_kernel[chunks, num_groups, batch](
-            shares, value, parts, num_keys, tiles, tiles_of_chunk, *value.stride(),
-            **sizes, D=value_dim, BLOCK_H=power_of_two(num_heads, 16), BLOCK_D=power_of_two(value_dim, 16),
-        )  # fmt: skip
-    return parts.sum(1).to(value.dtype).unsqueeze(1)
+        sum_kernel[num_heads, parts_of(value_dim, SUMMED_FEATURES), batch](
+            tops, sums, parts, collapse, output, chunks, **sizes, FEATURES=SUMMED_FEATURES, ROWS=SUMMED_ROWS
+        )
+    return output
 
 
-@jit(do_not_specialize=["num_keys", "mask_b", "mask_h", "mask_i", "mask_k"])  # these change with each token
-def scores_kernel(
-    query, key, mask, q_mix, k_mix, cos, sin, scores, tops, sums, num_keys, scaling,
-    key_b, key_m, key_k, key_d,  # strides of key [batch, G, K, head_dim]
-    mask_b, mask_h, mask_i, mask_k,  # strides of mask [batch, H, P, K * P]
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, F: tl.constexpr,  # F = head_dim / 2
-    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr,
+@jit
+def mixing_of_pairs(weights, m, column, p, H: tl.constexpr, P: tl.constexpr):
+    """Return alpha[m, column, p], or where there is none that of paired heads. Places broadcast."""
+    if weights is None:
+        shares = tl.where(m == p * H + column, 1.0, 0.0)
+    else:
+        shares = tl.load(weights + (m * H + column) * P + p)
+    return shares
+
+
+# What is not specialized changes with each token.
+@jit(do_not_specialize=["num_keys", "tiles_of_chunk", "mask_b", "mask_h", "mask_i"])
+def chunks_kernel(
+    query, key, value, mask, q_mix, k_mix, v_mix, cos, sin, tops, sums, parts, num_keys, tiles_of_chunk, scaling,
+    key_b, key_m, key_k, key_d, value_b, value_m, value_k, value_d,  # strides of key and value [batch, G, K, head_dim]
+    mask_b, mask_h, mask_i,  # strides of mask [batch, H, P, K * P]
+    H: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+    H_IN: tl.constexpr, G_IN: tl.constexpr, G: tl.constexpr, F: tl.constexpr,  # F = head_dim / 2
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write scores [batch, H * P * P, tiles * KEYS]; for each tile, the maximum and the sum of exponentials.
+    """Write tops and sums [batch, chunks, H * P * P] and parts [batch, chunks, H * P * P, D] of a chunk of the keys.
 
-    The latter are [batch, H * P * P, tiles]. Scores of keys that the mask hides are the least number, as in
-    `masked_softmax`, and those behind the last key are -inf."""
-    tile = tl.program_id(0)
+    Scores of keys that the mask hides are the least number, as in `masked_softmax`. Those behind the last are -inf."""
+    chunk = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)  # (h, i, j)
-    exists = row < H * P * P
-    h = row // (P * P)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_row = row < H * P * P
+    h = tl.minimum(row, H * P * P - 1) // (P * P)  # rows behind the last compute like rows of the last head
     i = row // P % P
     j = row % P
-    k = tile * KEYS + tl.arange(0, KEYS)
     f = tl.arange(0, BLOCK_F)
-    is_key = k < num_keys
+    d = tl.arange(0, BLOCK_D)
+    dtype = value.dtype.element_ty
 
     # Two halves of r[h, i, j]: RoPE rotates feature f with f + F.
-    m = tl.arange(0, BLOCK_H)
-    mix = tl.load(
-        q_mix + (m[None] * H + h[:, None]) * P + i[:, None], mask=exists[:, None] & (m < H)[None], other=0.0
-    ).to(query.dtype.element_ty)
-    source = query + (batch * H + m)[:, None] * (2 * F) + f[None]
-    is_state = (m < H)[:, None] & (f < F)[None]
-    first = tl.dot(mix, tl.load(source, mask=is_state, other=0.0), input_precision="ieee")
-    second = tl.dot(mix, tl.load(source + F, mask=is_state, other=0.0), input_precision="ieee")
+    head = tl.arange(0, BLOCK_H)
+    q_shares = mixing_of_pairs(q_mix, tl.minimum(head, H_IN - 1)[None], h[:, None], i[:, None], H, P).to(dtype)
+    source = query + (batch * H_IN + head)[:, None] * (2 * F) + f[None]
+    is_state = (head < H_IN)[:, None] & (f < F)[None]
+    first = tl.dot(q_shares, tl.load(source, mask=is_state, other=0.0), input_precision="ieee")
+    second = tl.dot(q_shares, tl.load(source + F, mask=is_state, other=0.0), input_precision="ieee")
     if cos is not None:
         # T_j^T T_i rotates by i - j positions.
         at = tl.abs(i - j)[:, None] * (2 * F) + f[None]
@@ -568,99 +661,88 @@ def scores_kernel(
         s = tl.load(sin + at, mask=(f < F)[None], other=0.0).to(tl.float32)
         s = tl.where((i < j)[:, None], -s, s)
         first, second = first * c - second * s, second * c + first * s
-    first = first.to(key.dtype.element_ty)
-    second = second.to(key.dtype.element_ty)
+    # Both halves one after the other, [ROWS, 2 * BLOCK_F].
+    rows = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_F)).to(dtype)
+    column = tl.arange(0, 2 * BLOCK_F)
+    feature = column // BLOCK_F * F + column % BLOCK_F
+    is_feature = column % BLOCK_F < F
 
-    keys = key + batch * key_b + k.to(tl.int64)[None] * key_k + f[:, None] * key_d
-    weights = k_mix + h // (H // G) * P + j
-    is_key_feature = (f < F)[:, None] & is_key[None]
-    total = tl.zeros((ROWS, KEYS), tl.float32)
-    for _ in range(G):
-        product = tl.dot(first, tl.load(keys, mask=is_key_feature, other=0.0), input_precision="ieee")
-        later = tl.load(keys + F * key_d, mask=is_key_feature, other=0.0)
-        product = tl.dot(second, later, product, input_precision="ieee")
-        total += tl.load(weights, mask=exists, other=0.0).to(tl.float32)[:, None] * product
-        keys += key_m
-        weights += G * P
-
-    total *= scaling
-    least = -3.4028234663852886e38  # `torch.finfo(torch.float32).min`
-    place = batch * mask_b + h[:, None] * mask_h + i[:, None] * mask_i + (k[None] * P + j[:, None]) * mask_k
-    seen = tl.load(mask + place, mask=exists[:, None] & is_key[None], other=0)
-    if mask.dtype.element_ty == tl.int1:
-        total = tl.where(seen, total, least)
-    else:
-        total = tl.maximum(total + seen.to(tl.float32), least)
-    total = tl.where(is_key[None], total, float("-inf"))
-    top = tl.max(total, 1)
-    place = batch * (H * P * P) + row
-    num_tiles = tl.num_programs(0)
-    tl.store(scores + place[:, None] * (num_tiles * KEYS) + k[None], total, mask=exists[:, None])
-    tl.store(tops + place * num_tiles + tile, top, mask=exists)
-    tl.store(sums + place * num_tiles + tile, tl.sum(tl.exp(total - top[:, None]), 1), mask=exists)
-
-
-@jit(do_not_specialize=["size"])
-def norms_kernel(tops, sums, norms, size, BLOCK: tl.constexpr):
-    """Write the norms [batch * H * P] of P * tiles = `size` maxima and sums each."""
-    i = tl.program_id(0).to(tl.int64)
-    top = float("-inf")
-    total = 0.0
-    for start in range(0, size, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        tile_top = tl.load(tops + i * size + place, mask=place < size, other=float("-inf"))
-        tile_sum = tl.load(sums + i * size + place, mask=place < size, other=0.0)
-        higher = tl.maximum(top, tl.max(tile_top))
-        total = total * tl.exp(top - higher) + tl.sum(tile_sum * tl.exp(tile_top - higher))
-        top = higher
-    tl.store(norms + i, top + tl.log(total))
-
-
-@jit
-def shares_kernel(
-    scores, norms, v_mix, collapse, shares, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr,
-):  # fmt: skip
-    """Write shares [batch, H, G, tiles * KEYS], each program for one head and one tile of keys."""
-    h = tl.program_id(1)
-    head = tl.program_id(2).to(tl.int64) * H + h
-    num_keys = tl.num_programs(0) * KEYS
-    k = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
-    j = tl.arange(0, BLOCK_P)
-    m = tl.arange(0, BLOCK_G)
-    total = tl.zeros((BLOCK_P, KEYS), tl.float32)
-    for i in range(P):
-        place = (head * P + i) * P + j
-        score = tl.load(scores + place[:, None] * num_keys + k[None], mask=(j < P)[:, None], other=float("-inf"))
-        total += tl.load(collapse + h * P + i).to(tl.float32) * tl.exp(score - tl.load(norms + head * P + i))
-    weights = v_mix + (m[:, None] * G + h // (H // G)) * P + j[None]
-    mix = tl.load(weights, mask=(m < G)[:, None] & (j < P)[None], other=0.0).to(tl.float32)
-    mixed = tl.dot(mix, total, input_precision="ieee")
-    target = shares + (head * G + m)[:, None] * num_keys + k[None]
-    tl.store(target, mixed.to(shares.dtype.element_ty), mask=(m < G)[:, None])
-
-
-@jit(do_not_specialize=["num_keys", "num_tiles", "tiles_of_chunk"])
-def parts_kernel(
-    shares, value, parts, num_keys, num_tiles, tiles_of_chunk,
-    value_b, value_m, value_k, value_d,  # strides of value [batch, G, K, D]
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
-    KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Write parts [batch, chunks * G, H, D], each program for one chunk of keys of one cached head."""
-    chunk = tl.program_id(0)
-    m = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
-    h = tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
-    first = chunk * tiles_of_chunk
-    total = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    for tile in range(first, tl.minimum(first + tiles_of_chunk, num_tiles)):
+    top = tl.full((ROWS,), LEAST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    part = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    first_tile = chunk * tiles_of_chunk
+    for tile in range(first_tile, tl.minimum(first_tile + tiles_of_chunk, tl.cdiv(num_keys, KEYS))):
         k = tile * KEYS + tl.arange(0, KEYS)
-        source = shares + ((batch * H + h) * G + m)[:, None] * (num_tiles * KEYS) + k[None]
-        share = tl.load(source, mask=(h < H)[:, None], other=0.0)
-        source = value + batch * value_b + m.to(tl.int64) * value_m + k.to(tl.int64)[:, None] * value_k
-        states = tl.load(source + d[None] * value_d, mask=(k < num_keys)[:, None] & (d < D)[None], other=0.0)
-        total = tl.dot(share, states, total, input_precision="ieee")
-    place = ((batch * tl.num_programs(0) + chunk) * G + m) * H + h
-    tl.store(parts + place[:, None] * D + d[None], total, mask=(h < H)[:, None] & (d < D)[None])
+        is_key = k < num_keys
+        keys = key + batch * key_b + k.to(tl.int64)[None] * key_k + feature[:, None] * key_d
+        is_key_feature = is_feature[:, None] & is_key[None]
+        scores = tl.zeros((ROWS, KEYS), tl.float32)
+        for m in range(G_IN):
+            product = tl.dot(rows, tl.load(keys, mask=is_key_feature, other=0.0), input_precision="ieee")
+            scores += mixing_of_pairs(k_mix, m, h // (H // G), j, G, P).to(tl.float32)[:, None] * product
+            keys += key_m
+
+        scores *= scaling
+        of_scores = mask + batch * mask_b + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_i + j[:, None]
+        seen = tl.load(of_scores + k.to(tl.int64)[None] * P, mask=is_key[None], other=0)
+        if mask.dtype.element_ty == tl.int1:
+            scores = tl.where(seen, scores, LEAST)
+        else:
+            scores = tl.maximum(scores + seen.to(tl.float32), LEAST)
+        scores = tl.where(is_key[None], scores, float("-inf"))
+
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        shrink = tl.exp(top - higher)
+        top = higher
+        total = total * shrink + tl.sum(weights, 1)
+        part *= shrink[:, None]
+        values = value + batch * value_b + k.to(tl.int64)[:, None] * value_k + d[None] * value_d
+        for m in range(G_IN):
+            v_shares = mixing_of_pairs(v_mix, m, h // (H // G), j, G, P).to(tl.float32)
+            states = tl.load(values, mask=is_key[:, None] & (d < D)[None], other=0.0)
+            part = tl.dot((weights * v_shares[:, None]).to(dtype), states, part, input_precision="ieee")
+            values += value_m
+
+    place = (batch * tl.num_programs(0) + chunk) * (H * P * P) + row
+    tl.store(tops + place, top, mask=is_row)
+    tl.store(sums + place, total, mask=is_row)
+    tl.store(parts + place[:, None] * D + d[None], part, mask=is_row[:, None] & (d < D)[None])
+
+
+@jit(do_not_specialize=["num_chunks"])
+def sum_kernel(
+    tops, sums, parts, collapse, output, num_chunks,
+    H: tl.constexpr, P: tl.constexpr, D: tl.constexpr, FEATURES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write sum_i R[h, i] of the pseudo-heads i of a head, or each pseudo-head where paired heads have no R."""
+    h = tl.program_id(0)
+    d = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    batch = tl.program_id(2).to(tl.int64)
+    collapsed = tl.zeros((FEATURES,), tl.float32)
+    for i in range(P):
+        top = float("-inf")
+        total = 0.0
+        part = tl.zeros((FEATURES,), tl.float32)
+        for start in range(0, num_chunks * P, ROWS):
+            chunk_and_j = start + tl.arange(0, ROWS)
+            exists = chunk_and_j < num_chunks * P
+            row = (h * P + i) * P + chunk_and_j % P
+            place = (batch * num_chunks + chunk_and_j // P) * (H * P * P) + row
+            row_tops = tl.load(tops + place, mask=exists, other=float("-inf"))
+            row_sums = tl.load(sums + place, mask=exists, other=0.0)
+            row_parts = tl.load(parts + place[:, None] * D + d[None], mask=exists[:, None] & (d < D)[None], other=0.0)
+            higher = tl.maximum(top, tl.max(row_tops, 0))
+            weight = tl.exp(row_tops - higher)
+            shrink = tl.exp(top - higher)
+            total = total * shrink + tl.sum(weight * row_sums, 0)
+            part = part * shrink + tl.sum(weight[:, None] * row_parts, 0)
+            top = higher
+        total = tl.where(top > LEAST, total, 1.0)  # as the plain formula sums values where all are hidden
+        if collapse is None:
+            target = output + ((batch * P + i) * H + h) * D + d
+            tl.store(target, (part / total).to(output.dtype.element_ty), mask=d < D)
+        else:
+            collapsed += tl.load(collapse + h * P + i).to(tl.float32) * (part / total)
+    if collapse is not None:
+        tl.store(output + (batch * H + h) * D + d, collapsed.to(output.dtype.element_ty), mask=d < D)

@@ -1,6 +1,6 @@
 """Compile the Triton kernels for an NVIDIA GPU, which need not be there, and print what they take as JSON.
 
-python tests/compile_kernels.py '[90, "mixing", [["bfloat16", 20, 4, 128]]]' takes the architecture, the name of a
+python tests/compile_kernels.py '[90, "mixing", [["bfloat16", 20, 20, 4, 128]]]' takes the architecture, the name of a
 launch, and the arguments of some of its calls. The launch runs as on a GPU, but Triton stops after compiling. It needs
 TRITON_DUMP_PTXAS_LOG=1 and TRITON_ALWAYS_COMPILE=1. `compiled_kernels` in helpers.py starts it.
 """
@@ -43,28 +43,31 @@ class Driver:
         return 0
 
 
-def mixing(dtype: str, num_heads: int, num_pseudo_heads: int, head_dim: int) -> None:
+def mixing(dtype: str, num_heads: int, groups: int, num_pseudo_heads: int, head_dim: int) -> None:
     """Call `expand` and `collapse`, forward and backward."""
-    states = torch.empty(1, 64, num_heads, head_dim, dtype=getattr(torch, dtype)).transpose(1, 2).requires_grad_()
-    alpha = torch.empty(num_heads, num_heads, num_pseudo_heads, requires_grad=True)
-    virtual = expand(states, alpha, tuple(torch.empty(2, num_pseudo_heads, head_dim)))
-    torch.autograd.grad(virtual, (states, alpha), torch.empty_like(virtual))
+    counts = (num_heads, groups, groups)
+    states = [torch.empty(1, 64, count, head_dim, dtype=getattr(torch, dtype)).transpose(1, 2) for count in counts]
+    mixes = [torch.empty(count, count, num_pseudo_heads) for count in counts]
+    inputs = [tensor.requires_grad_() for tensor in (*states, *mixes)]
+    virtual = expand(states, mixes, tuple(torch.empty(2, num_pseudo_heads, head_dim)))
+    torch.autograd.grad(virtual, inputs, [torch.empty_like(each) for each in virtual])
     weight = torch.empty(num_heads, num_pseudo_heads, requires_grad=True)
-    collapsed = collapse(virtual, weight)
-    torch.autograd.grad(collapsed, (virtual, weight), torch.empty_like(collapsed))
+    output = virtual[0].transpose(1, 2).contiguous()
+    collapsed = collapse(output, weight)
+    torch.autograd.grad(collapsed, (output, weight), torch.empty_like(collapsed))
 
 
-def decoding(num_heads: int, groups: int, num_pseudo_heads: int, head_dim: int, rotates: bool) -> None:
-    """Call `decode` on tensors without data."""
+def decoding(num_heads: int, groups: int, num_pseudo_heads: int, head_dim: int, rotates: bool | None) -> None:
+    """Call `decode` on tensors without data, or for paired heads if `rotates` is `None`."""
     with torch.device("meta"):
         query = torch.empty(1, num_heads, 1, head_dim, dtype=torch.bfloat16)
         key, value = torch.empty(2, 1, groups, NUM_KEYS, head_dim, dtype=torch.bfloat16)
         mask = torch.empty(1, 1, num_pseudo_heads, NUM_KEYS * num_pseudo_heads, dtype=torch.bool)
         sizes = (num_heads, groups, groups)
-        mixes = [torch.empty(size, size, num_pseudo_heads, dtype=torch.bfloat16) for size in sizes]
-        weight = torch.empty(num_heads, num_pseudo_heads, dtype=torch.bfloat16)
-        rotation = tuple(torch.empty(2, num_pseudo_heads, head_dim, dtype=torch.bfloat16)) if rotates else None
-    decode(query, key, value, mask, head_dim**-0.5, *mixes, weight, rotation)
+        mixing = [torch.empty(size, size, num_pseudo_heads, dtype=torch.bfloat16) for size in sizes]
+        mixing += [torch.empty(num_heads, num_pseudo_heads, dtype=torch.bfloat16)]
+        mixing += [tuple(torch.empty(2, num_pseudo_heads, head_dim, dtype=torch.bfloat16)) if rotates else None]
+    decode(query, key, value, mask, head_dim**-0.5, *([] if rotates is None else mixing))
 
 
 LAUNCHES = {"mixing": mixing, "decoding": decoding}

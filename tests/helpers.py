@@ -469,6 +469,15 @@ def compiled_kernels(launch, architecture, calls, cache):
     return json.loads(answer.stdout)
 
 
+def traced_kernels(kind, what):
+    """Return what trace_kernels.py prints: the number of graphs, and how often they launch each kernel."""
+    command = [sys.executable, ROOT / "tests" / "trace_kernels.py", json.dumps([kind, what])]
+    environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    answer = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
 # Comparisons
 
 

@@ -8,7 +8,7 @@ from helpers import set_core
 from torch.distributed.tensor import DTensor, init_device_mesh
 
 from modeling_iha import IHAConfig, IHAForCausalLM, interleaving, triton_kernels
-from modeling_iha.interleaving import make_virtual_sequence
+from modeling_iha.interleaving import MixedHeads
 from modeling_iha.triton_kernels import collapse, expand, kernels_take
 
 
@@ -22,6 +22,11 @@ pytestmark = [
 def mixing(num_heads=20, size=4, num_tokens=300, head_dim=128, dtype=torch.bfloat16):
     states = torch.randn(1, num_tokens, num_heads, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
     return states.requires_grad_(), torch.randn(num_heads, num_heads, size, device="cuda", requires_grad=True)
+
+
+def three(states, alpha):
+    """Expand the same states as queries, keys and values."""
+    return expand((states,) * 3, (alpha,) * 3)
 
 
 def test_which_calls_the_kernels_take(monkeypatch):
@@ -39,8 +44,13 @@ def test_which_calls_the_kernels_take(monkeypatch):
 
 def test_a_functional_transform_mixes_in_pytorch():
     states, alpha = mixing()
-    gradient = torch.func.grad(lambda states: make_virtual_sequence(states, alpha).float().pow(2).sum())(states)
-    make_virtual_sequence(states, alpha).float().pow(2).sum().backward()
+
+    def loss(states):
+        virtual = MixedHeads(alpha, alpha, alpha, None, None).make_virtual_tokens(states, states, states)
+        return sum(each.float().pow(2).sum() for each in virtual)
+
+    gradient = torch.func.grad(loss)(states)
+    loss(states).backward()
     assert (gradient.float() - states.grad.float()).norm() < 0.02 * states.grad.float().norm()
 
 
@@ -58,28 +68,30 @@ def test_gradients_are_the_same_in_every_run():
     states, alpha = mixing(num_tokens=5000)
     output = torch.randn(1, 8000, 20, 128, device="cuda", requires_grad=True)
     weight = torch.randn(20, 4, device="cuda", requires_grad=True)
-    for result, inputs in (expand(states, alpha), (states, alpha)), (collapse(output, weight), (output, weight)):
-        seed = torch.randn_like(result)
-        first, second = (torch.autograd.grad(result, inputs, seed, retain_graph=True) for _ in range(2))
+    cases = (three(states, alpha), (states, alpha)), ((collapse(output, weight),), (output, weight))
+    for results, inputs in cases:
+        seeds = [torch.randn_like(result) for result in results]
+        first, second = (torch.autograd.grad(results, inputs, seeds, retain_graph=True) for _ in range(2))
         assert all(map(torch.equal, first, second))
 
 
 def test_a_cuda_graph_replays_them():
     states, alpha = (tensor.detach() for tensor in mixing())
-    expected = expand(states, alpha)
+    expected = three(states, alpha)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        virtual = expand(states, alpha)
+        virtual = three(states, alpha)
     states.neg_()
     graph.replay()
-    assert torch.equal(virtual, -expected)
+    assert all(torch.equal(each, -other) for each, other in zip(virtual, expected))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_states_on_another_device():
     states, alpha = (tensor.detach() for tensor in mixing())
-    assert torch.equal(expand(states.to("cuda:1"), alpha.to("cuda:1")).cpu(), expand(states, alpha).cpu())
+    there = three(states.to("cuda:1"), alpha.to("cuda:1"))
+    assert all(torch.equal(each.cpu(), other.cpu()) for each, other in zip(there, three(states, alpha)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -86,13 +86,13 @@ def test_what_runs_without_kernels(monkeypatch):
 
 
 def test_predictions_stand_next_to_figures():
-    """Show 5 passes over 42 MB at 75% of 4.8 TB/s, and the ratios of five layers."""
+    """Show 15 passes over 42 MB at 75% of 4.8 TB/s, and the ratios of five layers."""
     case = {"part": "expand", "tokens": 8192, "heads": 20, "head_dim": 128, "pseudo_heads": [4], "backward": False}
-    row = case | {"step": "expand", "seconds": {"kernels": 7e-5}, "ratios": {}, "peak_bytes": {}, "failed": {}}
+    row = case | {"step": "expand", "seconds": {"kernels": 2e-4}, "ratios": {}, "peak_bytes": {}, "failed": {}}
     row |= gpu.predicted_mixing(row) | {"error": {"kernels": 0.0017}}
     result = {"device": "a GPU", "torch": "2", "transformers": "5", "rows": [row]}
     page = "\n".join(report.gpu_lines(result))
-    cell = "0.070 (–); predicted 0.058 ms; at full bandwidth 0.044 ms; error 1.7e-03"
+    cell = "0.200 (–); predicted 0.175 ms; at full bandwidth 0.131 ms; error 1.7e-03"
     assert f"| kernels | {cell} |" in page
     case |= {"part": "schedule", "pseudo_heads": [4, 20], "backward": True}
     wanted = {"schedule, P = 4: sdpa": 1.57, "schedule, P = 20: sdpa": 2.52}

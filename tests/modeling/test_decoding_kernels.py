@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import compiled_kernels, decoder, geometry_model, random_ids, set_core, train_mixing
+from helpers import compiled_kernels, decoder, geometry_model, random_ids, set_core, traced_kernels, train_mixing
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
-from modeling_iha import interleave_heads, interleaving, triton_kernels
+from modeling_iha import interleave_heads, interleaving, pair_heads, pairing, triton_kernels
 from modeling_iha.interleaving import HeadMixing, MixedHeads
 from modeling_iha.pairing import PairedHeads
 from modeling_iha.transformers_versions import CACHE
@@ -65,6 +65,15 @@ def draw(num_heads, groups, num_pseudo_heads, head_dim, num_keys, batch=1, dtype
     return heads, query, *states
 
 
+def check_paired(num_pseudo_heads, query, key, value, mask):
+    """Compare paired heads, whose mask is [batch or 1, H or 1, P, K * P]."""
+    heads = PairedHeads(num_pseudo_heads)
+    exact = heads.attend_new_token(query.double(), key.double(), value.double(), mask, 0.2)
+    actual = decode(query, key, value, heads.mask_of_virtual_heads(mask), 0.2)
+    assert actual.shape == exact.shape and actual.dtype == value.dtype
+    assert (actual - exact).abs().max() <= TOLERANCE[value.dtype] * exact.abs().max()
+
+
 def in_float64(heads):
     rotation = heads.rotation and tuple(table.double() for table in heads.rotation)
     return MixedHeads(*(weight.double() for weight in heads[:4]), rotation)
@@ -104,9 +113,13 @@ def test_a_static_cache_with_free_slots(dtype):
 
 
 @needs_triton
-def test_the_norm_of_several_blocks(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "NORM_BLOCK", 4)
-    check(*draw(2, 2, 3, 10, 130, dtype=torch.float32), mask_of(3, 130))
+@pytest.mark.parametrize("head_dim", [10, 64])
+@pytest.mark.parametrize("programs", [1, 4, 132])
+def test_keys_in_chunks(programs, head_dim, monkeypatch):
+    """Give a program one tile of keys, two or all of them, and sum their parts four at once."""
+    monkeypatch.setattr(triton_kernels, "DECODE_PROGRAMS", programs)
+    monkeypatch.setattr(triton_kernels, "SUMMED_ROWS", 4)
+    check(*draw(2, 2, 3, head_dim, 290, dtype=torch.float32), mask_of(3, 290, window=200))
 
 
 @needs_triton
@@ -159,6 +172,40 @@ def test_values_that_are_shorter_than_keys():
     check(heads, query, key, value[..., :6], mask_of(2, 70))
 
 
+# heads, groups, P, head_dim, keys, batch
+PAIRED = [
+    (4, 4, 2, 16, 100, 2),
+    (8, 4, 2, 32, 70, 1),
+    (20, 20, 4, 64, 70, 1),
+    (8, 4, 4, 16, 65, 2),
+    (6, 6, 3, 24, 1, 1),
+]
+
+
+@needs_triton
+@in_each_dtype
+@pytest.mark.parametrize("sizes", PAIRED, ids=str)
+@torch.no_grad()
+def test_paired_heads(sizes, dtype):
+    """Attend globally, within a window, and with a mask for each head."""
+    num_heads, groups, num_pseudo_heads, head_dim, num_keys, batch = sizes
+    _, *states = draw(num_heads, groups, num_pseudo_heads, head_dim, num_keys, batch=batch, dtype=dtype)
+    for mask in (
+        mask_of(num_pseudo_heads, num_keys),
+        mask_of(num_pseudo_heads, num_keys, window=max(1, num_keys // 2)),
+        mask_of(num_pseudo_heads, num_keys, num_heads=1 if num_keys == 1 else num_heads),
+    ):
+        check_paired(num_pseudo_heads, *states, mask)
+
+
+@needs_triton
+@torch.no_grad()
+def test_two_runs_are_equal():
+    heads, *states = draw(4, 2, 3, 16, 300)
+    mask = mask_of(3, 300)
+    assert torch.equal(decode(*states, mask, 0.1, *heads), decode(*states, mask, 0.1, *heads))
+
+
 @pytest.mark.slow
 @needs_triton
 @in_each_dtype
@@ -188,13 +235,16 @@ def test_a_cuda_graph_reads_the_mask_of_each_token():
 @needs_triton
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", ["window", "llama"])
+@pytest.mark.parametrize("name", ["window", "llama", "paired llama"])
 def test_models(name, cache, monkeypatch):
-    """Decode a token with an "iha" model within a window, and with an interleaved decoder, after left padding."""
+    """Decode a token after left padding: an "iha" model within a window, an interleaved decoder and one with pairs."""
     calls = []
-    monkeypatch.setattr(interleaving, "decode", lambda *arguments: calls.append(1) or decode(*arguments))
-    monkeypatch.setattr(interleaving, "kernels_decode", lambda *_: True)  # in float32, and on a CPU
-    if name == "llama":
+    for module in interleaving, pairing:
+        monkeypatch.setattr(module, "decode", lambda *arguments: calls.append(1) or decode(*arguments))
+        monkeypatch.setattr(module, "kernels_decode", lambda *_: True)  # in float32, and on a CPU
+    if name == "paired llama":
+        model = pair_heads(decoder("llama", num_hidden_layers=2), 2)
+    elif name == "llama":
         model = train_mixing(interleave_heads(decoder("llama", num_hidden_layers=2), 2))
     else:
         model = geometry_model(name)
@@ -253,7 +303,7 @@ def launches(monkeypatch):
     @torch.no_grad()
     def launches(function):
         with Launches() as mode:
-            for name in ("scores_kernel", "norms_kernel", "shares_kernel", "parts_kernel"):
+            for name in ("chunks_kernel", "sum_kernel"):
                 monkeypatch.setattr(triton_kernels, name, Kernel(name, mode.count))
             function()
         return mode.count.total()
@@ -263,7 +313,7 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("num_pseudo_heads", [2, 4, 20])
 def test_launches(num_pseudo_heads, launches):
-    """Launch 6 instead of 33. Paired heads launch at most 14 and have no kernels of their own.
+    """Launch 2 instead of 34, and for paired heads 2 instead of at most 14.
 
     One operator may launch several kernels, such as `logsumexp`, which both plain formulas call."""
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
@@ -272,9 +322,31 @@ def test_launches(num_pseudo_heads, launches):
     heads = MixedHeads(*mixes, empty(20, num_pseudo_heads), rotation)
     mask = empty(1, 1, num_pseudo_heads, 2049 * num_pseudo_heads, dtype=torch.bool)
     states = (empty(1, 20, 1, 128), empty(1, 20, 2049, 128), empty(1, 20, 2049, 128), mask, 0.1)
-    assert launches(lambda: decode(*states, *heads)) == 6
-    assert launches(lambda: heads.attend_new_token(*states)) == 33
+    assert launches(lambda: decode(*states, *heads)) == 2
+    assert launches(lambda: heads.attend_new_token(*states)) == 34
+    assert launches(lambda: decode(*states)) == 2
     assert launches(lambda: PairedHeads(num_pseudo_heads).attend_new_token(*states)) <= 14
+
+
+@pytest.mark.parametrize("num_pseudo_heads", [2, 4, 20])
+def test_scores_are_not_kept(num_pseudo_heads, monkeypatch):
+    """Allocate at most 5 MB for 65,536 keys, of which the scores would take 2.1 GB with P = 20."""
+    for name in ("chunks_kernel", "sum_kernel"):
+        monkeypatch.setattr(triton_kernels, name, Kernel(name, Counter()))
+    allocated = []
+    new_empty = torch.Tensor.new_empty
+
+    def allocate(tensor, *sizes, **options):
+        allocated.append(new_empty(tensor, *sizes, **options))
+        return allocated[-1]
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", allocate)
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    key, value = empty(2, 1, 20, 65536, 128)
+    mask = empty(1, 1, num_pseudo_heads, 65536 * num_pseudo_heads, dtype=torch.bool)
+    mixes = [empty(20, 20, num_pseudo_heads) for _ in range(3)]
+    decode(empty(1, 20, 1, 128), key, value, mask, 0.1, *mixes, empty(20, num_pseudo_heads))
+    assert 0 < sum(each.nbytes for each in allocated) <= 5e6
 
 
 def test_without_gradients_a_weight_is_one_launch(launches):
@@ -285,20 +357,27 @@ def test_without_gradients_a_weight_is_one_launch(launches):
 # The choice
 
 
-def test_gradients_float32_and_compiled_code_take_the_plain_formula(monkeypatch):
+def test_gradients_float32_and_long_heads_take_the_plain_formula(monkeypatch):
     monkeypatch.setattr(triton_kernels, "kernels_take", lambda *_: True)
     query = torch.empty(1, 4, 1, 16, dtype=torch.bfloat16)
-    q_mix = torch.empty(4, 4, 2)
-    assert not kernels_decode(query, q_mix)
+    assert not kernels_decode(query)
     with torch.no_grad():
-        assert kernels_decode(query, q_mix)
-        assert not kernels_decode(query.float(), q_mix)
-        assert not kernels_decode(query.repeat(1, 1, 1, 17), q_mix)
-        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert not kernels_decode(query, q_mix)
+        assert kernels_decode(query)
+        assert not kernels_decode(query.float())
+        assert not kernels_decode(query.repeat(1, 1, 1, 17))
 
 
 # Compilation
+
+
+@needs_triton
+@pytest.mark.one_of(1)
+@pytest.mark.parametrize("kind", ["iha", "paired_heads", "interleaved"])
+def test_compiled_decoding_takes_the_kernels(kind):
+    """Find both kernels in each of two layers, in one graph for all tokens (and one for an empty cache)."""
+    traced = traced_kernels(kind, "decoding")
+    assert traced["graphs"] <= 2
+    assert traced["launches"] == dict.fromkeys(("chunks_kernel", "sum_kernel"), 2 * traced["graphs"])
 
 
 @needs_triton
@@ -312,11 +391,12 @@ def test_gradients_float32_and_compiled_code_take_the_plain_formula(monkeypatch)
 def test_no_kernel_spills_registers(architecture, shapes, tmp_path):
     """Compile what launches compile on A100, H100 and consumer Blackwell, whose programs share at most 99 KiB.
 
-    A shape is heads, groups, P, head_dim, and whether the pseudo-heads rotate."""
+    A shape is heads, groups, P, head_dim, and whether the pseudo-heads rotate, or null for paired heads."""
     if shapes == "all":
-        heads = [[20, 20, 2, 128, True], [20, 20, 20, 128, True], [32, 8, 2, 64, False]]
-        shapes = [*heads, [64, 64, 2, 128, True], [16, 8, 2, 128, True], [9, 3, 3, 80, False]]
+        heads = [[20, 20, 2, 128, True], [20, 20, 20, 128, True], [32, 8, 2, 64, False], [64, 64, 2, 128, True]]
+        heads += [[16, 8, 2, 128, True], [32, 8, 4, 96, True], [8, 8, 4, 32, True], [9, 3, 3, 80, False]]
+        shapes = [*heads, [20, 20, 4, 128, None], [32, 8, 2, 64, None], [32, 8, 4, 96, None], [8, 8, 4, 32, None]]
     compiled = compiled_kernels("decoding", architecture, shapes, cache=tmp_path)
-    assert len(compiled) == 4 * len(shapes)
+    assert len(compiled) == 2 * len(shapes)
     for kernel in compiled:
         assert kernel["registers"] > 0 and kernel["spilled"] == 0 and kernel["shared"] <= 99 * 1024, kernel

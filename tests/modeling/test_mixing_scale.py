@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from helpers import assert_close, decoder, random_ids, random_model, small_config, train_mixing, uncached_logits
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import save_file
+from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from iha.checkpoints import load_model
@@ -203,3 +204,13 @@ def test_a_file_of_changes_without_starts_is_refused(tmp_path):
     assert (logits(other) - logits(model)).abs().max() > 0.01
     with pytest.raises(RuntimeError, match="weight_start"):
         other.load_state_dict(parameters)
+
+
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_a_tangent_passes_through_a_mixing(needs_gradient):
+    """Differentiate forward, as `torch.func.jvp` does with weights that may need no gradient."""
+    mixing = HeadMixing(2, 2, scale=10.0)
+    weights = {name: tensor.detach().requires_grad_(needs_gradient) for name, tensor in mixing.named_parameters()}
+    tangents = {name: torch.randn_like(tensor) for name, tensor in weights.items()}
+    _, tangent = torch.func.jvp(lambda weights: functional_call(mixing, weights, (None,)), (weights,), (tangents,))
+    assert torch.equal(tangent, tangents["weight"])

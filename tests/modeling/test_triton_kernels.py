@@ -6,11 +6,22 @@ half precision is float16. The last test compiles them for three architectures, 
 
 import pytest
 import torch
-from helpers import HYBRID, assert_close, compiled_kernels, decoder, random_ids, small_config, train_mixing
+from helpers import (
+    HYBRID,
+    assert_close,
+    compiled_kernels,
+    decoder,
+    random_ids,
+    small_config,
+    traced_kernels,
+    train_mixing,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import DynamicCache
 
 from modeling_iha import IHAForCausalLM, interleave_heads, interleaving
-from modeling_iha.interleaving import MixedHeads, make_virtual_sequence
+from modeling_iha.interleaving import MixedHeads
+from modeling_iha.transformers_versions import CACHE
 
 
 pytest.importorskip("triton", reason="Triton is not installed (make test installs it)")
@@ -49,28 +60,41 @@ def doubles(*tensors):
     return [tensor.detach().double().requires_grad_() for tensor in tensors]
 
 
-def expanded(states, alpha, rotation=None):
+def expanded(*inputs):
     """Compute `expand` by its definition, of float64 states, which no kernel takes."""
-    assert states.dtype == torch.float64
+    *inputs, rotation = inputs
+    assert inputs[0].dtype == torch.float64
     rotation = rotation and tuple(table.double() for table in rotation)
-    return make_virtual_sequence(states, alpha, rotation).transpose(1, 2)
+    return MixedHeads(*inputs[3:], None, rotation).make_virtual_tokens(*inputs[:3])
+
+
+def expanded_by_kernels(*inputs):
+    *inputs, rotation = inputs
+    return expand(inputs[:3], inputs[3:], rotation)
 
 
 def collapsed(output, weight):
     assert output.dtype == torch.float64
-    return MixedHeads(weight[None], None, None, weight, None).collapse_output(output)
+    return (MixedHeads(weight[None], None, None, weight, None).collapse_output(output),)
+
+
+def collapsed_by_kernels(output, weight):
+    result = collapse(output, weight)
+    assert result.is_contiguous()  # some base models call `view` on it
+    return (result,)
 
 
 def assert_equal_with_gradients(function, definition, inputs, dtype, *constants):
-    result = function(*inputs, *constants)
+    """Compare the results of a function of inputs, a tuple, and their gradients."""
+    results = function(*inputs, *constants)
     exact = doubles(*inputs)
     expected = definition(*exact, *constants)
-    assert result.dtype == dtype and result.shape == expected.shape and result.is_contiguous()
-    seed = torch.randn_like(result)
-    gradients = torch.autograd.grad(result, inputs, seed)
-    for found, wanted in zip(
-        (result, *gradients), (expected, *torch.autograd.grad(expected, exact, seed.double())), strict=True
-    ):
+    for result, wanted in zip(results, expected, strict=True):
+        assert result.dtype == dtype and result.shape == wanted.shape
+    seeds = [torch.randn_like(result) for result in results]
+    gradients = torch.autograd.grad(results, inputs, seeds)
+    wanted = torch.autograd.grad(expected, exact, [seed.double() for seed in seeds])
+    for found, wanted in zip((*results, *gradients), (*expected, *wanted), strict=True):
         error = (found.double() - wanted).norm() / wanted.norm()
         assert error < ERRORS[dtype], error
     for gradient, given in zip(gradients, inputs):
@@ -85,17 +109,19 @@ def nan_where_nothing_is_written():
     torch.use_deterministic_algorithms(False)
 
 
-# batch, M, P, N, D, rotates, layout
+# batch, H, G, P, N, K, head_dim of queries and keys, of values, rotates, layout
 EXPANDED = [
-    pytest.param((2, 3, 3, 5, 80, True, "apart"), id="a head_dim that is no power of two"),
-    pytest.param((2, 4, 4, 5, 64, True, "heads"), id="a cached layout"),
-    pytest.param((1, 5, 2, 35, 8, False, "tokens"), id="two parts of a gradient, without rotation"),
-    pytest.param((1, 20, 2, 3, 128, True, "tokens"), id="20 heads"),
-    pytest.param((1, 20, 4, 2, 128, False, "tokens"), id="20 heads without rotation"),
-    pytest.param((1, 20, 20, 1, 64, True, "tokens"), id="P = 20"),
-    pytest.param((1, 40, 2, 2, 128, True, "tokens"), id="a token in several tiles"),
-    pytest.param((1, 4, 3, 150, 64, True, "heads"), marks=pytest.mark.slow, id="many tokens"),
-    pytest.param((2, 20, 3, 13, 64, True, "heads"), marks=pytest.mark.slow, id="rows of 20 heads"),
+    pytest.param((2, 3, 3, 3, 5, 5, 80, 80, True, "apart"), id="a head_dim that is no power of two"),
+    pytest.param((2, 4, 2, 4, 3, 7, 64, 64, True, "heads"), id="cached keys, grouped"),
+    pytest.param((1, 4, 2, 2, 5, 3, 16, 16, False, "heads"), id="fewer keys than queries"),
+    pytest.param((1, 5, 5, 2, 35, 35, 8, 8, False, "tokens"), id="two parts of a gradient, without rotation"),
+    pytest.param((1, 2, 1, 2, 1, 70, 8, 24, True, "tokens"), id="parts without queries, longer values"),
+    pytest.param((1, 20, 20, 2, 3, 3, 128, 128, True, "tokens"), id="20 heads"),
+    pytest.param((1, 20, 5, 4, 2, 2, 128, 64, False, "tokens"), id="20 heads in groups, shorter values"),
+    pytest.param((1, 20, 4, 20, 1, 1, 64, 64, True, "tokens"), id="P = 20"),
+    pytest.param((1, 40, 8, 2, 2, 2, 128, 128, True, "tokens"), id="a token in several tiles"),
+    pytest.param((1, 4, 4, 3, 150, 150, 64, 64, True, "heads"), marks=pytest.mark.slow, id="many tokens"),
+    pytest.param((2, 20, 20, 3, 13, 13, 64, 64, True, "heads"), marks=pytest.mark.slow, id="rows of 20 heads"),
 ]
 
 
@@ -104,17 +130,31 @@ EXPANDED = [
 @pytest.mark.parametrize("case", EXPANDED)
 @pytest.mark.usefixtures("nan_where_nothing_is_written")
 def test_expand(case, dtype):
-    batch, num_heads, size, num_tokens, head_dim, rotates, layout = case
-    states = heads(batch, num_heads, num_tokens, head_dim, layout, dtype)
+    batch, num_heads, groups, size, num_tokens, num_keys, head_dim, value_dim, rotates, layout = case
+    states = [
+        heads(batch, num_heads, num_tokens, head_dim, layout, dtype),
+        heads(batch, groups, num_keys, head_dim, layout, dtype),
+        heads(batch, groups, num_keys, value_dim, layout, dtype),
+    ]
+    mixes = [leaf(count, count, size) for count in (num_heads, groups, groups)]
     rotation = tables(size, head_dim) if rotates else None
-    assert_equal_with_gradients(expand, expanded, [states, leaf(num_heads, num_heads, size)], dtype, rotation)
+    assert_equal_with_gradients(expanded_by_kernels, expanded, [*states, *mixes], dtype, rotation)
+
+
+def attention_inputs(num_heads, groups, size, num_tokens, head_dim):
+    """Draw queries, keys and values, and alpha of each."""
+    counts = (num_heads, groups, groups)
+    states = [heads(1, count, num_tokens, head_dim, "tokens") for count in counts]
+    return states, [leaf(count, count, size) for count in counts]
 
 
 def test_expand_by_a_slice_of_the_heads():
     """Make the virtual tokens of some heads only: their columns of alpha are a view."""
-    states, alpha = heads(1, 6, 3, 16, "tokens"), leaf(6, 6, 3)
-    whole = expand(states, alpha, tables(3, 16))
-    assert torch.equal(expand(states, alpha[:, 2:4], tables(3, 16)), whole[:, :, 2:4])
+    states, mixes = attention_inputs(6, 3, 3, 3, 16)
+    whole = expand(states, mixes, tables(3, 16))
+    part = MixedHeads(*mixes, leaf(6, 3), tables(3, 16)).in_parts(3)[1]
+    for of_part, of_all, count in zip(expand(states, part[:3], tables(3, 16)), whole, (2, 1, 1), strict=True):
+        assert torch.equal(of_part, of_all[:, count : 2 * count])
 
 
 # batch, N, H, P, D
@@ -129,29 +169,31 @@ COLLAPSED += [pytest.param(case, marks=pytest.mark.slow) for case in [(1, 3, 20,
 def test_collapse(case, dtype):
     batch, num_tokens, num_heads, size, head_dim = case
     output = leaf(batch, num_tokens * size, num_heads, head_dim, dtype=dtype)
-    assert_equal_with_gradients(collapse, collapsed, [output, leaf(num_heads, size)], dtype)
+    assert_equal_with_gradients(collapsed_by_kernels, collapsed, [output, leaf(num_heads, size)], dtype)
 
 
 def test_the_gradients_of_the_mixing_are_the_same_in_every_run():
-    states, alpha, output, weight = heads(1, 5, 70, 8, "tokens"), leaf(5, 5, 2), leaf(1, 140, 5, 8), leaf(5, 2)
-    for result, mixing in (expand(states, alpha, tables(2, 8)), alpha), (collapse(output, weight), weight):
-        seed = torch.randn_like(result)
-        first, second = (torch.autograd.grad(result, mixing, seed, retain_graph=True)[0] for _ in range(2))
-        assert torch.equal(first, second)
+    states, mixes = attention_inputs(5, 5, 2, 70, 8)
+    output, weight = leaf(1, 140, 5, 8), leaf(5, 2)
+    for results, mixing in (expand(states, mixes, tables(2, 8)), mixes), ((collapse(output, weight),), [weight]):
+        seeds = [torch.randn_like(result) for result in results]
+        first, second = (torch.autograd.grad(results, mixing, seeds, retain_graph=True) for _ in range(2))
+        assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("rotates", [False, True])
 def test_gradients_of_gradients(rotates):
     """Differentiate a gradient again, as a gradient penalty does."""
-    rotation = tables(3, 8) if rotates else None
+    states, mixes = attention_inputs(4, 2, 3, 5, 8)
     cases = [
-        (expand, expanded, [heads(2, 4, 5, 8, "tokens"), leaf(4, 4, 3)], [rotation]),
-        (collapse, collapsed, [leaf(2, 6, 4, 8), leaf(4, 3)], []),
+        (expanded_by_kernels, expanded, [*states, *mixes], [tables(3, 8) if rotates else None]),
+        (collapsed_by_kernels, collapsed, [leaf(2, 6, 4, 8), leaf(4, 3)], []),
     ]
     for function, definition, inputs, constants in cases:
         found = []
         for each, tensors in (function, inputs), (definition, doubles(*inputs)):
-            gradients = torch.autograd.grad(each(*tensors, *constants).pow(3).sum(), tensors, create_graph=True)
+            loss = sum(result.pow(3).sum() for result in each(*tensors, *constants))
+            gradients = torch.autograd.grad(loss, tensors, create_graph=True)
             penalty = sum(gradient.pow(2).sum() for gradient in gradients)
             found.append(torch.autograd.grad(penalty, tensors))
         for gradient, wanted in zip(*found, strict=True):
@@ -160,13 +202,36 @@ def test_gradients_of_gradients(rotates):
 
 def test_only_gradients_that_are_needed_are_computed():
     """Freeze the mixing, or all but the mixing."""
-    for name, frozen in ("gradient_of_alpha", 1), ("gradient_of_states", 0):
-        inputs = [heads(1, 4, 2, 8, "tokens"), leaf(4, 4, 2)]
-        inputs[frozen] = inputs[frozen].detach()
+    for name, are_frozen in ("gradients_of_mixes", "mixes"), ("gradients_of_states", "states"):
+        states, mixes = attention_inputs(4, 2, 2, 3, 8)
+        for frozen in mixes if are_frozen == "mixes" else states:
+            frozen.requires_grad_(False)
         with pytest.MonkeyPatch.context() as patch:
             patch.delattr(triton_kernels, name)
-            expand(*inputs).sum().backward()
-        assert inputs[1 - frozen].grad is not None
+            sum(virtual.sum() for virtual in expand(states, mixes)).backward()
+        assert all((each.grad is None) == (not each.requires_grad) for each in (*states, *mixes))
+
+
+def test_one_launch_has_queries_keys_and_values(monkeypatch):
+    """Launch one kernel forward, and one for the gradients of all states and one for those of all mixing."""
+    launched = []
+    for name in [name for name in vars(triton_kernels) if name.endswith("_kernel")]:
+        kernel = getattr(triton_kernels, name)
+        monkeypatch.setattr(triton_kernels, name, CountedKernel(kernel, name, launched))
+    states, mixes = attention_inputs(4, 2, 2, 3, 8)
+    virtual = expand(states, mixes, tables(2, 8))
+    assert launched == ["expand_kernel"]
+    torch.autograd.backward(virtual, [torch.ones_like(each) for each in virtual])
+    assert launched[1:] == ["expand_backward_states_kernel", "expand_backward_alpha_kernel"]
+
+
+class CountedKernel:
+    def __init__(self, kernel, name, launched):
+        self.kernel, self.name, self.launched = kernel, name, launched
+
+    def __getitem__(self, grid):
+        self.launched.append(self.name)
+        return self.kernel[grid]
 
 
 def models():
@@ -193,6 +258,21 @@ def test_whole_models(monkeypatch):
             assert_close(with_kernels, without_kernels, 1e-5)
 
 
+@torch.no_grad()
+def test_chunks_on_a_cache(monkeypatch):
+    """Prefill in two chunks, the second of which has more keys than queries."""
+    for model in list(models()):
+        model = model.to(DEVICE).eval()
+        input_ids = random_ids(1, 9).to(DEVICE)
+        found = []
+        for takes in False, True:
+            monkeypatch.setattr(interleaving, "kernels_take", lambda *_: takes)
+            cache = DynamicCache(config=model.config)
+            model(input_ids[:, :6], use_cache=True, **{CACHE: cache})
+            found.append(model(input_ids[:, 6:], use_cache=True, **{CACHE: cache}).logits)
+        assert_close(found[1], found[0], 1e-5)
+
+
 def test_tensors_without_memory_are_mixed_in_pytorch():
     """Leave CPU tensors, and those of an export, to PyTorch."""
     assert not triton_kernels.kernels_take(torch.empty(1, 2, 3, 4), torch.empty(2, 2, 2))
@@ -211,9 +291,18 @@ def test_a_machine_where_triton_fails_mixes_in_pytorch(monkeypatch):
     triton_kernels.triton_works.cache_clear()
 
 
-# dtype, M, P, D
-COMPILED = [("bfloat16", 20, 4, 128), ("bfloat16", 64, 2, 128), ("bfloat16", 16, 2, 256), ("float32", 20, 4, 128)]
-COMPILED += [("float16", 40, 2, 128), ("bfloat16", 5, 20, 64), ("float32", 32, 2, 64), ("bfloat16", 32, 2, 80)]
+def test_compiled_training_takes_the_kernels():
+    """Find each kernel in each of two layers, forward and backward, in graphs for one length and for any other."""
+    traced = traced_kernels("interleaved", "training")
+    names = ["expand_kernel", "expand_backward_states_kernel", "expand_backward_alpha_kernel"]
+    assert traced["graphs"] == 4
+    assert traced["launches"] == dict.fromkeys([*names, "collapse_kernel", "collapse_backward_kernel"], 2 * 2)
+
+
+# dtype, H, G, P, D
+COMPILED = [("bfloat16", 20, 20, 4, 128), ("bfloat16", 64, 8, 2, 128), ("bfloat16", 16, 16, 2, 256)]
+COMPILED += [("float32", 20, 20, 4, 128), ("float16", 40, 8, 2, 128), ("bfloat16", 5, 5, 20, 64)]
+COMPILED += [("float32", 32, 8, 2, 64), ("bfloat16", 32, 32, 2, 80), ("bfloat16", 64, 64, 2, 128)]
 
 
 @pytest.mark.parametrize(

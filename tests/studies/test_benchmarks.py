@@ -18,6 +18,7 @@ from research.benchmarks import (
     gpu,
     layer,
     obvious,
+    overhead,
     prefill,
     report,
     schedule,
@@ -66,8 +67,51 @@ def test_compiled_steps_beside_uncompiled_ones(tmp_path, monkeypatch):
         assert row["ratios"].keys() == pairs | others and all(ratio > 0 for ratio in row["ratios"].values())
 
 
+# For each layer of `overhead`: the most operators and Python calls beyond those of a plain Llama, forward without
+# gradients and in a training step. These were counted with PyTorch 2.13, and are a little higher than what was found.
+MOST_OPERATORS = {
+    "interleaved, P = 2": (46, 108),
+    "interleaved, P = 2, with a window": (46, 108),
+    "all mha": (1, 1),
+    "all iha, P = 2": (64, 136),
+    "interleaved, P = 2, kernels": (21, 54),
+    "all iha, P = 2, kernels": (17, 50),
+}
+MOST_CALLS = {
+    "interleaved, P = 2": (130, 140),
+    "interleaved, P = 2, with a window": (134, 144),
+    "all mha": (48, 48),
+    "all iha, P = 2": (170, 180),
+    "interleaved, P = 2, kernels": (124, 268),
+    "all iha, P = 2, kernels": (158, 302),
+}
+
+
+def test_a_layer_costs_few_operators_calls_and_launches():
+    models = overhead.build()
+    plain = overhead.counts(models.pop("Llama"), "Llama")
+    for form, model in models.items():
+        found = overhead.counts(model, form)
+        for place, name in enumerate(("inference", "training step")):
+            operators = found[f"operators, {name}"] - plain[f"operators, {name}"]
+            assert operators <= MOST_OPERATORS[form][place], (form, name, operators)
+            calls = found[f"calls, {name}"] - plain[f"calls, {name}"]
+            assert calls <= MOST_CALLS[form][place], (form, name, calls)
+        launches = found["launches, inference"], found["launches, training step"]
+        assert launches == ((2, 5) if form.endswith(overhead.KERNELS) else (0, 0)), form
+
+
+def test_overhead_is_written_with_its_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["any", "--repeats", "1", "--out", str(tmp_path)])
+    overhead.main()
+    table = json.loads((tmp_path / "overhead.json").read_text())
+    assert [row["pass"] for row in table["rows"]] == list(overhead.PASSES)
+    for row in table["rows"]:
+        assert row["seconds"].keys() == table["counts"].keys() and all(row["ratios"].values())
+
+
 def test_nothing_that_git_tracks_is_written_unless_told():
-    for script in (*COMMANDS, any_decoder, compiled, obvious, default_form, gpu):
+    for script in (*COMMANDS, any_decoder, compiled, obvious, overhead, default_form, gpu):
         assert script.PARSER.parse_args([]).out.is_relative_to(ROOT / "outputs")
 
 
