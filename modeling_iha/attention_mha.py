@@ -103,9 +103,9 @@ class MultiHeadAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `IHAModel.create_masks`."""
         cache = pop_cache(kwargs)
+        query_states, key_states, value_states = self.project(hidden_states, position_embeddings, cache)
         attn_output, attn_weights = self.attend(
-            *self.project(hidden_states, position_embeddings, cache),
-            attention_mask,
+            *(query_states, key_states, value_states, attention_mask),
             dropout=0.0 if not self.training else self.attention_dropout,
             scaling=self.scaling,
             sliding_window=self.sliding_window,

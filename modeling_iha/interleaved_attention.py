@@ -129,9 +129,7 @@ def has_virtual_heads(module: nn.Module) -> bool:
 
 
 def core_of(name: str) -> str:
-    """Return the attention function that an `attn_implementation` of ours stands for; any other stands for itself.
-
-    "iha_sdpa_in_blocks" stands for "sdpa", from which `use_virtual_core` chooses blocks again."""
+    """Return the attention function that an `attn_implementation` of ours stands for; any other stands for itself."""
     core = name.removeprefix(PREFIX)
     if core == name:
         return name
@@ -141,8 +139,7 @@ def core_of(name: str) -> str:
 def register_core(core: str) -> str:
     """Register attention and masks over virtual tokens on an attention function, and return their name.
 
-    If a second copy of this code is loaded in a process, its functions replace those of the first. They read the same
-    attributes of a module, so models of both copies run on either."""
+    Those of a second copy of this code replace the first. They read the same attributes, so each serves all models."""
     name = PREFIX + core.replace("/", "--")  # a "/" would name a kernel of the Hub
     AttentionInterface.register(name, partial(attend_interleaved, core))
     AttentionMaskInterface.register(name, partial(interleaved_mask, core))
@@ -206,7 +203,7 @@ def new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None:
     config = decoder_config(decoder)
     if use_cache is None:
         use_cache = getattr(config, "use_cache", False)
-    # A base with activation checkpointing makes no cache, and Transformers finds packed documents only without one.
+    # A base with activation checkpointing makes no cache: Transformers finds packed documents only without one.
     is_checkpointed = getattr(decoder, "gradient_checkpointing", False) and decoder.training
     if IS_FROM_5_24:
         is_checkpointed = is_checkpointed and torch.is_grad_enabled()

@@ -190,9 +190,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def interleaved_attention(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the attention modules that the configuration lists, by their names in the model without a head.
-
-    Those of layers that the model lacks are left out: it may have been loaded with fewer layers."""
+    """Return the listed attention modules by their names in the model without a head, but for layers that it lacks."""
     backbone, found = backbone_of(model), {}
     for name in decoder_config(model).interleaved_layers:
         try:
@@ -212,10 +210,8 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
     config = decoder_config(model)
     modules = interleaved_attention(model)
     if not modules:
-        raise ValueError(
-            f"The model has none of its interleaved layers ({', '.join(config.interleaved_layers)}): keep more "
-            "layers, or load it by the class that saved it."
-        )
+        missing = ", ".join(config.interleaved_layers)
+        raise ValueError(f"The model has none of its interleaved layers ({missing}): keep more layers.")
     config.interleaved_layers = {name: config.interleaved_layers[name] for name in modules}
     for name, module in modules.items():
         if has_virtual_heads(module):

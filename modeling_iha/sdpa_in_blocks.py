@@ -7,9 +7,8 @@ As FlashAttention, the function needs no mask with an entry for each pair of tok
     sliding_window    a number: query v sees the keys u with v - sliding_window < u <= v
     cu_seq_lens_q     where the documents of all rows begin, and the end, int32 [documents + 1]
 
-Each document is computed by itself, and a window in blocks of queries with the keys that they reach: O(length *
-window) where a dense mask costs O(length^2). In half precision a GPU takes PyTorch's FlashAttention for both. SDPA
-gets the dense masks that Transformers makes for images, chunks, several tokens after cached ones, and static caches.
+Each document is computed by itself, and a window in blocks of queries with the keys that they reach. In half precision
+a GPU takes PyTorch's FlashAttention for both. SDPA gets the dense masks that Transformers makes for everything else.
 """
 
 from inspect import signature
@@ -85,7 +84,6 @@ def check_mask(mask: torch.Tensor, batch: int, num_keys: int, is_longest: bool =
 
 
 def row_bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """Return the bounds of rows that are one document each."""
     return torch.arange(batch + 1, device=device, dtype=torch.int32) * length
 
 
@@ -157,8 +155,8 @@ def sdpa_in_blocks(
         longest = kwargs.get("max_length_q") or length
         output = attend_by_varlen(query, key, value, documents, longest, window, options["scaling"])
     elif documents is None:  # the rows of a batch are as heads of one row
-        rows = (states.flatten(0, 1)[None] for states in (query, key, value))
-        output = attend_to_document(module, *rows, window, **options)
+        query, key, value = (states.flatten(0, 1)[None] for states in (query, key, value))
+        output = attend_to_document(module, query, key, value, window, **options)
         output = output.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)
     else:
         output = attend_to_documents(module, query, key, value, documents, window, **options)
@@ -180,7 +178,7 @@ def attend_to_documents(module, query, key, value, documents, window: int | None
     """Return the output of documents one by one."""
     lengths = [each for each in documents.diff().tolist() if each]
     parts = zip(*(join_rows(states).split(lengths, dim=2) for states in (query, key, value)))
-    output = torch.cat([attend_to_document(module, *part, window, **options) for part in parts], dim=1)
+    output = torch.cat([attend_to_document(module, q, k, v, window, **options) for q, k, v in parts], dim=1)
     return output.view(len(query), query.shape[2], *output.shape[2:])
 
 
@@ -192,10 +190,8 @@ def attend_to_document(module, query, key, value, window: int | None, **options)
     if window is None or window >= length:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options)[0]
     first, others = query.split((window, length - window), dim=2)
-    # Copy the first queries: autograd would keep the whole tensor behind a view.
-    begin, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module, first.contiguous(), key[:, :, :window], value[:, :, :window], None, **options
-    )
+    states = (first.contiguous(), key[:, :, :window], value[:, :, :window])  # behind a view autograd would keep all
+    begin, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, *states, None, **options)
     block = min(block_size(query, window), length - window)
     queries = torch.arange(block, device=query.device)[:, None] + window
     keys = torch.arange(window + block, device=query.device)

@@ -374,7 +374,7 @@ class Expand(torch.autograd.Function):
             kinds = zip(gradients, states, mixes, (rotation, rotation, None))
             of_states, of_mixes = zip(*(differentiable_gradients_of_expand(*kind) for kind in kinds))
             return *of_states, *of_mixes, None, None
-        gradients = [gradient.contiguous() for gradient in gradients]
+        gradients = tuple(gradient.contiguous() for gradient in gradients)
         of_states = of_mixes = (None, None, None)
         with on_device_of(gradients[0]):
             if any(ctx.needs_input_grad[:3]):
@@ -384,7 +384,7 @@ class Expand(torch.autograd.Function):
         return *of_states, *of_mixes, None, None
 
 
-def gradients_of_states(gradients: list, states: list, mixes: tuple, cos, sin) -> list[torch.Tensor]:
+def gradients_of_states(gradients: tuple, states: list, mixes: tuple, cos, sin) -> tuple:
     """Return the gradients [batch, M, N, D], as views of the layout of projections [batch, N, M, D]."""
     query, key, value = states
     constants = constants_of_expand(query, value, *mixes[:2])
@@ -392,14 +392,14 @@ def gradients_of_states(gradients: list, states: list, mixes: tuple, cos, sin) -
     expand_backward_states_kernel[grid_of_expand(query, key, constants)](
         *gradients, *mixes, cos, sin, *results, query.shape[2], key.shape[2], **constants
     )
-    return [result.transpose(1, 2) for result in results]
+    return tuple(result.transpose(1, 2) for result in results)
 
 
-def gradients_of_mixes(gradients: list, states: list, mixes: tuple, cos, sin) -> list[torch.Tensor]:
+def gradients_of_mixes(gradients: tuple, states: list, mixes: tuple, cos, sin) -> tuple:
     """Return the gradients [M, H, P], as sums over parts of the tokens."""
     query, key, value = states
     num_tokens, num_keys = query.shape[2], key.shape[2]
-    constants = constants_of_expand(query, value, *mixes[:2], MOST_COLUMNS // 2)  # more would spill registers
+    constants = constants_of_expand(query, value, mixes[0], mixes[1], MOST_COLUMNS // 2)  # more would spill registers
     # No tile reaches into the next part: the tokens of a part are a multiple of those of each tile, powers of two.
     tiles = ("COLUMNS", "BLOCK_F"), ("COLUMNS_K", "BLOCK_F"), ("COLUMNS_V", "BLOCK_F_V")
     tokens_of_tile = max([parts_of(constants[columns], constants[block]) for columns, block in tiles])
@@ -414,7 +414,7 @@ def gradients_of_mixes(gradients: list, states: list, mixes: tuple, cos, sin) ->
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], num_stages=2, **constants,
     )  # fmt: skip
     sums = parts.sum((0, 1)).split(num_weights)
-    return [each.view_as(mix).to(mix.dtype) for each, mix in zip(sums, mixes)]
+    return tuple(each.view_as(mix).to(mix.dtype) for each, mix in zip(sums, mixes))
 
 
 def differentiable_gradients_of_expand(gradient, states, alpha, rotation: Rotation) -> tuple:
@@ -434,10 +434,10 @@ def expand(states: tuple, mixes: tuple, rotation: Rotation = None) -> tuple[torc
     `mixes` are alpha of each, [M, H or G, P], which may be a slice of its heads H or G. Virtual token (n, p) of head h
     is T_p sum_m alpha[m, h, p] states[m, n] (values are not rotated), in the dtype of the states. The dtypes of alpha
     and of the tables may differ from it."""
-    states = [each if each.stride(-1) == 1 else each.contiguous() for each in states]
+    states = tuple(each if each.stride(-1) == 1 else each.contiguous() for each in states)
     cos, sin = (None, None) if rotation is None else (table.contiguous() for table in rotation)
     function = Expand.apply if torch.is_grad_enabled() else expand_without_gradients
-    virtual = function(*states, *(mix.contiguous() for mix in mixes), cos, sin)
+    virtual = function(*(*states, *(mix.contiguous() for mix in mixes), cos, sin))
     return tuple(each.transpose(1, 2) for each in virtual)
 
 

@@ -153,9 +153,7 @@ def repeat_mask(mask: Any, num_tokens: int, num_keys: int, num_pseudo_heads: int
 
 
 def check_dense_mask(mask: torch.Tensor, num_tokens: int, cache: Cache | None, window: float) -> None:
-    """Raise a ValueError for a user's mask that is not [batch, heads, N, K].
-
-    It cannot tell which pseudo-heads see the last token of a window (see `keep_window_edge`)."""
+    """Raise a ValueError for a user's mask that is not [batch, heads, N, K], or does not tell the edge of a window."""
     length = num_tokens if cache is None else num_tokens + cache.get_seq_length()
     is_4d = mask.ndim == 4 and mask.shape[2:] == (num_tokens, length)
     if not is_4d or length > window or getattr(cache, "is_compileable", False):
@@ -208,11 +206,10 @@ def virtual_attention(
 def recomputes(module: nn.Module, *states: torch.Tensor) -> bool:
     """Return whether the backward pass makes virtual tokens again (`recompute_virtual_tokens` of the config).
 
-    `states` are queries, keys and values of tokens. Activation checkpointing and other hooks of autograd have
-    precedence; only a private function tells of them. In compiled code the compiler chooses what to keep."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    `states` are those of tokens. Activation checkpointing and other hooks of autograd have precedence; only a private
+    function tells of them. In compiled code the compiler chooses what to keep."""
+    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or has_hooks(True) is not None:
         return False
     config = module.config
     choice = getattr(config, "recompute_virtual_tokens", None)
@@ -252,8 +249,7 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     num_pseudo_heads, num_keys = scores.shape[-2:]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     mask = mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
-    if mask.dtype == torch.bool:
-        # Padding sees nothing, and a row of -inf would become NaN.
+    if mask.dtype == torch.bool:  # padding sees nothing, and a row of -inf would become NaN
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     else:
         scores = scores + mask
@@ -271,8 +267,7 @@ def keep_window_edge(cache: Cache | None, window: int | None) -> None:
         field = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"  # dynamic or static
         if getattr(layer, field) != window:
             continue
-        # A dynamic layer that is not full yet has dropped nothing.
-        if layer.get_seq_length() >= (window if field == "sliding_window" else 1):
+        if layer.get_seq_length() >= (window if field == "sliding_window" else 1):  # a dynamic one has dropped keys
             raise ValueError("The filled cache keeps one token too few for this model: pass an empty cache, or none.")
         setattr(layer, field, window + 1)
         if hasattr(layer, "_sliding_window_tensor"):
