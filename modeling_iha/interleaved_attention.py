@@ -39,8 +39,8 @@ def attend_interleaved(
     `core` is the attention function that computes it, such as "sdpa". The other arguments and the output are those of
     an attention function of Transformers, in tokens."""
     config = getattr(module, "config", None)  # a vision tower's has no fields of ours
-    if core == SDPA_IN_BLOCKS:
-        kwargs.pop("position_ids", None)  # it reads documents from `cu_seq_lens_q` alone
+    if core == SDPA_IN_BLOCKS:  # it reads documents from `cu_seq_lens_q` alone
+        kwargs = {name: kwargs[name] for name in kwargs.keys() - {"position_ids", "cu_seq_lens_k", "max_length_k"}}
     if not has_virtual_heads(module):
         mask = mask_over_tokens(attention_mask, query.shape[2])
         return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)

@@ -72,7 +72,7 @@ def make_virtual_sequence(states: torch.Tensor, alpha: torch.Tensor, rotation: t
     states = states.transpose(1, 2).reshape(-1, num_heads, head_dim)  # [batch * N, M, head_dim]
     alpha = alpha.to(states.dtype).permute(2, 1, 0).reshape(-1, num_heads)  # [P * heads, M]
     # `matmul` would find this product by three times as many operations, each of which takes time in Python.
-    mixed = torch.bmm(alpha.expand(len(states), -1, -1), states)  # [batch * N, P * heads, head_dim]
+    mixed = torch.bmm(alpha.expand(states.shape[0], -1, -1), states)  # [batch * N, P * heads, head_dim]
     if rotation is not None:
         cos, sin = (table.to(states.dtype).unsqueeze(1) for table in rotation)  # [P, 1, head_dim]
         mixed = rotate(mixed.unflatten(1, (num_pseudo_heads, -1)), cos, sin)
@@ -179,6 +179,6 @@ def sum_cached_values(probabilities, collapse, v_mix: torch.Tensor, value: torch
 
     Values are [batch, G, K, head_dim], and v_mix is [G (m), H, P (j)]. Only sums over K are mixed."""
     shares = torch.matmul(collapse.to(probabilities.dtype).unsqueeze(1), probabilities.flatten(-2)).to(value.dtype)
-    shares = shares.view(len(shares), 1, -1, value.shape[2])  # [batch, 1, H * P (j), K]
+    shares = shares.view(shares.shape[0], 1, -1, value.shape[2])  # [batch, 1, H * P (j), K]
     sums = torch.matmul(shares, value).unflatten(2, v_mix.shape[1:])  # [batch, G (m), H, P (j), head_dim]
     return (sums * v_mix.unsqueeze(-1)).sum(dim=(1, 3)).unsqueeze(1)

@@ -50,7 +50,7 @@ def read_documents(core: str, states, attention_mask, position_ids, cache, lengt
         return {}
     if given is None:
         return document_lengths(row_bounds(batch, length, states.device), length) if is_plain else {}
-    if length == 1 or given.is_meta or is_tracing(given):
+    if given.is_meta or is_tracing(given) or length == 1:
         return {}
     past = 0 if cache is None else int(cache.get_seq_length())
     positions = torch.arange(length, device=states.device) if position_ids is None else position_ids
@@ -79,7 +79,7 @@ def check_packed(is_kept_apart: bool) -> None:
 
 
 def check_mask(mask: torch.Tensor, batch: int, num_keys: int, is_longest: bool = True) -> None:
-    if len(mask) != batch or mask.shape[1] < num_keys or (is_longest and mask.shape[1] > num_keys):
+    if mask.shape[0] != batch or mask.shape[1] < num_keys or (is_longest and mask.shape[1] > num_keys):
         raise ValueError(f"attention_mask {list(mask.shape)} does not fit {batch} rows of {num_keys} tokens.")
 
 
@@ -88,7 +88,7 @@ def row_bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
 
 
 def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    return {"cu_seq_lens_q": bounds, "max_length_q": longest}
 
 
 def needs_no_dense_mask(q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **kwargs) -> bool:
@@ -131,23 +131,25 @@ def sdpa_in_blocks(
     batch, _, length, head_dim = query.shape
     options = {"dropout": dropout, "scaling": scaling or head_dim**-0.5}
     is_dense = attention_mask is not None and attention_mask.ndim == 4
-    is_causal = length > 1 and key.shape[2] >= length and getattr(module, "is_causal", True)
-    if is_dense or not is_causal:
+    # An export has dense masks, and comparing lengths would specialize it.
+    if is_dense or length == 1 or key.shape[2] < length or not getattr(module, "is_causal", True):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options, **kwargs)
 
     window = None if sliding_window is None or sliding_window >= length else sliding_window
     mask, documents = attention_mask, kwargs.get("cu_seq_lens_q")
     if documents is not None:
         mask = None  # they are told where there is no padding
-        documents = documents if len(documents) > batch + 1 else None
-    for name in ("softcap", "s_aux", "position_bias"):  # by which Gemma 2, GPT-OSS and T5 change scores
-        if kwargs.get(name) is not None and not (mask is window is documents is None):
-            raise ValueError(f"attn_implementation={NAME!r} does not support {name}: use 'eager'.")
+        documents = documents if documents.shape[0] > batch + 1 else None
+    if mask is not None or window is not None or documents is not None:
+        for name in ("softcap", "s_aux", "position_bias"):  # by which Gemma 2, GPT-OSS and T5 change scores
+            if kwargs.get(name) is not None:
+                raise ValueError(f"attn_implementation={NAME!r} does not support {name}: use 'eager'.")
     num_features = value.shape[-1]
     if mask is not None:
         check_mask(mask, batch, key.shape[2])
         query, key, value = hide_padding(query, key, value, mask)
-    key, value = key[:, :, :length], value[:, :, :length]
+    if key.shape[2] > length:
+        key, value = key[:, :, :length], value[:, :, :length]
 
     if window is None and documents is None:
         output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options, **kwargs)
@@ -160,7 +162,7 @@ def sdpa_in_blocks(
         output = output.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)
     else:
         output = attend_to_documents(module, query, key, value, documents, window, **options)
-    return output[..., :num_features], None
+    return output if mask is None else output[..., :num_features], None
 
 
 def hide_padding(query, key, value, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -179,7 +181,7 @@ def attend_to_documents(module, query, key, value, documents, window: int | None
     lengths = [each for each in documents.diff().tolist() if each]
     parts = zip(*(join_rows(states).split(lengths, dim=2) for states in (query, key, value)))
     output = torch.cat([attend_to_document(module, q, k, v, window, **options) for q, k, v in parts], dim=1)
-    return output.view(len(query), query.shape[2], *output.shape[2:])
+    return output.view(query.shape[0], query.shape[2], *output.shape[2:])
 
 
 def attend_to_document(module, query, key, value, window: int | None, **options) -> torch.Tensor:

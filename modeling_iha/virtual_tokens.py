@@ -149,7 +149,8 @@ def repeat_mask(mask: Any, num_tokens: int, num_keys: int, num_pseudo_heads: int
         hidden = (keys > queries) & (keys // num_pseudo_heads == queries // num_pseudo_heads)
         mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
     # A layer with `interleaved_window` (modeling_interleaved.py) may cache fewer keys than the mask has.
-    return mask[..., -num_keys * num_pseudo_heads :]
+    most = num_keys * num_pseudo_heads
+    return mask[..., -most:] if mask.shape[-1] > most else mask
 
 
 def check_dense_mask(mask: torch.Tensor, num_tokens: int, cache: Cache | None, window: float) -> None:

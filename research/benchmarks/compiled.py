@@ -2,8 +2,9 @@
 
 The models are as small as those of the study `language_models`: five layers of width 64 with 4 heads, and 2,048 tokens
 a step. Those with windows are the paper's schedule and paired heads, both with P = 4. In padded rows, half of the rows
-begin with padding. The decoder is a Mistral of this size with a window of a sixteenth of a row, plain and after
-`interleave_heads` with P = 2. Its calls have an `attention_mask`, without which compiled masks are dense.
+begin with padding. The Mistral is of this size, with a window of a sixteenth of a row, plain and after
+`interleave_heads` with P = 2. The Llama is plain, interleaved with P = 2, and the same with a window of an eighth of a
+row. Its calls have no mask, and one row of 2,048 tokens.
 It takes about ten minutes of one core, most of them for PyTorch's compiler, which needs a C++ compiler.
 
 example: python -m research.benchmarks.compiled --tokens 256 512
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from itertools import product
 
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from iha.errors import run_cli
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
@@ -54,6 +55,14 @@ def models(family: str, tokens: int) -> dict[str, torch.nn.Module]:
     torch.manual_seed(0)
     if family == "IHAForCausalLM":
         return {name: IHAForCausalLM(config_of(*form, tokens)) for name, form in FORMS.items()}
+    if family == "Llama":
+        plain = LlamaForCausalLM(LlamaConfig(**SIZES))
+        windows = interleave_heads(copy.deepcopy(plain), 2, sliding_window=tokens // 8)
+        return {
+            "Llama": plain,
+            "interleaved Llama": interleave_heads(copy.deepcopy(plain), 2),
+            "with windows": windows,
+        }
     plain = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=tokens // DECODER_WINDOWS))
     return {"Mistral": plain, "interleaved Mistral": interleave_heads(copy.deepcopy(plain), 2)}
 
@@ -65,7 +74,7 @@ def inputs(family: str, tokens: int, padded: bool) -> dict[str, torch.Tensor]:
     if padded:
         real[: len(real) // 2, : tokens // 8] = 0
     given = {"input_ids": input_ids, "labels": input_ids.masked_fill(real == 0, -100), "use_cache": False}
-    if padded or family != "IHAForCausalLM":
+    if padded:
         given["attention_mask"] = real
     return given
 
@@ -110,6 +119,7 @@ def main() -> None:
     args = PARSER.parse_args()
     cases = [("IHAForCausalLM", tokens, padded) for tokens, padded in product(args.tokens, (False, True))]
     cases += [("Mistral", tokens, True) for tokens in args.tokens]
+    cases.append(("Llama", TOKENS_PER_STEP, False))
     write(args.out, "compiled", reported(measure(*case, args.repeats) for case in cases), dtype="float32")
 
 

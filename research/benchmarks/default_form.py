@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicCache
 
 from iha.errors import UserError, run_cli
 from iha.files import read_json
-from modeling_iha import sdpa_in_blocks
+from modeling_iha import virtual_tokens
 from research.benchmarks.harness import (
     Attention,
     expanded,
@@ -67,7 +67,7 @@ ISA_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 @contextlib.contextmanager
 def plain_sdpa() -> Iterator[None]:
     """Make dense masks for windows and virtual tokens for one new token."""
-    with expanded(), mock.patch.object(sdpa_in_blocks, "takes_blocks", lambda *_: False):
+    with expanded(), mock.patch.object(virtual_tokens, "needs_no_dense_mask", lambda **_: False):
         yield
 
 

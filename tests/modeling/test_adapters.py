@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, Traini
 
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, load_adapter, pair_heads, remove_interleaving, save_adapter
-from modeling_iha.mixing_weights import mixing_parameters
+from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_interleaved import MIXING_MODULES
 from research.experiments.model_types import MULTIMODAL, tiny_model
 
@@ -54,7 +54,7 @@ def plain(base, **options):
 def trained(model):
     """Move everything that trains, the mixing by steps as large as its scale makes them."""
     generator = torch.Generator().manual_seed(3)
-    mixing = set(mixing_parameters(model))
+    mixing = set(trained_mixing(model))
     for weight in model.parameters():
         if weight.requires_grad:
             size = 0.3 / 20 if weight in mixing else 0.1
@@ -263,3 +263,16 @@ def test_a_damaged_mixing_is_refused_and_leaves_the_model(base, tmp_path):
     (tmp_path / "interleaving.json").write_text(json.dumps(record))
     with pytest.raises(ValueError, match="interleaving.json .* lacks num_pseudo_heads"):
         load_adapter(model, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
+def test_a_prefix_of_a_decoder_with_windows(name):
+    """PEFT fills the cache with the prefix before the call; a window that is not full has dropped nothing."""
+    plain_model = decoder(name)
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    torch.manual_seed(0)
+    expected = get_peft_model(copy.deepcopy(plain_model), config).eval()
+    torch.manual_seed(0)
+    model = get_peft_model(interleave_heads(plain_model, 2), config).eval()
+    with torch.no_grad():
+        assert_close(model(input_ids=TOKENS).logits, expected(input_ids=TOKENS).logits)

@@ -14,9 +14,10 @@ from helpers import (
     small_config,
     uncached_logits,
 )
-from transformers import BitsAndBytesConfig, TorchAoConfig
+from peft import LoraConfig, get_peft_model
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAForCausalLM, interleave_heads
 
 
 def torchao_int8():
@@ -99,3 +100,16 @@ def test_quantised_model_works_and_keeps_its_mixing(scheme, directory, tmp_path)
 
     again = IHAForCausalLM.from_pretrained(tmp_path / "quantised")
     assert torch.equal(uncached_logits(again, input_ids), quantised)
+
+
+def test_lora_on_4_bit_weights_keeps_its_gradients(tmp_path):
+    """bitsandbytes repacks 4-bit weights for some CPUs in the first evaluating forward, such as a comparison's."""
+    config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    options = {"quantization_config": bitsandbytes(load_in_4bit=True), "dtype": "float32"}
+    model = interleave_heads(LlamaForCausalLM.from_pretrained(tmp_path, **options), 2)
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"])).train()
+    ids = random_ids(1, 9)
+    model(input_ids=ids, labels=ids).loss.backward()
+    gradients = [weight.grad for name, weight in model.named_parameters() if "lora_B" in name]
+    assert gradients and all(gradient is not None and gradient.abs().max() > 0 for gradient in gradients)

@@ -49,15 +49,16 @@ def launcher_environment(config: str, *options: str) -> dict[str, str]:
 def workplace(tmp_path_factory) -> Path:
     """Save a tiny model for each geometry, and rows."""
     place = tmp_path_factory.mktemp("distributed")
+    models = place / "models"
     window = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
     for name, geometry in {"plain": {}, "tied": {"tie_word_embeddings": True}, "window": window}.items():
         torch.manual_seed(0)
-        saved(IHAForCausalLM(preset_config(**geometry)), place / name)
+        saved(IHAForCausalLM(preset_config(**geometry)), models / name)
     for name in INTERLEAVED:
-        saved(decoder(name), place / name)
-    saved(IHAForCausalLM(preset_config(attention_kinds="paired_heads", **window)), place / "paired")
+        saved(decoder(name), models / name)
+    saved(IHAForCausalLM(preset_config(attention_kinds="paired_heads", **window)), models / "paired")
     with pytest.warns(UserWarning, match="are paired"):
-        saved(pair_heads(decoder("llama"), 2), place / "paired_llama")
+        saved(pair_heads(decoder("llama"), 2), models / "paired_llama")
     write_jsonl(place / "rows.jsonl", training_rows(20))
     return place
 
@@ -80,7 +81,7 @@ def arguments(place: Path, name: str, processes: int, **overrides) -> list[str]:
     values = {"per_device_train_batch_size": 4 // processes, "max_steps": 2, "save_total_limit": 2}
     output = place / (name if processes > 1 else f"{name}.one")
     overrides = {**values, **keys, **overrides}
-    return ["--config", recipe("demo"), *sizes(place / model, place / "rows.jsonl", output, **overrides)]
+    return ["--config", recipe("demo"), *sizes(place / "models" / model, place / "rows.jsonl", output, **overrides)]
 
 
 def in_one_process(place: Path, name: str) -> dict:
@@ -133,7 +134,7 @@ def launched(request, workplace) -> Path:
     }
     runs["ddp"] = {"environment": {"ACCELERATE_USE_FSDP": "false"}, "last": True}
     runs = {name: {"arguments": arguments(workplace, name, 2), **plan} for name, plan in runs.items()}
-    tensor_parallel = {"model": str(workplace / "plain"), "ids": torch.arange(24).view(2, 12).tolist()}
+    tensor_parallel = {"model": str(workplace / "models" / "plain"), "ids": torch.arange(24).view(2, 12).tolist()}
     runs = {"shards": runs["shards"], "resumed": runs["shards"], "tensor_parallel": tensor_parallel, **runs}
     plans = [{**plan, "record": str(workplace / f"{name}.pt")} for name, plan in runs.items()]
     plans[0]["interrupted_at"] = 4
@@ -209,7 +210,7 @@ def test_checkpoints_of_sharded_models_stand_alone(directory, launched):
 
 def test_tensor_parallelism_shares_the_ffn_and_computes_the_same(launched):
     record = torch.load(launched / "tensor_parallel.pt", weights_only=True)
-    model, ids = IHAForCausalLM.from_pretrained(launched / "plain"), torch.arange(24).view(2, 12)
+    model, ids = IHAForCausalLM.from_pretrained(launched / "models" / "plain"), torch.arange(24).view(2, 12)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     assert record["loss"] == pytest.approx(loss.item(), rel=1e-6)
@@ -300,7 +301,7 @@ def test_deepspeed_and_several_gpus_in_one_process_are_refused(monkeypatch):
         ("USE_FSDP", "true", {}, "would silently train unsharded"),
         ("MIXED_PRECISION", "bf16", {}, "mixed_precision: bf16, and the recipe has neither"),
         # With a recipe that says so too the run goes on to its model.
-        ("MIXED_PRECISION", "bf16", {"bf16": "true"}, "absent has no usable configuration"),
+        ("MIXED_PRECISION", "bf16", {"bf16": "true"}, "absent is neither a directory"),
     ],
 )
 def test_the_command_refuses_a_launch_before_it_looks_at_the_model(name, value, keys, named, monkeypatch, tmp_path):

@@ -190,21 +190,20 @@ def with_loaded_mixing(model, num_pseudo_heads, sliding_window):
 )
 @pytest.mark.filterwarnings("ignore:.*are paired")
 def test_the_reference_of_dpo_computes_what_the_model_does_or_is_refused(change, window, reference, tmp_path):
-    """Have TRL load the reference by the name of the base, as it does where none is given."""
+    """Have TRL load the reference by the name of the model, as it does where none is given: it is empty."""
     plain = saved(decoder("llama"), tmp_path / "plain")
     model, other = (change(AutoModelForCausalLM.from_pretrained(plain), 2, sliding_window=window) for _ in range(2))
     rows = Dataset.from_list([{"prompt": "What is 2 + 2?", "chosen": "It is 4.", "rejected": "It is 5, of course."}])
-    trainer = DPOTrainer(
-        model,
-        ref_model=other if reference else None,
-        args=DPOConfig(**one_step(tmp_path / "out", per_device_train_batch_size=1)),
-        train_dataset=rows,
-        processing_class=byte_tokenizer(),
-    )
-    if (window is not None or change is not interleave_heads) and not reference:
-        with pytest.raises(RuntimeError, match="This plain base has the attn_implementation of .* pass ref_model"):
-            trainer.train()
+    options = {
+        "args": DPOConfig(**one_step(tmp_path / "out", per_device_train_batch_size=1)),
+        "train_dataset": rows,
+        "processing_class": byte_tokenizer(),
+    }
+    if not reference:
+        with pytest.raises(OSError, match="Repo id must .*: ''"):
+            DPOTrainer(model, **options)
         return
+    trainer = DPOTrainer(model, ref_model=other, **options)
     trainer.train()
     # Before the first step model and reference are the same, and the margin of the rewards is zero.
     assert trainer.state.log_history[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)

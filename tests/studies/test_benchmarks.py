@@ -59,6 +59,7 @@ def test_compiled_steps_beside_uncompiled_ones(tmp_path, monkeypatch):
         ("IHAForCausalLM", True),
         ("IHAForCausalLM", False),
         ("Mistral", False),
+        ("Llama", True),
     ]
     for row in rows:
         names = [name for name in row["seconds"] if not name.endswith(" compiled")]
