@@ -225,7 +225,7 @@ def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scali
 
 def is_plain_forward(states: torch.Tensor) -> bool:
     """Return whether a CPU runs uncompiled code without gradients."""
-    return states.device.type == "cpu" and not torch.is_grad_enabled() and not is_tracing(states)
+    return states.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def block_size(states: torch.Tensor, window: int) -> int:

@@ -64,15 +64,13 @@ def refuse_pages(*args, **kwargs) -> None:
 
 
 def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
-    """Return the keyword arguments of an attention function, with windows, lengths and positions in virtual tokens.
-
-    Positions become n * P + p, whatever RoPE uses: to an attention function a repeated one begins a document."""
+    """Return the keyword arguments of an attention function, with windows, lengths and positions in virtual tokens."""
     virtual = dict(kwargs)
     for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
         if kwargs.get(name) is not None:
             virtual[name] = kwargs[name] * num_pseudo_heads
     positions = kwargs.get("position_ids")
-    if positions is not None:
+    if positions is not None:  # n * P + p, whatever RoPE uses: a repeated position would begin a document
         offsets = torch.arange(num_pseudo_heads, device=positions.device)
         virtual["position_ids"] = (positions[..., None] * num_pseudo_heads + offsets).flatten(-2)
     return virtual
@@ -197,11 +195,13 @@ def virtual_attention(
         most_bytes = CPU_PART_BYTES
     # Attention sinks, and masks that are not [batch, keys], may differ by head, and are not split.
     can_split = kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2)
-    if most_bytes is None or not can_split:
+    parts = [heads]
+    if most_bytes is not None and can_split:
+        num_bytes = (query.nbytes + key.nbytes + value.nbytes) * heads.num_pseudo_heads
+        parts = heads.in_parts(num_bytes // most_bytes + 1)
+    if len(parts) == 1:
         return run(heads, *states)
-    num_bytes = sum(each.nbytes for each in states) * heads.num_pseudo_heads
-    outputs = [run(part, *states) for part in heads.in_parts(num_bytes // most_bytes + 1)]
-    return outputs[0] if len(outputs) == 1 else (torch.cat([output for output, _ in outputs], dim=2), None)
+    return torch.cat([run(part, *states)[0] for part in parts], dim=2), None
 
 
 def recomputes(module: nn.Module, *states: torch.Tensor) -> bool:
