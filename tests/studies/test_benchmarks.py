@@ -83,7 +83,7 @@ MOST_CALLS = {
     "interleaved, P = 2, with a window": (75, 128),
     "all mha": (48, 48),
     "all iha, P = 2": (113, 166),
-    "interleaved, P = 2, kernels": (124, 274),
+    "interleaved, P = 2, kernels": (125, 274),
     "all iha, P = 2, kernels": (159, 309),
 }
 
