@@ -64,10 +64,8 @@ def is_square(tensor, length):
     return tensor.ndim >= 2 and min(tensor.shape[-2:]) >= length
 
 
-def inputs_of(call, model):
-    rows = 1 if call in PACKED else 2
-    length = LENGTH if model != "compiled" else LENGTH
-    return {"input_ids": random_ids(rows, length), "use_cache": False, **CALLS[call]}
+def inputs_of(call):
+    return {"input_ids": random_ids(1 if call in PACKED else 2, LENGTH), "use_cache": False, **CALLS[call]}
 
 
 @pytest.mark.one_of(2)
@@ -75,7 +73,7 @@ def inputs_of(call, model):
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_training_step_makes_no_square(name, window, call):
-    model, inputs = MODELS[name](window).train(), inputs_of(call, name)
+    model, inputs = MODELS[name](window).train(), inputs_of(call)
     with Squares(LENGTH) as squares:
         model(**inputs, labels=inputs["input_ids"]).loss.backward()
     assert not squares.found
@@ -91,7 +89,7 @@ def test_a_training_step_makes_no_square(name, window, call):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_a_row_is_what_its_documents_are_alone(name, window, call):
-    model, inputs = MODELS[name](window), inputs_of(call, name)
+    model, inputs = MODELS[name](window), inputs_of(call)
     found = model(**inputs).logits
     for row, ids in enumerate(inputs["input_ids"]):
         real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))[row].bool()
@@ -100,12 +98,25 @@ def test_a_row_is_what_its_documents_are_alone(name, window, call):
         assert_close(found[row][real], expected)
 
 
+@pytest.mark.parametrize("name", ["iha", "in place", "in place, some layers"])
+def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
+    """Only padding adds features to heads."""
+    model, calls = MODELS[name](WINDOW), []
+    hide = sdpa_in_blocks.hide_padding
+    monkeypatch.setattr(sdpa_in_blocks, "hide_padding", lambda *args: calls.append(1) or hide(*args))
+    for call in CALLS:
+        calls.clear()
+        model(**inputs_of(call))
+        assert bool(calls) == ("padding" in call)
+
+
+@pytest.mark.one_of(3)
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "positions"])
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("name", [name for name in MODELS if "paired" not in name])
 def test_compiled_code_makes_no_square(name, window, call):
     """Only documents on a CPU break the graph, because they are computed one by one."""
-    model, inputs, squares = MODELS[name](window), inputs_of(call, name), []
+    model, inputs, squares = MODELS[name](window), inputs_of(call), []
 
     def keep(graph, _):
         for node in graph.graph.nodes:
@@ -166,8 +177,12 @@ def test_a_static_cache_generates_what_a_dynamic_one_does(name, rows, options):
         options = {"assistant_model": llama()}
     ids = random_ids(rows, 20)
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids), **options}
+    options |= {"return_dict_in_generate": True, "output_logits": True}
     expected = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **options), expected)
+    found = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
+    assert torch.equal(found.sequences, expected.sequences)
+    if "assistant_model" not in options:
+        assert_close(torch.cat(found.logits), torch.cat(expected.logits))
 
 
 # Waits
@@ -189,7 +204,7 @@ def test_a_forward_waits_at_most_once_for_a_gpu(name, window, call, monkeypatch)
     move(model, device)
     inputs = {
         key: GpuTensor(each, device) if isinstance(each, torch.Tensor) else each
-        for key, each in inputs_of(call, name).items()
+        for key, each in inputs_of(call).items()
     }
     with gpus() as waits, torch.no_grad():
         model(**inputs)
