@@ -29,13 +29,13 @@ class InterleavedHeadAttention(MultiHeadAttention):
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        heads, key_heads, size = config.num_attention_heads, config.num_key_value_heads, config.num_pseudo_heads
-        self.num_virtual_tokens = size
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+        self.num_pseudo_heads = config.num_pseudo_heads
         self.rope_table = "interleaved" if config.pseudo_positions == "interleaved" else "token"
-        self.q_mix = HeadMixing(heads, size, config.mixing_scale)
-        self.k_mix = HeadMixing(key_heads, size, config.mixing_scale)
-        self.v_mix = HeadMixing(key_heads, size, config.mixing_scale)
-        self.collapse = HeadCollapse(heads, size, config.pseudo_collapse, config.mixing_scale)
+        self.q_mix = HeadMixing(heads, config.num_pseudo_heads, config.mixing_scale)
+        self.k_mix = HeadMixing(key_heads, config.num_pseudo_heads, config.mixing_scale)
+        self.v_mix = HeadMixing(key_heads, config.num_pseudo_heads, config.mixing_scale)
+        self.collapse = HeadCollapse(heads, config.num_pseudo_heads, config.pseudo_collapse, config.mixing_scale)
 
     def attend(
         self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs

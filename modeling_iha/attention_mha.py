@@ -25,7 +25,7 @@ class MultiHeadAttention(LlamaAttention):
 
     mixing_modules: tuple[str, ...] = ()  # submodules that mix heads, which adapters train in full
     rope_table = "token"  # which table of `IHARotaryEmbedding.tables` rotates the queries and keys
-    num_virtual_tokens = 1  # of each token
+    num_pseudo_heads = 1  # virtual tokens of each token
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

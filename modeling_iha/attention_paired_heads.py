@@ -31,7 +31,7 @@ class PairedHeadsAttention(MultiHeadAttention):
 
     def __init__(self, config: IHAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.num_virtual_tokens = config.num_pseudo_heads
+        self.num_pseudo_heads = config.num_pseudo_heads
         self.rope_table = "paired" if config.pseudo_positions == "interleaved" else "token"
 
     def rotate(
@@ -50,6 +50,6 @@ class PairedHeadsAttention(MultiHeadAttention):
         self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend over virtual tokens. The weights are [batch, H / P, N * P, K * P], where the core gives them."""
-        heads = PairedHeads(self.num_virtual_tokens)
+        heads = PairedHeads(self.num_pseudo_heads)
         states = (query_states, key_states, value_states)
         return virtual_attention(self.core_function, self, heads, *states, attention_mask, **kwargs)

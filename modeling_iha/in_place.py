@@ -6,31 +6,19 @@ exact_start.py makes a mixing that changes nothing, and explains why. A probe co
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from inspect import signature
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.utils.generic import maybe_autocast
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .exact_start import deviations, exact_start
 from .flop_matched_window import flop_matched_window
-from .interleaved_attention import attend_on_core, core_of, decoder_config
+from .interleaved_attention import core_of, decoder_config
 from .mixing_weights import state_with_values
 from .modeling_interleaved import (
     HOOK,
@@ -50,12 +38,18 @@ from .modeling_interleaved import (
     use_virtual_core,
     without_types,
 )
-from .sdpa_in_blocks import read_documents
-from .transformers_versions import CACHE
+from .probes import (
+    TOLERANCE,
+    AttentionCall,
+    one_line,
+    passes_lengths,
+    probe,
+    recording,
+    relative_difference,
+    try_probe,
+)
 
 
-# The largest difference from the base model, as a share of the largest hidden state.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
 FIELDS = (
     "num_pseudo_heads",
     "pseudo_collapse",
@@ -65,17 +59,6 @@ FIELDS = (
     "mixing_scale",
 )
 FACTS_OF_BASE = ("passes_cu_seq_lens", "base_name_or_path")  # fields too
-# The running `_recording` fills this, for its own thread alone.
-CALLS: ContextVar[dict] = ContextVar("calls")
-
-
-class AttentionCall(NamedTuple):
-    """Hold what a call of an attention module tells about it."""
-
-    query: torch.Tensor
-    head_counts: tuple[int, int, int]  # of queries, keys and values
-    is_causal: bool
-    has_lengths: bool  # of documents (`cu_seq_lens_q`)
 
 
 class LocalInterleavedConfig(PreTrainedConfig):
@@ -155,7 +138,7 @@ def interleave_heads(
     try:
         calls, expected = _record_attention(model)
         chosen = _choose(calls, layers, model, sliding_window)
-        decoder_config(model).passes_cu_seq_lens = _passes_lengths(model)
+        decoder_config(model).passes_cu_seq_lens = passes_lengths(model)
         _attach_and_compare(model, chosen, expected, num_pseudo_heads, collapse, seed, mixing_scale)
     except Exception:
         restore_configs(own_configs)
@@ -321,15 +304,15 @@ def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, Attention
     """Return the calls of the attention modules that call the registry, and the hidden states of the probe.
 
     Raise a ValueError for a model whose calls show that it cannot be interleaved, or that does not run the probe."""
-    with _recording(model) as calls:
-        states, error = _try_probe(model)
+    with recording(model) as calls:
+        states, error = try_probe(model)
     # Check the calls before the error: if a model cannot be interleaved, they show the reason, and its own error does
     # not.
     _check_calls(model, calls)
     if error is None:
         # Some models branch on the name of their core, and took another branch for the name that records. Run the
         # probe once more under the real name: these are the states to compare with.
-        states, error = _try_probe(model)
+        states, error = try_probe(model)
     model_type = model.config.model_type
     if error is not None:
         raise ValueError(f"{model_type} does not run with a padding mask and a cache: {one_line(error)}") from error
@@ -339,42 +322,6 @@ def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, Attention
             "attn_implementation."
         )
     return calls, states
-
-
-def _try_probe(model: PreTrainedModel) -> tuple[list[torch.Tensor], Exception | None]:
-    """Return the hidden states of the probe, or the error that the base model's code raises."""
-    try:
-        return probe(model), None
-    except torch.OutOfMemoryError:  # not a property of the model type
-        raise
-    except Exception as error:  # whatever it does with a mask or a cache
-        return [], error
-
-
-@contextmanager
-def _recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
-    """Record the calls of a model's attention modules, under another name of their core, and yield them by module."""
-    config = decoder_config(model)
-    core = config._attn_implementation
-
-    def record(module, query, key, value, *args, **kwargs):
-        is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
-        head_counts = query.shape[1], key.shape[1], value.shape[1]
-        has_lengths = kwargs.get("cu_seq_lens_q") is not None
-        CALLS.get()[module] = AttentionCall(query, head_counts, is_causal, has_lengths)
-        return attend_on_core(core, 1, module, query, key, value, *args, **kwargs)
-
-    name = f"recorded_{core.replace('/', '_')}"
-    AttentionInterface.register(name, record)
-    if core in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[core])
-    token = CALLS.set({})
-    try:
-        config._attn_implementation_internal = name  # this configuration alone, and not those of vision towers
-        yield CALLS.get()
-    finally:
-        config._attn_implementation_internal = core
-        CALLS.reset(token)
 
 
 def _check_calls(model: PreTrainedModel, calls: dict[nn.Module, AttentionCall]) -> None:
@@ -411,95 +358,6 @@ def _choose(calls: dict, layers: Iterable[int] | str | None, model: PreTrainedMo
             f"{model.config.model_type}."
         )
     return {module: call for module, call in calls.items() if module.layer_idx in chosen}
-
-
-# The comparison
-
-
-def probe(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Return hidden states of a padded batch, and of a prompt and one token after it in the cache.
-
-    During the probe windows are at most 4 tokens, so that the 6-token prompt exceeds them."""
-    backbone = backbone_of(model)
-    config = decoder_config(model)
-    tokens = torch.arange(3, 17, device=model.device).view(2, 7) % config.vocab_size
-    decoders = [module for module in backbone.modules() if isinstance(module, PreTrainedModel)]
-    takes_logits_to_keep = any("logits_to_keep" in signature(decoder.forward).parameters for decoder in decoders)
-    # `None` keeps Gemma 4 from cropping the rows of the mask, which are virtual tokens (see `prepare_call`).
-    options: dict = {"logits_to_keep": None} if takes_logits_to_keep else {}
-    mask = torch.ones_like(tokens)
-    mask[0, :3] = 0
-    with _evaluating(model), _short_windows(model):
-        padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False, **options)[0][mask.bool()]
-        prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **options)
-        cache = prompt.get(CACHE)
-        if cache is None:  # some base models do not return the cache they make
-            cache = DynamicCache(config=config)
-            prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **{CACHE: cache}, **options)
-        last = backbone(input_ids=tokens[1:, 6:], use_cache=True, **{CACHE: cache}, **options)
-    return [padded, prompt[0], last[0]]
-
-
-@contextmanager
-def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shorten the windows of the configuration, which masks read, and of the layers, which attention functions get."""
-    owners = [decoder_config(model), *model.modules()]
-    windows = [(owner, owner.sliding_window) for owner in owners if getattr(owner, "sliding_window", None)]
-    try:
-        for owner, window in windows:
-            owner.sliding_window = min(window, 4)
-        yield
-    finally:
-        for owner, window in windows:
-            owner.sliding_window = window
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Run a model without dropout, gradients and autocast, which rounds more than the comparison allows.
-
-    Quantized layers of bitsandbytes stay in training mode: otherwise they repack their weights for inference on a CPU,
-    and what is trained below them gets no gradient any more."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    for module in modes:
-        if type(module).__module__.startswith("bitsandbytes."):
-            module.training = True
-    try:
-        with torch.no_grad(), maybe_autocast(model.device.type, enabled=False):
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-def _passes_lengths(model: PreTrainedModel) -> bool:
-    """Return whether a decoder hands the lengths of documents, `cu_seq_lens_q`, to each of its attention modules.
-
-    Some drop them, and in others linear attention reads them, but not as it reads a mask. Their calls keep masks."""
-    config = decoder_config(model)
-    tokens = torch.arange(3, 10, device=model.device)[None] % config.vocab_size
-    lengths = read_documents("sdpa", tokens, None, None, None)
-    try:
-        with _recording(model) as calls, _evaluating(model):
-            backbone_of(model)(input_ids=tokens, use_cache=False, **lengths)
-    except Exception:  # whatever the base model's code does with arguments that it does not know
-        return False
-    has_chunks = getattr(config, "attention_chunk_size", None) is not None
-    return all(call.has_lengths for call in calls.values()) and not has_chunks
-
-
-def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> float:
-    """Return the largest difference as a share of the largest expected value of its tensor."""
-    shares = []
-    for one, other in zip(expected, actual):
-        difference = (one.double() - other.double()).abs().max()
-        shares.append((difference / one.double().abs().max()).nan_to_num(torch.inf).item())
-    return max(shares)
-
-
-def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _attach_and_compare(

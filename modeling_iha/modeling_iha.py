@@ -194,17 +194,17 @@ class IHAModel(IHAPreTrainedModel):
 
         `packed_positions` are the `position_ids` of a call that may be packed, or `None`. `sdpa_in_blocks` needs no
         mask for documents that the call has as lengths too."""
-        if max(layer.self_attn.num_virtual_tokens for layer in self.layers) > 1:
+        if max(layer.self_attn.num_pseudo_heads for layer in self.layers) > 1:
             keep_window_edge(cache, self.config.sliding_window)  # first, because masks depend on the cache's lengths
         masks: dict[str, Any] = {}
         for attention in (layer.self_attn for layer in self.layers):
             if mask_name(attention) in masks:
                 continue
-            core, size = attention.core, attention.num_virtual_tokens
+            core, num_pseudo_heads = attention.core, attention.num_pseudo_heads
             is_in_blocks = core == SDPA_IN_BLOCKS
-            name = MASK if size > 1 or is_in_blocks else core
+            name = MASK if num_pseudo_heads > 1 or is_in_blocks else core
             masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
-                config=View(self.config, _attn_implementation=name, core=core, num_pseudo_heads=size),
+                config=View(self.config, _attn_implementation=name, core=core, num_pseudo_heads=num_pseudo_heads),
                 inputs_embeds=inputs_embeds,
                 attention_mask=attention_mask,
                 position_ids=None if is_in_blocks and has_lengths else packed_positions,
@@ -274,7 +274,7 @@ class IHAModel(IHAPreTrainedModel):
 
 def mask_name(attention: MultiHeadAttention) -> str:
     """Return the name of the mask of a layer. Layers of one core, layer type and number of virtual tokens share it."""
-    return f"{attention.core}.{attention.layer_type}.{attention.num_virtual_tokens}"
+    return f"{attention.core}.{attention.layer_type}.{attention.num_pseudo_heads}"
 
 
 class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):

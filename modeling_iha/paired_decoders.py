@@ -13,20 +13,17 @@ import torch
 from transformers import PreTrainedModel
 
 from .in_place import (
-    TOLERANCE,
     check_window,
     config_attributes,
     detach,
     detach_virtual_heads,
     interleave_heads,
-    one_line,
-    probe,
-    relative_difference,
     restore_configs,
     set_interleaved_window,
 )
 from .interleaved_attention import decoder_config
 from .modeling_interleaved import attach_virtual_heads, interleaved_attention
+from .probes import TOLERANCE, one_line, probe, relative_difference
 
 
 def pair_heads(

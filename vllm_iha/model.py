@@ -250,7 +250,7 @@ class IHAForCausalLM(VirtualTransformers, TransformersForCausalLM):
             table = "token" if module.rope_table == "token" else "interleaved"
             module.register_forward_pre_hook(partial(choose_table, table), with_kwargs=True)
             module.__class__ = served_class(type(module), Qwen3Attention if config.use_qk_norm else LlamaAttention)
-            module.num_virtual_tokens = 1  # for vLLM, which needs no masks
+            module.num_pseudo_heads = 1  # for vLLM, which needs no masks
             if config.gated_mlp:
                 layer.mlp.__class__ = LlamaMLP
         # Here paired heads too are rotated to n * P by the module, and by T_p in `VirtualAttention`.

@@ -109,7 +109,7 @@ class RelationModel(nn.Module):
         place = torch.arange(math.isqrt(entries.shape[1]))
         places = self.row(place)[:, None] + self.column(place)  # [m, m, width]
         attention = self.layer.layers[0].self_attn
-        length = entries.shape[1] * attention.num_virtual_tokens
+        length = entries.shape[1] * attention.num_pseudo_heads
         masks = {mask_name(attention): torch.ones(1, 1, length, length, dtype=torch.bool)}
         states = self.entry(entries) + places.flatten(0, 1)
         output = self.layer(inputs_embeds=states, attention_mask=masks, use_cache=False).last_hidden_state

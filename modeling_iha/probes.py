@@ -1,0 +1,159 @@
+# Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
+"""Run a decoder of Transformers on a few tokens, to record the calls of its attention modules and to compare.
+
+`interleave_heads` and `pair_heads` compare what a model computes before and after.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from inspect import signature
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.utils.generic import maybe_autocast
+
+from .interleaved_attention import attend_on_core, decoder_config
+from .modeling_interleaved import backbone_of
+from .sdpa_in_blocks import read_documents
+from .transformers_versions import CACHE
+
+
+# The largest difference from the base model, as a share of the largest hidden state.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
+# The running `recording` fills this, for its own thread alone.
+CALLS: ContextVar[dict] = ContextVar("calls")
+
+
+class AttentionCall(NamedTuple):
+    """Hold what a call of an attention module tells about it."""
+
+    query: torch.Tensor
+    head_counts: tuple[int, int, int]  # of queries, keys and values
+    is_causal: bool
+    has_lengths: bool  # of documents (`cu_seq_lens_q`)
+
+
+def try_probe(model: PreTrainedModel) -> tuple[list[torch.Tensor], Exception | None]:
+    """Return the hidden states of the probe, or the error that the base model's code raises."""
+    try:
+        return probe(model), None
+    except torch.OutOfMemoryError:  # not a property of the model type
+        raise
+    except Exception as error:  # whatever it does with a mask or a cache
+        return [], error
+
+
+@contextmanager
+def recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
+    """Record the calls of a model's attention modules, under another name of their core, and yield them by module."""
+    config = decoder_config(model)
+    core = config._attn_implementation
+
+    def record(module, query, key, value, *args, **kwargs):
+        is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
+        head_counts = query.shape[1], key.shape[1], value.shape[1]
+        has_lengths = kwargs.get("cu_seq_lens_q") is not None
+        CALLS.get()[module] = AttentionCall(query, head_counts, is_causal, has_lengths)
+        return attend_on_core(core, 1, module, query, key, value, *args, **kwargs)
+
+    name = f"recorded_{core.replace('/', '_')}"
+    AttentionInterface.register(name, record)
+    if core in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[core])
+    token = CALLS.set({})
+    try:
+        config._attn_implementation_internal = name  # this configuration alone, and not those of vision towers
+        yield CALLS.get()
+    finally:
+        config._attn_implementation_internal = core
+        CALLS.reset(token)
+
+
+def probe(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return hidden states of a padded batch, and of a prompt and one token after it in the cache.
+
+    During the probe windows are at most 4 tokens, so that the 6-token prompt exceeds them."""
+    backbone = backbone_of(model)
+    config = decoder_config(model)
+    tokens = torch.arange(3, 17, device=model.device).view(2, 7) % config.vocab_size
+    decoders = [module for module in backbone.modules() if isinstance(module, PreTrainedModel)]
+    takes_logits_to_keep = any("logits_to_keep" in signature(decoder.forward).parameters for decoder in decoders)
+    # `None` keeps Gemma 4 from cropping the rows of the mask, which are virtual tokens (see `prepare_call`).
+    options: dict = {"logits_to_keep": None} if takes_logits_to_keep else {}
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with _evaluating(model), _short_windows(model):
+        padded = backbone(input_ids=tokens, attention_mask=mask, use_cache=False, **options)[0][mask.bool()]
+        prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **options)
+        cache = prompt.get(CACHE)
+        if cache is None:  # some base models do not return the cache they make
+            cache = DynamicCache(config=config)
+            prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **{CACHE: cache}, **options)
+        last = backbone(input_ids=tokens[1:, 6:], use_cache=True, **{CACHE: cache}, **options)
+    return [padded, prompt[0], last[0]]
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Shorten the windows of the configuration, which masks read, and of the layers, which attention functions get."""
+    owners = [decoder_config(model), *model.modules()]
+    windows = [(owner, owner.sliding_window) for owner in owners if getattr(owner, "sliding_window", None)]
+    try:
+        for owner, window in windows:
+            owner.sliding_window = min(window, 4)
+        yield
+    finally:
+        for owner, window in windows:
+            owner.sliding_window = window
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Run a model without dropout, gradients and autocast, which rounds more than the comparison allows.
+
+    Quantized layers of bitsandbytes stay in training mode: otherwise they repack their weights for inference on a CPU,
+    and what is trained below them gets no gradient any more."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    for module in modes:
+        if type(module).__module__.startswith("bitsandbytes."):
+            module.training = True
+    try:
+        with torch.no_grad(), maybe_autocast(model.device.type, enabled=False):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def passes_lengths(model: PreTrainedModel) -> bool:
+    """Return whether a decoder hands the lengths of documents, `cu_seq_lens_q`, to each of its attention modules.
+
+    Some drop them, and in others linear attention reads them, but not as it reads a mask. Their calls keep masks."""
+    config = decoder_config(model)
+    tokens = torch.arange(3, 10, device=model.device)[None] % config.vocab_size
+    lengths = read_documents("sdpa", tokens, None, None, None)
+    try:
+        with recording(model) as calls, _evaluating(model):
+            backbone_of(model)(input_ids=tokens, use_cache=False, **lengths)
+    except Exception:  # whatever the base model's code does with arguments that it does not know
+        return False
+    has_chunks = getattr(config, "attention_chunk_size", None) is not None
+    return all(call.has_lengths for call in calls.values()) and not has_chunks
+
+
+def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> float:
+    """Return the largest difference as a share of the largest expected value of its tensor."""
+    shares = []
+    for one, other in zip(expected, actual):
+        difference = (one.double() - other.double()).abs().max()
+        shares.append((difference / one.double().abs().max()).nan_to_num(torch.inf).item())
+    return max(shares)
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
