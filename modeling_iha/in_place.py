@@ -43,6 +43,7 @@ from .probes import (
     AttentionCall,
     one_line,
     passes_lengths,
+    passes_windows,
     probe,
     recording,
     relative_difference,
@@ -58,7 +59,7 @@ FIELDS = (
     "interleaved_window",
     "mixing_scale",
 )
-FACTS_OF_BASE = ("passes_cu_seq_lens", "base_name_or_path")  # fields too
+FACTS_OF_BASE = ("passes_windows", "passes_cu_seq_lens", "base_name_or_path")  # fields too
 
 
 class LocalInterleavedConfig(PreTrainedConfig):
@@ -138,6 +139,7 @@ def interleave_heads(
     try:
         calls, expected = _record_attention(model)
         chosen = _choose(calls, layers, model, sliding_window)
+        decoder_config(model).passes_windows = passes_windows(model, expected)
         decoder_config(model).passes_cu_seq_lens = passes_lengths(model)
         _attach_and_compare(model, chosen, expected, num_pseudo_heads, collapse, seed, mixing_scale)
     except Exception:

@@ -63,7 +63,7 @@ class ConfigMixin:
             name in the model without a head.
         interleaved_window (`int`, *optional*): a window for these modules in tokens, besides the base's.
         mixing_scale (`float`): how many times the optimizer's rate the mixing learns at.
-        passes_cu_seq_lens (`bool`): whether the base hands `cu_seq_lens_q` to each of its attention modules.
+        passes_cu_seq_lens, passes_windows (`bool`): whether the base hands these to its attention modules.
         base_name_or_path (`str`): what the base was loaded from.
 
     An instance has the base's `model_type`, by which Transformers finds what an architecture needs."""
@@ -251,7 +251,7 @@ def use_virtual_core(model: PreTrainedModel) -> None:
     window on. Configurations have no public setter for a part of a model: this sets the field of Transformers."""
     config = decoder_config(model)
     core = core_of(config._attn_implementation)
-    if core == "sdpa" and decoder_of(model)._supports_flash_attn:
+    if core == "sdpa" and decoder_of(model)._supports_flash_attn and getattr(config, "passes_windows", True):
         core = SDPA_IN_BLOCKS
     config._attn_implementation_internal = register_core(core)
 

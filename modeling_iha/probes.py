@@ -18,6 +18,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .interleaved_attention import attend_on_core, decoder_config
 from .modeling_interleaved import backbone_of
+from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .sdpa_in_blocks import read_documents
 from .transformers_versions import CACHE
 
@@ -128,6 +129,20 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def passes_windows(model: PreTrainedModel, expected: list[torch.Tensor]) -> bool:
+    """Return whether a decoder hands its windows to its attention, by the hidden states of the probe.
+
+    Some, such as Qwen2-MoE, have them in their masks alone, which `sdpa_in_blocks` does not get."""
+    config = decoder_config(model)
+    core = config._attn_implementation
+    config._attn_implementation_internal = SDPA_IN_BLOCKS
+    try:
+        states, error = try_probe(model)
+    finally:
+        config._attn_implementation_internal = core
+    return error is None and relative_difference(expected, states) <= TOLERANCE[expected[0].dtype]
 
 
 def passes_lengths(model: PreTrainedModel) -> bool:

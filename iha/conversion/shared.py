@@ -54,6 +54,7 @@ HARMLESS_FIELDS = {
     "is_llama_config",
     "model_max_length",
     "passes_cu_seq_lens",
+    "passes_windows",
     "pretraining_tp",
     "transformers.js_config",
     "unk_token_id",

@@ -4,6 +4,7 @@ This holds for a training step, for compiled code and for prompts, of an `IHAFor
 docs/SUPPORT.md has the exceptions.
 """
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -210,3 +211,19 @@ def test_a_forward_waits_at_most_once_for_a_gpu(name, window, call, monkeypatch)
     with gpus() as waits, torch.no_grad():
         model(**inputs)
     assert len(waits) <= 1
+
+
+# Decoders that keep windows in their masks
+
+
+@torch.no_grad()
+def test_a_decoder_that_hands_on_no_window_keeps_dense_masks():
+    """Qwen2-MoE's attention gets its window by the mask alone, which rows longer than the window need."""
+    options = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 3}
+    plain = decoder("qwen2_moe", num_hidden_layers=3, **options)
+    ids = random_ids(1, LENGTH)
+    expected = plain(ids, use_cache=False).logits
+    assert (expected - plain(ids[:, -WINDOW:], use_cache=False).logits[:, -1:]).abs().max() > 0
+    model = interleave_heads(copy.deepcopy(plain), 2)
+    assert model.config._attn_implementation == "iha_sdpa"
+    assert_close(model(ids, use_cache=False).logits, expected)

@@ -36,6 +36,7 @@ from modeling_iha import (
     save_adapter,
     token_attentions,
 )
+from modeling_iha import probes as probing
 from modeling_iha.pairing import PairedHeads
 
 
@@ -323,10 +324,10 @@ def test_a_probe_that_differs_is_noticed(monkeypatch):
     assert not hasattr(model.config, "interleaved_layers")
 
 
-@pytest.mark.parametrize("probes", range(5))
+@pytest.mark.parametrize("probes", range(6))
 def test_a_lack_of_memory_is_no_fault_of_the_model_type(probes, monkeypatch):
-    """Run out of memory after so many probes: `interleave_heads` runs three, and `pair_heads` two more."""
-    run = in_place.probe
+    """Run out of memory after so many probes: `interleave_heads` runs four, and `pair_heads` two more."""
+    run = probing.probe
     calls = []
 
     def probe(model):
@@ -335,7 +336,7 @@ def test_a_lack_of_memory_is_no_fault_of_the_model_type(probes, monkeypatch):
             raise torch.OutOfMemoryError("no memory")
         return run(model)
 
-    for module in (in_place, paired_decoders):
+    for module in (in_place, paired_decoders, probing):
         monkeypatch.setattr(module, "probe", probe)
     model = decoder("llama")
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
