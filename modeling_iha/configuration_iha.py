@@ -84,8 +84,8 @@ class IHAConfig(LlamaConfig):
         mixing_scale (`float`, *optional*, defaults to 1.0):
             Factor on the optimizer's rate for the mixing of a new model (mixing.py). A checkpoint keeps its own.
         recompute_virtual_tokens (`bool`, *optional*):
-            Whether the backward pass makes virtual tokens again instead of keeping them. By default it does so on a
-            GPU where those of all layers would take a quarter of the memory.
+            `True` makes virtual tokens again in the backward pass, `False` keeps them. By default they are made again
+            on a GPU where those of all layers would take a quarter of the memory.
         gated_mlp (`bool`, *optional*, defaults to `True`):
             `True` for Llama's gated three-matrix FFN, `False` for the paper's two-matrix FFN.
         mlp_gate_groups (`int`, *optional*):

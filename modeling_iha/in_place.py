@@ -162,7 +162,7 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
 
     Raise a ValueError if the mixing was trained, if `interleave_heads` was given a `sliding_window`, or if the heads
     are paired: the plain model would compute something else."""
-    _check_unwrapped(model)
+    check_unwrapped(model)
     config = decoder_config(model)
     if not hasattr(config, "interleaved_layers"):
         raise ValueError("This model has no interleaved heads: there is nothing to remove.")
@@ -222,7 +222,7 @@ def _context_length(model: PreTrainedModel) -> int:
 
 def _check_model(model: PreTrainedModel) -> None:
     """Raise a ValueError for what cannot be interleaved, as far as its class and configuration tell."""
-    _check_unwrapped(model)
+    check_unwrapped(model)
     config = model.config
     check_no_tensor_parallelism(config)
     if hasattr(decoder_config(model), "num_pseudo_heads"):
@@ -243,7 +243,7 @@ def _check_model(model: PreTrainedModel) -> None:
         raise ValueError("The model is on the meta device and has no weights: load it first.")
 
 
-def _check_unwrapped(model: PreTrainedModel) -> None:
+def check_unwrapped(model: PreTrainedModel) -> None:
     """Raise a ValueError for a model that another library wraps, wholly or in parts.
 
     FSDP would not share a mixing that is made within its modules, and each process would train its own."""

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .in_place import (
+    check_unwrapped,
     check_window,
     config_attributes,
     detach,
@@ -51,6 +52,7 @@ def pair_heads(
     undecided (docs/FORMS.md). In `IHAForCausalLM` each head has a separate position.
 
     Return the model. Raise a ValueError, and leave the model as it was, where its heads cannot be paired."""
+    check_unwrapped(model)
     own_configs = config_attributes(model)
     interleave_heads(model, num_pseudo_heads, layers, seed=None, mixing_scale=1.0)
     config = decoder_config(model)

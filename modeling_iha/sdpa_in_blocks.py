@@ -276,7 +276,7 @@ def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) 
 
 
 def attend_by_varlen(query, key, value, documents, longest: int, window: int | None, scale: float) -> torch.Tensor:
-    """Return the output of all documents by one call of FlashAttention. None has more than `longest` tokens."""
+    """Return the output of all documents, of at most `longest` tokens each, by one call of FlashAttention."""
     batch, heads, length, _ = query.shape
     if "enable_gqa" not in VARLEN_ARGUMENTS:  # PyTorch 2.11 lacks it
         key, value = (states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key, value))

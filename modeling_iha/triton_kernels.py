@@ -623,7 +623,7 @@ def mixing_of_pairs(weights, m, column, p, H: tl.constexpr, P: tl.constexpr):
     return shares
 
 
-# What is not specialized changes with each token.
+# These arguments change with each token: Triton would compile a kernel for each kind of value.
 @jit(do_not_specialize=["num_keys", "tiles_of_chunk", "mask_b", "mask_h", "mask_i"])
 def chunks_kernel(
     query, key, value, mask, q_mix, k_mix, v_mix, cos, sin, tops, sums, parts, num_keys, tiles_of_chunk, scaling,

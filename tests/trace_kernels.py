@@ -2,8 +2,8 @@
 
 python tests/trace_kernels.py '["iha", "decoding"]' takes the kind of a small model ("iha", "paired_heads",
 "interleaved") and a pass ("decoding", "training"). Dynamo and AOTAutograd trace the kernels, because a stand-in for
-Triton's driver says that there is a GPU. Nothing is launched: running a graph leaves out its kernels, so its results
-mean nothing. The interpreter's tests compare results. `traced_kernels` in helpers.py starts it.
+Triton's driver says that there is a GPU. A graph runs without its kernels, so its results mean nothing. The
+interpreter's tests compare results. `traced_kernels` in helpers.py starts it.
 """
 
 import json

@@ -972,9 +972,10 @@ def test_tensor_parallelism_is_refused(tmp_path, monkeypatch):
     interleave_heads(decoder("llama", distributed_config=DistributedConfig(tp_size=1, fsdp_size=2)), 2)
 
 
-def test_a_name_is_no_model():
+@pytest.mark.parametrize("change", [interleave_heads, pair_heads])
+def test_a_name_is_no_model(change):
     with pytest.raises(ValueError, match="'org/name' is a name: load the model first"):
-        interleave_heads("org/name", 2)
+        change("org/name", 2)
 
 
 def test_maps_that_are_not_there_or_not_of_these_tokens_are_refused():
