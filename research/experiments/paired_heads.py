@@ -54,6 +54,7 @@ from research.experiments.language_models import (
 from research.experiments.options import protocol_parser
 from research.experiments.protocol import compare_tuned, new_model
 from research.experiments.study import begin, plot_losses, run_once, write
+from research.experiments.value_residual import add_value_residual
 
 
 def wide(windows: int, factor: int) -> dict:
@@ -89,6 +90,21 @@ ARMS: dict[str, dict] = {
     "paired": {**PAIRED_4, "control": "short_windows"},
     "iha": {**VARIANTS["iha_4"], "control": "paired"},
 }
+# What an arm may have in all its layers: `paired+xsa`
+ADDITIONS: dict[str, dict] = {"xsa": {"exclusive_attention": True}, "gate": {"output_gate": "elementwise"}}
+ADDITIONS["xsa+gate"] = ADDITIONS["xsa"] | ADDITIONS["gate"]
+
+
+def with_additions(arms: dict[str, dict], additions: dict[str, dict]) -> dict[str, dict]:
+    """Return the variants of arms with additions, by names such as "paired+xsa". The control of each is its arm."""
+    return {
+        f"{arm}+{name}": {**fields, **added, "control": arm}
+        for arm, fields in arms.items()
+        for name, added in additions.items()
+    }
+
+
+ARMS |= with_additions(ARMS, ADDITIONS)
 VARIANTS |= ARMS
 SIZES = {
     # For `--size seconds` of research/compare.py, which shows what it would print.
@@ -140,7 +156,8 @@ def read_text(name: str, tokens: int) -> torch.Tensor:
 
 def model_of(size: dict, name: str, seed: int) -> IHAForCausalLM:
     """Build the model of a variant, with the common weights of a seed."""
-    return new_model(config_of(size, **VARIANTS[name]), build(size), seed)
+    model = new_model(config_of(size, **VARIANTS[name]), build(size), seed)
+    return add_value_residual(model) if VARIANTS[name].get("value_residual") else model
 
 
 def model_on(device: torch.device, size: dict, name: str, seed: int) -> IHAForCausalLM:
