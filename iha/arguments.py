@@ -25,7 +25,8 @@ from iha.sources import find_source
 
 
 # The attention kinds with an exact start from Llama: those whose file in iha/kinds/ has one.
-KINDS = ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "talking_heads"]
+KINDS = ["dcmha", "diff_v2", "iha", "knocking_heads", "talking_heads"]
+GATES = ("elementwise", "per_head")  # values of `output_gate`
 
 
 def new_parser(description: str, example: str) -> argparse.ArgumentParser:
@@ -60,7 +61,7 @@ def json_object(text: str) -> dict:
         found = json.loads(text)
         if isinstance(found, dict):
             return found
-    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"per_head\": true}}'")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"queries\": true}}'")
 
 
 def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -74,7 +75,9 @@ def convert_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     add = parser.add_argument
     # `check_attention` says why another kind is rejected.
     add("--kind", metavar="KIND", default="iha", help=f"attention kind: {', '.join(KINDS)} (default: iha)")
-    add("--options", type=json_object, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'""")
+    add("--options", type=json_object, metavar="JSON", help="""options of the kind, such as '{"queries": true}'""")
+    gate = "a gate of the layer's input on the output of heads, which starts at 1/2; then the kind may be mha"
+    add("--output-gate", choices=GATES, help=gate)
     add("--num-pseudo-heads", type=int, metavar="P", help="pseudo-heads of each head; required for iha")
     add(
         "--schedule",
@@ -113,10 +116,11 @@ def check_conversion(
     value_offsets: str | None,
     mixing_scale: float | None,
     seed: int,
+    output_gate: str | None = None,
     **others,
 ) -> None:
     """Reject arguments of `convert` that cannot work. Raise `UserError`."""
-    check_attention(num_pseudo_heads, schedule, window, kind)
+    check_attention(num_pseudo_heads, schedule, window, kind, output_gate)
     if kind != "iha" and value_offsets is not None:
         raise UserError(f"kind {kind!r} has no pseudo-heads, whose values could differ: leave out --value-offsets.")
     if mixing_scale is not None and not 0 < mixing_scale < math.inf:
@@ -126,9 +130,13 @@ def check_conversion(
     check_new_directory(destination)
 
 
-def check_attention(num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str) -> None:
-    """Reject a kind, P, schedule and window that cannot work together for any source. Raise `UserError`."""
-    if kind not in KINDS:
+def check_attention(
+    num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str, output_gate: str | None = None
+) -> None:
+    """Reject a kind, P, schedule, window and gate that cannot work together for any source. Raise `UserError`."""
+    if kind == "mha" and output_gate is None:
+        raise UserError("kind 'mha' without a gate is what the source has: give --output-gate, or another --kind.")
+    if kind != "mha" and kind not in KINDS:
         raise UserError(f"kind={kind!r} has no exact start from Llama; expected one of {', '.join(KINDS)}.")
     if kind == "iha" and num_pseudo_heads is None:
         raise UserError("kind 'iha' needs a number of pseudo-heads, such as --num-pseudo-heads 2.")

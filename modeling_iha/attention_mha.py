@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import normalize
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -34,12 +33,12 @@ class MultiHeadAttention(LlamaAttention):
         self.layer_type = config.layer_types[layer_idx]
         self.use_rope = config.no_rope_layers[layer_idx] == 1
         self.attention_dropout = config.attention_dropout or 0.0  # a configuration may hold `None`
-        if config.use_qk_norm:
-            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        if config.output_gate is not None:  # one gate for each element of a head's output, or for each head
-            gates = config.num_attention_heads * (self.head_dim if config.output_gate == "elementwise" else 1)
-            self.output_gate = nn.Linear(config.hidden_size, gates, bias=False)
+        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.use_qk_norm else None
+        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.use_qk_norm else None
+        self.exclusive_attention = config.exclusive_attention
+        gates_of_head = {None: 0, "per_head": 1, "elementwise": self.head_dim}[config.output_gate]
+        gates = config.num_attention_heads * gates_of_head
+        self.output_gate = nn.Linear(config.hidden_size, gates, bias=False) if gates else None
 
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> "MultiHeadAttention":
@@ -62,8 +61,8 @@ class MultiHeadAttention(LlamaAttention):
 
     def project_heads(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
         """Return queries, keys and values [batch, N, heads, head_dim]. Some kinds map heads, before norms and RoPE."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        return [project(hidden_states).unflatten(-1, (-1, self.head_dim)) for project in projections]
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        return [project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj)]
 
     def rotate(self, query_states, key_states, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries [batch, H, N, head_dim] and keys [batch, G, N, head_dim] by RoPE [batch, N, head_dim]."""
@@ -72,17 +71,14 @@ class MultiHeadAttention(LlamaAttention):
     def project(self, hidden_states: torch.Tensor, position_embeddings: dict[str, tuple]) -> tuple:
         """Return rotated queries, rotated keys and values [batch, heads, N, head_dim] of [batch, N, hidden_size]."""
         query_states, key_states, value_states = self.project_heads(hidden_states)
-        if self.config.use_qk_norm:
-            query_states = self.q_norm(query_states)
-            key_states = self.k_norm(key_states)
+        if self.q_norm is not None:
+            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
         query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
         if self.use_rope:
             query_states, key_states = self.rotate(query_states, key_states, *position_embeddings[self.rope_table])
         return query_states, key_states, value_states.transpose(1, 2)
 
-    def attend(
-        self, query_states, key_states, value_states, attention_mask: Any, rotation: tuple | None = None, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs) -> tuple:
         """Return the output [batch, N, H, head_dim] of the core, and the weights [batch, H, N, K] where it gives them.
 
         `rotation` is that of pseudo-heads within their token. `kwargs` are passed to the core."""
@@ -92,12 +88,12 @@ class MultiHeadAttention(LlamaAttention):
         """Return what `o_proj` reads [batch, N, H * head_dim], of the output of `attend` [batch, N, H, head_dim].
 
         `own_values` [batch, G, N, head_dim] are the values of the same tokens, before any cache."""
-        if self.config.exclusive_attention:  # XSA, arXiv 2603.09078: leave out what is along the head's own value
-            own = normalize(own_values.transpose(1, 2), dim=-1, eps=1e-6).unsqueeze(3)
+        if self.exclusive_attention:  # XSA, arXiv 2603.09078: leave out what is along the head's own value
+            own = nn.functional.normalize(own_values.transpose(1, 2), dim=-1, eps=1e-6).unsqueeze(3)
             attn_output = attn_output.unflatten(2, (own.shape[2], -1))  # [batch, N, G, H / G, head_dim]
             attn_output = attn_output - (attn_output * own).sum(dim=-1, keepdim=True) * own
-        attn_output = attn_output.flatten(2)
-        if self.config.output_gate is not None:  # arXiv 2505.06708, position G1
+        attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1)
+        if self.output_gate is not None:  # arXiv 2505.06708, position G1
             gate = torch.sigmoid(self.output_gate(hidden_states)).unsqueeze(-1)
             attn_output = (attn_output.unflatten(-1, (gate.shape[2], -1)) * gate).flatten(2)
         return attn_output

@@ -132,10 +132,7 @@ class IHAMLP(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         channels = self.up_proj(x)
         # CODEPATH: as in __init__.
-        if self.config.gated_mlp:
-            channels = self.act_fn(self.gate_proj(x)) * channels
-        else:
-            channels = self.act_fn(channels)
+        channels = self.act_fn(self.gate_proj(x)) * channels if self.config.gated_mlp else self.act_fn(channels)
         # CODEPATH: as in __init__.
         if self.config.mlp_gate_groups is not None:
             scores = self.group_gate(x)

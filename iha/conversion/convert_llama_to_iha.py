@@ -33,12 +33,13 @@ def iha_config(
     window: int | None = None,
     kind: str = "iha",
     options: dict | None = None,
+    output_gate: str | None = None,
 ) -> IHAConfig:
     """Return the configuration of the converted model.
 
     Raise `UserError` if the source or an argument does not allow one.
     """
-    check_attention(num_pseudo_heads, schedule, window, kind)
+    check_attention(num_pseudo_heads, schedule, window, kind, output_gate)
     architecture = check_source(source)
     context = source.max_position_embeddings
     if num_pseudo_heads is not None:
@@ -70,6 +71,7 @@ def iha_config(
         no_rope_layers=rope_layers(source),
         num_pseudo_heads=num_pseudo_heads,
         pseudo_positions="shared",
+        output_gate=output_gate,
     )
 
 
@@ -91,6 +93,18 @@ def exact_start(
     return {name: value for name, value in started.items() if name in own}
 
 
+def half_open_gate(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return by name the gate of an attention module, and the output projection that makes up for it.
+
+    A gate whose weights are zero is sigmoid(0) = 1/2 everywhere, and a doubled projection undoes it. Both factors are
+    powers of two, so nothing is rounded. The projection's bias stays."""
+    gates = config.num_attention_heads * (config.head_dim if config.output_gate == "elementwise" else 1)
+    return {
+        "output_gate.weight": torch.zeros(gates, config.hidden_size),
+        "o_proj.weight": 2 * attention["o_proj.weight"],
+    }
+
+
 def convert_model(
     source: PreTrainedModel,
     num_pseudo_heads: int | None = None,
@@ -101,13 +115,14 @@ def convert_model(
     value_offsets: str | None = None,
     seed: int = 0,
     mixing_scale: float | None = None,
+    output_gate: str | None = None,
 ) -> IHAForCausalLM:
     """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
     The arguments are those of `convert`. The result shares the memory of the weights of `source`: delete one of the
     two, or copy it, before training. Raise `UserError` if the source is not supported or an argument does not fit it.
     """
-    config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options)
+    config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options, output_gate)
     value_offsets = value_offsets or "balanced"
     generator = torch.Generator().manual_seed(seed)
     state = source.state_dict()
@@ -118,6 +133,8 @@ def convert_model(
         of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         started = exact_start(config, i, generator, value_offsets)
         started |= companion_of(layer_kind).from_mha(config, of_mha)
+        if output_gate is not None:
+            started |= half_open_gate(config, of_mha | started)
         state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
     has_mixing = bool(trained_mixing(model))
@@ -143,25 +160,30 @@ def convert(
     dtype: str = "auto",
     mixing_scale: float | None = None,
     seed: int = 0,
+    output_gate: Literal["elementwise", "per_head"] | None = None,
 ) -> None:
     """Convert a checkpoint without changing what it computes, and write it, its tokenizer and a model card.
 
     `source` is a directory, a Hub id or a GGUF file, and `destination` a new directory. The other arguments are the
     options of the command. Raise `UserError`, and leave nothing behind, if the source cannot be converted.
     """
-    check_conversion(destination, num_pseudo_heads, kind, schedule, window, value_offsets, mixing_scale, seed)
+    check_conversion(
+        destination, num_pseudo_heads, kind, schedule, window, value_offsets, mixing_scale, seed, output_gate
+    )
     source = find_source(source)
 
     def make():
         arguments = (num_pseudo_heads, schedule, window, kind, options)
-        model, tokenizer = read_source(source, lambda config: iha_config(config, *arguments), dtype)
-        converted = convert_model(model, *arguments, value_offsets, seed, mixing_scale)
+        model, tokenizer = read_source(source, lambda config: iha_config(config, *arguments, output_gate), dtype)
+        converted = convert_model(model, *arguments, value_offsets, seed, mixing_scale, output_gate)
         if kind == "iha":
             how = f" with {num_pseudo_heads} pseudo-heads and the {schedule} schedule"
         else:
             how = f" to attention of kind {kind!r}"
             if options:
                 how += f" with {json.dumps(options)}"
+        if output_gate is not None:
+            how += f" with an output gate ({output_gate})"
         if schedule == "hybrid":
             config = converted.config
             how += f", whose windows are {config.sliding_window} of {config.max_position_embeddings} tokens"

@@ -11,9 +11,10 @@ paired_heads.py; the FFN pays for the parameters of the gate.
 - `schedule`: the paper's schedule with P = 2.
 - `mha`: ordinary attention in every layer.
 
-Rates are tuned for each variant on another seed, from 0.002 on (0.001 at width 256, and 512). A finished run is kept
-in `--output`. Git tracks the runs of width 64 in results/stacking, and a command that names that folder goes on from
-them.
+Rates are tuned for each variant on another seed, from 0.002 on (0.001 at widths from 256 on). A run of 1,600 steps
+at width 64 takes one core three minutes, and a variant needs at least nine runs. A finished run is kept in `--output`.
+Git tracks the runs of width 64 in results/stacking and results/stacking_400, and a command that names such a folder
+goes on from them. On a GPU (`--device cuda`, never run so far) models are compiled and learn in bfloat16 autocast.
 
 example: python -m research.experiments.stacking --kinds windows paired windows+all paired+all --most-seeds 6
 """
@@ -33,27 +34,19 @@ from research.benchmarks.harness import processor
 from research.experiments.language_models import EVALUATIONS, config_of, size_of, text_sha256
 from research.experiments.options import protocol_parser
 from research.experiments.paired_heads import (
-    ADDITIONS,
-    ARMS,
     BEGIN_AT,
     EFFECT,
     SIZES,
-    VARIANTS,
+    STACKED,
     given_text,
     one_run,
     read_text,
     step_seconds,
-    with_additions,
 )
 from research.experiments.protocol import COUNTS, budgets, compare_tuned, end, loss_at
 from research.experiments.study import begin, correct_by_holm, interval, points, run_once, verdict, write
 
 
-RESIDUAL = {"value_residual": True}
-STACKS = ADDITIONS | {"residual": RESIDUAL, "all": ADDITIONS["xsa+gate"] | RESIDUAL}
-PLAIN = {name: ARMS[name] for name in ("windows", "paired", "mha")} | {"schedule": VARIANTS["iha_2"]}
-STACKED = PLAIN | with_additions(PLAIN, STACKS)
-VARIANTS |= STACKED  # `one_run` and `step_seconds` look there
 FIRST_RATE = 2e-3
 
 
