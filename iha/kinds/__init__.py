@@ -64,7 +64,7 @@ ADDITIONS = {
     "exclusive_attention": Companion(
         card="exclusive self attention: the output of each head is left without what is along its value of the same "
         "token.",
-        paper="2026, [Exclusive Self Attention](https://arxiv.org/abs/2603.09078)",
+        paper="Zhai, 2026, [Exclusive Self Attention](https://arxiv.org/abs/2603.09078)",
     ),
 }
 

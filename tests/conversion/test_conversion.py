@@ -271,6 +271,17 @@ def test_offsets_of_pseudo_heads_that_are_not_there_are_refused(tmp_path):
         convert_llama_to_iha.convert("source", tmp_path / "iha", kind="diff_v2", value_offsets="none")
 
 
+def test_the_command_adds_a_gate(tmp_path):
+    save_tiny_source(tmp_path / "source")
+    words = [str(tmp_path / "source"), str(tmp_path / "iha"), "--kind", "mha", "--output-gate", "per_head"]
+    convert_llama_to_iha.main(words)
+    model = load_model(str(tmp_path / "iha"))
+    assert (model.config.attention_kinds[0], model.config.output_gate) == ("mha", "per_head")
+    assert "to attention of kind 'mha' with an output gate (per_head)" in (tmp_path / "iha" / "README.md").read_text()
+    with pytest.raises(UserError, match="output_gate='per_head', which no stock architecture computes"):
+        convert_back(model)
+
+
 def test_a_whole_number_scales_the_mixing(tmp_path):
     save_tiny_source(tmp_path / "source")
     convert_llama_to_iha.convert(str(tmp_path / "source"), tmp_path / "iha", 2, mixing_scale=8)
