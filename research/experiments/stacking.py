@@ -13,8 +13,8 @@ paired_heads.py; the FFN pays for the parameters of the gate.
 
 Rates are tuned for each variant on another seed, from 0.002 on (0.001 at widths from 256 on). A run of 1,600 steps
 at width 64 takes one core three minutes, and a variant needs at least nine runs. A finished run is kept in `--output`.
-Git tracks the runs of width 64 in results/stacking and results/stacking_400, and a command that names such a folder
-goes on from them. On a GPU (`--device cuda`, never run so far) models are compiled and learn in bfloat16 autocast.
+Git tracks the runs of width 64 in results/stacking, and a command with this `--output` goes on from them. On a GPU
+(`--device cuda`, never run so far) models are compiled and learn in bfloat16 autocast.
 
 example: python -m research.experiments.stacking --kinds windows paired windows+all paired+all --most-seeds 6
 """

@@ -187,8 +187,17 @@ def paper_more() -> list[Number]:
 SCARCE = ("scarce_data_longer", "scarce_data", "scarce_data_1000000_0.004_1_8", "scarce_data_2000000_512_cuda")
 
 
+STACKING = ("stacking",)
+
+
+def stacking_more() -> list[Number]:
+    """Return the lead of plain paired heads that was known before."""
+    return [pair(rows("paired_heads_1600", "variant")["paired_4"]["minus_base"]["steps"]["difference"])]
+
+
 SHARES = (20, 60)  # of the steps, in percent
 WARM_STARTS = ("warm_start_python", "warm_start_prose", "warm_start_lookup")
+PREDICTED = ("0.012", "0.015", "0.05", "0.035", "0.103", "0.032", "0.08", "0.085", "0.03", "0.028")
 # Heading -> tables, what is computed from them, and the figures of the set-up and of the papers.
 SECTIONS = {
     "Warm start": (WARM_STARTS, list, ()),
@@ -199,6 +208,8 @@ SECTIONS = {
         list,
         ("80%", "3.222", "3.214", "3.200", "-0.01", "-0.03", "-0.05", "0.07"),
     ),
+    # Given are the predictions and the pilot, which came before the tables.
+    "Stacking": (STACKING, stacking_more, PREDICTED),
     "HyperFeatureAttention": (("hyper_language",), list, ("27.97", "28.70")),
     "DCMHA's synthetic tasks": (("dcmha_tasks",), tasks_more, ("2,000",)),
     "Relation composition": (
@@ -317,6 +328,21 @@ def test_differences_where_data_is_scarce():
     assert [line for line in lines if line.startswith("| `")] == expected
 
 
+def stacking_lines() -> Iterator[str]:
+    """Yield the line of each comparison of stacked additions: equal steps, equal time, and the time of a step."""
+    for study in STACKING:
+        for each in table(study)["comparisons"]:
+            found = [each[budget]["difference"] for budget in ("steps", "time")]
+            cells = [f"{text(difference)}{' ?' * (difference['p_holm'] > 0.05)}" for difference in found]
+            names = f"`{each['first']}`, `{each['second']}`"
+            yield f"| {table(study)['steps']:,} | {names} | {' | '.join(cells)} | {each['time']['cost']:.2f} |"
+
+
+def test_differences_of_stacked_additions():
+    lines = section("research/experiments/README.md", "Stacking").splitlines()
+    assert [line for line in lines if re.match(r"\| [\d,]+ \| `", line)] == list(stacking_lines())
+
+
 def lead_lines() -> Iterator[str]:
     """Yield the lines of the table of the lead over training."""
     yield f"| models | rates | {' | '.join(f'{share}%' for share in SHARES)} |"
@@ -370,10 +396,11 @@ def test_the_gains_of_each_form():
         ("README.md", "What to expect"),
         ("docs/FORMS.md", "What each form gains"),
         ("docs/FORMS.md", "When data is scarce"),
+        ("docs/FORMS.md", "Gate, XSA and value residual"),
     ],
 )
 def test_intervals_of_the_guides_are_those_of_the_tables(document, heading):
-    studies = (*PAIRED, *WARM_STARTS, *SCARCE)
+    studies = (*PAIRED, *WARM_STARTS, *SCARCE, *STACKING)
     known = [*paired_more(), *(each for study in studies for each in numbers(table(study)))]
     found = [figure for figure in FIGURE.findall(section(document, heading)) if figure[1]]
     assert len(found) > 1
@@ -471,6 +498,8 @@ PARTS = {
         "largest_error_of_constructions/HyperAttention, order 3",
         "learned/HyperAttention, order 3/training",
     ],
+    "Gate (": ["rows/gated/minus_base/steps"],
+    "Gate, XSA": ["comparisons/windows+all/windows/steps", "comparisons/windows+all/windows/time"],
     "HA, Table 2: text with three layers": ["rows/hyper_feature_3/minus_base/steps"],
 }
 

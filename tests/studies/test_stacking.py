@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from iha.errors import UserError
+from iha.files import read_json
 from iha.model_cost import model as cost_of
 from research.experiments import language_models, paired_heads, stacking
 from research.experiments.language_models import config_of, losses_of, size_of
+from research.experiments.options import RESULTS
 from research.experiments.paired_heads import STACKED, model_of
 from research.experiments.value_residual import add_value_residual
 
@@ -132,3 +134,11 @@ def test_options_that_cannot_work(tmp_path):
         stacking.main(["--device", "cuda", *where])
     with pytest.raises(UserError, match="paired cannot be built at this size"):
         stacking.main(["--tokens", "32", "--kinds", "paired", "mha", *where])
+
+
+def test_git_tracks_the_runs_of_the_table():
+    table = read_json(RESULTS / "stacking.json")
+    for row in table["rows"]:
+        for seed, curve in enumerate(table["runs"][row["variant"]]):
+            path = RESULTS / "stacking" / f"{row['variant']}-{row['rate']:g}-{row['mixing']:g}-{seed}.json"
+            assert read_json(path)["curve"] == curve
