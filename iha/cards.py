@@ -114,6 +114,11 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
+def is_share(metric: str) -> bool:
+    """Return whether a figure is a share, which is written in per cent, and no loss."""
+    return "loss" not in metric and metric != "bits_per_byte"
+
+
 def figure_text(figure: dict | None, percent: bool) -> str:
     if figure is None:
         return "–"
@@ -369,7 +374,7 @@ def _evaluation(results: dict) -> str:
         remarks += [f"{task['unfinished_replies']} replies unfinished"] if task["unfinished_replies"] else []
         counts = [str(task["examples"]), str(task["samples_each"]), markdown("; ".join(remarks))]
         for metric, figure in task["metrics"].items():
-            rows.append([markdown(name), markdown(metric), figure_text(figure, "loss" not in metric), *counts])
+            rows.append([markdown(name), markdown(metric), figure_text(figure, is_share(metric)), *counts])
     header = ["task", "metric", "this model ± s.e.", "examples", "samples each", "remarks"]
     versions = ", ".join(f"{library} {number}" for library, number in results["versions"].items())
     about = (
