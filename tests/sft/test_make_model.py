@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from iha.errors import ROOT
 from iha.hub.push_to_hub import completed_card
+from iha.sources import find_source
 from modeling_iha import IHAForCausalLM
 from sft import make_model, make_tokenizer, results, train
 
@@ -39,7 +40,9 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
     heads = {name: model.lm_head.weight for name, model in models.items()}
     assert torch.equal(heads["one"], heads["again"]) and not torch.equal(heads["one"], heads["other"])
     assert results.is_untrained(tmp_path / "one") and not results.is_untrained(tmp_path / "tokenizer")
-    assert "base_model" not in completed_card(tmp_path / "one", "me/one", "mit", None)  # and it asks for none
+    assert "base_model" not in completed_card(
+        find_source(tmp_path / "one"), "me/one", "mit", None
+    )  # and it asks for none
 
 
 def test_a_tokenizer_is_trained_on_what_a_run_takes(tmp_path, cli):

@@ -20,6 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
 from iha.hub.checkpoint_checks import checkpoint_files
+from iha.sources import find_source
 from sft import make_model, results, train
 from sft import run as sft_run
 from sft.arguments import RecipeParser
@@ -627,7 +628,7 @@ def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
     ):
         assert fact in card, fact
     assert str(tmp_path) not in card and str(Path(rows_file).parent) not in card
-    names, others = checkpoint_files(output / "final")
+    names, others = checkpoint_files(find_source(output / "final"))
     assert set(names) == {path.name for path in (output / "final").iterdir()} and others == []
     assert (output / "final" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not (output / "README.md").exists() and not (output / ".lock").exists()
