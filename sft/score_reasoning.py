@@ -60,6 +60,7 @@ from iha.checkpoints import (
     positions_of,
     vocabulary_of,
 )
+from iha.sources import find_source
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 
@@ -218,10 +219,11 @@ def main(argv: Sequence[str] | None = None) -> dict:
     args = parse_arguments(argv)
     rows = read_rows(args.data, args.limit)
     prompts = check_rows(rows, args.trust_rows)
-    model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
+    source = find_source(args.model)
+    model = load_model(source).to("cuda" if torch.cuda.is_available() else "cpu")
     if model.device.type == "cpu":
         note_slow_dtype(model.dtype)
-    tokenizer = load_tokenizer(args.model, vocabulary_of(model.config))
+    tokenizer = load_tokenizer(source, vocabulary_of(model.config))
     result = score(model, tokenizer, rows, prompts, args.batch_size, args.max_new_tokens)
     if args.json is not None:
         write_json(args.json, result)

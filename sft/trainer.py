@@ -26,6 +26,7 @@ from trl import SFTTrainer
 from iha.checkpoints import check_finite, load_model
 from iha.errors import UserError, refusing
 from iha.files import whole_file
+from iha.sources import find_source
 from modeling_iha.mixing_weights import trained_mixing
 from sft.distributed import whole_model
 from sft.training_rows import bytes_of_token, check_cut, check_learned, first_tokens, splits
@@ -254,7 +255,7 @@ class SFTRecipeTrainer(SFTTrainer):
         if self.is_fsdp_enabled or isinstance(self.model, PeftModel):
             return False
         # Trainer expects the model's names in the files, which saving changes, and would leave experts unchanged.
-        self.model.load_state_dict(load_model(checkpoint, self.model.dtype).state_dict())
+        self.model.load_state_dict(load_model(find_source(checkpoint), self.model.dtype).state_dict())
         return True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
