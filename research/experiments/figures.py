@@ -1,12 +1,14 @@
 """Write figures into the pages that quote studies, from the tables of their results.
 
-A comment after a figure says where it comes from: 0.193 ± 0.020<!-- -paired_heads/paired_4/minus_mha/steps -->. It has
-the name of a table and the keys of a value in it; a row goes by its name, and "*" stands for all. "-" changes the sign,
+A comment after a figure says where it comes from: 0.193 ± 0.020<!-- -paired_heads/paired_4/minus_mha/steps -->. It
+names a table and the keys of a value in it. A row goes by its name, and "*" stands for all. "-" changes the sign,
 "max" and "min" take one of all, "A over B" divides, and "lead" and "gain" compute what no table holds. Digits and unit
-stay those of the page, and so do words: read them again after a change.
+stay those of the page. So do words: read them again after a change.
 
 A comment above a table says this for each column. {0} and {1} stand for the names in the first cell of a row: those of
 its comment, between "/", or else those in backticks. With "?" at its end, what is undecided is marked.
+
+It takes some seconds.
 
 example: python -m research.experiments.figures
 """
@@ -30,7 +32,7 @@ UNITS = {None: 1, "%": 100, "points": 100, "million": 1e-6}
 NUMBER = r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?"
 FIGURE = re.compile(rf"(?<![\w.])({NUMBER})(?:(\s+±\s+)({NUMBER}))?(%|\s+(?:points|million))?")
 # The figure may be the text of a link.
-MARKED = re.compile(rf"({FIGURE.pattern})((?:\]\([^)]*\))?<!-- ([^|>]+) -->)")
+MARKED = re.compile(rf"({FIGURE.pattern})((?:\]\([^)]*\))?<!--\s([^|>]+)\s-->)")
 TABLE = re.compile(r"<!-- \|([^>]+)\| -->\n+\|.+\n\|[-|]+\n((?:\|.+\n)+)")
 KEPT = ("", "–", "1.00")  # where a row has no value; the base takes 1.00 times its own time
 
@@ -124,15 +126,20 @@ def written(number: float, like: str) -> str:
 
 
 def figure(source: str, like: str) -> str:
-    """Return the figure that a comment names, with the digits and the unit of another one."""
+    """Return the figure that a comment names, with the digits and the unit of another one. Raise `UserError`."""
     mean, sign, half_width, unit = FIGURE.fullmatch(like).groups()
-    value = evaluate(source)
-    scale = UNITS[unit and unit.strip()]
-    if source.endswith(("rate", "decay")) and "e" not in mean:
-        return f"{value:g}"  # digits of another rate would round it
-    if not half_width:
+    try:
+        value = evaluate(source)
+        if source.endswith(("rate", "decay")) and "e" not in mean:
+            return f"{value:g}"  # the digits of another rate would round it
+        scale = UNITS[unit and unit.strip()]
+        if half_width:
+            return written(scale * value[0], mean) + sign + written(scale * value[1], half_width) + (unit or "")
         return written(scale * (value[0] if isinstance(value, tuple) else value), mean) + (unit or "")
-    return written(scale * value[0], mean) + sign + written(scale * value[1], half_width) + (unit or "")
+    except (LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{' '.join(source.split())}: expected the keys of a value like {like} ({error!r})."
+        ) from error
 
 
 def is_undecided(source: str) -> bool:
@@ -140,19 +147,25 @@ def is_undecided(source: str) -> bool:
     return part.get("difference", part).get("p_holm", 1) > 0.05
 
 
-def filled_cell(sources: str, cell: str, shape: str) -> str:
-    """Return a cell of a table: one figure for each source, which ";" separates. `shape` is that of an empty cell."""
-    marks = sources.endswith(" ?")
-    names = sources.removesuffix(" ?").split("; ")
+def has_values(sources: list[str]) -> bool:
     try:
-        values = iter([(source, evaluate(source)) for source in names])
-    except KeyError:
-        if cell in KEPT:
+        return bool([evaluate(source) for source in sources])
+    except LookupError:
+        return False
+
+
+def filled_cell(column: str, cell: str, shape: str) -> str:
+    """Return a cell of a table: one figure for each source, which ";" separates. `shape` is that of an empty cell."""
+    sources = column.removesuffix(" ?").split("; ")
+    if cell in KEPT:
+        if not has_values(sources):
             return cell
-        raise
-    shape = shape if cell in KEPT else cell
-    cell = FIGURE.sub(lambda like: figure(next(values)[0], like[0]), shape).removesuffix(" ?")
-    return cell + " ?" * (marks and is_undecided(names[0]))
+        cell = shape
+    if len(FIGURE.findall(cell)) != len(sources):
+        raise UserError(f"{column}: expected {len(sources)} figures in the cell {cell!r}.")
+    left = iter(sources)
+    cell = FIGURE.sub(lambda like: figure(next(left), like[0]), cell).removesuffix(" ?")
+    return cell + " ?" * (column.endswith(" ?") and is_undecided(sources[0]))
 
 
 def filled_table(match: re.Match) -> str:
@@ -170,29 +183,18 @@ def filled_table(match: re.Match) -> str:
     return match[0].removesuffix(match[2]) + body
 
 
-def filled(page: str) -> str:
-    """Return the text of a page with the figures of the tables. Raise `UserError` for a comment without a value."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    comment = ""
-    try:
-        for comment in MARKED.finditer(text):
-            evaluate(comment.groups()[-1])
-        text = MARKED.sub(lambda match: figure(match.groups()[-1], match[1]) + match.groups()[-2], text)
-        for comment in TABLE.finditer(text):
-            filled_table(comment)
-        return TABLE.sub(filled_table, text)
-    except (KeyError, ValueError, IndexError, TypeError) as error:
-        shown = comment[0].splitlines()[0]
-        raise UserError(f"{page}: {shown} names no value of a table ({error!r}).") from error
+def filled(text: str) -> str:
+    """Return the text of a page with the figures of the tables. Raise `UserError` for a source without a value."""
+    text = MARKED.sub(lambda match: figure(match.groups()[-1], match[1]) + match.groups()[-2], text)
+    return TABLE.sub(filled_table, text)
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for page in PAGES:
+        text = filled((ROOT / page).read_text(encoding="utf-8"))
         with whole_file(ROOT / page) as path:
-            path.write_text(filled(page), encoding="utf-8")
+            path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
