@@ -11,7 +11,7 @@ import importlib
 import runpy
 import sys
 from collections.abc import Callable
-from importlib.metadata import metadata, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 
 from iha.arguments import (
     convert_arguments,
@@ -35,6 +35,14 @@ COMMANDS: dict[str, tuple[str, Callable[[], dict] | None]] = {
 }
 # Commands of a checkout, which read recipes, tasks and studies that no wheel holds, and the module of each.
 COMMANDS_OF_A_CHECKOUT = {"train": "sft.train", "evaluate": "evaluation.run", "compare": "research.compare"}
+
+
+def own_version() -> str:
+    """Return the version of this package, if it is installed."""
+    try:
+        return version("modeling-iha")
+    except PackageNotFoundError:
+        return "(a checkout that is not installed)"
 
 
 def run_in_checkout(name: str) -> None:
@@ -64,7 +72,7 @@ def run(name: str) -> None:
 def main() -> None:
     """Run the command that the first argument names, with the other arguments."""
     parser = argparse.ArgumentParser("iha", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('modeling-iha')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {own_version()}")
     names = [*COMMANDS, *COMMANDS_OF_A_CHECKOUT]
     parser.add_argument("command", choices=names, help="`iha COMMAND --help` describes it and its arguments")
     name = parser.parse_args(sys.argv[1:2]).command
