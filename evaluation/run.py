@@ -9,6 +9,7 @@ examples:
   python -m evaluation.run ORG/NAME --suite reasoning --confirm-run-unsafe-code --output outputs/evaluation/name
   python -m evaluation.run outputs/smollm2-iha --suite ruler --tasks niah_single_1 niah_multikey_2 \\
       --lengths 512 1024 --limit 50
+  python -m evaluation.run outputs/smollm2-iha --text held_out.txt --lengths 1024
   accelerate launch --num_processes 8 evaluation/run.py ORG/NAME --suite ruler --data DATA
 """
 
@@ -147,11 +148,12 @@ def kept_samples(rows: list[dict]) -> list[dict]:
     return kept
 
 
-def _checksums(directory: Path | None) -> dict[str, str]:
-    """Return the SHA-256 of each data file in the directory `--data`."""
+def _checksums(directory: Path | None, text: Path | None) -> dict[str, str]:
+    """Return the SHA-256 of the text `--text` and of each data file in the directory `--data`."""
+    own = {} if text is None else {text.name: data.file_sha256(text)}
     if directory is None:
-        return {}
-    return {name: data.file_sha256(directory / name) for name in data.MANIFEST if (directory / name).is_file()}
+        return own
+    return own | {name: data.file_sha256(directory / name) for name in data.MANIFEST if (directory / name).is_file()}
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
@@ -242,7 +244,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "first_device": record.get("device", model.device.type),
         "first_versions": record.get("versions", {}),
         "isolated_code": run_code.isolates(),
-        "data_sha256": _checksums(args.data),
+        "data_sha256": _checksums(args.data, args.text),
         "seconds": round(time.monotonic() - started),
         "tasks": {
             name: summarise(answer["results"][name], samples[name], task, model) for name, task in tasks.items()

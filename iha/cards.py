@@ -39,6 +39,7 @@ from modeling_iha.mixing_weights import trained_mixing
 TEMPLATE = Path(__file__).with_name("card_template.md")
 MAX_CARD = 2**20  # bytes
 NOT_EVALUATED = "Not evaluated."
+FINAL = "final"  # the directory of a run that `sft.train` saves the final model in
 FROM_SCRATCH = "trained-from-scratch"  # the tag of a model without a base model
 # The parts of a results.json of `python -m evaluation.run` that cards and comparisons read
 
@@ -110,6 +111,11 @@ def markdown(text: object) -> str:
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def is_share(metric: str) -> bool:
+    """Return whether a figure is a share, which is written in per cent, and no loss."""
+    return "loss" not in metric and metric != "bits_per_byte"
 
 
 def figure_text(figure: dict | None, percent: bool) -> str:
@@ -224,22 +230,38 @@ def source_base_model(source: str) -> str | None:
     return _stated(source, "base_model") if Path(source).exists() else source
 
 
+def is_from_scratch(source: str) -> bool:
+    """Return whether the card of a local directory says that its model was trained from scratch."""
+    tags = _metadata_of(source).get("tags") if Path(source).is_dir() else None
+    return isinstance(tags, list) and FROM_SCRATCH in tags
+
+
 def _stated(source: str, name: str) -> str | None:
     """Return a text of the metadata of a checkpoint's card, or `None`."""
-    if Path(source).is_file():  # a GGUF file: as an id of the Hub it would be asked for again and again
-        return None
-    try:
-        path = cached_file(source, "README.md")
-        value = metadata(read_text(path, MAX_CARD), path).get(name)
-    except Exception:
-        return None
+    value = _metadata_of(source).get(name)
     return one_printable_line(value) if isinstance(value, str) else None
 
 
+def _metadata_of(source: str) -> dict:
+    """Return the metadata of a checkpoint's card, or an empty dict for a card that cannot be read."""
+    if Path(source).is_file():  # a GGUF file: as an id of the Hub it would be asked for again and again
+        return {}
+    try:
+        path = cached_file(source, "README.md")
+        return metadata(read_text(path, MAX_CARD), path)
+    except Exception:
+        return {}
+
+
 def source_name(source: str) -> str:
-    """Return the public name of a source on one line: the whole Hub id, or the last part of a local path."""
-    path = os.path.expanduser(source)
-    return one_printable_line(Path(os.path.abspath(path)).name if os.path.exists(path) else source)
+    """Return the public name of a source on one line: the whole Hub id, or the last part of a local path.
+
+    The final model of a run has the name of the run.
+    """
+    if not os.path.exists(os.path.expanduser(source)):
+        return one_printable_line(source)
+    path = Path(os.path.abspath(os.path.expanduser(source)))
+    return one_printable_line(path.parent.name if path.name == FINAL else path.name)
 
 
 def schedule(config: IHAConfig) -> str:
@@ -344,7 +366,7 @@ def _evaluation(results: dict) -> str:
         remarks += [f"{task['unfinished_replies']} replies unfinished"] if task["unfinished_replies"] else []
         counts = [str(task["examples"]), str(task["samples_each"]), markdown("; ".join(remarks))]
         for metric, figure in task["metrics"].items():
-            rows.append([markdown(name), markdown(metric), figure_text(figure, "loss" not in metric), *counts])
+            rows.append([markdown(name), markdown(metric), figure_text(figure, is_share(metric)), *counts])
     header = ["task", "metric", "this model ± s.e.", "examples", "samples each", "remarks"]
     versions = ", ".join(f"{library} {number}" for library, number in results["versions"].items())
     about = (

@@ -13,7 +13,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
-from importlib.metadata import metadata, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 
 import typer
 
@@ -50,6 +50,14 @@ def call(command: Callable, words: Sequence[str] | None = None) -> None:
     command(**arguments)
 
 
+def own_version() -> str:
+    """Return the version of this package, if it is installed."""
+    try:
+        return version("modeling-iha")
+    except PackageNotFoundError:
+        return "(a checkout that is not installed)"
+
+
 def run_in_checkout(name: str) -> None:
     """Run a command of a checkout. Raise `UserError` if only the package is installed."""
     module = COMMANDS_OF_A_CHECKOUT[name]
@@ -77,7 +85,7 @@ def run(name: str) -> None:
 def main() -> None:
     """Run the command that the first argument names, with the other arguments."""
     parser = argparse.ArgumentParser("iha", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('modeling-iha')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {own_version()}")
     names = [*FUNCTIONS, "cost", "serve", *COMMANDS_OF_A_CHECKOUT]
     parser.add_argument("command", choices=names, help="`iha COMMAND --help` describes it and its arguments")
     name = parser.parse_args(sys.argv[1:2]).command

@@ -199,12 +199,19 @@ def score(
 ) -> dict:
     """Return the accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
 
-    `prompts` are those of `check_rows`. A reply counts when it `is_right`. Raise `UserError` for a tokenizer and
-    prompts that `generate_replies` rejects.
+    "generators" has the first three for the rows of each generator. `prompts` are those of `check_rows`. A reply
+    counts when it `is_right`. Raise `UserError` for a tokenizer and prompts that `generate_replies` rejects.
     """
     replies = generate_replies(model, tokenizer, prompts, batch_size, max_new_tokens)
-    correct = sum(is_right(reply, row["generator"], row["entry"]) for row, reply in zip(rows, replies, strict=True))
-    return {"accuracy": correct / len(rows), "correct": correct, "rows": len(rows), "replies": replies}
+    right: dict[str, list[bool]] = {}
+    for row, reply in zip(rows, replies, strict=True):
+        right.setdefault(row["generator"], []).append(is_right(reply, row["generator"], row["entry"]))
+    by_generator = {name: accuracy(found) for name, found in right.items()}
+    return accuracy(sum(right.values(), [])) | {"replies": replies, "generators": by_generator}
+
+
+def accuracy(right: list[bool]) -> dict:
+    return {"accuracy": sum(right) / len(right), "correct": sum(right), "rows": len(right)}
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
@@ -220,7 +227,10 @@ def main(argv: Sequence[str] | None = None) -> dict:
     result = score(model, tokenizer, rows, prompts, args.batch_size, args.max_new_tokens)
     if args.json is not None:
         write_json(args.json, result)
-    print(f"{result['correct']} of {result['rows']}: {result['accuracy']:.1%}")
+    found = result["generators"] if len(result["generators"]) > 1 else {}
+    for name, each in {**found, "all": result}.items():
+        title = f"{name}: " if found else ""
+        print(f"{title}{each['correct']} of {each['rows']}: {each['accuracy']:.1%}")
     return result
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import os
 import random
 import re
@@ -277,8 +278,24 @@ def test_solutions_without_a_box_are_read_at_least_as_often_as_by_math_verify(st
 
 def test_loss_by_position():
     log_probs = [-float(position) for position in range(1, 228)]
-    assert scores.loss_by_position({}, [log_probs]) == {"loss@1": 32.0, "loss@64": 95.5, "loss@128": 177.5}
-    assert list(scores.loss_by_position({}, [log_probs[:150]])) == ["loss@1", "loss@64"]
+    found = scores.loss_by_position({"mean_bytes": 900}, [log_probs])
+    assert found.pop("bits_per_byte") == pytest.approx(25_878 / 900 / math.log(2))
+    assert found == {"loss@1": 32.0, "loss@64": 95.5, "loss@128": 177.5}
+    assert "loss@128" not in scores.loss_by_position({"mean_bytes": 1}, [log_probs[:150]])
+
+
+def test_bits_per_byte_and_loss_by_position_of_any_text(tiny, tmp_path):
+    (tmp_path / "text.txt").write_text("All that glisters is not gold. " * 20)
+    arguments = ["--text", tmp_path / "text.txt", "--lengths", 64, "--output", tmp_path / "out"]
+    task = run.main([str(word) for word in (tiny, *arguments)])["tasks"]["perplexity_by_position@64"]
+    rows = data.text_windows(None, 64, tokenizer=tiny_tokenizer(), text_file=tmp_path / "text.txt")["test"]
+    tokens = len(tiny_tokenizer()((tmp_path / "text.txt").read_text())["input_ids"])
+    assert task["examples"] == len(rows) == tokens // 64 > 1 and "--text text.txt" in task["note"]
+    loss = task["metrics"]["loss@1"]["value"]  # of all tokens but the first
+    bits = len(rows) * 63 * loss / math.log(2) / sum(rows["mean_bytes"])
+    assert task["metrics"]["bits_per_byte"]["value"] == pytest.approx(bits)
+    with pytest.raises(UserError, match="--text .*absent: expected a text file"):
+        run.parse([str(tiny), "--text", str(tmp_path / "absent")])
 
 
 # RULER
@@ -302,6 +319,7 @@ def test_scores_of_ruler():
 
 def build(*tasks, lengths=(512,), seed=0, suite="smoke", **changes):
     settings = {"data": data.SMOKE, "no_chat": False, "max_new_tokens": None, "samples": None, "limit": None}
+    settings["text"] = None
     args = SimpleNamespace(tasks=tasks, lengths=list(lengths), seed=seed, suite=suite, **{**settings, **changes})
     return suites.build_tasks(args, tiny_tokenizer())
 
@@ -562,15 +580,26 @@ def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
     assert "| gsm8k | pass@1 | 2 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0 |" in text
     assert re.search(r"\| dcformer_synthetic \| acc \| 2 \|.*\| – \|$", text, re.MULTILINE)  # it has no replies
     assert "| gsm8k | maj@2 |" not in text and "| other |" not in text
-    assert "different prompts" not in text
+    assert "other prompts" not in text
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_evaluations_of_one_name_are_compared(two_runs, tmp_path):
+    for name, source in zip(("a", "b", "c"), (*two_runs, two_runs[0])):
+        shutil.copytree(source, tmp_path / name / "ruler")
+    runs = [str(tmp_path / name / "ruler") for name in ("a", "b", "c")]
+    compare.main([*runs, "--output", str(tmp_path / "comparison.md")])
+    text = (tmp_path / "comparison.md").read_text()
+    assert "| a/ruler | b/ruler | c/ruler | b/ruler − a/ruler | other replies | c/ruler − a/ruler |" in text
+    figures = "0.0 ± 0.0 | 50.0 ± 50.0 | 0.0 ± 0.0 | 50.0 ± 50.0 | 1 | 0.0 ± 0.0 | 0 |"
+    assert f"| niah_single_1@512 | string_match | 2 | {figures}" in text
 
 
 def test_a_comparison_names_the_tasks_with_other_prompts(two_runs, tmp_path):
     file = two_runs[1] / "samples_gsm8k.jsonl"
     write_jsonl(file, [row | {"prompt_hash": "0"} for row in read_jsonl(file)])
     compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
-    assert "The two runs had different prompts in gsm8k.\n" in (tmp_path / "comparison.md").read_text()
+    assert "tuned had other prompts than base in gsm8k.\n" in (tmp_path / "comparison.md").read_text()
 
 
 def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
@@ -584,7 +613,7 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
     (tmp_path / "comparison.png").mkdir()
     assert f"{tmp_path / 'comparison.png'} is a directory" in refused(base, tuned)
     (tmp_path / "comparison.png").rmdir()
-    assert "the name of both directories" in refused(base, base)
+    assert "expected different directories" in refused(base, base)
     file = tuned / "samples_gsm8k.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
     message = refused(base, tuned)

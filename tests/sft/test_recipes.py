@@ -9,6 +9,7 @@ import torch
 import yaml
 from datasets import Dataset
 from tiny_training import ROOT, byte_tokenizer, decoder, saved, sizes, write_jsonl
+from trl import SFTConfig
 
 from iha.checkpoints import load_config
 from iha.errors import UserError
@@ -47,6 +48,12 @@ def run(file, model, rows, output, **overrides):
     train.main(["--config", str(RECIPES / file), *sizes(model, rows, output, **small)])
     losses = json.loads((output / "loss.json").read_text())["train"]
     return yaml.safe_load((RECIPES / file).read_text()), load_config(find_source(output / "final")), losses
+
+
+def test_pretraining_warms_up_for_the_papers_steps():
+    keys = yaml.safe_load((RECIPES / "pretrain/sft.yaml").read_text())
+    args = SFTConfig(max_steps=keys["max_steps"], warmup_steps=keys["warmup_steps"], bf16=False, use_cpu=True)
+    assert args.get_warmup_steps(keys["max_steps"]) == 1000
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -187,6 +187,14 @@ def test_scoring_counts_what_the_verifier_accepts(tiny, tmp_path, monkeypatch, c
     assert json.loads(figures.read_text()) == result
     assert capsys.readouterr().out.splitlines()[-1] == "3 of 4: 75.0%"
 
+    make_reasoning_data.main([str(tmp_path / "words.jsonl"), "--rows", "1", "--generator", "spell_backward"])
+    out.write_text(out.read_text() + (tmp_path / "words.jsonl").read_text())
+    replies.append("nonsense")
+    result = score_reasoning.main([tiny, str(out)])
+    assert result["generators"]["chain_sum"] == {"accuracy": 0.75, "correct": 3, "rows": 4}
+    lines = ["chain_sum: 3 of 4: 75.0%", "spell_backward: 0 of 1: 0.0%", "all: 3 of 5: 60.0%"]
+    assert capsys.readouterr().out.splitlines()[-3:] == lines
+
 
 def test_no_row_runs_code_that_nobody_trusts(tmp_path, cli):
     """Give a verifier that evaluates the row's answer a call that leaves a trace."""
