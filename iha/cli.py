@@ -27,14 +27,6 @@ FUNCTIONS = {"convert": api.convert, "verify": api.verify, "push": api.push, "pu
 COMMANDS_OF_A_CHECKOUT = {"train": "sft.train", "evaluate": "evaluation.run", "compare": "research.compare"}
 
 
-def own_version() -> str:
-    """Return the version of this package, if it is installed."""
-    try:
-        return version("modeling-iha")
-    except PackageNotFoundError:
-        return "(a checkout that is not installed)"
-
-
 def call(command: Callable, words: Sequence[str] | None = None) -> None:
     """Call a function of `iha.api` with the arguments in the words of a command line.
 
@@ -56,6 +48,14 @@ def call(command: Callable, words: Sequence[str] | None = None) -> None:
         if not arguments:  # help was printed, or what is wrong
             raise
     command(**arguments)
+
+
+def own_version() -> str:
+    """Return the version of this package, if it is installed."""
+    try:
+        return version("modeling-iha")
+    except PackageNotFoundError:
+        return "(a checkout that is not installed)"
 
 
 def run_in_checkout(name: str) -> None:

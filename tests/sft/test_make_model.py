@@ -42,8 +42,7 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
     heads = {name: model.lm_head.weight for name, model in models.items()}
     assert torch.equal(heads["one"], heads["again"]) and not torch.equal(heads["one"], heads["other"])
     assert is_from_scratch(str(tmp_path / "one")) and not is_from_scratch(str(tmp_path / "tokenizer"))
-    card = completed_card(find_source(tmp_path / "one"), "me/one", "mit", None)  # which asks for no base model
-    assert "base_model" not in card
+    assert "base_model" not in completed_card(find_source(tmp_path / "one"), "me/one", "mit", None)
 
 
 def test_a_tokenizer_is_trained_on_what_a_run_takes(tmp_path, cli):
