@@ -20,7 +20,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from iha.errors import UserError, one_line
-from iha.files import check_new_directory, check_output_file, expanded
+from iha.files import check_new_directory, check_output_file, expanded, parse_yaml
 from iha.sources import find_source
 
 
@@ -277,8 +277,17 @@ def cost_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--window", type=int, help="window in tokens in place of the model's")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that share the model by FSDP2 (default: 1)")
     parser.add_argument("--tflops", type=float, help="TFLOP/s that you expect of each GPU, for the time of a step")
+    parser.add_argument("--steps", type=int, help="steps of a training, for its hours at --tflops")
+    where = "fields to change in the preset; fields that depend on them follow"
+    parser.add_argument("--set", nargs="+", metavar="FIELD=VALUE", help=where)
+    parser.add_argument("--no-memory", action="store_true", help="count no memory, which takes longest")
     parser.add_argument("--json", help="also write the figures to this file")
     arguments = vars(parser.parse_args(argv))
+    changes = arguments.pop("set")
+    if changes and arguments["preset"] is None:
+        raise UserError("--set changes the fields of a preset: give one with --preset.")
+    arguments["fields"] = fields_of(changes or [])
+    arguments["count_memory"] = not arguments.pop("no_memory")
     check_cost(**arguments)
     if arguments["config"] is not None:
         arguments["config"] = find_source(arguments["config"])
@@ -294,10 +303,12 @@ def check_cost(
     window: int | None,
     gpus: int,
     tflops: float | None,
+    steps: int | None,
     json: str | os.PathLike | None,
+    **others,
 ) -> None:
     """Reject arguments of `cost` that cannot work. Raise `UserError`."""
-    numbers = {"tokens": tokens, "batch": batch, "num-pseudo-heads": num_pseudo_heads, "gpus": gpus}
+    numbers = {"tokens": tokens, "batch": batch, "num-pseudo-heads": num_pseudo_heads, "gpus": gpus, "steps": steps}
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: expected at least 1.")
@@ -305,6 +316,8 @@ def check_cost(
         raise UserError(f"--window {window}: expected at least 2.")
     if tflops is not None and not 0 < tflops < math.inf:
         raise UserError(f"--tflops {tflops}: expected a number above 0.")
+    if steps is not None and tflops is None:
+        raise UserError(f"--steps {steps}: give --tflops too, from which the hours follow.")
     if json is not None:
         check_output_file(json, replace=True)
     names = preset_names()
@@ -312,6 +325,20 @@ def check_cost(
         raise UserError(f"--config {config}: this is the name of a preset: give it as --preset {config}.")
     if config is None and preset not in names:
         raise UserError(f"--preset {preset}: expected one of {', '.join(names)}.")
+
+
+def fields_of(changes: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of FIELD=VALUE words, with values of JSON or else of YAML. Raise `UserError`."""
+    fields = {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise UserError(f"{change}: expected FIELD=VALUE.")
+        try:
+            fields[name] = json.loads(value)  # which reads 1e-5 as a number
+        except ValueError:
+            fields[name] = parse_yaml(value, change, Any)
+    return fields
 
 
 def preset_names() -> list[str]:

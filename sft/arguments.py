@@ -54,13 +54,13 @@ UNUSED_KEYS = (
 )
 # Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
+SCALE = "scale"  # the value of sliding_window that scales windows with the context
 # Bounds of numbers, which the trainers do not check before they train.
 ABOVE_0 = ("mixing_scale", "rope_theta", "peak_tflops")
 LEAST = {
     "learning_rate": 0,
     "num_pseudo_heads": 1,
     "max_position_embeddings": 1,
-    "sliding_window": 2,
     "max_length": 2,  # no token predicts the first one
     "lora_r": 1,
     "eval_size": 0,
@@ -97,7 +97,8 @@ class RunArguments(ScriptArguments, ModelConfig):
     eval_size: float = key("Rows held out for evaluation: a share below 1, or a number of rows.", 0.0)
     eval_dataset_name: str | None = key("Rows to evaluate on, in place of eval_size: a file or an id on the Hub.")
     num_pseudo_heads: int | None = key(
-        "P, with which a plain base model is interleaved. Another number than a checkpoint's is an error."
+        "P, with which a plain base model is interleaved. Another number than a checkpoint's is an error on the "
+        "command line, and is left out in a file."
     )
     interleaved_layers: list[str] | None = key("Layers to interleave: indices, or paper; all by default.")
     interleaved_window: str | None = key("Window of these layers in tokens, or paper; the base's own by default.")
@@ -112,10 +113,16 @@ class RunArguments(ScriptArguments, ModelConfig):
     )
     max_position_embeddings: int | None = key("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = key("RoPE base to train with, which the trained checkpoint keeps.")
-    sliding_window: int | None = key("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
+    sliding_window: str | None = key(
+        "Window of the sliding layers, in tokens, which the trained checkpoint keeps. `scale` lets all windows grow "
+        "with max_position_embeddings, if there are any."
+    )
     peak_tflops: float | None = key(
         "Peak of one device in TFLOP/s, in the type it computes in (H100, bf16: 989): the run logs its utilization."
     )
+
+    # The keys that the command line names. (Without an annotation it is no key itself.)
+    on_command_line = frozenset()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -226,10 +233,10 @@ def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
     """
     # The parser also takes `--model-name-or-path=DIR` for `--model_name_or_path DIR`.
     options = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
-    on_command_line = {option.replace("-", "_") for option in options}
-    if on_command_line & {"preset", "model_name_or_path"}:
+    run.on_command_line = frozenset(option.replace("-", "_") for option in options)
+    if run.on_command_line & {"preset", "model_name_or_path"}:
         for name in ("model_name_or_path", *PRESET_KEYS):
-            if name not in on_command_line:
+            if name not in run.on_command_line:
                 setattr(run, name, None)
     if run.preset and run.model_name_or_path:
         raise UserError("preset and model_name_or_path both say what to start from: give one.")

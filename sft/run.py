@@ -28,11 +28,10 @@ from sft.trainer import (
 
 @contextmanager
 def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
-    """Lock and record a run in its `output_dir`, and yield the checkpoint to resume from, or None for a new run.
+    """Lock a run's `output_dir`, and yield the checkpoint to resume from, or None for a new run.
 
     Raise `UserError` for a launch that would train something else, for a directory that holds a model, for a run that
-    has finished, for a directory or a checkpoint of a run on another model or other data, and while another run writes
-    there.
+    has finished, and while another run writes there.
     """
     check_launch(args)
     args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
@@ -49,10 +48,6 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
         checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, output)
         if args.process_index == 0:
             clear_later_checkpoints(output, checkpoint)
-            record = make_record(run, args)
-            if checkpoint is not None:
-                compare_records(record, checkpoint)
-            write_json(output / RECORD, record)
         try:
             yield checkpoint
         except KeyboardInterrupt as interrupt:
@@ -68,6 +63,19 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
                 f"Training stopped at {error} {where} Lower learning_rate, or check the data, and start in another "
                 "output_dir."
             ) from error
+
+
+def write_record(run: RunArguments, args: TrainingArguments, checkpoint: Path | None) -> None:
+    """Record in a run's `output_dir` what it is made of.
+
+    Raise `UserError` if it would go on from a checkpoint of a run on another model or other data.
+    """
+    if args.process_index != 0:
+        return
+    record = make_record(run, args)
+    if checkpoint is not None:
+        compare_records(record, checkpoint)
+    write_json(Path(args.output_dir) / RECORD, record)
 
 
 def check_holds_no_model(output: Path) -> None:

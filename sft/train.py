@@ -23,9 +23,9 @@ from trl import SFTConfig
 
 from iha.model_cost import flops_of_a_token
 from sft.arguments import RecipeParser, RunArguments
-from sft.base_model import lora_config, prepare_model, stop_at_end_of_turn
+from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_of_turn
 from sft.data import Rows
-from sft.run import begun, train
+from sft.run import begun, train, write_record
 from sft.trainer import SFTRecipeTrainer
 from sft.training_rows import are_texts, check_length, check_rows, training_rows, whole_text_bytes
 
@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     run, args = RecipeParser(SFTConfig, USAGE).parse(argv)
     check_rows(run, args)
     with begun(run, args) as checkpoint:
-        model, tokenizer = prepare_model(run, args)
+        config = run_config(run, args)
+        write_record(run, args, checkpoint)
+        model, tokenizer = prepare_model(run, args, config)
         adapters = lora_config(run, model)
         rows = training_rows(run, args, tokenizer)
         train(build_trainer(run, args, model, tokenizer, adapters, rows), run, checkpoint)

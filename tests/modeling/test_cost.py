@@ -301,6 +301,24 @@ def test_several_gpus_a_time_and_a_file(monkeypatch, capsys, tmp_path):
             cost_command.main(["--preset", "tiny", "--tokens", "8", *words])
 
 
+def test_a_forecast_of_a_preset_with_other_fields_in_hours(monkeypatch, capsys, tmp_path):
+    for name in ("of_training", "of_sharded_training"):
+        monkeypatch.setattr(cost_command, name, None)  # --no-memory counts none
+    words = ["--preset", "small-1m-iha", "--tokens", "512", "--tflops", "0.5", "--steps", "3600", "--no-memory"]
+    fields = {"max_position_embeddings": 512, "vocab_size": 1000, "num_pseudo_heads": 2}
+    words += ["--json", str(tmp_path / "cost.json"), "--set", *(f"{name}={value}" for name, value in fields.items())]
+    cost_command.main(words)
+    written = json.loads((tmp_path / "cost.json").read_text())
+    time = 2 * cost.model(IHAConfig.from_preset("small-1m-iha", **fields), 512).training / 5e11
+    assert written["hours"]["this model"]["nothing saved"] == pytest.approx(time)
+    assert f"3,600 steps in {time:.3g} h" in capsys.readouterr().out and written["bytes_of_a_step"] == {}
+    mistakes = {"--steps 3": "give --tflops too", "--set nothing": "nothing: expected FIELD=VALUE"}
+    mistakes |= {"--set no_field=1": "no_field", "--steps 0 --tflops 1": "--steps 0: expected at least 1"}
+    for words, named in mistakes.items():
+        with pytest.raises(UserError, match=named):
+            cost_command.main(["--preset", "tiny", "--tokens", "8", *words.split()])
+
+
 @pytest.mark.parametrize(("checkpointing", "recompute"), [(False, False), (False, True), (True, False)])
 def test_the_memory_of_a_training_step_is_that_of_a_real_one(checkpointing, recompute):
     config = small_config(**MIXED, recompute_virtual_tokens=recompute)

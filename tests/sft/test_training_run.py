@@ -301,8 +301,8 @@ def test_a_second_run_in_one_directory_is_refused(tmp_path, monkeypatch):
             train.main(arguments)
         # The other processes of the run that holds the lock.
         entered = []
-        monkeypatch.setattr(train, "prepare_model", lambda run, args: (None, entered.append(args.output_dir)))
-        for name in ("lora_config", "training_rows", "build_trainer", "train"):
+        monkeypatch.setattr(train, "prepare_model", lambda run, args, config: (None, entered.append(args.output_dir)))
+        for name in ("run_config", "lora_config", "training_rows", "build_trainer", "train"):
             monkeypatch.setattr(train, name, lambda *_: None)
         monkeypatch.setattr(SFTConfig, "process_index", 1)
         train.main(arguments)
@@ -580,7 +580,7 @@ def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):
         model = arguments.index("--model_name_or_path")
         arguments[model : model + 2] = ["--preset", "tiny"]
         run, args = RecipeParser(SFTConfig, "").parse(arguments)
-        model, tokenizer = train.prepare_model(run, args)
+        model, tokenizer = train.prepare_model(run, args, train.run_config(run, args))
         rows = train.training_rows(run, args, tokenizer)
         trainer = train.build_trainer(run, args, model, tokenizer, None, rows)
         assert (trainer.eval_bytes is not None) == has_bits
