@@ -40,6 +40,7 @@ from modeling_iha.modeling_iha import ATTENTION_CLASSES
 TEMPLATE = Path(__file__).with_name("card_template.md")
 MAX_CARD = 2**20  # bytes
 NOT_EVALUATED = "Not evaluated."
+FINAL = "final"  # the directory of a run that `sft.train` saves the final model in
 FROM_SCRATCH = "trained-from-scratch"  # the tag of a model without a base model
 # The parts of a results.json of `python -m evaluation.run` that cards and comparisons read
 
@@ -232,22 +233,38 @@ def source_base_model(source: str) -> str | None:
     return _stated(source, "base_model") if Path(source).exists() else source
 
 
+def is_from_scratch(source: str) -> bool:
+    """Return whether the card of a local directory says that its model was trained from scratch."""
+    tags = _metadata_of(source).get("tags") if Path(source).is_dir() else None
+    return isinstance(tags, list) and FROM_SCRATCH in tags
+
+
 def _stated(source: str, name: str) -> str | None:
     """Return a text of the metadata of a checkpoint's card, or `None`."""
-    if Path(source).is_file():  # a GGUF file: as an id of the Hub it would be asked for again and again
-        return None
-    try:
-        path = cached_file(source, "README.md")
-        value = metadata(read_text(path, MAX_CARD), path).get(name)
-    except Exception:
-        return None
+    value = _metadata_of(source).get(name)
     return one_printable_line(value) if isinstance(value, str) else None
 
 
+def _metadata_of(source: str) -> dict:
+    """Return the metadata of a checkpoint's card, or an empty dict for a card that cannot be read."""
+    if Path(source).is_file():  # a GGUF file: as an id of the Hub it would be asked for again and again
+        return {}
+    try:
+        path = cached_file(source, "README.md")
+        return metadata(read_text(path, MAX_CARD), path)
+    except Exception:
+        return {}
+
+
 def source_name(source: str) -> str:
-    """Return the public name of a source on one line: the whole Hub id, or the last part of a local path."""
-    path = os.path.expanduser(source)
-    return one_printable_line(Path(os.path.abspath(path)).name if os.path.exists(path) else source)
+    """Return the public name of a source on one line: the whole Hub id, or the last part of a local path.
+
+    The final model of a run has the name of the run.
+    """
+    if not os.path.exists(os.path.expanduser(source)):
+        return one_printable_line(source)
+    path = Path(os.path.abspath(os.path.expanduser(source)))
+    return one_printable_line(path.parent.name if path.name == FINAL else path.name)
 
 
 def schedule(config: IHAConfig) -> str:

@@ -8,13 +8,14 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
+from iha.cards import FINAL
 from iha.errors import UserError
 from iha.files import new_directory, read_json, sole_writer, write_json
 from iha.kinds import is_ours
 from sft.arguments import RunArguments
 from sft.distributed import check_launch, whole_model
 from sft.record import Record, compare_records, make_record
-from sft.results import FINAL, card, write_curves
+from sft.results import card, write_curves
 from sft.trainer import (
     RECORD,
     NotFiniteError,

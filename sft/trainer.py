@@ -5,7 +5,9 @@ Incomplete checkpoints are skipped. A loss, a gradient or a weight that is NaN o
 
 import copy
 import math
+import resource
 import shutil
+import sys
 import time
 from functools import cached_property
 from pathlib import Path
@@ -119,12 +121,21 @@ class WholeCheckpoints(TrainerCallback):
                     shutil.rmtree(path)
 
 
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes so far of the tensors on a GPU, or elsewhere of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 class CountTokens(TrainerCallback):
     """Log `tokens_per_second` since the last log, and continue the count of a resumed run, which TRL starts anew.
 
     Log `minutes_left` too, by the steps since the last log and without evaluations.
 
     If `peak_tokens_per_second`, the rate of all devices at their peak, is given, log `model_flops_utilization` too.
+    `peak_memory_gb` is the most memory so far (`peak_memory`).
     """
 
     peak_tokens_per_second: float | None = None
@@ -152,6 +163,7 @@ class CountTokens(TrainerCallback):
             logs["minutes_left"] = round((now - self.time) / steps * (state.max_steps - state.global_step) / 60, 1)
         if self.peak_tokens_per_second is not None:
             logs["model_flops_utilization"] = rate / self.peak_tokens_per_second
+        logs["peak_memory_gb"] = peak_memory(args.device) / 1e9
         self.last = logs["num_tokens"]
         self.step = state.global_step
         self.time = now

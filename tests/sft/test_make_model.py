@@ -10,10 +10,11 @@ import torch
 from helpers import last_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from iha.cards import is_from_scratch
 from iha.errors import ROOT
 from iha.hub.push_to_hub import completed_card
 from modeling_iha import IHAForCausalLM
-from sft import make_model, make_tokenizer, results, train
+from sft import make_model, make_tokenizer, train
 
 
 SIZES = "num_hidden_layers=5 hidden_size=32 intermediate_size=64 num_attention_heads=4 max_position_embeddings=128"
@@ -38,7 +39,7 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
     assert config.eos_token_id == tokenizer.eos_token_id
     heads = {name: model.lm_head.weight for name, model in models.items()}
     assert torch.equal(heads["one"], heads["again"]) and not torch.equal(heads["one"], heads["other"])
-    assert results.is_untrained(tmp_path / "one") and not results.is_untrained(tmp_path / "tokenizer")
+    assert is_from_scratch(str(tmp_path / "one")) and not is_from_scratch(str(tmp_path / "tokenizer"))
     assert "base_model" not in completed_card(tmp_path / "one", "me/one", "mit", None)  # and it asks for none
 
 
