@@ -149,40 +149,45 @@ SIZES = {
 
 @dataclass
 class Command:
-    """Hold a command line and the file or directory that exists once it has run."""
+    """Hold a command line, and the file or directory that exists once it has run."""
 
-    output: Path
+    done: Path
     words: list[str]
 
+    @property
+    def log(self) -> Path:
+        """Return out/pretrain.log for out/pretrain/final, and out/answers.log for out/answers.json."""
+        stage = self.done.parent if self.done.name in ("final", "results.json") else self.done
+        return stage.with_suffix(".log")
+
     def run(self) -> None:
-        """Print and run the command unless its output exists. Keep its log, and its seconds in `seconds.jsonl`."""
+        """Print and run the command unless it is done. Keep its log, and its time in seconds.jsonl."""
         print(f"\n$ {shlex.join(self.words)}", flush=True)
-        if self.output.exists():
+        if self.done.exists():
             print("  (done before)")
             return
-        log = self.output.with_name(f"{self.output.stem}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         words = [sys.executable, *self.words[1:]] if self.words[0] == "python" else self.words
-        with open(log, "w", encoding="utf-8") as file:
+        with open(self.log, "w", encoding="utf-8") as file:
             status = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT).returncode
         if status:
-            sys.exit(f"{log.read_text(encoding='utf-8')[-3000:]}\nThis command failed. Its whole output: {log}")
-        if not self.output.exists():  # a command that only prints
-            self.output.write_text(log.read_text(encoding="utf-8"), encoding="utf-8")
+            sys.exit(f"{self.log.read_text(encoding='utf-8')[-3000:]}\nThis command failed. Its output: {self.log}")
+        if not self.done.exists():  # a command that only prints
+            self.done.write_text(self.log.read_text(encoding="utf-8"), encoding="utf-8")
         seconds = time.monotonic() - started
-        with open(log.with_name("seconds.jsonl"), "a", encoding="utf-8") as file:
-            file.write(json.dumps({"stage": self.output.stem, "seconds": seconds}) + "\n")
+        with open(self.log.with_name("seconds.jsonl"), "a", encoding="utf-8") as file:
+            file.write(json.dumps({"stage": self.log.stem, "seconds": seconds}) + "\n")
         print(f"  {seconds:.0f} s", flush=True)
 
 
-def command(output: Path, /, *words: object, launch: str = "python -m", **options: object) -> Command:
+def command(done: Path, /, *words: object, launch: str = "python -m", **options: object) -> Command:
     """Return `python -m` words, with `--name value` for each option."""
     line = [*shlex.split(launch), *map(str, words)]
     for name, value in options.items():
         values = value if isinstance(value, list | tuple) else [value]
         line += [f"--{name}", *map(str, values)]
-    return Command(output, line)
+    return Command(done, line)
 
 
 class Run:
