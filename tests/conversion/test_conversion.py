@@ -41,7 +41,7 @@ from transformers import (
 
 from conversion_scripts import convert_diffllama_to_iha, convert_iha_to_llama, convert_llama_to_iha
 from conversion_scripts import verify_conversion as verify_script
-from iha import api, processes, sources
+from iha import api, cli, processes, sources
 from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
 from iha.conversion import convert_diffllama_to_iha as of_diffllama
 from iha.conversion import verify_conversion
