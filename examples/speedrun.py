@@ -368,7 +368,7 @@ def figures_of(out: Path) -> dict[str, float]:
         logged = read_json(out / name / "loss.json")
         figures[f"bits per byte, {name}"] = logged["eval_bits_per_byte"][-1][1]
     figures["loss of chats"] = read_json(out / "chat" / "loss.json")["eval"][-1][1]
-    answers = read_json(out / "answers.json")["generators"]
+    answers = read_json(out / "answers.json")["parts"]
     for name, answer in answers.items():
         figures[f"loss of answers, {name}"] = answer["loss"]
         figures[f"right answers, {name}"] = answer["accuracy"]
