@@ -34,7 +34,7 @@ from iha.errors import UserError, check_packages, refusing, run_cli
 
 if __name__ == "__main__":
     run_cli(lambda: check_packages("lm_eval", "datasets", "markdown_it", "math_verify", "wonderwords"))
-    run_cli(lambda: parse(description=__doc__))  # once more in `main`
+    ARGS = run_cli(lambda: parse(description=__doc__))  # before the imports below, which take long
 
 import lm_eval
 import torch
@@ -157,11 +157,15 @@ def _checksums(directory: Path | None, text: Path | None) -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
+    """Run the command with the words of a command line. Raise `UserError`."""
+    return evaluate(parse(argv, __doc__))
+
+
+def evaluate(args: argparse.Namespace) -> dict | None:
     """Evaluate, write results.json, report.md and samples, and return the results.
 
     The result is `None` on every process but the first. Raise `UserError`.
     """
-    args = parse(argv, __doc__)
     # There is no timeout, because some processes finish hours before others.
     process = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])
     # The main process holds the lock. The other processes of the run write next to it.
@@ -260,4 +264,4 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(lambda: evaluate(ARGS))

@@ -29,7 +29,7 @@ def json_object(text: str) -> dict:
         found = json_library.loads(text)
         if isinstance(found, dict):
             return found
-    raise BadParameter(f"{text!r} is not a JSON object, such as '{{\"per_head\": true}}'")
+    raise BadParameter(f"{text!r} is not a JSON object, such as '{{\"queries\": true}}'")
 
 
 # A path, or the id of a repository on the Hub. Python may also give a `Path`.
@@ -53,7 +53,7 @@ def convert(
     kind: Annotated[str, Option(metavar="KIND", help=f"attention kind: {', '.join(KINDS)}")] = "iha",
     options: Annotated[
         dict | None,
-        Option(parser=json_object, metavar="JSON", help="""options of the kind, such as '{"per_head": true}'"""),
+        Option(parser=json_object, metavar="JSON", help="""options of the kind, such as '{"queries": true}'"""),
     ] = None,
     schedule: Annotated[
         Literal["global", "hybrid"],
@@ -86,6 +86,10 @@ def convert(
     ] = None,
     # PyTorch's generators take other seeds for another one, or reject them.
     seed: Annotated[int, Field(ge=0, lt=2**64), Option(help="seed of the random values")] = 0,
+    output_gate: Annotated[
+        Literal["elementwise", "per_head"] | None,
+        Option(help="a gate of the layer's input on the output of heads, which starts at 1/2; the kind may be mha"),
+    ] = None,
 ) -> None:
     """Convert a pretrained Llama-like checkpoint to IHA or another attention kind without changing what it computes.
 
@@ -93,7 +97,7 @@ def convert(
 
     example: iha convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2
     """
-    check_layers(num_pseudo_heads, schedule, window, kind)
+    check_layers(num_pseudo_heads, schedule, window, kind, output_gate)
     if kind != "iha" and value_offsets is not None:
         raise UserError(f"kind {kind!r} has no pseudo-heads, whose values could differ: leave out --value-offsets.")
     check_new_directory(destination)
@@ -101,7 +105,7 @@ def convert(
     from iha.conversion.convert_llama_to_iha import llama_to_iha
 
     layers = (num_pseudo_heads, schedule, window, kind, options)
-    llama_to_iha(found, destination, dtype, layers, value_offsets or "balanced", seed, mixing_scale)
+    llama_to_iha(found, destination, dtype, layers, output_gate, value_offsets or "balanced", seed, mixing_scale)
 
 
 @checked

@@ -28,7 +28,7 @@ from typing_extensions import TypedDict
 from iha.checkpoints import fingerprint, positions_of
 from iha.errors import UserError, refusing, run_cli
 from iha.files import expanded, parse_yaml, read_json, read_text, whole_file
-from iha.kinds import companion_of, described, own_modules, virtual_tokens_per_token
+from iha.kinds import additions_of, companion_of, described, own_modules, virtual_tokens_per_token
 from iha.model_cost import model as cost_of_model
 from iha.model_cost import with_mha
 from iha.sources import find_source
@@ -175,6 +175,10 @@ def render_card(
     if not trained_mixing(model):
         recipe_keys.append("--mixing_scale 1")
     kinds = {kind: companion_of(kind) for kind in dict.fromkeys(config.attention_kinds)}
+    additions = additions_of(config)
+    mechanisms = [f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()]
+    mechanisms += [f"- in every layer {addition.card.format(config=config)}" for addition in additions]
+    papers = [known.paper for known in (*kinds.values(), *additions) if known.paper]
     of_all_tokens = {
         kind for kind, each in zip(config.attention_kinds, config.layer_types) if each == "full_attention"
     }
@@ -188,18 +192,18 @@ def render_card(
             shell_name=shlex.quote(name),
             recipe_keys=" ".join(recipe_keys),
             adapters=" ".join(adapters),
-            mechanisms="\n".join(f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()),
+            mechanisms="\n".join(mechanisms),
             schedule=schedule(config),
             details=details.strip(),
             evaluation=NOT_EVALUATED,
             costs=_costs(config),
             context=positions and f"{positions:,}",
             is_iha=isinstance(config, IHAConfig),
-            in_vllm=all(known.served_by_vllm for known in kinds.values()),
+            in_vllm=all(known.served_by_vllm for known in (*kinds.values(), *additions)),
             kinds=list(kinds),
             times_pairs={kind: known.times_pairs(config) for kind, known in virtual.items()},
             weights_license=license and markdown(license_name or license),
-            papers="\n".join(dict.fromkeys(f"- {known.paper}" for known in kinds.values() if known.paper)),
+            papers="\n".join(dict.fromkeys(f"- {paper}" for paper in papers)),
         )
     )
 

@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
+    ARGS = run_cli(parse_arguments)  # before the imports below, which take seconds
     run_cli(lambda: check_packages("reasoning_gym"))
 
 import reasoning_gym
@@ -215,8 +215,12 @@ def accuracy(right: list[bool]) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
+    """Run the command with the words of a command line."""
+    return score_model(parse_arguments(argv))
+
+
+def score_model(args: argparse.Namespace) -> dict:
     """Score the model and rows of the command line, print the accuracy and return `score`'s result."""
-    args = parse_arguments(argv)
     rows = read_rows(args.data, args.limit)
     prompts = check_rows(rows, args.trust_rows)
     source = find_source(args.model)
@@ -235,4 +239,4 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(lambda: score_model(ARGS))

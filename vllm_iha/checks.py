@@ -73,6 +73,9 @@ def refused_model(vllm_config: VllmConfig) -> str | None:
             return f"{field}={getattr(config, field)} of the logits is not served by vLLM"
     if getattr(config, "mlp_gate_groups", None) is not None:
         return f"mlp_gate_groups={config.mlp_gate_groups} is not served by vLLM"
+    for field in ("output_gate", "exclusive_attention"):
+        if architecture == "IHAForCausalLM" and getattr(config, field, None):
+            return f"{field}={getattr(config, field)!r} is not served by vLLM"
     if architecture == "IHAForCausalLM" and 0 in (getattr(config, "no_rope_layers", None) or ()):
         return "no_rope_layers is not served by vLLM"
     if architecture == "IHAForCausalLM" and "sliding_attention" in (getattr(config, "rope_parameters", None) or {}):

@@ -13,9 +13,13 @@ KINDS = sorted(
 )
 
 
-def check_layers(num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str) -> None:
-    """Reject a kind, P, schedule and window that cannot work together for any source. Raise `UserError`."""
-    if kind not in KINDS:
+def check_layers(
+    num_pseudo_heads: int | None, schedule: str, window: int | None, kind: str, output_gate: str | None = None
+) -> None:
+    """Reject a kind, P, schedule, window and gate that cannot work together for any source. Raise `UserError`."""
+    if kind == "mha" and output_gate is None:
+        raise UserError("kind 'mha' without a gate is what the source has: give --output-gate, or another --kind.")
+    if kind != "mha" and kind not in KINDS:
         raise UserError(f"kind={kind!r} has no exact start from Llama; expected one of {', '.join(KINDS)}.")
     if kind == "iha" and num_pseudo_heads is None:
         raise UserError("kind 'iha' needs a number of pseudo-heads, such as --num-pseudo-heads 2.")

@@ -109,6 +109,9 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     It shares the memory of all weights into which nothing is folded. Print on stderr how many folded weights half
     precision rounds. Raise `UserError` if no stock architecture computes the layers, or has the rest of the model.
     """
+    for field in ("output_gate", "exclusive_attention"):
+        if value := getattr(model.config, field):
+            raise UserError(f"The model has {field}={value!r}, which no stock architecture computes.")
     if "diff" in model.config.attention_kinds:
         diffllama = diffllama_config(model.config)
         return build(DiffLlamaForCausalLM, diffllama, model.state_dict(), model.dtype, model.generation_config)

@@ -36,12 +36,13 @@ def iha_config(
     window: int | None = None,
     kind: str = "iha",
     options: dict | None = None,
+    output_gate: str | None = None,
 ) -> IHAConfig:
     """Return the configuration of the converted model.
 
     Raise `UserError` if the source or an argument does not allow one.
     """
-    check_layers(num_pseudo_heads, schedule, window, kind)
+    check_layers(num_pseudo_heads, schedule, window, kind, output_gate)
     architecture = check_source(source)
     context = source.max_position_embeddings
     kinds = [kind]
@@ -71,6 +72,7 @@ def iha_config(
         no_rope_layers=rope_layers(source),
         num_pseudo_heads=num_pseudo_heads,
         pseudo_positions="shared",
+        output_gate=output_gate,
     )
 
 
@@ -92,6 +94,18 @@ def exact_start(
     return {name: value for name, value in started.items() if name in own}
 
 
+def half_open_gate(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return by name the gate of an attention module, and the output projection that makes up for it.
+
+    A gate whose weights are zero is sigmoid(0) = 1/2 everywhere, and a doubled projection undoes it. Both factors are
+    powers of two, so nothing is rounded. The projection's bias stays."""
+    gates = config.num_attention_heads * (config.head_dim if config.output_gate == "elementwise" else 1)
+    return {
+        "output_gate.weight": torch.zeros(gates, config.hidden_size),
+        "o_proj.weight": 2 * attention["o_proj.weight"],
+    }
+
+
 def convert_model(
     source: PreTrainedModel,
     num_pseudo_heads: int | None = None,
@@ -102,6 +116,7 @@ def convert_model(
     value_offsets: str = "balanced",
     seed: int = 0,
     mixing_scale: float | None = None,
+    output_gate: str | None = None,
 ) -> IHAForCausalLM:
     """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
@@ -109,7 +124,7 @@ def convert_model(
     of the two, or copy it, before training. Raise `UserError` if the source is not supported or an argument does not
     fit it.
     """
-    config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options)
+    config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options, output_gate)
     generator = torch.Generator().manual_seed(seed)
     state = source.state_dict()
     lacks = ARCHITECTURES[source.config.model_type].lacks
@@ -119,6 +134,8 @@ def convert_model(
         of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         started = exact_start(config, i, generator, value_offsets)
         started |= companion_of(layer_kind).from_mha(config, of_mha)
+        if output_gate is not None:
+            started |= half_open_gate(config, of_mha | started)
         state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
     model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
     has_mixing = bool(trained_mixing(model))
@@ -136,6 +153,7 @@ def llama_to_iha(
     destination: str,
     dtype: str,
     layers: tuple[int | None, str, int | None, str, dict | None],
+    output_gate: str | None,
     value_offsets: str,
     seed: int,
     mixing_scale: float | None,
@@ -149,14 +167,16 @@ def llama_to_iha(
     num_pseudo_heads, schedule, _, kind, options = layers
 
     def make():
-        model, tokenizer = read_source(source, lambda config: iha_config(config, *layers), dtype)
-        converted = convert_model(model, *layers, value_offsets, seed, mixing_scale)
+        model, tokenizer = read_source(source, lambda config: iha_config(config, *layers, output_gate), dtype)
+        converted = convert_model(model, *layers, value_offsets, seed, mixing_scale, output_gate)
         config = converted.config
         how = f"({model.config.model_type})"
         if kind == "iha":
             how += f" with {num_pseudo_heads} pseudo-heads and the {schedule} schedule"
         else:
             how += f" to attention of kind {kind!r}" + (f" with {json.dumps(options)}" if options else "")
+        if output_gate is not None:
+            how += f" with an output gate ({output_gate})"
         if schedule == "hybrid":
             how += f", whose windows are {config.sliding_window} of {config.max_position_embeddings} tokens"
         return Converted(converted, tokenizer, how, exact_length(model.config, config))

@@ -62,6 +62,27 @@ def companion_of(kind: str) -> Companion:
     return replace(mechanism, card=card)
 
 
+# What `IHAConfig` adds to the heads of every layer, by field.
+ADDITIONS = {
+    "output_gate": Companion(
+        card="an output gate (`{config.output_gate}`): a sigmoid of the layer's input scales the output of each head.",
+        paper="Qiu et al., 2025, [Gated Attention for Large Language Models](https://arxiv.org/abs/2505.06708)",
+    ),
+    "exclusive_attention": Companion(
+        card="exclusive self attention: the output of each head is left without what is along its value of the same "
+        "token.",
+        paper="Zhai, 2026, [Exclusive Self Attention](https://arxiv.org/abs/2603.09078)",
+    ),
+}
+
+
+def additions_of(config: PreTrainedConfig) -> list[Companion]:
+    """Return what a configuration adds to the heads of every layer."""
+    if not isinstance(config, IHAConfig):
+        return []
+    return [addition for field, addition in ADDITIONS.items() if getattr(config, field)]
+
+
 def all_companions() -> dict[str, Companion]:
     """Return the companion of every kind, in the order of `ATTENTION_CLASSES`."""
     return {kind: companion_of(kind) for kind in ATTENTION_CLASSES}

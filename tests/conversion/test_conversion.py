@@ -41,7 +41,7 @@ from transformers import (
 
 from conversion_scripts import convert_diffllama_to_iha, convert_iha_to_llama, convert_llama_to_iha
 from conversion_scripts import verify_conversion as verify_script
-from iha import api, processes, sources
+from iha import api, cli, processes, sources
 from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
 from iha.conversion import convert_diffllama_to_iha as of_diffllama
 from iha.conversion import verify_conversion
@@ -76,10 +76,12 @@ CONVERSIONS = [
     *(("qwen2-sliding", {"num_pseudo_heads": p}) for p in (1, 4)),
     *(("smollm3-sliding", kind) for kind in OTHER_KINDS),
     *(("qwen3", kind) for kind in OTHER_KINDS),
+    *(("smollm3-sliding", {"kind": kind, "output_gate": "elementwise"}) for kind in ("mha", "diff_v2")),
+    ("qwen3", {"kind": "mha", "output_gate": "per_head"}),
+    ("llama", {**P3, "output_gate": "elementwise"}),
     *(
         ("qwen3", {"kind": kind, "options": options})
         for kind, options in (
-            ("gated", {"per_head": True}),
             ("knocking_heads", {"queries": True, "keys": True, "values": "linear"}),
             ("dcmha", {"base_map": True, "num_groups": 2, "sides": "query"}),
         )
@@ -234,10 +236,12 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
         ({}, "'iha' needs a number of pseudo-heads"),
         ({"num_pseudo_heads": 2, **TALKING_HEADS}, "'talking_heads' has no pseudo-heads"),
         ({"schedule": "hybrid", **TALKING_HEADS}, "only 'iha' has that schedule"),
-        ({"kind": "gated", "mixing_scale": 3.0}, "'gated' with these options has no weights that mix heads"),
+        ({"kind": "diff_v2", "mixing_scale": 3.0}, "'diff_v2' with these options has no weights that mix heads"),
+        ({"kind": "mha"}, "kind 'mha' without a gate is what the source has: give --output-gate"),
         ({"kind": "diff"}, "kind='diff' has no exact start"),
         ({"kind": "paired_heads"}, "kind='paired_heads' has no exact start"),
-        ({"kind": "gated", "options": {"every": 4}}, "unexpected keyword argument 'every'"),
+        ({"kind": "knocking_heads", "options": {"every": 4}}, "unexpected keyword argument 'every'"),
+        ({"kind": "mha", "output_gate": "per_token"}, "output_gate"),
     ],
     ids=str,
 )
@@ -261,8 +265,19 @@ def test_a_program_may_give_no_other_types_than_the_command(arguments, message, 
 
 
 def test_offsets_of_pseudo_heads_that_are_not_there_are_refused(tmp_path):
-    with pytest.raises(UserError, match="kind 'gated' has no pseudo-heads, whose values could differ"):
-        api.convert("source", tmp_path / "iha", kind="gated", value_offsets="none")
+    with pytest.raises(UserError, match="kind 'diff_v2' has no pseudo-heads, whose values could differ"):
+        api.convert("source", tmp_path / "iha", kind="diff_v2", value_offsets="none")
+
+
+def test_the_command_adds_a_gate(tmp_path):
+    save_tiny_source(tmp_path / "source")
+    words = [str(tmp_path / "source"), str(tmp_path / "iha"), "--kind", "mha", "--output-gate", "per_head"]
+    cli.call(api.convert, words)
+    model = load_model(find_source(tmp_path / "iha"))
+    assert (model.config.attention_kinds[0], model.config.output_gate) == ("mha", "per_head")
+    assert "to attention of kind 'mha' with an output gate (per_head)" in (tmp_path / "iha" / "README.md").read_text()
+    with pytest.raises(UserError, match="output_gate='per_head', which no stock architecture computes"):
+        convert_back(model)
 
 
 def test_a_whole_number_scales_the_mixing(tmp_path):
@@ -338,6 +353,8 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
         ({"attention_kinds": "mha", "gated_mlp": False, "use_qk_norm": True}, "gated_mlp=False"),
         ({"attention_kinds": "mha", "mlp_gate_groups": 4}, "mlp_gate_groups=4"),
         ({"attention_kinds": "talking_heads"}, "Layer 0 is of kind 'talking_heads'"),
+        ({"attention_kinds": "mha", "output_gate": "per_head"}, "output_gate='per_head', which no stock architecture"),
+        ({"attention_kinds": "mha", "exclusive_attention": True}, "exclusive_attention=True, which no stock"),
         ({"attention_kinds": "mha", "no_rope_layers": [1, 0], "use_qk_norm": True}, r"no_rope_layers=\[1, 0\]"),
         ({"pseudo_positions": "interleaved"}, "pseudo_positions='interleaved'"),
         ({**LOCAL_ROPE, "attention_kinds": "mha"}, "layers with a window have a separate RoPE"),

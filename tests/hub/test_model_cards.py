@@ -153,10 +153,14 @@ def test_a_card_says_what_serves_the_model():
     decoder = interleave_heads(LlamaForCausalLM(config), num_pseudo_heads=2)
     assert "vLLM serves most models of text with interleaved or paired heads" in render_card(decoder.config, "name")
     assert 'vLLM serves "iha" and "mha" layers' in render_card(small_config(), "name")
-    gated = small_config(attention_kinds=["iha", "gated"], num_hidden_layers=2)
-    assert "vLLM, SGLang and llama.cpp do not run it" in render_card(gated, "name")
+    others = small_config(attention_kinds=["iha", "diff"], num_hidden_layers=2)
+    gated = small_config(output_gate="per_head", exclusive_attention=True)
+    for config in (others, gated):
+        assert "vLLM, SGLang and llama.cpp do not run it" in render_card(config, "name")
+    assert "in every layer an output gate (`per_head`)" in render_card(gated, "name")
+    assert "https://arxiv.org/abs/2603.09078" in render_card(gated, "name")
     # The recipe's rate of the mixing is rejected for a model without one.
-    assert "--mixing_scale 1" not in render_card(gated, "name")
+    assert "--mixing_scale 1" not in render_card(others, "name")
     assert "--mixing_scale 1" in render_card(small_config(attention_kinds="paired_heads"), "name")
 
 

@@ -39,13 +39,13 @@ VARIANTS = {
     "iha, one pseudo-head": {"attention_kinds": "iha", "num_pseudo_heads": 1},
     "paired heads, groups of one": {"attention_kinds": "paired_heads", "num_pseudo_heads": 1},
     "diff_v2": {"attention_kinds": "diff_v2", "attention_bias": True},
-    "gated": {"attention_kinds": "gated"},
+    "gated": {"attention_kinds": "mha", "output_gate": "elementwise"},
     "knocking_heads": {"attention_kinds": "knocking_heads"},
     "knocking_heads, linear": {
         "attention_kinds": "knocking_heads",
         "attention_options": {"knocking_heads": {"queries": True, "keys": True, "values": "linear"}},
     },
-    "gated, per head": {"attention_kinds": "gated", "attention_options": {"gated": {"per_head": True}}},
+    "iha, gated per head and exclusive": {"output_gate": "per_head", "exclusive_attention": True},
 }
 # Of the other kinds the parameters are exact, and the multiply-adds a leading term.
 OTHER_KINDS = {

@@ -343,6 +343,8 @@ CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 REFUSED_MODELS = {
     "kind": ({"attention_kinds": ["iha", "diff"]}, {}, "'diff', and vLLM serves 'mha', 'iha', 'paired_heads'"),
     "mlp_gate_groups": ({"mlp_gate_groups": 4}, {}, "mlp_gate_groups=4"),
+    "output_gate": ({"output_gate": "per_head"}, {}, "output_gate='per_head' is not served"),
+    "exclusive_attention": ({"exclusive_attention": True}, {}, "exclusive_attention=True is not served"),
     "no_rope_layers": ({"no_rope_layers": [1, 0]}, {}, "no_rope_layers is not served"),
     "local_rope": (
         {
