@@ -1,10 +1,4 @@
-"""Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.
-
-The source is Caiyun-AI/DCFormer-2.8B or another checkpoint of its format.
-
-The official code has windows of two lengths: in its decoding and its JAX training a token sees `window_size` tokens,
-itself included, and in its PyTorch training one more. In the converted model it sees `window_size` tokens.
-"""
+"""Convert a released DCFormer checkpoint to an IHA checkpoint that computes the same (`iha.api.convert_dcformer`)."""
 
 import functools
 from typing import Annotated, Literal

@@ -1,9 +1,4 @@
-"""Convert an IHA checkpoint to a stock architecture that computes the same.
-
-Layers of kind "diff", trained or not, become a DiffLlama. Others have to compute multi-head attention: their kind is
-"mha", or "iha" with parameters that are still at the exact start of `convert_llama_to_iha.py`, or that fold into the
-projections. The command rejects anything else and names the first parameter that has moved.
-"""
+"""Convert an IHA checkpoint to a stock architecture that computes the same (`iha.api.convert_back`)."""
 
 import sys
 

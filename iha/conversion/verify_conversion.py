@@ -1,9 +1,7 @@
-"""Check on real text that a converted checkpoint computes what its source does, and that the check can fail.
+"""Check on real text that a converted checkpoint computes what its source does (`iha.api.verify`).
 
-Both models run in float32 on the same tokens, within the length for which the conversion is exact. The source is
-first compared with itself, with and without a cache, because no conversion can agree with a source that disagrees with
-itself. As a control, the command breaks one parameter of the converted model in memory. The same thresholds must
-reject that model. The exit code is 1 if the models differ, or if the control does not.
+The source is first compared with itself, with and without a cache, because no conversion can agree with a source that
+disagrees with itself.
 """
 
 from dataclasses import asdict, dataclass

@@ -1,6 +1,5 @@
 """Say which files belong to a checkpoint, and check what must hold for one that is published or was fetched."""
 
-import os
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -98,7 +97,7 @@ def _weight_names(source: Source) -> set[str]:
     return names if SAFE_WEIGHTS_NAME in names else {SAFE_WEIGHTS_INDEX_NAME, *names}
 
 
-def check_checkpoint(directory: str | os.PathLike, name: str, trust_code: bool) -> dict:
+def check_checkpoint(directory: Path, name: str, trust_code: bool) -> dict:
     """Check the checkpoint in a directory, which errors call `name`, and load it in a clean process.
 
     Code runs last, and only this package's, byte for byte, unless `trust_code`. Return what `load_in_clean_process`
@@ -106,7 +105,7 @@ def check_checkpoint(directory: str | os.PathLike, name: str, trust_code: bool) 
     """
     try:
         source = find_source(directory)
-        refuse_foreign_code(Path(directory), trust_code)
+        refuse_foreign_code(directory, trust_code)
         config = load_config(source)
         if load_generation_config(source) is None:
             raise UserError(f"{name} holds no {GENERATION_CONFIG_NAME}: save the model's generation config there.")
