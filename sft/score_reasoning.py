@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
+    ARGS = run_cli(parse_arguments)  # before the imports below, which take seconds
     run_cli(lambda: check_packages("reasoning_gym"))
 
 import reasoning_gym
@@ -60,6 +60,7 @@ from iha.checkpoints import (
     positions_of,
     vocabulary_of,
 )
+from iha.sources import find_source
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 
@@ -214,14 +215,19 @@ def accuracy(right: list[bool]) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
+    """Run the command with the words of a command line."""
+    return score_model(parse_arguments(argv))
+
+
+def score_model(args: argparse.Namespace) -> dict:
     """Score the model and rows of the command line, print the accuracy and return `score`'s result."""
-    args = parse_arguments(argv)
     rows = read_rows(args.data, args.limit)
     prompts = check_rows(rows, args.trust_rows)
-    model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
+    source = find_source(args.model)
+    model = load_model(source).to("cuda" if torch.cuda.is_available() else "cpu")
     if model.device.type == "cpu":
         note_slow_dtype(model.dtype)
-    tokenizer = load_tokenizer(args.model, vocabulary_of(model.config))
+    tokenizer = load_tokenizer(source, vocabulary_of(model.config))
     result = score(model, tokenizer, rows, prompts, args.batch_size, args.max_new_tokens)
     if args.json is not None:
         write_json(args.json, result)
@@ -233,4 +239,4 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(lambda: score_model(ARGS))

@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import SFTTrainer
 
-from iha.checkpoints import check_finite, load_model
+from iha.checkpoints import check_finite
 from iha.errors import UserError, refusing
 from iha.files import whole_file
 from modeling_iha.mixing_weights import trained_mixing
@@ -121,6 +121,31 @@ class WholeCheckpoints(TrainerCallback):
                     shutil.rmtree(path)
 
 
+class StopAtNaN(TrainerCallback):
+    """Raise `NotFiniteError` before the optimizer's step if a loss or gradient is NaN or infinite.
+
+    Attributes:
+        loss: the sum of the step's micro-batches. It is checked once a step, when the device is waited for anyway.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.loss: torch.Tensor | float = 0.0
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        loss, self.loss = self.loss, 0.0
+        self.check(state, "loss", loss)
+        # In float16 a norm is sometimes infinite, and the scaler skips such a step by itself.
+        if self.accelerator.scaler is None:
+            gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+            self.check(state, "gradient norm", torch.nn.utils.get_total_norm(gradients))
+
+    def check(self, state: TrainerState, what: str, value: torch.Tensor | float) -> None:
+        value = float(value.full_tensor() if isinstance(value, DTensor) else value)
+        if not math.isfinite(value):
+            raise NotFiniteError(f"step {state.global_step + 1}: the {what} is {value:g}.")
+
+
 def peak_memory(device: torch.device) -> int:
     """Return the most bytes so far of the tensors on a GPU, or elsewhere of this process."""
     if device.type == "cuda":
@@ -174,8 +199,7 @@ class SFTRecipeTrainer(SFTTrainer):
     """Train by supervised fine-tuning, and keep what a recipe promises.
 
     Matrices decay. Vectors do not decay, nor do the weights that mix heads, because their start from scratch is not
-    zero. Raise `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimizer's
-    step, and `UserError` before a weight that is NaN or infinite is saved.
+    zero. Raise `NotFiniteError` as `StopAtNaN` does, and `UserError` before a weight that is NaN or infinite is saved.
 
     Each override of a private method says why nothing public does the same.
     """
@@ -187,7 +211,8 @@ class SFTRecipeTrainer(SFTTrainer):
         with refusing("the recipe", ValueError):  # a special token that the tokenizer lacks, keys that exclude others
             super().__init__(*args, **kwargs)
         self.args.logging_nan_inf_filter = False  # the mean of an evaluation would leave out what is NaN
-        self._losses: torch.Tensor | int = 0  # the sum of a step's micro-batches
+        self.finite = StopAtNaN(self.accelerator)
+        self.add_callback(self.finite)
         self.add_callback(WholeCheckpoints(self.accelerator, self.args.save_total_limit))
         self.args.save_total_limit = None  # Trainer would remove a checkpoint before the next one is whole
         # It must be the first callback, so that the others print and report what it adds.
@@ -204,72 +229,38 @@ class SFTRecipeTrainer(SFTTrainer):
     def create_model_card(self, *_, **__) -> None:
         """Write nothing: TRL's card knows neither the data nor the base model, and final/ has a card of the run."""
 
-    # NaN and infinity
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if model.training:
-            # Checked once a step, when the norm of the gradients waits for the GPU anyway.
-            self._losses = self._losses + (result[0] if return_outputs else result).detach()
+            self.finite.loss = self.finite.loss + (result[0] if return_outputs else result).detach()
         return result
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        # No callback before the optimizer's step gets the norm.
-        grad_norm = super()._get_grad_norm(model, grad_norm)
-        losses = self._losses
-        self._losses = 0  # for the next step
-        self._check_finite("loss", losses)
-        # In float16 a norm is sometimes infinite, and the scaler skips such a step by itself.
-        if self.accelerator.scaler is None and grad_norm is not None:
-            self._check_finite("gradient norm", grad_norm)
-        return grad_norm
-
-    def _check_finite(self, what: str, value: torch.Tensor | float) -> None:
-        if isinstance(value, torch.Tensor):
-            value = (value.full_tensor() if isinstance(value, DTensor) else value).detach().item()
-        if not math.isfinite(value):
-            raise NotFiniteError(f"step {self.state.global_step + 1}: the {what} is {value:g}.")
 
     # Checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # Trainer begins a checkpoint by this call. One that it saves over is incomplete until it is marked again.
         check_weights(self.model, self.state.global_step)
-        if output_dir is not None and self.args.should_save:
-            Path(output_dir, RECORD).unlink(missing_ok=True)
-        if not self.is_fsdp_enabled:
-            return super().save_model(output_dir, _internal_call)
+        directory = output_dir or self.args.output_dir
+        if self.args.should_save:
+            Path(directory, RECORD).unlink(missing_ok=True)
         model = whole_model(self)
         if self.args.should_save:
-            model.save_pretrained(output_dir or self.args.output_dir)
-            self.processing_class.save_pretrained(output_dir or self.args.output_dir)
+            # Trainer resumes by the names of the model, and would silently leave out weights under other names.
+            names = {} if isinstance(model, PeftModel) else {"save_original_format": False}
+            model.save_pretrained(directory, **names)
+            self.processing_class.save_pretrained(directory)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *others):
         begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
-        # Trainer asks whether to stop only after a step. A run that ended inside an epoch would take one more.
+        # Trainer asks whether to stop only after a step, callbacks or not, and a run that ended inside an epoch would
+        # take one more.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else begun
-
-    def _load_weights(self, checkpoint: str) -> bool:
-        """Load a whole model's weights and return True, or return False for a model that FSDP or PEFT loads."""
-        if self.is_fsdp_enabled or isinstance(self.model, PeftModel):
-            return False
-        # Trainer expects the model's names in the files, which saving changes, and would leave experts unchanged.
-        self.model.load_state_dict(load_model(checkpoint, self.model.dtype).state_dict())
-        return True
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if not self._load_weights(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if not self._load_weights(str(self.state.best_model_checkpoint)):
-            super()._load_best_model()
 
     # Rows, and the evaluation of plain text
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         # TRL cuts and drops rows silently, and takes tokenized rows as they are. So it prepares them in two steps, and
-        # `check_cut` counts whole rows between the two.
+        # `check_cut` counts whole rows between the two. TRL has no public function that tokenizes rows.
         whole = copy.copy(args)
         whole.max_length = None
         whole.shuffle_dataset = False
