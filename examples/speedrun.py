@@ -21,11 +21,9 @@ examples:
 
 import argparse
 import json
-import random
 import shlex
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,10 +37,11 @@ from iha import plots
 from iha.arguments import fields_of
 from iha.conversion.shared import preset_config
 from iha.errors import run_cli
-from iha.files import write_json
+from iha.files import write_json, write_jsonl
 from iha.model_cost import model
 from iha.step_memory import of_training
 from modeling_iha import IHAConfig
+from sft.make_text import modules
 
 
 # The end of a preset's name, and what it is.
@@ -204,13 +203,13 @@ class Run:
     def write_texts(self) -> None:
         """Write the text to train on, and a hundredth of it to hold out, as rows of 20,000 characters."""
         self.data.mkdir(parents=True, exist_ok=True)
-        files = [self.args.text] if self.args.text else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        random.Random(0).shuffle(files)
-        text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)[: self.size.characters]
-        rows = [json.dumps({"text": text[start : start + 20_000]}) + "\n" for start in range(0, len(text), 20_000)]
+        texts = modules() if self.args.text is None else [self.args.text.read_text(encoding="utf-8")]
+        text = "\n".join(texts)[: self.size.characters]
+        rows = [{"text": text[start : start + 20_000]} for start in range(0, len(text), 20_000)]
         held = max(1, len(rows) // 100)
-        self.data.joinpath("train.jsonl").write_text("".join(rows[held:]), encoding="utf-8")
-        self.data.joinpath("held.jsonl").write_text("".join(rows[:held]), encoding="utf-8")
+        write_jsonl(self.data / "train.jsonl", rows[held:])
+        write_jsonl(self.data / "held.jsonl", rows[:held])
+        self.data.joinpath("held.txt").write_text("".join(row["text"] for row in rows[:held]), encoding="utf-8")
         mixture = [
             {"path": f"{self.data / name}.jsonl", "share": 1 / len(self.generators)} for name in self.generators
         ]
@@ -306,7 +305,7 @@ class Run:
         tasks = ["perplexity_by_position", *(["niah_single_1", "niah_multikey_2"] if size.ruler else [])]
         read = {"tasks": tasks, "lengths": size.ruler or [size.long.tokens], "output": out / "read"}
         if not size.text:
-            read["text"] = self.data / "held.jsonl"
+            read["text"] = self.data / "held.txt"
         questions = [self.data / f"{name}-test.jsonl" for name in self.generators]
         answers = out / "answers.json"
         paper = {"tasks": ["gsm8k", "math500"], "samples": 1, "limit": 200, "output": out / "paper"}
@@ -368,7 +367,7 @@ def figures_of(out: Path) -> dict[str, float]:
         logged = read_json(out / name / "loss.json")
         figures[f"bits per byte, {name}"] = logged["eval_bits_per_byte"][-1][1]
     figures["loss of chats"] = read_json(out / "chat" / "loss.json")["eval"][-1][1]
-    answers = read_json(out / "answers.json")["generators"]
+    answers = read_json(out / "answers.json")["parts"]
     for name, answer in answers.items():
         figures[f"loss of answers, {name}"] = answer["loss"]
         figures[f"right answers, {name}"] = answer["accuracy"]
