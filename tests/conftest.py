@@ -107,7 +107,6 @@ LONGEST = (
     "test_compile",
     "test_protocol",
     "test_hub",
-    "test_preference",
     "test_evaluation",
     "test_training_run",
     "test_masks",
