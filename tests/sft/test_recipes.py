@@ -16,7 +16,8 @@ from iha.errors import UserError
 from iha.kinds import is_interleaved
 from modeling_iha import IHAForCausalLM, interleave_heads
 from sft import train
-from sft.data import mix, sources
+from sft.data import mix
+from sft.sources import sources
 
 
 RECIPES = ROOT / "sft" / "recipes"
