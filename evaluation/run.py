@@ -49,6 +49,7 @@ from iha.cards import source_name
 from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype, vocabulary_of
 from iha.files import current_commit, read_json, sole_writer, write_json, write_jsonl
 from iha.foreign_code import note_foreign_code
+from iha.sources import find_source
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
@@ -185,14 +186,16 @@ def note_missing_isolation(tasks: Iterable[str]) -> None:
 
 def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     """Evaluate as the command line asks, and return the results as `main` does. Raise `UserError`."""
-    config = load_config(args.model)
-    note_foreign_code(args.model)
-    tokenizer = load_tokenizer(args.tokenizer or args.model, vocabulary_of(config))
+    source = find_source(args.model)
+    of_tokenizer = find_source(args.tokenizer) if args.tokenizer else source
+    config = load_config(source)
+    note_foreign_code(source)
+    tokenizer = load_tokenizer(of_tokenizer, vocabulary_of(config))
     tasks = suites.build_tasks(args, tokenizer)
     check_tokenizer(tokenizer, tasks)
     identity = {
-        "checkpoint": fingerprint(args.model),
-        "tokenizer": fingerprint(args.tokenizer or args.model),
+        "checkpoint": fingerprint(source),
+        "tokenizer": fingerprint(of_tokenizer),
         "seed": args.seed,
         "dtype": args.dtype,
     }
@@ -204,7 +207,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     process.wait_for_everyone()
 
     started = time.monotonic()
-    model = Model(args.model, tokenizer, args.dtype, args.batch_size, args.seed)
+    model = Model(source, tokenizer, args.dtype, args.batch_size, args.seed)
     if model.device.type == "cpu":
         note_slow_dtype(model.model.dtype)
     if (model.rank, model.world_size) != (process.process_index, process.num_processes):

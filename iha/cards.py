@@ -28,13 +28,12 @@ from typing_extensions import TypedDict
 from iha.checkpoints import fingerprint, positions_of
 from iha.errors import UserError, refusing, run_cli
 from iha.files import expanded, parse_yaml, read_json, read_text, whole_file
-from iha.kinds import Companion, companion_of, described, own_modules
-from iha.layer_cost import virtual_tokens_per_token
+from iha.kinds import additions_of, companion_of, described, own_modules, virtual_tokens_per_token
 from iha.model_cost import model as cost_of_model
 from iha.model_cost import with_mha
+from iha.sources import find_source
 from modeling_iha import IHAConfig
 from modeling_iha.mixing_weights import trained_mixing
-from modeling_iha.modeling_iha import ATTENTION_CLASSES
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -175,13 +174,15 @@ def render_card(
     recipe_keys = [f"--max_length {length}", f"--num_pseudo_heads {virtual_tokens_per_token(config)}"]
     if not trained_mixing(model):
         recipe_keys.append("--mixing_scale 1")
-    pseudo_heads = config.num_pseudo_heads
-    pairs_of_kinds = {"iha": pseudo_heads**2, "paired_heads": pseudo_heads}  # times those of "mha"
-    kinds = {kind: _mechanism(kind) for kind in dict.fromkeys(config.attention_kinds)}
+    kinds = {kind: companion_of(kind) for kind in dict.fromkeys(config.attention_kinds)}
+    additions = additions_of(config)
+    mechanisms = [f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()]
+    mechanisms += [f"- in every layer {addition.card.format(config=config)}" for addition in additions]
+    papers = [known.paper for known in (*kinds.values(), *additions) if known.paper]
     of_all_tokens = {
         kind for kind, each in zip(config.attention_kinds, config.layer_types) if each == "full_attention"
     }
-    times_pairs = {kind: pairs for kind, pairs in pairs_of_kinds.items() if kind in of_all_tokens}
+    virtual = {kind: known for kind, known in kinds.items() if kind in of_all_tokens and known.times_pairs}
     return str(
         ModelCard.from_template(
             metadata,
@@ -191,25 +192,20 @@ def render_card(
             shell_name=shlex.quote(name),
             recipe_keys=" ".join(recipe_keys),
             adapters=" ".join(adapters),
-            mechanisms="\n".join(f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()),
+            mechanisms="\n".join(mechanisms),
             schedule=schedule(config),
             details=details.strip(),
             evaluation=NOT_EVALUATED,
             costs=_costs(config),
             context=positions and f"{positions:,}",
             is_iha=isinstance(config, IHAConfig),
-            in_vllm=kinds.keys() <= {"iha", "paired_heads", "mha"},
+            in_vllm=all(known.served_by_vllm for known in (*kinds.values(), *additions)),
             kinds=list(kinds),
-            times_pairs=times_pairs,
+            times_pairs={kind: known.times_pairs(config) for kind, known in virtual.items()},
             weights_license=license and markdown(license_name or license),
-            papers="\n".join(dict.fromkeys(f"- {known.paper}" for known in kinds.values() if known.paper)),
+            papers="\n".join(dict.fromkeys(f"- {paper}" for paper in papers)),
         )
     )
-
-
-def _mechanism(kind: str) -> Companion:
-    """Return the companion of a kind, or what is known of a layer of Transformers, by its model type."""
-    return companion_of(kind) if kind in ATTENTION_CLASSES else Companion(card="the base model's own layer.")
 
 
 # Keys of a card's metadata. The last two belong to the license "other".
@@ -420,7 +416,7 @@ def update(directory: Path, name: str | None = None, results: dict | None = None
     if name is not None:
         card = with_name(card, name)
     if results is not None:
-        if results["checkpoint"] != fingerprint(directory):
+        if results["checkpoint"] != fingerprint(find_source(directory)):
             raise UserError(f"The results are of another checkpoint than {directory}: evaluate this one.")
         card = with_results(card, name or directory.resolve().name, results)
     with whole_file(path) as temporary:

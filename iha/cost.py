@@ -17,9 +17,10 @@ from iha.conversion.convert_llama_to_iha import iha_config
 from iha.conversion.shared import new_config, preset_config
 from iha.errors import UserError, run_cli
 from iha.files import write_json
-from iha.kinds import interleaved_kind, is_interleaved, layer_number
-from iha.layer_cost import Cost, virtual_tokens_per_token
+from iha.kinds import interleaved_kind, is_interleaved, layer_number, virtual_tokens_per_token
+from iha.layer_cost import Cost
 from iha.model_cost import attention, ffn, head, model, with_mha
+from iha.sources import find_source
 from iha.step_memory import StepMemory, of_sharded_training, of_training
 from modeling_iha import IHAConfig
 from modeling_iha.in_place import FIELDS
@@ -86,7 +87,7 @@ def settings_of(
     if preset is not None:
         settings = preset_config(preset, **(changes or {}), **fields)
     else:
-        source = load_config(config)
+        source = load_config(find_source(config))
         if isinstance(source, IHAConfig):
             settings = changed(source, **fields)
         elif is_interleaved(source):

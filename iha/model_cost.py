@@ -34,6 +34,9 @@ def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: 
     keys = config.num_key_value_heads * config.head_dim
     projections = linear(tokens, hidden, queries, bias) + linear(tokens, queries, hidden, bias)
     projections += linear(tokens, hidden, keys, bias) + linear(tokens, hidden, keys, bias)
+    if config.output_gate is not None:
+        gates = queries if config.output_gate == "elementwise" else config.num_attention_heads
+        projections += linear(tokens, hidden, gates)
     return projections + Cost(parameters=norms) + between(config, tokens, window, form)
 
 

@@ -6,7 +6,6 @@ import math
 import torch
 from torch import nn
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 
 from .configuration_iha import IHAConfig
 from .score_matrix import HeadMap, ScoreMatrixAttention
@@ -130,20 +129,16 @@ class DynamicallyComposableAttention(ScoreMatrixAttention):
         ]
         return [states, *weights]
 
-    def project(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        cache: Cache | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, hidden_states: torch.Tensor, position_embeddings: dict[str, tuple]) -> tuple:
         """Project as Llama does, with the composition weights next to the queries, keys and values."""
-        query_states, key_states, value_states = super().project(hidden_states, position_embeddings, None)
+        query_states, key_states, value_states = super().project(hidden_states, position_embeddings)
         query_states = self.append_weights(query_states, hidden_states, self.pre_query, self.post_query)
         key_states = self.append_weights(key_states, hidden_states, self.pre_key)
         value_states = self.append_weights(value_states, hidden_states, self.post_key)
-        if cache is not None:
-            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
         return query_states, key_states, value_states
+
+    def combine_heads(self, attn_output, hidden_states, own_values) -> torch.Tensor:
+        return super().combine_heads(attn_output, hidden_states, own_values[..., : self.head_dim])
 
     def attend_block(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs

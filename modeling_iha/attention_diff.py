@@ -64,3 +64,7 @@ class DifferentialAttention(MultiHeadAttention):
         lambda_full = lambda_1.to(dtype) - lambda_2.to(dtype) + self.lambda_init
         attn_output = (1 - self.lambda_init) * self.groupnorm(attn_output1 - lambda_full * attn_output2)
         return attn_output, attn_weights
+
+    def combine_heads(self, attn_output, hidden_states, own_values) -> torch.Tensor:
+        """Combine differential heads, whose own values are those of two groups side by side."""
+        return super().combine_heads(attn_output, hidden_states, torch.cat(own_values.chunk(2, dim=1), dim=-1))

@@ -25,10 +25,11 @@ class DifferentialAttentionV2(MultiHeadAttention):
         self.lambda_proj = nn.Linear(config.hidden_size, num_heads, bias=False)
         self.num_key_value_groups *= 2  # the query heads of a group, by which cores repeat keys and values
 
-    def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return differential heads [batch, N, H, head_dim] of attention's 2 H heads."""
+    def combine_heads(self, attn_output, hidden_states, own_values) -> torch.Tensor:
+        """Combine differential heads [batch, N, H, head_dim] of attention's 2 H heads."""
         # Two close heads cancel, so their difference is rounded once.
         dtype = torch.promote_types(attn_output.dtype, torch.float32)
         lambda_full = torch.sigmoid(self.lambda_proj(hidden_states).to(dtype))
         first, second = attn_output.to(dtype).unflatten(2, (-1, 2)).unbind(3)
-        return (first - lambda_full.unsqueeze(-1) * second).to(attn_output.dtype)
+        difference = (first - lambda_full.unsqueeze(-1) * second).to(attn_output.dtype)
+        return super().combine_heads(difference, hidden_states, own_values)

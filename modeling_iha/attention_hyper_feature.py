@@ -41,16 +41,15 @@ class HyperFeatureAttention(ScoreMatrixAttention):
         if self.value_product:
             self.v_proj = nn.Linear(config.hidden_size, sum(group_orders) * self.head_dim, bias=config.attention_bias)
 
-    def project_value(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        value_states = self.v_proj(hidden_states)
-        if not self.value_product:
-            return value_states
-        runs = value_states.split([order * groups * self.head_dim for order, groups in self.runs], dim=-1)
-        products = [
-            product(run.unflatten(-1, (groups, order, self.head_dim)), dim=-2).flatten(-2)
-            for run, (order, groups) in zip(runs, self.runs)
-        ]
-        return torch.cat(products, dim=-1)
+    def project_heads(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+        query_states, key_states, value_states = super().project_heads(hidden_states)
+        if self.value_product:
+            runs = value_states.split([order * groups for order, groups in self.runs], dim=2)
+            products = [
+                product(run.unflatten(2, (groups, order)), dim=3) for run, (order, groups) in zip(runs, self.runs)
+            ]
+            value_states = torch.cat(products, dim=2)
+        return [query_states, key_states, value_states]
 
     def split_runs(self, states: torch.Tensor, heads_per_group: int) -> list[torch.Tensor]:
         """Split heads [batch, heads, N, head_dim] into runs [batch, heads of one order, N, A, w]."""

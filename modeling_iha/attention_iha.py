@@ -1,8 +1,6 @@
 # Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Define Interleaved Head Attention, kind "iha" (IHA, arXiv:2602.21371, Algorithm 1 and Definition 3)."""
 
-import torch
-
 from .attention_mha import MultiHeadAttention
 from .configuration_iha import IHAConfig
 from .interleaving import HeadCollapse, HeadMixing, MixedHeads
@@ -37,9 +35,7 @@ class InterleavedHeadAttention(MultiHeadAttention):
         self.v_mix = HeadMixing(key_heads, config.num_pseudo_heads, config.mixing_scale)
         self.collapse = HeadCollapse(heads, config.num_pseudo_heads, config.pseudo_collapse, config.mixing_scale)
 
-    def attend(
-        self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs) -> tuple:
         """Attend over virtual tokens. The weights are [batch, H, N * P, K * P], where the core gives them."""
         heads = MixedHeads.of_module(self, query_states, rotation)
         states = (query_states, key_states, value_states)

@@ -66,9 +66,6 @@ class KnockingHeadsAttention(MultiHeadAttention):
         self.k_map = MAPS["linear" if options.keys else None](*size)
         self.v_map = MAPS[options.values](*size)
 
-    def map_heads(self, query_states: torch.Tensor, key_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.q_map(query_states), self.k_map(key_states)
-
-    def project_value(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        value_states = super().project_value(hidden_states).unflatten(-1, (-1, self.head_dim))
-        return self.v_map(value_states).flatten(-2)
+    def project_heads(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+        heads = super().project_heads(hidden_states)
+        return [map_heads(each) for map_heads, each in zip((self.q_map, self.k_map, self.v_map), heads)]

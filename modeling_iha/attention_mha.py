@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -32,9 +33,12 @@ class MultiHeadAttention(LlamaAttention):
         self.layer_type = config.layer_types[layer_idx]
         self.use_rope = config.no_rope_layers[layer_idx] == 1
         self.attention_dropout = config.attention_dropout or 0.0  # a configuration may hold `None`
-        if config.use_qk_norm:
-            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.use_qk_norm else None
+        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if config.use_qk_norm else None
+        self.exclusive_attention = config.exclusive_attention
+        gates_of_head = {None: 0, "per_head": 1, "elementwise": self.head_dim}[config.output_gate]
+        gates = config.num_attention_heads * gates_of_head
+        self.output_gate = nn.Linear(config.hidden_size, gates, bias=False) if gates else None
 
     @classmethod
     def for_layer(cls, config: IHAConfig, layer_idx: int) -> "MultiHeadAttention":
@@ -55,47 +59,43 @@ class MultiHeadAttention(LlamaAttention):
     def core_function(self) -> Callable:
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.core, eager_attention_forward)
 
-    def project_value(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return values [batch, N, G * head_dim] of hidden states [batch, N, hidden_size]."""
-        return self.v_proj(hidden_states)
-
-    def map_heads(self, query_states: torch.Tensor, key_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys [batch, N, heads, head_dim] unchanged; some kinds map heads before RoPE."""
-        return query_states, key_states
+    def project_heads(self, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+        """Return queries, keys and values [batch, N, heads, head_dim]. Some kinds map heads, before norms and RoPE."""
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        return [project(hidden_states).view(shape) for project in (self.q_proj, self.k_proj, self.v_proj)]
 
     def rotate(self, query_states, key_states, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries [batch, H, N, head_dim] and keys [batch, G, N, head_dim] by RoPE [batch, N, head_dim]."""
         return apply_rotary_pos_emb(query_states, key_states, cos, sin)
 
-    def project(self, hidden_states: torch.Tensor, position_embeddings: dict[str, tuple], cache: Any) -> tuple:
-        """Return queries [batch, H, N, head_dim] of the new tokens, and keys and values of all tokens.
-
-        Hidden states are [batch, N, hidden_size], values and (rotated) keys [batch, G, cached + N, head_dim]."""
-        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query_states = self.q_proj(hidden_states).view(hidden_shape)
-        key_states = self.k_proj(hidden_states).view(hidden_shape)
-        query_states, key_states = self.map_heads(query_states, key_states)
-        value_states = self.project_value(hidden_states).view(hidden_shape).transpose(1, 2)
-        if self.config.use_qk_norm:
-            query_states = self.q_norm(query_states)
-            key_states = self.k_norm(key_states)
+    def project(self, hidden_states: torch.Tensor, position_embeddings: dict[str, tuple]) -> tuple:
+        """Return rotated queries, rotated keys and values [batch, heads, N, head_dim] of [batch, N, hidden_size]."""
+        query_states, key_states, value_states = self.project_heads(hidden_states)
+        if self.q_norm is not None:
+            query_states, key_states = self.q_norm(query_states), self.k_norm(key_states)
         query_states, key_states = query_states.transpose(1, 2), key_states.transpose(1, 2)
         if self.use_rope:
             query_states, key_states = self.rotate(query_states, key_states, *position_embeddings[self.rope_table])
-        if cache is not None:
-            key_states, value_states = cache.update(key_states, value_states, self.layer_idx)
-        return query_states, key_states, value_states
+        return query_states, key_states, value_states.transpose(1, 2)
 
-    def attend(
-        self, query_states, key_states, value_states, attention_mask: Any, rotation: tuple | None = None, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs) -> tuple:
         """Return the output [batch, N, H, head_dim] of the core, and the weights [batch, H, N, K] where it gives them.
 
         `rotation` is that of pseudo-heads within their token. `kwargs` are passed to the core."""
         return self.core_function(self, query_states, key_states, value_states, attention_mask, **kwargs)
 
-    def combine_heads(self, attn_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the output of `attend` [batch, N, H, head_dim] unchanged; some kinds gate or combine heads."""
+    def combine_heads(self, attn_output, hidden_states, own_values) -> torch.Tensor:
+        """Return what `o_proj` reads [batch, N, H * head_dim], of the output of `attend` [batch, N, H, head_dim].
+
+        `own_values` [batch, G, N, head_dim] are the values of the same tokens, before any cache."""
+        if self.exclusive_attention:  # XSA, arXiv 2603.09078: leave out what is along the head's own value
+            own = nn.functional.normalize(own_values.transpose(1, 2), dim=-1, eps=1e-6).unsqueeze(3)
+            attn_output = attn_output.unflatten(2, (own.shape[2], -1))  # [batch, N, G, H / G, head_dim]
+            attn_output = attn_output - (attn_output * own).sum(dim=-1, keepdim=True) * own
+        attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1)
+        if self.output_gate is not None:  # arXiv 2505.06708, position G1
+            gate = torch.sigmoid(self.output_gate(hidden_states)).unsqueeze(-1)
+            attn_output = (attn_output.unflatten(-1, (gate.shape[2], -1)) * gate).flatten(2)
         return attn_output
 
     def forward(
@@ -103,7 +103,10 @@ class MultiHeadAttention(LlamaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run as Llama's attention does, with tables of `IHARotaryEmbedding` and a mask of `IHAModel.create_masks`."""
         cache = pop_cache(kwargs)
-        query_states, key_states, value_states = self.project(hidden_states, position_embeddings, cache)
+        query_states, key_states, own_values = self.project(hidden_states, position_embeddings)
+        value_states = own_values
+        if cache is not None:
+            key_states, value_states = cache.update(key_states, own_values, self.layer_idx)
         attn_output, attn_weights = self.attend(
             *(query_states, key_states, value_states, attention_mask),
             dropout=0.0 if not self.training else self.attention_dropout,
@@ -112,6 +115,4 @@ class MultiHeadAttention(LlamaAttention):
             rotation=position_embeddings.get("pseudo_head") if self.use_rope else None,
             **kwargs,
         )
-        attn_output = self.combine_heads(attn_output, hidden_states)
-        attn_output = attn_output.reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return self.o_proj(attn_output), attn_weights
+        return self.o_proj(self.combine_heads(attn_output, hidden_states, own_values)), attn_weights

@@ -46,9 +46,7 @@ class PairedHeadsAttention(MultiHeadAttention):
         query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin, unsqueeze_dim=2)
         return query_states.flatten(1, 2), key_states.flatten(1, 2)
 
-    def attend(
-        self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, query_states, key_states, value_states, attention_mask, rotation=None, **kwargs) -> tuple:
         """Attend over virtual tokens. The weights are [batch, H / P, N * P, K * P], where the core gives them."""
         heads = PairedHeads(self.num_pseudo_heads)
         states = (query_states, key_states, value_states)

@@ -14,7 +14,6 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 
 from .options_dcmha import CompositionOptions
 from .options_diff import DifferentialOptions
-from .options_gated import GateOptions
 from .options_hyper import HyperOptions
 from .options_hyper_feature import FeatureOptions
 from .options_knocking_heads import KnockingOptions
@@ -34,7 +33,6 @@ OPTIONS_CLASSES: dict[str, Any] = {
     "talking_heads": None,
     "diff": DifferentialOptions,
     "diff_v2": None,
-    "gated": GateOptions,
     "knocking_heads": KnockingOptions,
     "hyper_feature": FeatureOptions,
     "hyper": HyperOptions,
@@ -92,6 +90,10 @@ class IHAConfig(LlamaConfig):
             Number of groups of FFN channels that a softmax over the groups scales, as in released DCFormers.
         use_qk_norm (`bool`, *optional*, defaults to `False`):
             `True` for an RMSNorm over each head's query and key, before RoPE and the mixing (as in Qwen3).
+        output_gate (`str`, *optional*):
+            Sigmoid gates of the layer's input on the output of heads, `"elementwise"` or `"per_head"`.
+        exclusive_attention (`bool`, *optional*, defaults to `False`):
+            `True` leaves out of the output of each head what is along its value of the same token (XSA).
         rope_parameters (`dict`, *optional*):
             RoPE of all layers, or `{"full_attention": {...}, "sliding_attention": {...}}`, as in Gemma 3.
         no_rope_layers (`list[int]`, *optional*):
@@ -120,6 +122,8 @@ class IHAConfig(LlamaConfig):
     gated_mlp: bool = True
     mlp_gate_groups: int | None = None
     use_qk_norm: bool = False
+    output_gate: Literal["elementwise", "per_head"] | None = None
+    exclusive_attention: bool = False
     rope_parameters: dict | None = None
     no_rope_layers: list[int] | None = None
     attention_options: dict | None = None

@@ -33,7 +33,6 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_dcmha import DynamicallyComposableAttention
 from .attention_diff import DifferentialAttention
 from .attention_diff_v2 import DifferentialAttentionV2
-from .attention_gated import GatedAttention
 from .attention_hyper import HyperAttention
 from .attention_hyper_feature import HyperFeatureAttention
 from .attention_iha import InterleavedHeadAttention
@@ -56,7 +55,6 @@ ATTENTION_CLASSES = {
     "talking_heads": TalkingHeadsAttention,
     "diff": DifferentialAttention,
     "diff_v2": DifferentialAttentionV2,
-    "gated": GatedAttention,
     "knocking_heads": KnockingHeadsAttention,
     "hyper_feature": HyperFeatureAttention,
     "hyper": HyperAttention,
@@ -134,10 +132,7 @@ class IHAMLP(LlamaMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         channels = self.up_proj(x)
         # CODEPATH: as in __init__.
-        if self.config.gated_mlp:
-            channels = self.act_fn(self.gate_proj(x)) * channels
-        else:
-            channels = self.act_fn(channels)
+        channels = self.act_fn(self.gate_proj(x)) * channels if self.config.gated_mlp else self.act_fn(channels)
         # CODEPATH: as in __init__.
         if self.config.mlp_gate_groups is not None:
             scores = self.group_gate(x)

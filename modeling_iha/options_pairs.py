@@ -31,6 +31,11 @@ class PairOptions(KindOptions):
     )
 
     def check(self, config: LlamaConfig, kind: str) -> None:
+        if config.exclusive_attention:
+            raise ValueError(
+                f"exclusive_attention=True with attention kind {kind!r}, whose values are those of tuples of tokens: "
+                "set it to False."
+            )
         if self.windows and not (all(sliding_layers(config, kind)) and max(self.windows) == config.sliding_window):
             raise ValueError(
                 f"attention_options[{kind!r}] has windows={self.windows}; its layers must be 'sliding_attention', "

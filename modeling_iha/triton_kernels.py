@@ -689,7 +689,7 @@ def chunks_kernel(
             scores = tl.where(seen, scores, LEAST)
         else:
             scores = tl.maximum(scores + seen.to(tl.float32), LEAST)
-        scores = tl.where(is_key[None], scores, float("-inf"))
+        scores = tl.where(is_row[:, None] & is_key[None], scores, float("-inf"))
 
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])

@@ -10,6 +10,9 @@ research/experiments/protocol.py says; the last tenth of the text is held out. T
 - `paired`: paired heads (P = 4) with windows of N / 16 virtual tokens.
 - `iha`: the paper's schedule (P = 4).
 
+Each arm may have additions in all its layers: `paired+xsa` has exclusive self attention (XSA), `paired+gate` an output
+gate, and `paired+xsa+gate` both. The FFN pays for the parameters of the gate.
+
 An arm takes ten to twenty minutes of one core at size "tiny" (267,968 parameters). The sizes "small", "medium" and
 "large" have 1, 4 and 16 million parameters, and "large" needs a GPU. `--size seconds` shows in two minutes what the
 command prints: it learns too little, at one rate, to compare anything. After each run the command prints the losses so
@@ -48,7 +51,8 @@ def table(record: dict) -> str:
     """Return the table of a study's record as text: a line for each arm."""
     first = record["rows"][0]["variant"]
     titles = ("bits per byte", "equal steps", "equal FLOPs", "equal time", "tokens/s", "step, MB")
-    lines = [f"{'arm':<14}{'parameters':>11}{''.join(f'{title:>18}' for title in titles)}"]
+    width = max(14, *(len(row["variant"]) + 2 for row in record["rows"]))
+    lines = [f"{'arm':<{width}}{'parameters':>11}{''.join(f'{title:>18}' for title in titles)}"]
     for row in record["rows"]:
         loss = row["loss"]
         cells = [f"{loss['mean'] / math.log(2):.4f} ± {loss['half_width'] / math.log(2):.4f}"]
@@ -60,7 +64,7 @@ def table(record: dict) -> str:
         cells.append(f"{record['batch'] * record['tokens'] / record['step_seconds'][row['variant']]:,.0f}")
         config = config_of(record, **ARMS[row["variant"]])
         cells.append(f"{of_training(config, record['batch'], record['tokens'], False).peak / 1e6:,.0f}")
-        lines.append(f"{row['variant']:<14}{row['parameters']:>11,}{''.join(f'{cell:>18}' for cell in cells)}")
+        lines.append(f"{row['variant']:<{width}}{row['parameters']:>11,}{''.join(f'{cell:>18}' for cell in cells)}")
     clock = "wall-clock time" if record["gpu"] else "the CPU time of one thread"
     lines += [
         f"Differences: loss in nats per byte minus that of {first!r}, with 95% intervals over "
@@ -76,11 +80,12 @@ def so_far(directory: Path, tuning: dict[str, dict], runs: dict[str, list[dict]]
 
     An arm without a run of a seed is shown by its best run of the tuning."""
     shown = {name: of_arm or [tuning[name]] for name, of_arm in runs.items() if of_arm or name in tuning}
-    print(f"\n{'so far':<14}{'bits per byte':>14}{'runs':>16}")
+    width = max(14, *(len(name) + 2 for name in shown))
+    print(f"\n{'so far':<{width}}{'bits per byte':>14}{'runs':>16}")
     for name, of_arm in shown.items():
         bits = sum(map(end, of_arm)) / len(of_arm) / math.log(2)
         what = f"{len(runs[name])} seeds" if runs[name] else "of the tuning"
-        print(f"{name:<14}{bits:>14.4f}{what:>16}")
+        print(f"{name:<{width}}{bits:>14.4f}{what:>16}")
     print(flush=True)
     figure, (axes,) = plots.panels("Losses in nats per byte so far, by steps")
     for name, of_arm in shown.items():

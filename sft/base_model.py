@@ -23,8 +23,8 @@ from iha.checkpoints import (
     vocabulary_of,
 )
 from iha.errors import UserError, one_line, refusing
-from iha.kinds import is_interleaved, own_modules
-from iha.layer_cost import virtual_tokens_per_token
+from iha.kinds import is_interleaved, own_modules, virtual_tokens_per_token
+from iha.sources import find_source
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, set_mixing_scale
 from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_iha import IHARotaryEmbedding
@@ -44,7 +44,7 @@ def start_config(run: RunArguments) -> PreTrainedConfig:
     """Return the configuration of the checkpoint or preset that a run starts from. Raise `UserError`."""
     if run.preset:
         return config_of(run.preset, start_tokenizer(run.tokenizer), run.preset_fields or [])
-    return load_config(run.model_name_or_path)
+    return load_config(find_source(run.model_name_or_path))
 
 
 def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
@@ -175,7 +175,7 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
     if run.attn_implementation is not None:
         # The model then rejects a core that is not installed before its weights are read.
         config._attn_implementation = run.attn_implementation
-    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
+    model = load_model(find_source(run.model_name_or_path), getattr(torch, run.dtype), config)
     if must_interleave:
         layers = run.interleaved_layers
         window = run.interleaved_window
@@ -270,7 +270,7 @@ def prepare_model(
         vocabulary = f"{len(tokenizer):,} tokens of {run.tokenizer}" if run.tokenizer else "single bytes"
         say(f"Random weights: {run.preset}, {model.num_parameters():,} parameters, seed {args.seed}, {vocabulary}.")
     else:
-        tokenizer = load_tokenizer(run.model_name_or_path, vocabulary_of(model.config))
+        tokenizer = load_tokenizer(find_source(run.model_name_or_path), vocabulary_of(model.config))
     if tokenizer.eos_token is None and tokenizer.pad_token is None:
         raise UserError("the tokenizer has neither an end token nor a padding token: set its eos_token.")
     if template is not None:

@@ -17,6 +17,7 @@ from iha.checkpoints import load_tokenizer
 from iha.conversion.shared import preset_config
 from iha.errors import UserError, run_cli
 from iha.files import expanded, new_directory
+from iha.sources import find_source
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft.make_tokenizer import byte_tokenizer
 
@@ -26,7 +27,7 @@ DETAILS = "## Training\n\nNone: the weights are random (`python -m sft.make_mode
 
 def start_tokenizer(source: str | None) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a directory or id on the Hub, or one of single bytes. Raise `UserError`."""
-    return load_tokenizer(source, sys.maxsize) if source else byte_tokenizer()
+    return load_tokenizer(find_source(source), sys.maxsize) if source else byte_tokenizer()
 
 
 def config_of(preset: str, tokenizer: PreTrainedTokenizerBase, changes: list[str]) -> IHAConfig:

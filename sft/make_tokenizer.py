@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from iha.checkpoints import load_tokenizer
 from iha.errors import UserError, run_cli
 from iha.files import check_new_directory, expanded, new_directory
+from iha.sources import find_source
 
 
 # The special tokens of sft/chat_templates: the first one pads, and the last one ends a text.
@@ -78,7 +79,7 @@ def renamed(source: str, names: Sequence[tuple[str, str]]) -> PreTrainedTokenize
 
     Raise `UserError` for a token that it does not have, and for a name that it has already.
     """
-    tokenizer = load_tokenizer(source, sys.maxsize)
+    tokenizer = load_tokenizer(find_source(source), sys.maxsize)
     known = tokenizer.get_vocab()
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     for old, new in names:
@@ -92,7 +93,7 @@ def renamed(source: str, names: Sequence[tuple[str, str]]) -> PreTrainedTokenize
                 for is_ascii in (True, False):
                     text = text.replace(*(json.dumps(name, ensure_ascii=is_ascii) for name in (old, new)))
             file.write_text(text, encoding="utf-8")
-        tokenizer = load_tokenizer(directory, sys.maxsize)
+        tokenizer = load_tokenizer(find_source(directory), sys.maxsize)
     if any(tokenizer.convert_tokens_to_ids(new) != known[old] for old, new in names):
         raise UserError(f"--rename: the class of the tokenizer of {source} names its tokens itself.")
     return tokenizer

@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from iha.checkpoints import fingerprint
 from iha.errors import UserError
 from iha.files import current_commit, read_json, write_json
+from iha.sources import find_source
 from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
 from sft.base_model import start_config
 from sft.checkpoints import RECORD
@@ -221,7 +222,7 @@ def rows_of_a_step(record: Record) -> int:
 def identify_start(run: RunArguments, args: TrainingArguments) -> dict[str, str]:
     """Return the name of the checkpoint or random weights that a run starts from, and what tells them from others."""
     if not run.preset:
-        return {"name": run.model_name_or_path, "fingerprint": fingerprint(run.model_name_or_path)}
+        return {"name": run.model_name_or_path, "fingerprint": fingerprint(find_source(run.model_name_or_path))}
     start = [start_config(run).to_dict(), start_tokenizer(run.tokenizer).get_vocab(), args.seed]
     content = json.dumps(start, sort_keys=True, default=str)
     return {"name": f"preset {run.preset}", "sha256": hashlib.sha256(content.encode()).hexdigest()}

@@ -5,21 +5,19 @@ Layers of kind "diff", trained or not, become a DiffLlama. Others have to comput
 projections. The command rejects anything else and names the first parameter that has moved.
 """
 
-import os
 import sys
-from collections.abc import Sequence
 
 import torch
 from transformers import CONFIG_MAPPING, DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from iha.arguments import add_dtype, converter_parser
 from iha.errors import UserError
 from iha.kinds import iha
+from iha.sources import Source
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing_weights import state_with_values
 
-from .architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
-from .shared import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
+from .architectures import ARCHITECTURES, SHARED_FIELDS, Architecture, layer_windows, rope_layers
+from .shared import Converted, build, check_iha, new_config, read_source, write_checkpoint
 
 
 @torch.no_grad()
@@ -116,6 +114,9 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     It shares the memory of all weights into which nothing is folded. Print on stderr how many folded weights half
     precision rounds. Raise `UserError` if no stock architecture computes the layers, or has the rest of the model.
     """
+    for field in ("output_gate", "exclusive_attention"):
+        if value := getattr(model.config, field):
+            raise UserError(f"The model has {field}={value!r}, which no stock architecture computes.")
     if "diff" in model.config.attention_kinds:
         diffllama = diffllama_config(model.config)
         return build(DiffLlamaForCausalLM, diffllama, model.state_dict(), model.dtype, model.generation_config)
@@ -136,18 +137,11 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     return build(architecture.model_class, config, state, model.dtype, model.generation_config)
 
 
-def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str = "auto") -> None:
-    """Convert the IHA checkpoint `source` to a stock one in the new directory `destination`. Raise `UserError`."""
+def iha_to_stock(source: Source, destination: str, dtype: str) -> None:
+    """Convert an IHA checkpoint to a stock one in the new directory `destination`. Raise `UserError`."""
 
     def make():
         model, tokenizer = read_source(source, lambda config: check_iha(source, config), dtype)
-        return convert_back(model), tokenizer, None
+        return Converted(convert_back(model), tokenizer)
 
     write_checkpoint(source, destination, make)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    parser = converter_parser(__doc__, "smollm2-iha smollm2-again", "IHA checkpoint: a directory or a Hub id")
-    add_dtype(parser)
-    convert(**vars(parser.parse_args(argv)))

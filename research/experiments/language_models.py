@@ -48,7 +48,8 @@ VARIANTS: dict[str, dict] = {
     "global_local_32": {"windows": 32, "control": "iha_4"},
     "iha_2": {**SCHEDULE, "num_pseudo_heads": 2, "windows": 8},
     "iha_4": {**SCHEDULE, "num_pseudo_heads": 4, "windows": 32},
-    **{kind: {"attention_kinds": kind} for kind in ("talking_heads", "diff", "diff_v2", "gated", "knocking_heads")},
+    **{kind: {"attention_kinds": kind} for kind in ("talking_heads", "diff", "diff_v2", "knocking_heads")},
+    "gated": {"output_gate": "elementwise"},
 }
 
 
@@ -80,7 +81,8 @@ def build(size: dict, **fields) -> IHAConfig:
     The layers with a window are of the kind that `attention_kinds` names, the others of kind "mha".
     """
     fields = {"attention_kinds": "mha", **size["fields"], **fields}
-    fields.pop("control", None)
+    for name in ("control", "value_residual"):  # these are no fields of a config
+        fields.pop(name, None)
     heads = fields["num_attention_heads"]
     special = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": True}
     every = {"num_key_value_heads": heads, "num_pseudo_heads": heads, "max_position_embeddings": size["tokens"]}

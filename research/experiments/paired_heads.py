@@ -54,6 +54,7 @@ from research.experiments.language_models import (
 from research.experiments.options import protocol_parser
 from research.experiments.protocol import compare_tuned, new_model
 from research.experiments.study import begin, plot_losses, run_once, write
+from research.experiments.value_residual import add_value_residual
 
 
 def wide(windows: int, factor: int) -> dict:
@@ -89,7 +90,26 @@ ARMS: dict[str, dict] = {
     "paired": {**PAIRED_4, "control": "short_windows"},
     "iha": {**VARIANTS["iha_4"], "control": "paired"},
 }
-VARIANTS |= ARMS
+# What an arm may have in all its layers: `paired+xsa`. The last two are for stacking.py only.
+ADDITIONS: dict[str, dict] = {"xsa": {"exclusive_attention": True}, "gate": {"output_gate": "elementwise"}}
+ADDITIONS["xsa+gate"] = ADDITIONS["xsa"] | ADDITIONS["gate"]
+STACKS = ADDITIONS | {"residual": {"value_residual": True}}
+STACKS["all"] = STACKS["xsa+gate"] | STACKS["residual"]
+
+
+def with_additions(arms: dict[str, dict], additions: dict[str, dict]) -> dict[str, dict]:
+    """Return the variants of arms with additions, by names such as "paired+xsa". The control of each is its arm."""
+    return {
+        f"{arm}+{name}": {**fields, **added, "control": arm}
+        for arm, fields in arms.items()
+        for name, added in additions.items()
+    }
+
+
+UNSTACKED = {name: ARMS[name] for name in ("windows", "paired", "mha")} | {"schedule": VARIANTS["iha_2"]}
+STACKED = UNSTACKED | with_additions(UNSTACKED, STACKS)
+ARMS |= with_additions(ARMS, ADDITIONS)
+VARIANTS |= ARMS | STACKED
 SIZES = {
     # For `--size seconds` of research/compare.py, which shows what it would print.
     32: sized(width=32, ffn=88, layers=5, heads=4, tokens_per_step=512, steps=60, held_out_rows=16),
@@ -97,9 +117,10 @@ SIZES = {
     128: sized(width=128, ffn=352, layers=5, heads=8, tokens_per_step=2048, steps=600),
     256: sized(width=256, ffn=704, layers=5, heads=8, tokens_per_step=2048, steps=800),
     512: sized(width=512, ffn=1408, layers=5, heads=8, tokens_per_step=32768, steps=400),  # for a GPU
+    768: sized(width=768, ffn=2048, layers=15, heads=12, tokens_per_step=32768, steps=800),  # 107 million, the same
 }
 # The rate at which the tuning of a size begins, where it is not FIRST_RATE.
-BEGIN_AT = {32: 8e-3, 256: 1e-3, 512: 1e-3}
+BEGIN_AT = {32: 8e-3, 256: 1e-3, 512: 1e-3, 768: 1e-3}
 EFFECT = 0.01  # nats per byte
 WARM_STEPS = 3
 TIMED_STEPS = 10
@@ -140,7 +161,8 @@ def read_text(name: str, tokens: int) -> torch.Tensor:
 
 def model_of(size: dict, name: str, seed: int) -> IHAForCausalLM:
     """Build the model of a variant, with the common weights of a seed."""
-    return new_model(config_of(size, **VARIANTS[name]), build(size), seed)
+    model = new_model(config_of(size, **VARIANTS[name]), build(size), seed)
+    return add_value_residual(model) if VARIANTS[name].get("value_residual") else model
 
 
 def model_on(device: torch.device, size: dict, name: str, seed: int) -> IHAForCausalLM:

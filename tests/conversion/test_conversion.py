@@ -39,22 +39,20 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from iha import api, processes, sources
-from iha.arguments import KINDS
+from conversion_scripts import convert_diffllama_to_iha, convert_iha_to_llama, convert_llama_to_iha
+from conversion_scripts import verify_conversion as verify_script
+from iha import api, cli, processes, sources
 from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
-from iha.conversion import (
-    convert_diffllama_to_iha,
-    convert_iha_to_llama,
-    convert_llama_to_iha,
-    verify_conversion,
-)
+from iha.conversion import convert_diffllama_to_iha as of_diffllama
+from iha.conversion import verify_conversion
 from iha.conversion.architectures import exact_length
+from iha.conversion.arguments import KINDS
 from iha.conversion.convert_iha_to_llama import convert_back
 from iha.conversion.convert_llama_to_iha import convert_model, iha_config
 from iha.errors import UserError
 from iha.kinds import described
 from iha.processes import load_in_clean_process, run_in_clean_process
-from iha.sources import locate
+from iha.sources import find_source, locate
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.exact_start import last_pseudo_head
 from modeling_iha.mixing_weights import state_with_values
@@ -66,7 +64,7 @@ from research.experiments.model_types import MULTIMODAL, tiny_model
 
 CONVERT = {
     **dict.fromkeys(SOURCES, convert_model),
-    **dict.fromkeys(OTHER_SOURCES, convert_diffllama_to_iha.convert_model),
+    **dict.fromkeys(OTHER_SOURCES, of_diffllama.convert_model),
 }
 P3, TALKING_HEADS = {"num_pseudo_heads": 3}, {"kind": "talking_heads"}
 OTHER_KINDS = [{"kind": kind} for kind in KINDS if kind != "iha"]
@@ -78,10 +76,12 @@ CONVERSIONS = [
     *(("qwen2-sliding", {"num_pseudo_heads": p}) for p in (1, 4)),
     *(("smollm3-sliding", kind) for kind in OTHER_KINDS),
     *(("qwen3", kind) for kind in OTHER_KINDS),
+    *(("smollm3-sliding", {"kind": kind, "output_gate": "elementwise"}) for kind in ("mha", "diff_v2")),
+    ("qwen3", {"kind": "mha", "output_gate": "per_head"}),
+    ("llama", {**P3, "output_gate": "elementwise"}),
     *(
         ("qwen3", {"kind": kind, "options": options})
         for kind, options in (
-            ("gated", {"per_head": True}),
             ("knocking_heads", {"queries": True, "keys": True, "values": "linear"}),
             ("dcmha", {"base_map": True, "num_groups": 2, "sides": "query"}),
         )
@@ -236,10 +236,12 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
         ({}, "'iha' needs a number of pseudo-heads"),
         ({"num_pseudo_heads": 2, **TALKING_HEADS}, "'talking_heads' has no pseudo-heads"),
         ({"schedule": "hybrid", **TALKING_HEADS}, "only 'iha' has that schedule"),
-        ({"kind": "gated", "mixing_scale": 3.0}, "'gated' with these options has no weights that mix heads"),
+        ({"kind": "diff_v2", "mixing_scale": 3.0}, "'diff_v2' with these options has no weights that mix heads"),
+        ({"kind": "mha"}, "kind 'mha' without a gate is what the source has: give --output-gate"),
         ({"kind": "diff"}, "kind='diff' has no exact start"),
         ({"kind": "paired_heads"}, "kind='paired_heads' has no exact start"),
-        ({"kind": "gated", "options": {"every": 4}}, "unexpected keyword argument 'every'"),
+        ({"kind": "knocking_heads", "options": {"every": 4}}, "unexpected keyword argument 'every'"),
+        ({"kind": "mha", "output_gate": "per_token"}, "output_gate"),
     ],
     ids=str,
 )
@@ -251,26 +253,37 @@ def test_arguments_that_cannot_work_are_refused(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"schedule": "paper"}, "schedule: it is 'paper': expected 'global' or 'hybrid'"),
-        ({"value_offsets": "some"}, "value_offsets: it is 'some': expected 'balanced' or 'none'"),
-        ({"num_pseudo_heads": "2"}, "num_pseudo_heads: it is '2': expected a valid integer"),
-        ({"seed": None}, "seed: it is None"),
+        ({"schedule": "paper"}, "schedule='paper': expected 'global' or 'hybrid'"),
+        ({"value_offsets": "some"}, "value_offsets='some': expected 'balanced' or 'none'"),
+        ({"num_pseudo_heads": "2"}, "num_pseudo_heads='2': expected a valid integer"),
+        ({"seed": None}, "seed=None"),
     ],
 )
 def test_a_program_may_give_no_other_types_than_the_command(arguments, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        convert_llama_to_iha.convert("source", tmp_path / "iha", **{"num_pseudo_heads": 2, **arguments})
+        api.convert("source", tmp_path / "iha", **{"num_pseudo_heads": 2, **arguments})
 
 
 def test_offsets_of_pseudo_heads_that_are_not_there_are_refused(tmp_path):
-    with pytest.raises(UserError, match="kind 'gated' has no pseudo-heads, whose values could differ"):
-        convert_llama_to_iha.convert("source", tmp_path / "iha", kind="gated", value_offsets="none")
+    with pytest.raises(UserError, match="kind 'diff_v2' has no pseudo-heads, whose values could differ"):
+        api.convert("source", tmp_path / "iha", kind="diff_v2", value_offsets="none")
+
+
+def test_the_command_adds_a_gate(tmp_path):
+    save_tiny_source(tmp_path / "source")
+    words = [str(tmp_path / "source"), str(tmp_path / "iha"), "--kind", "mha", "--output-gate", "per_head"]
+    cli.call(api.convert, words)
+    model = load_model(find_source(tmp_path / "iha"))
+    assert (model.config.attention_kinds[0], model.config.output_gate) == ("mha", "per_head")
+    assert "to attention of kind 'mha' with an output gate (per_head)" in (tmp_path / "iha" / "README.md").read_text()
+    with pytest.raises(UserError, match="output_gate='per_head', which no stock architecture computes"):
+        convert_back(model)
 
 
 def test_a_whole_number_scales_the_mixing(tmp_path):
     save_tiny_source(tmp_path / "source")
-    convert_llama_to_iha.convert(str(tmp_path / "source"), tmp_path / "iha", 2, mixing_scale=8)
-    assert load_model(str(tmp_path / "iha")).config.mixing_scale == 8
+    api.convert(str(tmp_path / "source"), tmp_path / "iha", 2, mixing_scale=8)
+    assert load_model(find_source(tmp_path / "iha")).config.mixing_scale == 8
 
 
 # And back
@@ -340,6 +353,8 @@ def test_a_parameter_that_moved_is_named(name, step, moved):
         ({"attention_kinds": "mha", "gated_mlp": False, "use_qk_norm": True}, "gated_mlp=False"),
         ({"attention_kinds": "mha", "mlp_gate_groups": 4}, "mlp_gate_groups=4"),
         ({"attention_kinds": "talking_heads"}, "Layer 0 is of kind 'talking_heads'"),
+        ({"attention_kinds": "mha", "output_gate": "per_head"}, "output_gate='per_head', which no stock architecture"),
+        ({"attention_kinds": "mha", "exclusive_attention": True}, "exclusive_attention=True, which no stock"),
         ({"attention_kinds": "mha", "no_rope_layers": [1, 0], "use_qk_norm": True}, r"no_rope_layers=\[1, 0\]"),
         ({"pseudo_positions": "interleaved"}, "pseudo_positions='interleaved'"),
         ({**LOCAL_ROPE, "attention_kinds": "mha"}, "layers with a window have a separate RoPE"),
@@ -463,7 +478,7 @@ def test_a_source_is_resolved_once(converted, tmp_path, monkeypatch, cli):
     resolved = []
     monkeypatch.setattr(sources, "locate", lambda source: resolved.append(str(source)) or locate(source))
     cli(convert_llama_to_iha, converted / "source", tmp_path / "iha", "--num-pseudo-heads", 2)
-    cli(verify_conversion, converted / "source", tmp_path / "iha", *VERIFY)
+    cli(verify_script, converted / "source", tmp_path / "iha", *VERIFY)
     assert resolved == [str(path) for path in (converted / "source", converted / "source", tmp_path / "iha")]
 
 
@@ -477,7 +492,7 @@ def test_verify_accepts_the_conversion_and_refuses_a_changed_one(road, control, 
     for model in ("source", "iha"):
         settings = {"stop_strings": ["x"], "return_dict_in_generate": True, "max_time": 1e-6, "num_beams": 2}
         edit_config(folder / model, "generation_config.json", **settings)
-    verify = (verify_conversion, folder / "source", folder / "iha", *VERIFY)
+    verify = (verify_script, folder / "source", folder / "iha", *VERIFY)
     code, out, err = cli(*verify, "--json", figures)
     assert code == 0 and "exact up to rounding" in out, err
     figures = json.loads(figures.read_text())
@@ -514,7 +529,7 @@ def test_weights_that_the_dtype_of_the_config_rounds_are_named(stored, loaded, p
 
 def test_verify_refuses_a_control_that_passes(converted, monkeypatch, cli):
     monkeypatch.setattr(verify_conversion, "break_one_parameter", lambda model: None)
-    code, _, err = cli(verify_conversion, converted / "source", converted / "iha", *VERIFY)
+    code, _, err = cli(verify_script, converted / "source", converted / "iha", *VERIFY)
     assert code == 1 and "control with a broken parameter passed" in last_line(err)
 
 
@@ -550,7 +565,7 @@ def test_verify_a_hybrid_within_its_window(tmp_path, cli):
     assert code == 0 and "windows are 24 of 256 tokens" in out and "at most 24 tokens; longer ones differ" in out
     assert "at most 24 tokens" in (tmp_path / "iha" / "README.md").read_text()
     source.bfloat16().save_pretrained(tmp_path / "source")
-    check = (verify_conversion, tmp_path / "source", tmp_path / "iha", "--json", tmp_path / "figures.json")
+    check = (verify_script, tmp_path / "source", tmp_path / "iha", "--json", tmp_path / "figures.json")
     code, out, err = cli(*check, "--tokens", 60, "--max-new-tokens", 20)
     assert code == 0 and "uses 24 tokens and decodes the last 12" in out, err
     assert "exact up to rounding, for sequences of at most 24 tokens; longer ones differ." in out
@@ -585,7 +600,7 @@ def test_verify_says_where_the_source_is_at_fault(edit, message, tmp_path, cli):
     assert code == 0, err
     for model in ("source", "iha"):
         edit_weights(tmp_path / model, edit)
-    code, _, err = cli(verify_conversion, tmp_path / "source", tmp_path / "iha", *VERIFY)
+    code, _, err = cli(verify_script, tmp_path / "source", tmp_path / "iha", *VERIFY)
     assert (code == 1 and message in last_line(err)) if message else code == 0, err
 
 
@@ -663,16 +678,16 @@ def test_a_tokenizer_that_knows_no_word_is_refused(name, added, tmp_path):
     settings = {"tokenizer_class": name, "added_tokens_decoder": added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="no usable tokenizer: it knows no word, .* such as tokenizer.json, next to"):
-        load_tokenizer(tmp_path, 61)
+        load_tokenizer(find_source(tmp_path), 61)
     save_tiny_source(tmp_path)
-    assert load_tokenizer(tmp_path, 61)("the")["input_ids"]
+    assert load_tokenizer(find_source(tmp_path), 61)("the")["input_ids"]
 
 
 def test_a_tokenizer_of_other_words_is_taken(tmp_path):
     """A vocabulary of one's own may know no English word."""
     words = models.WordLevel({"[UNK]": 0, "plus": 1, "zwei": 2}, unk_token="[UNK]")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="[UNK]").save_pretrained(tmp_path)
-    assert load_tokenizer(tmp_path, 61)("zwei")["input_ids"] == [2]
+    assert load_tokenizer(find_source(tmp_path), 61)("zwei")["input_ids"] == [2]
 
 
 @pytest.mark.parametrize("scale, dtype, stored", [(1e5, "float16", "inf"), (1e-8, "float16", "0")])
@@ -694,7 +709,7 @@ def test_no_number_of_the_mixing_is_nan(tmp_path, converted):
     broken = shutil.copytree(converted / "iha", tmp_path / "broken")
     edit_weights(broken, lambda weights: weights["model.layers.0.self_attn.v_mix.weight_start"].fill_(torch.nan))
     with pytest.raises(UserError, match="v_mix.weight_start of .* holds NaN or infinity"):
-        load_model(broken)
+        load_model(find_source(broken))
 
 
 # Real weights
@@ -719,7 +734,7 @@ def test_real_weights(num_pseudo_heads, tmp_path, monkeypatch, cli):
     )
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     lengths = ("--tokens", 64, "--max-new-tokens", 6)
-    code, _, err = cli(verify_conversion, source, tmp_path / "iha", *lengths, "--json", tmp_path / "figures")
+    code, _, err = cli(verify_script, source, tmp_path / "iha", *lengths, "--json", tmp_path / "figures")
     assert code == 0, err
     figures = json.loads((tmp_path / "figures").read_text())
     assert figures["tokens"] == 64 and figures["converted"]["greedy_tokens"] == 6

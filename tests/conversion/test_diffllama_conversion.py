@@ -35,6 +35,7 @@ def test_what_cannot_be_represented_is_refused_by_name(change, message):
         ({"layer_types": "sliding_attention", "sliding_window": 3}, "Layer 0 is of kind 'diff', sliding_attention"),
         ({"gated_mlp": False}, "gated_mlp=False"),
         ({"mlp_gate_groups": 2}, "mlp_gate_groups=2"),
+        ({"exclusive_attention": True}, "exclusive_attention=True"),
         ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\]; a DiffLlama has no_rope_layers=\[1, 1\] only"),
     ],
     ids=str,

@@ -36,6 +36,7 @@ from evaluation.model import Model, on_one_day
 from iha.checkpoints import load_model
 from iha.errors import UserError
 from iha.files import read_json, read_jsonl, sole_writer, write_json, write_jsonl
+from iha.sources import find_source
 
 
 # The full data files are no part of the repository.
@@ -399,7 +400,7 @@ def tiny(tmp_path_factory):
 
 
 def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside(tiny, tmp_path):
-    network, prompts = load_model(tiny), [" ".join(WORDS[i : i + 8 + i]) for i in range(3)]
+    network, prompts = load_model(find_source(tiny)), [" ".join(WORDS[i : i + 8 + i]) for i in range(3)]
     expected = []
     for prompt in prompts:
         ids = tiny_tokenizer()(prompt, return_tensors="pt")["input_ids"]
@@ -408,7 +409,7 @@ def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside
     network.generation_config.update(repetition_penalty=5.0, max_new_tokens=1, do_sample=True, temperature=9.0)
     network.save_pretrained(tmp_path)
     settings = {"do_sample": False, "max_gen_toks": 6, "until": []}
-    model = Model(tmp_path, tiny_tokenizer(), batch_size=2)
+    model = Model(find_source(tmp_path), tiny_tokenizer(), batch_size=2)
     found = model.generate_until([request("generate_until", prompt, settings) for prompt in prompts], True)
     assert [reply.strip() for reply in found] == [reply.strip() for reply in expected] and len(set(found)) == 3
 
@@ -416,7 +417,9 @@ def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside
 def test_a_reply_keeps_the_blanks_that_it_begins_with(tiny):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, ":\n": 1, "▁▁▁▁": 2, "return": 3}, unk_token="a"))
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    model = Model(tiny, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>"))
+    model = Model(
+        find_source(tiny), PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>")
+    )
     assert model.tok_decode([2, 3]) == "    return"
 
 
@@ -427,14 +430,14 @@ def test_the_end_of_thoughts_is_read_where_it_is_a_special_token(tiny):
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")), eos_token="</s>", pad_token="<pad>"
     )
     tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
-    decoded = Model(tiny, tokenizer).tok_decode([0, 2, 1, 4, 3])
+    decoded = Model(find_source(tiny), tokenizer).tok_decode([0, 2, 1, 4, 3])
     assert "</think>" in decoded and "</s>" not in decoded and "<pad>" not in decoded
 
 
 def test_what_does_not_fit_is_refused_before_lm_eval_cuts_it(tmp_path):
     """Take 16 tokens and the one that they predict."""
     save_tiny_source(tmp_path, max_position_embeddings=16)
-    model, texts = Model(tmp_path, tiny_tokenizer()), [" ".join(WORDS[:n]) for n in (10, 11, 16, 17, 18)]
+    model, texts = Model(find_source(tmp_path), tiny_tokenizer()), [" ".join(WORDS[:n]) for n in (10, 11, 16, 17, 18)]
     replies = [request("generate_until", text, {"max_gen_toks": 6}) for text in texts[:2]]
     words = [request("loglikelihood", text, f" {WORDS[0]}") for text in texts[2:4]]
     whole = [request("loglikelihood_rolling", text) for text in texts[3:]]
@@ -545,7 +548,7 @@ def test_a_chat_template_that_asks_for_the_date_gets_a_fixed_one(tiny):
         "\n{% set day = strftime_now('%-d %B %Y') if strftime_now is defined %}{{ date_string }}, {{ day }}, "
         "{{ strftime_now('%Y-%m-%d') }}: {{ messages[0]['content'] }}"
     )
-    written = Model(tiny, tokenizer).apply_chat_template([{"role": "user", "content": "100%d"}])
+    written = Model(find_source(tiny), tokenizer).apply_chat_template([{"role": "user", "content": "100%d"}])
     assert written == "\n26 Jul 2024, 26 July 2024, 2024-07-26: 100%d"
     # The blanks before a block at the beginning of a line are not the prompt's.
     tokenizer.chat_template = "  {% if strftime_now is defined %}\n{{ strftime_now('%d%%, %%d') }}{% endif %}"

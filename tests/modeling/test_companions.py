@@ -11,8 +11,8 @@ from helpers import EVERY_KIND, LLAMA, assert_close, random_ids, random_model, s
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from iha.arguments import KINDS
 from iha.cards import render_card
+from iha.conversion.arguments import KINDS
 from iha.errors import ROOT
 from iha.kinds import companion_of, iha
 from modeling_iha import IHAConfig, IHAForCausalLM
@@ -33,7 +33,7 @@ def test_a_checkpoint_ships_what_its_code_imports(kind, tmp_path):
 
 def test_what_is_derived():
     assert KINDS == sorted(kind for kind in ATTENTION_CLASSES if companion_of(kind).start)
-    assert KINDS == ["dcmha", "diff_v2", "gated", "iha", "knocking_heads", "talking_heads"]
+    assert KINDS == ["dcmha", "diff_v2", "iha", "knocking_heads", "talking_heads"]
     of_scores = {"score_mix", "weight_mix", "pre_base", "post_base"}
     names = {"q_mix", "k_mix", "v_mix", "collapse", "q_map", "k_map", "v_map"} | of_scores
     assert names == {name for attention in ATTENTION_CLASSES.values() for name in attention.mixing_modules}

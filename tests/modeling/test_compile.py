@@ -232,7 +232,7 @@ LENGTHS = (2000, 1970, 2013)
         *(slow("iha", each, LENGTHS) for each in ("plain", "packed", "padded")),
         *(slow("mha", each, LENGTHS) for each in ("plain", "packed", "padded")),
         *(slow("paired_heads", each, LENGTHS) for each in ("plain", "packed", "padded")),
-        *(slow(kind, "padded", LENGTHS[:1]) for kind in ("gated", "diff", "diff_v2", "knocking_heads")),
+        *(slow(kind, "padded", LENGTHS[:1]) for kind in ("diff", "diff_v2", "knocking_heads")),
     ],
 )
 @for_any_length

@@ -48,7 +48,7 @@ BAD = [
     ({"pseudo_collapse": "mean"}, "'pseudo_collapse'.*'per_head', 'all_heads'.*mean"),
     ({"attention_options": {"linear": {"foo": 1}}}, "attention_options.*'linear'"),
     ({"attention_options": {"iha": {"foo": 1}}}, "attention_options.*'iha'"),
-    ({"attention_options": {"gated": {"foo": 1}}}, "foo"),
+    ({"attention_options": {"diff": {"foo": 1}}}, "foo"),
     ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_parameters.*rope_type.*linear.*factor"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.*one set"),
     ({**LOCAL, "rope_parameters": {"sliding_attention": PLAIN}}, "rope_parameters.*one set for each"),

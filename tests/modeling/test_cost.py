@@ -39,13 +39,13 @@ VARIANTS = {
     "iha, one pseudo-head": {"attention_kinds": "iha", "num_pseudo_heads": 1},
     "paired heads, groups of one": {"attention_kinds": "paired_heads", "num_pseudo_heads": 1},
     "diff_v2": {"attention_kinds": "diff_v2", "attention_bias": True},
-    "gated": {"attention_kinds": "gated"},
+    "gated": {"attention_kinds": "mha", "output_gate": "elementwise"},
     "knocking_heads": {"attention_kinds": "knocking_heads"},
     "knocking_heads, linear": {
         "attention_kinds": "knocking_heads",
         "attention_options": {"knocking_heads": {"queries": True, "keys": True, "values": "linear"}},
     },
-    "gated, per head": {"attention_kinds": "gated", "attention_options": {"gated": {"per_head": True}}},
+    "iha, gated per head and exclusive": {"output_gate": "per_head", "exclusive_attention": True},
 }
 # Of the other kinds the parameters are exact, and the multiply-adds a leading term.
 OTHER_KINDS = {
@@ -74,6 +74,7 @@ OTHER_KINDS = {
         "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
     },
 }
+WITHOUT = ("hyper", "simplicial")  # kinds over pairs: `iha cost` raises an error for them
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 
 
@@ -85,11 +86,18 @@ def parameters_of(config):
 
 
 def test_every_kind_has_a_cost_and_a_case_here():
-    """Kinds over pairs have no cost: `iha cost` raises an error for them."""
     without = {kind for kind, companion in iha.kinds.all_companions().items() if companion.cost is None}
-    assert without == {"hyper", "simplicial"}
+    assert without == {*WITHOUT}
     tested = {kind for fields in (VARIANTS | OTHER_KINDS).values() for kind in small_config(**fields).attention_kinds}
     assert tested == ATTENTION_CLASSES.keys() - without
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if kind not in WITHOUT])
+def test_no_kind_costs_less_than_multi_head_attention(kind):
+    config = small_config(attention_kinds=kind)
+    own, mha = (iha.kinds.companion_of(each).cost(config, 64, None, "sdpa") for each in (kind, "mha"))
+    for part in ("prefill", "training", "decode", "cache"):
+        assert getattr(own, part) >= getattr(mha, part) > 0, part
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *OTHER_KINDS])

@@ -106,6 +106,7 @@ class IHAModelTester:
             num_key_value_heads=2,
             num_pseudo_heads=2,
             attention_kinds=self.parent.attention_kinds,
+            **getattr(self.parent, "additions", {}),
             layer_types=["sliding_attention", "full_attention"],
             sliding_window=4,
             max_position_embeddings=512,
@@ -248,8 +249,8 @@ class PairedHeadsAndIHASuite(IHASuite):
 
 
 @pytest.mark.slow
-class DifferentialV2AndGatedSuite(IHASuite):
-    attention_kinds = ["diff_v2", "gated"]
+class DifferentialV2AndKnockingHeadsSuite(IHASuite):
+    attention_kinds = ["diff_v2", "knocking_heads"]
 
 
 @pytest.mark.slow
@@ -258,8 +259,9 @@ class DynamicallyComposableAndHyperFeatureSuite(IHASuite):
 
 
 @pytest.mark.slow
-class KnockingHeadsAndMHASuite(IHASuite):
-    attention_kinds = ["knocking_heads", "mha"]
+class GatedSuite(IHASuite):
+    attention_kinds = ["paired_heads", "mha"]
+    additions = {"output_gate": "elementwise", "exclusive_attention": True}
 
 
 @pytest.mark.slow

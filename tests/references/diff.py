@@ -17,7 +17,7 @@ import math
 import torch
 
 from .heads import per_query
-from .iha import rms_norm
+from .iha import linear, rms_norm
 from .options import layer_options
 
 
@@ -40,3 +40,9 @@ def attention(hidden_states, weights, config, layer_idx, **inputs):
         return torch.cat(outputs)
 
     return per_query(attend, hidden_states, weights, options, **inputs)
+
+
+def values_of(x, weights, config):
+    values = linear(x, weights, "v_proj").reshape(len(x), -1, config.head_dim)
+    half = values.shape[1] // 2
+    return torch.cat([values[:, :half], values[:, half:]], dim=-1)

@@ -21,8 +21,7 @@ from .options import default_inputs, layer_window, llama_inv_freq
 def attention(hidden_states, weights, config, layer_idx, **inputs):
     stated = config.attention_options.get("hyper_feature", {})
     num_heads, num_groups, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    orders = stated.get("orders", 2)
-    orders = orders if isinstance(orders, list) else [orders] * num_heads
+    orders = orders_of_heads(config)
     group = num_heads // num_groups
     theta, window = config.rope_parameters["rope_theta"], layer_window(config, layer_idx)
 
@@ -37,18 +36,12 @@ def attention(hidden_states, weights, config, layer_idx, **inputs):
     for x, positions, is_real, document in zip(hidden_states, *default_inputs(hidden_states, **inputs)):
         q = linear(x, weights, "q_proj").reshape(len(x), num_heads, width)
         k = linear(x, weights, "k_proj").reshape(len(x), num_groups, width)
-        v = linear(x, weights, "v_proj").reshape(len(x), -1, width)
         if "q_norm.weight" in weights:
             q = rms_norm(q, weights["q_norm.weight"], config.rms_norm_eps)
             k = rms_norm(k, weights["k_norm.weight"], config.rms_norm_eps)
         queries = [turned(q[:, h], orders[h], positions) for h in range(num_heads)]
         keys = [turned(k[:, g], orders[g * group], positions) for g in range(num_groups)]
-        # Values of the groups, one after the other: with a value product a group has as many as its order.
-        values, first = [], 0
-        for order in orders[::group]:
-            count = order if stated.get("value_product", False) else 1
-            values.append(math.prod(v[:, first + a] for a in range(count)))
-            first += count
+        values = values_of(x, weights, config)
 
         tokens = []
         for i in range(len(x)):
@@ -62,7 +55,24 @@ def attention(hidden_states, weights, config, layer_idx, **inputs):
                     scores.append(math.prod(query[i] @ key[j] / math.sqrt(len(query[i])) for query, key in features))
                 scores = torch.stack(scores)
                 shares = scores if stated.get("linear", False) else torch.softmax(scores, dim=0)
-                heads[h] = shares @ values[g][seen]
+                heads[h] = shares @ values[seen, g]
             tokens.append(torch.cat(heads))
         rows.append(linear(torch.stack(tokens), weights, "o_proj"))
     return torch.stack(rows)
+
+
+def orders_of_heads(config):
+    orders = config.attention_options.get("hyper_feature", {}).get("orders", 2)
+    return orders if isinstance(orders, list) else [orders] * config.num_attention_heads
+
+
+def values_of(x, weights, config):
+    v = linear(x, weights, "v_proj").reshape(len(x), -1, config.head_dim)
+    has_products = config.attention_options.get("hyper_feature", {}).get("value_product", False)
+    # Values of the groups, one after the other: with a value product a group has as many as its order.
+    values, first = [], 0
+    for order in orders_of_heads(config)[:: config.num_attention_heads // config.num_key_value_heads]:
+        count = order if has_products else 1
+        values.append(math.prod(v[:, first + a] for a in range(count)))
+        first += count
+    return torch.stack(values, dim=1)

@@ -118,7 +118,7 @@ def test_all_linear_leaves_the_mixing_frozen():
 COMMAND = re.compile(r"^(?:trl|python -m) .*(?:--use_peft|recipes/lora/).*$", re.MULTILINE)
 CARDS = {
     kind: small_config(vocab_size=300, attention_kinds=kind, rope_parameters=LONG_ROPE)
-    for kind in ("iha", "mha", "talking_heads", "gated", "knocking_heads", "dcmha")
+    for kind in ("iha", "mha", "talking_heads", "knocking_heads", "dcmha")
 }
 DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("docs/SUPPORT.md", "sft/recipes/README.md")}
 NAMED = [
@@ -179,7 +179,6 @@ OWN_PARAMETERS = {
     "diff": dict.fromkeys(("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"), VECTOR),
     "diff_v2": {"lambda_proj.weight": LINEAR},
     "knocking_heads": dict.fromkeys(("q_map.weight", "k_map.weight", "v_map.weight"), MIXES),
-    "gated": {"output_gate.weight": LINEAR},
     "dcmha": {
         **dict.fromkeys(("pre_base.weight", "post_base.weight"), MIXES),
         **{
@@ -207,9 +206,13 @@ def test_the_weights_of_a_kind_are_declared_and_in_submodules(kind):
 
 
 @pytest.mark.parametrize("use_peft", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ATTENTION_CLASSES)
-def test_what_trains_and_what_decays(kind, use_peft, tmp_path):
-    model = random_model(Mechanism(kind, getattr(OPTIONS_CLASSES[kind], "example", {})).config(num_hidden_layers=1))
+@pytest.mark.parametrize(
+    ("kind", "additions"), [*((kind, {}) for kind in ATTENTION_CLASSES), ("mha", {"output_gate": "elementwise"})]
+)
+def test_what_trains_and_what_decays(kind, additions, use_peft, tmp_path):
+    mechanism = Mechanism(kind, getattr(OPTIONS_CLASSES[kind], "example", {}))
+    model = random_model(mechanism.config(num_hidden_layers=1, **additions))
+    of_kind = OWN_PARAMETERS[kind] | dict.fromkeys(["output_gate.weight"] if additions else [], LINEAR)
     trainer = SFTRecipeTrainer(
         model=model,
         args=SFTConfig(str(tmp_path), learning_rate=1e-3, weight_decay=0.1, use_cpu=True, report_to="none"),
@@ -226,7 +229,7 @@ def test_what_trains_and_what_decays(kind, use_peft, tmp_path):
         for parameter in group["params"]
     }
     assert not names  # each in one group
-    own = {f"self_attn.{name}": how for name, how in OWN_PARAMETERS[kind].items() if how[1] or not use_peft}
+    own = {f"self_attn.{name}": how for name, how in of_kind.items() if how[1] or not use_peft}
     others = {name: decay for name, decay in trained.items() if name not in own}
     assert {name: trained[name] for name in own} == {name: decay for name, (decay, _) in own.items()}
     if use_peft:

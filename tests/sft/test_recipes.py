@@ -14,6 +14,7 @@ from trl import SFTConfig
 from iha.checkpoints import load_config
 from iha.errors import UserError
 from iha.kinds import is_interleaved
+from iha.sources import find_source
 from modeling_iha import IHAForCausalLM, interleave_heads
 from sft import train
 from sft.data import mix
@@ -47,7 +48,7 @@ def run(file, model, rows, output, **overrides):
     small = {"max_steps": 2, "eval_steps": 2, "bf16": "false", "dtype": "float32", **overrides}
     train.main(["--config", str(RECIPES / file), *sizes(model, rows, output, **small)])
     losses = json.loads((output / "loss.json").read_text())["train"]
-    return yaml.safe_load((RECIPES / file).read_text()), load_config(str(output / "final")), losses
+    return yaml.safe_load((RECIPES / file).read_text()), load_config(find_source(output / "final")), losses
 
 
 def test_pretraining_warms_up_for_the_papers_steps():
