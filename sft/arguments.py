@@ -17,7 +17,6 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 from iha.arguments import preset_names
 from iha.errors import UserError, refusing, similar
 from iha.files import read_text
-from sft.data import names_file
 
 
 if TYPE_CHECKING:
@@ -185,7 +184,6 @@ class RecipeParser(TrlParser):
         _check_adapters(run)
         _check_order(args)
         _check_saves(args)
-        _check_data_keys(run, args)
         return run, args
 
     def _check_choices(self, run: RunArguments, args: "TrainingArguments") -> None:
@@ -250,11 +248,6 @@ def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
         raise UserError(f"{', '.join(given)}: for runs that start from a preset. Remove what is named here.")
 
 
-def evaluates(args: "TrainingArguments") -> bool:
-    """Return whether a recipe asks for an evaluation during training."""
-    return args.eval_strategy != "no" or args.eval_on_start
-
-
 def _check_adapters(run: RunArguments) -> None:
     """Reject keys of adapters for a run without them. Raise `UserError`."""
     fields = RunArguments.__dataclass_fields__
@@ -289,26 +282,6 @@ def _check_saves(args: "TrainingArguments") -> None:
         raise UserError(
             f"load_best_model_at_end with save_steps={args.save_steps:g} and eval_steps={args.eval_steps:g}: the best "
             "evaluation may have no checkpoint: set save_steps to eval_steps, or save_strategy to best."
-        )
-
-
-def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
-    """Reject keys of the data that exclude each other, and an evaluation without rows. Raise `UserError`."""
-    is_file = names_file(run.dataset_name)
-    if run.dataset_config is not None and is_file:
-        raise UserError(f"dataset_config: {run.dataset_name} is a file and has no configurations: remove the key.")
-    if run.dataset_test_split is not None and run.eval_size:
-        raise UserError(
-            "dataset_test_split and eval_size both say what to evaluate on: set eval_size to 0, or remove the split."
-        )
-    if run.eval_size > 1 and not float(run.eval_size).is_integer():
-        raise UserError(f"eval_size={run.eval_size:g}: expected a number of rows, or a share below 1.")
-    for name in ("eval_size", "eval_dataset_name", "dataset_test_split", "load_best_model_at_end"):
-        if _value(name, run, args) and not evaluates(args):
-            raise UserError(f"{name}: this run does not evaluate: set eval_strategy, or remove the key.")
-    if evaluates(args) and is_file and run.eval_size == 0 and run.eval_dataset_name is None:
-        raise UserError(
-            "eval_strategy and eval_on_start need rows to evaluate on: set eval_size or eval_dataset_name."
         )
 
 

@@ -138,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.source is not None:
         tokenizer = renamed(args.source, args.rename)
     else:
-        from sft.data import load_rows, sources  # they need packages that `byte_tokenizer` does without
+        from sft.data import load_rows  # it needs packages that `byte_tokenizer` does without
+        from sft.sources import sources
 
         how = {"config": args.dataset_config, "text_column": args.dataset_text_field}
         is_streamed = args.max_bytes is not None

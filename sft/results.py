@@ -6,9 +6,10 @@ from iha import plots
 from iha.cards import FINAL, is_from_scratch, markdown, render_card, source_base_model, source_license, source_name
 from iha.files import write_json
 from sft.arguments import RunArguments
+from sft.checkpoints import step_of
 from sft.record import Record, Section
-from sft.trainer import SFTRecipeTrainer, step_of
-from sft.training_rows import evaluation_source
+from sft.sources import RowSource
+from sft.trainer import SFTRecipeTrainer
 
 
 # Figures that have a panel in curves.png, together with those of the evaluation, if they were logged.
@@ -58,8 +59,11 @@ def draw(points: dict[str, list], path: Path) -> None:
     plots.save_plot(figure, path)
 
 
-def card(config, trainer: SFTRecipeTrainer, run: RunArguments, record: Record) -> str:
-    """Return the model card of a final model, which says what it was made of and shows the curves of the run."""
+def card(config, trainer: SFTRecipeTrainer, held_out: RowSource | None, run: RunArguments, record: Record) -> str:
+    """Return the model card of a final model, which says what it was made of and shows the curves of the run.
+
+    `held_out` is the source of the rows to evaluate on.
+    """
     output = Path(trainer.args.output_dir)
     args = trainer.args
     start = run.model_name_or_path
@@ -69,7 +73,7 @@ def card(config, trainer: SFTRecipeTrainer, run: RunArguments, record: Record) -
     facts = {
         "Start" if from_scratch else "Base model": f"{source}, {_identity(record['base_model'])}",
         "Data": f"{data}, {_identity(record['data'])}",
-        **_facts_of_the_run(trainer, run, record),
+        **_facts_of_the_run(trainer, held_out, run, record),
     }
     scale = getattr(config.get_text_config(decoder=True), "mixing_scale", 1)
     mixing = f", {scale:g} times as much for the mixing" if scale != 1 else ""
@@ -101,10 +105,11 @@ SFTTrainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
     )
 
 
-def _facts_of_the_run(trainer: SFTRecipeTrainer, run: RunArguments, record: Record) -> dict[str, object]:
+def _facts_of_the_run(
+    trainer: SFTRecipeTrainer, held_out: RowSource | None, run: RunArguments, record: Record
+) -> dict[str, object]:
     args = trainer.args
     facts = {}
-    held_out = evaluation_source(run, args)
     if held_out is not None:
         split = "" if held_out.split == "train" else f", split {held_out.split}"
         facts["Held-out data"] = source_name(held_out.name) + split

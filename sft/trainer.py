@@ -5,120 +5,34 @@ Incomplete checkpoints are skipped. A loss, a gradient or a weight that is NaN o
 
 import copy
 import math
+import re
 import resource
-import shutil
 import sys
 import time
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
-from trl import SFTTrainer
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from trl import SFTConfig, SFTTrainer
 
-from iha.checkpoints import check_finite
+from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
-from iha.files import whole_file
 from modeling_iha.mixing_weights import trained_mixing
+from sft.checkpoints import RECORD, WholeCheckpoints, check_weights
+from sft.data import Rows
 from sft.distributed import whole_model
-from sft.training_rows import bytes_of_token, check_cut, check_learned, first_tokens, splits
-
-
-# The file that records what a run is made of. A copy is written last into a checkpoint, and marks it as complete.
-RECORD = "run.json"
+from sft.sources import packs_eval, splits
 
 
 class NotFiniteError(UserError):
     """Report a loss or gradient that is NaN or infinite."""
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step of a checkpoint by the name of its directory, or 0 if this has none."""
-    step = checkpoint.name.rpartition("-")[2]
-    return int(step) if step.isdigit() else 0
-
-
-def checkpoints_after(step: int, output_dir: str | Path) -> list[Path]:
-    """Return the checkpoints in `output_dir` of later steps than `step`, incomplete ones included."""
-    return [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) > step]
-
-
-def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the last checkpoint in `output_dir` that is complete, or None. Print those that are skipped."""
-    for path in sorted(checkpoints_after(0, output_dir), key=step_of, reverse=True):
-        if (path / RECORD).exists():
-            return path
-        PartialState().print(f"Passing over {path}: {RECORD} is missing, which is written last.", flush=True)
-    return None
-
-
-def check_weights(model: torch.nn.Module, step: int) -> None:
-    """Raise `UserError` if a weight of the model holds NaN or infinity."""
-    local = (
-        (name, value.to_local() if isinstance(value, DTensor) else value) for name, value in model.named_parameters()
-    )
-    check_finite(local, f"the model at step {step}")
-
-
-def find_best_checkpoint(args: TrainingArguments, state: TrainerState) -> None:
-    """Find the best checkpoint of a resumed run, whose path is not there any more if its directory was moved.
-
-    Raise `UserError` if it is lost: the run would silently end with the last weights in its place.
-    """
-    if not (args.load_best_model_at_end and state.best_global_step) or state.best_model_checkpoint is not None:
-        return
-    best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-    if not best.is_dir():
-        raise UserError(f"load_best_model_at_end: {best}, the best checkpoint so far, is lost: put it back.")
-    state.best_model_checkpoint = str(best)
-
-
-class WholeCheckpoints(TrainerCallback):
-    """Mark a checkpoint as complete once it is, and only then remove older ones. Check the one to resume from.
-
-    Raise `UserError` for a checkpoint of another kind of launch and for a lost best checkpoint.
-    """
-
-    def __init__(self, accelerator: Accelerator, limit: int | None) -> None:
-        self.accelerator = accelerator
-        self.limit = limit
-
-    def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
-        # A checkpoint holds the steps of logs, saves and evaluations. Those of this run count.
-        state.compute_steps(args, state.max_steps)
-        find_best_checkpoint(args, state)
-        if isinstance(lr_scheduler, ReduceLROnPlateau):
-            return  # It counts evaluations, and there may have been none.
-        # Transformers silently ignores the files of a launch that shards in another way.
-        if state.global_step and lr_scheduler.last_epoch == 0:
-            raise UserError(
-                f"{PREFIX_CHECKPOINT_DIR}-{state.global_step} holds no optimizer for this launch: resume with the "
-                "accelerate config that began it."
-            )
-
-    def on_save(self, args, state, control, **kwargs):
-        self.accelerator.wait_for_everyone()  # each process writes its random state, and its share of a model
-        if not args.should_save:
-            return
-        output = Path(args.output_dir)
-        with whole_file(output / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / RECORD) as file:
-            shutil.copyfile(output / RECORD, file)
-        rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        best = state.best_model_checkpoint
-        if args.should_save and self.limit == 1 and best is not None:
-            # The last checkpoint was there to resume from. Trainer removes it too, but does not know the limit.
-            for path in checkpoints_after(0, args.output_dir):
-                if not path.samefile(best):
-                    shutil.rmtree(path)
 
 
 class StopAtNaN(TrainerCallback):
@@ -304,3 +218,105 @@ class SFTRecipeTrainer(SFTTrainer):
             tokens = (inputs["labels"][..., 1:] != -100).sum().to(loss.device)
             self.eval_sums = self.eval_sums + torch.stack((loss.double() * tokens, tokens.double()))
         return loss, *others
+
+
+# Tokenized rows
+
+
+def check_cut(name: str, rows: Rows, max_length: int | None, num_proc: int | None = None) -> None:
+    """Print how much TRL cuts from tokenized rows. `name` is TRL's name of the dataset: "train" or "eval".
+
+    The rows of a stream cannot be counted: see `check_learned`. Raise `UserError` for rows with nothing to learn
+    within `max_length`: TRL drops them silently, and packed they learn nothing.
+    """
+    if max_length is None or isinstance(rows, IterableDataset):
+        return
+
+    def count(row: dict) -> dict:
+        return {"tokens": len(row["labels"]), "is_empty": (row["labels"][:max_length] == -100).all()}
+
+    what = "rows to evaluate on" if name == "eval" else "rows"
+    arrays = rows.select_columns("labels").with_format("numpy")
+    counted = arrays.map(count, remove_columns="labels", num_proc=num_proc, desc="Counting tokens")
+    empty = counted["is_empty"][:].sum()
+    lengths = counted["tokens"][:]
+    if empty:
+        raise UserError(
+            f"{empty} of {len(rows)} {what} have no token to learn within max_length={max_length}: raise "
+            "max_length, or remove the rows."
+        )
+    is_cut = lengths > max_length
+    if is_cut.any():
+        lost = 1 - np.minimum(lengths, max_length).sum() / lengths.sum()
+        PartialState().print(
+            f"Note: {is_cut.sum():,} of {len(rows):,} {what} are cut to max_length={max_length}, which leaves out "
+            f"{lost:.1%} of their tokens."
+        )
+
+
+def check_learned(rows: IterableDataset, max_length: int | None) -> IterableDataset:
+    """Return a stream that raises `UserError` at a row without a token to learn within `max_length`."""
+
+    def check(row: dict) -> dict:
+        if all(label == -100 for label in row["labels"][:max_length]):
+            wrong = "a row of the stream has no token to learn"
+            if max_length is None:
+                raise UserError(f"{wrong}: remove such rows.")
+            raise UserError(f"{wrong} within max_length={max_length}: raise max_length, or remove such rows.")
+        return row
+
+    return rows.map(check)
+
+
+def check_length(trainer: SFTTrainer) -> None:
+    """Reject rows that are longer than the model's context, where `max_length` cuts none. Raise `UserError`.
+
+    The rows of a stream are not looked at.
+    """
+    positions = positions_of(trainer.model.config)
+    if trainer.args.max_length is not None or positions is None:
+        return
+    for rows in (trainer.train_dataset, trainer.eval_dataset):
+        if rows is None or isinstance(rows, IterableDataset):
+            continue
+        longest = max(map(len, rows["input_ids"]))
+        if longest > positions:
+            raise UserError(
+                f"a row has {longest} tokens, and the model {positions} positions: set max_length, or "
+                "max_position_embeddings with a rope_theta for that length."
+            )
+
+
+def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:
+    """Count the bytes of the text to evaluate on, or return None for other rows and for text that TRL cuts.
+
+    TRL cuts no text without `max_length`, or if packing splits long texts.
+    """
+    is_whole = args.max_length is None or splits(args, packs_eval(args))
+    if rows is None or "text" not in rows.column_names or not is_whole:
+        return None
+    return sum(len(text.encode()) for text in rows["text"])
+
+
+def first_tokens(rows: Dataset) -> list[int]:
+    """Return the first token of each document in tokenized rows, which may be packed."""
+    if "seq_lengths" not in rows.column_names:
+        return [tokens[0] for tokens in rows["input_ids"]]
+    first = []
+    for row in rows.select_columns(["input_ids", "seq_lengths"]):
+        starts = np.cumsum([0, *row["seq_lengths"][:-1]])
+        first += [row["input_ids"][start] for start in starts]
+    return first
+
+
+def bytes_of_token(tokenizer: PreTrainedTokenizerBase, token: int) -> int:
+    """Return how many bytes of a text a token stands for. A special token stands for none."""
+    if token in tokenizer.all_special_ids:
+        return 0
+    piece = tokenizer.convert_ids_to_tokens(token)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and "ByteLevel" in repr(backend.decoder):  # it may be one of a sequence
+        return len(piece)  # each character stands for a byte
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return 1
+    return len(piece.replace("\u2581", " ").encode())  # SentencePiece's mark of a space

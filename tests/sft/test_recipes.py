@@ -17,7 +17,8 @@ from iha.kinds import is_interleaved
 from iha.sources import find_source
 from modeling_iha import IHAForCausalLM, interleave_heads
 from sft import train
-from sft.data import mix, sources
+from sft.data import mix
+from sft.sources import sources
 
 
 RECIPES = ROOT / "sft" / "recipes"

@@ -26,8 +26,9 @@ from iha.sources import find_source
 from sft import make_model, results, train
 from sft import run as sft_run
 from sft.arguments import RecipeParser
+from sft.checkpoints import RECORD, newest_whole_checkpoint
 from sft.record import compare_records
-from sft.trainer import RECORD, CountTokens, SFTRecipeTrainer, newest_whole_checkpoint
+from sft.trainer import CountTokens, SFTRecipeTrainer
 
 
 STEPS = 6
@@ -593,7 +594,7 @@ def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):
         arguments[model : model + 2] = ["--preset", "tiny"]
         run, args = RecipeParser(SFTConfig, "").parse(arguments)
         model, tokenizer = train.prepare_model(run, args, train.run_config(run, args))
-        rows = train.training_rows(run, args, tokenizer)
+        rows = train.training_rows(train.data_of(run, args), run, args, tokenizer)
         trainer = train.build_trainer(run, args, model, tokenizer, None, rows)
         assert (trainer.eval_bytes is not None) == has_bits
 
