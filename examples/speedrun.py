@@ -360,8 +360,10 @@ def tokens_per_second(out: Path) -> float:
     return median(value for _, value in read_json(out / "loss.json")["tokens_per_second"])
 
 
-def figures_of(out: Path) -> dict[str, float]:
-    """Return the figures of one form and seed, by the names of their columns."""
+def figures_of(out: Path, size: Size) -> dict[str, float]:
+    """Return the figures of one form and seed, by the names of their columns.
+
+    A model of a million parameters answers nothing right, so small sizes leave out the right answers."""
     figures = {}
     for name in ("pretrain", "long"):
         logged = read_json(out / name / "loss.json")
@@ -370,14 +372,16 @@ def figures_of(out: Path) -> dict[str, float]:
     answers = read_json(out / "answers.json")["parts"]
     for name, answer in answers.items():
         figures[f"loss of answers, {name}"] = answer["loss"]
-        figures[f"right answers, {name}"] = answer["accuracy"]
+        if size.ruler:
+            figures[f"right answers, {name}"] = answer["accuracy"]
     for results in (out / "read" / "results.json", out / "paper" / "results.json"):
         for task, result in read_json(results)["tasks"].items() if results.exists() else ():
             for name, metric in result["metrics"].items():
-                figures[name if name.startswith("loss@") else f"{task}, {name}"] = metric["value"]
+                if name != "bits_per_byte":  # that of the second stage
+                    figures[name if name.startswith("loss@") else f"{task}, {name}"] = metric["value"]
     figures["tokens/s"] = tokens_per_second(out / "pretrain")
     lines = out.joinpath("seconds.jsonl").read_text(encoding="utf-8").splitlines()
-    figures["minutes"] = sum(json.loads(line)["seconds"] for line in lines) / 60
+    figures |= {f"seconds, {each['stage']}": each["seconds"] for each in map(json.loads, lines)}
     return figures
 
 
@@ -389,17 +393,26 @@ def shown(values: Sequence[float]) -> str:
 
 def report(run: Run, forms: Sequence[str], seeds: int) -> str:
     """Write table.json, with every seed, report.md and table.png, and return the report."""
-    found = {form: [figures_of(run.out / f"{form}-{seed}") for seed in range(seeds)] for form in forms}
+    found = {form: [figures_of(run.out / f"{form}-{seed}", run.size) for seed in range(seeds)] for form in forms}
     names = list(found[forms[0]][0])
     lines = [f"| | {' | '.join(forms)} |", "|---" * (1 + len(forms)) + "|"]
     for name in names:
         lines.append(f"| {name} | {' | '.join(shown([each[name] for each in found[form]]) for form in forms)} |")
     note = f"Means and standard errors of {seeds} seeds." if seeds > 1 else "One seed: no ranking."
-    text = "\n".join([*lines, "", f"{note} Losses are in nats per token.", "", "![the figures](table.png)", ""])
+    text = "\n".join(
+        [
+            *lines,
+            "",
+            f"{note} Losses are in nats per token, those of answers in nats per answer.",
+            "",
+            "![the figures](table.png)",
+            "",
+        ]
+    )
     write_json(run.out / "table.json", found)
     run.out.joinpath("report.md").write_text(text, encoding="utf-8")
     by_position = [name for name in names if name.startswith("loss@")]
-    others = [name for name in names if name not in by_position]
+    others = [name for name in names if name not in by_position and not name.startswith("seconds")]
     title = f"speedrun, size {run.args.size}: {note.lower()}"
     figure, axes = plots.panels(title, len(others) + 1, columns=2, height=1 + 0.3 * len(forms))
     for name, each in zip(others, axes):

@@ -19,7 +19,7 @@ def test_the_smallest_size_ends_in_a_table(tmp_path):
     printed = run_script(words)
     assert "One seed: no ranking." in printed
     (figures,) = json.loads((tmp_path / "seconds" / "table.json").read_text())["paired-heads"]
-    assert {"bits per byte, long", "loss of answers, sums-test", "loss@64", "minutes"} <= figures.keys()
+    assert {"bits per byte, long", "loss of answers, sums-test", "loss@64", "seconds, long"} <= figures.keys()
     assert figures["bits per byte, pretrain"] < 8
     assert (tmp_path / "seconds" / "table.png").stat().st_size > 1000
     again = run_script(words)
