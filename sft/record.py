@@ -13,11 +13,9 @@ from typing_extensions import TypedDict
 from iha.checkpoints import fingerprint
 from iha.errors import UserError
 from iha.files import current_commit, read_json, write_json
-from iha.sources import find_source
 from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
-from sft.base_model import start_config
+from sft.base_model import Start
 from sft.checkpoints import RECORD
-from sft.make_model import start_tokenizer
 from sft.sources import MIXTURES, RunData, check_splits, identify_data
 
 
@@ -97,20 +95,22 @@ FIXED_KEYS = (
 )
 
 
-def write_record(data: RunData, run: RunArguments, args: TrainingArguments, checkpoint: Path | None) -> None:
+def write_record(
+    data: RunData, start: Start, run: RunArguments, args: TrainingArguments, checkpoint: Path | None
+) -> None:
     """Record in a run's `output_dir` what it is made of.
 
     Raise `UserError` if it would go on from a checkpoint of a run on another model or other data.
     """
     if args.process_index != 0:
         return
-    record = make_record(data, run, args)
+    record = make_record(data, start, run, args)
     if checkpoint is not None:
         compare_records(record, checkpoint)
     write_json(Path(args.output_dir) / RECORD, record)
 
 
-def make_record(data: RunData, run: RunArguments, args: TrainingArguments) -> Record:
+def make_record(data: RunData, start: Start, run: RunArguments, args: TrainingArguments) -> Record:
     """Return what the run is made of, as JSON values.
 
     Raise `UserError` for a model or data that do not exist.
@@ -126,7 +126,7 @@ def make_record(data: RunData, run: RunArguments, args: TrainingArguments) -> Re
     record = {
         "data": {"name": run.dataset_name, **identify_data(run.dataset_name, run.dataset_config)},
         "held_out": held_out,
-        "base_model": identify_start(run, args),
+        "base_model": identify_start(start, args.seed),
         "recipe": recipe,
         "processes": args.world_size,
         "commit": current_commit(),
@@ -219,10 +219,9 @@ def rows_of_a_step(record: Record) -> int:
     return recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] * record["processes"]
 
 
-def identify_start(run: RunArguments, args: TrainingArguments) -> dict[str, str]:
+def identify_start(start: Start, seed: int) -> dict[str, str]:
     """Return the name of the checkpoint or random weights that a run starts from, and what tells them from others."""
-    if not run.preset:
-        return {"name": run.model_name_or_path, "fingerprint": fingerprint(find_source(run.model_name_or_path))}
-    start = [start_config(run).to_dict(), start_tokenizer(run.tokenizer).get_vocab(), args.seed]
-    content = json.dumps(start, sort_keys=True, default=str)
-    return {"name": f"preset {run.preset}", "sha256": hashlib.sha256(content.encode()).hexdigest()}
+    if start.source is not None:
+        return {"name": start.name, "fingerprint": fingerprint(start.source)}
+    content = json.dumps([start.config.to_dict(), start.tokenizer.get_vocab(), seed], sort_keys=True, default=str)
+    return {"name": f"preset {start.name}", "sha256": hashlib.sha256(content.encode()).hexdigest()}

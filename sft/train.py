@@ -23,7 +23,7 @@ from trl import SFTConfig
 
 from iha.model_cost import flops_of_a_token
 from sft.arguments import RecipeParser, RunArguments
-from sft.base_model import lora_config, prepare_model, run_config, stop_at_end_of_turn
+from sft.base_model import find_start, lora_config, prepare_model, run_config, stop_at_end_of_turn
 from sft.data import Rows, are_texts, training_rows
 from sft.record import write_record
 from sft.run import begun, train
@@ -87,9 +87,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     run, args = RecipeParser(SFTConfig, USAGE).parse(argv)
     data = data_of(run, args)
     with begun(run, args) as checkpoint:
-        config = run_config(run, args)
-        write_record(data, run, args, checkpoint)
-        model, tokenizer = prepare_model(run, args, config)
+        start = find_start(run)
+        config = run_config(start, run, args)
+        write_record(data, start, run, args, checkpoint)
+        model, tokenizer = prepare_model(start, config, run, args)
         adapters = lora_config(run, model)
         rows = training_rows(data, run, args, tokenizer)
         train(build_trainer(run, args, model, tokenizer, adapters, rows), data, run, checkpoint)

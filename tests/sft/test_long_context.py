@@ -17,7 +17,7 @@ from iha.errors import UserError
 from iha.model_cost import model
 from modeling_iha import IHAConfig, interleave_heads
 from sft.arguments import RecipeParser
-from sft.base_model import rope_reach, run_config
+from sft.base_model import find_start, rope_reach, run_config
 from sft.train import USAGE
 
 
@@ -39,7 +39,7 @@ def checked(tmp_path, kind, **keys):
     CONFIGS[kind].save_pretrained(tmp_path / "model")
     arguments = sizes(tmp_path / "model", "rows.jsonl", tmp_path / "run", **keys)
     run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", recipe("demo"), *arguments])
-    return run_config(run, args)
+    return run_config(find_start(run), run, args)
 
 
 def test_the_recipe_sets_positions_rope_base_and_window(tmp_path):
@@ -68,7 +68,7 @@ def test_the_papers_windows_scaled_to_64k_keep_the_flops_of_global_attention(tmp
         words = sizes(None, "rows", tmp_path, **keys, sliding_window=window, eval_strategy="no", eval_size=0)
         words += ["--preset", f"paper-2.4b-{preset}"]
         run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", recipe("paper_sft"), *words])
-        costs.append(model(run_config(run, args), 65536).prefill)
+        costs.append(model(run_config(find_start(run), run, args), 65536).prefill)
     scaled, unscaled, plain = costs
     assert scaled / plain == pytest.approx(1, abs=0.005) and unscaled / plain == pytest.approx(0.53, abs=0.005)
 
@@ -79,7 +79,7 @@ def test_the_recipes_p_is_left_to_a_checkpoint_that_has_another(tmp_path, capsys
     file = tmp_path / "recipe.yaml"
     file.write_text("num_pseudo_heads: 5\nuse_cpu: true\n")
     run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", str(file), *words])
-    assert run_config(run, args).num_pseudo_heads == 2
+    assert run_config(find_start(run), run, args).num_pseudo_heads == 2
     assert run.num_pseudo_heads is None and "keeps its 2" in capsys.readouterr().out
 
 

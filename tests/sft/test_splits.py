@@ -12,6 +12,7 @@ from iha.errors import UserError
 from iha.files import read_json
 from sft import train
 from sft.arguments import RecipeParser
+from sft.base_model import find_start
 from sft.checkpoints import RECORD
 from sft.data import load_rows, training_rows
 from sft.record import make_record
@@ -204,7 +205,7 @@ def test_a_record_names_the_commit_the_configuration_and_the_splits(tmp_path, ti
         commit = hub.add("datasets/me/sums", tmp_path / "sums")
         keys = {"model_name_or_path": tiny, "dataset_config": "easy", "dataset_test_split": "test", **STEPS}
         run, args = parsed("me/sums", tmp_path, **keys)
-        record = make_record(data_of(run, args), run, args)
+        record = make_record(data_of(run, args), find_start(run), run, args)
     assert record["data"] == {"name": "me/sums", "revision": commit}
     names = ("dataset_config", "dataset_train_split", "dataset_test_split")
     assert [record["recipe"][name] for name in names] == ["easy", "train", "test"]

@@ -306,8 +306,10 @@ def test_a_second_run_in_one_directory_is_refused(tmp_path, monkeypatch):
             train.main(arguments)
         # The other processes of the run that holds the lock.
         entered = []
-        monkeypatch.setattr(train, "prepare_model", lambda run, args, config: (None, entered.append(args.output_dir)))
-        for name in ("run_config", "lora_config", "training_rows", "build_trainer", "train"):
+        monkeypatch.setattr(
+            train, "prepare_model", lambda start, config, run, args: (None, entered.append(args.output_dir))
+        )
+        for name in ("find_start", "run_config", "lora_config", "training_rows", "build_trainer", "train"):
             monkeypatch.setattr(train, name, lambda *_: None)
         monkeypatch.setattr(SFTConfig, "process_index", 1)
         train.main(arguments)
@@ -593,7 +595,8 @@ def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):
         model = arguments.index("--model_name_or_path")
         arguments[model : model + 2] = ["--preset", "tiny"]
         run, args = RecipeParser(SFTConfig, "").parse(arguments)
-        model, tokenizer = train.prepare_model(run, args, train.run_config(run, args))
+        start = train.find_start(run)
+        model, tokenizer = train.prepare_model(start, train.run_config(start, run, args), run, args)
         rows = train.training_rows(train.data_of(run, args), run, args, tokenizer)
         trainer = train.build_trainer(run, args, model, tokenizer, None, rows)
         assert (trainer.eval_bytes is not None) == has_bits
