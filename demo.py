@@ -19,6 +19,7 @@ from iha.checkpoints import load_config, load_model, load_tokenizer, smollm2_ggu
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import new_directory, read_json
 from iha.processes import load_in_clean_process, run_command
+from iha.sources import find_source
 
 
 OUTPUT = Path("outputs/demo")
@@ -38,7 +39,7 @@ def unpack(source: Path) -> None:
     if source.exists():
         return
     print("\n== Unpack SmolLM2-135M-Instruct", flush=True)
-    gguf = smollm2_gguf()
+    gguf = find_source(smollm2_gguf())
     config = load_config(gguf)
     with new_directory(source) as temporary:
         load_tokenizer(gguf, config.vocab_size).save_pretrained(temporary)

@@ -81,6 +81,7 @@ setup(
         "safetensors",
         "filelock>=4",
         "pydantic>=2",
+        "typer>=0.19",
     ],
     extras_require={
         # What GGUF files, fine-tuning, the studies and the other commands of a checkout need.

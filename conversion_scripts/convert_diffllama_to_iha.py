@@ -1,8 +1,13 @@
-"""Run `iha.conversion.convert_diffllama_to_iha` as a command of the checkout."""
+"""Run `iha.api.convert_diffllama` as a command of the checkout."""
 
-from iha.conversion.convert_diffllama_to_iha import main
+from functools import partial
+
+from iha.api import convert_diffllama
+from iha.cli import call
 from iha.errors import run_cli
 
+
+main = partial(call, convert_diffllama)
 
 if __name__ == "__main__":
     run_cli(main)

@@ -1,8 +1,13 @@
-"""Run `iha.conversion.convert_iha_to_llama` as a command of the checkout."""
+"""Run `iha.api.convert_back` as a command of the checkout."""
 
-from iha.conversion.convert_iha_to_llama import main
+from functools import partial
+
+from iha.api import convert_back
+from iha.cli import call
 from iha.errors import run_cli
 
+
+main = partial(call, convert_back)
 
 if __name__ == "__main__":
     run_cli(main)

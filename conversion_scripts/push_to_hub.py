@@ -1,8 +1,13 @@
-"""Run `iha.hub.push_to_hub` as a command of the checkout."""
+"""Run `iha.api.push` as a command of the checkout."""
 
+from functools import partial
+
+from iha.api import push
+from iha.cli import call
 from iha.errors import run_cli
-from iha.hub.push_to_hub import main
 
+
+main = partial(call, push)
 
 if __name__ == "__main__":
     run_cli(main)

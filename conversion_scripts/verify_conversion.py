@@ -1,8 +1,13 @@
-"""Run `iha.conversion.verify_conversion` as a command of the checkout."""
+"""Run `iha.api.verify` as a command of the checkout."""
 
-from iha.conversion.verify_conversion import main
+from functools import partial
+
+from iha.api import verify
+from iha.cli import call
 from iha.errors import run_cli
 
+
+main = partial(call, verify)
 
 if __name__ == "__main__":
     run_cli(main)

@@ -20,6 +20,7 @@ def parse(argv: Sequence[str] | None = None, description: str | None = None) -> 
     parser.add_argument(
         "--data", type=expanded, help="directory of data files as in data_manifest.json (default: the Hub)"
     )
+    parser.add_argument("--text", type=expanded, help="text file for perplexity_by_position, read to its end")
     parser.add_argument(
         "--lengths", type=int, nargs="+", help="lengths of RULER's prompts with their replies, in tokens"
     )
@@ -59,7 +60,11 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
+    if args.text is not None and not args.text.is_file():
+        raise UserError(f"--text {args.text}: expected a text file.")
     locate(args.model)
+    if args.text is not None and args.suite is None:
+        args.tasks = args.tasks or [names.BY_POSITION]
     args.suite = args.suite or suite_of(args.tasks)
     for name, value in (names.SMOKE_DEFAULTS if args.suite == "smoke" else names.DEFAULTS).items():
         if getattr(args, name) is None:
@@ -73,6 +78,8 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
             raise UserError(f"--tasks {name}: not a task of the suite {args.suite}: it has {', '.join(known)}.")
     asked = args.tasks or known
     args.tasks = [task for task in known if task in asked]
+    if args.text is not None and names.BY_POSITION not in args.tasks:
+        raise UserError(f"--text is read by {names.BY_POSITION}, which --tasks leaves out.")
     runs_code = [task for task in args.tasks if task in names.CODE]
     if runs_code and not args.confirm_run_unsafe_code:
         raise UserError(

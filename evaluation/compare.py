@@ -1,7 +1,7 @@
-"""Compare the evaluations of two checkpoints, example by example.
+"""Compare the evaluations of checkpoints with that of the first one, example by example.
 
-Read two output directories of evaluation.run, and write a Markdown table and a plot next to it: the figures of both,
-their difference with its standard error over the same examples, and how many examples have another reply.
+Read output directories of evaluation.run, and write a Markdown table and a plot next to it: the figures of all, their
+differences from the first with standard errors over the same examples, and how many examples have another reply.
 
 example: python -m evaluation.compare outputs/evaluation/smollm2 outputs/evaluation/smollm2-iha --output comparison.md
 """
@@ -17,17 +17,17 @@ from scipy.stats import sem
 from typing_extensions import TypedDict
 
 from iha import plots
-from iha.cards import Results, Task, figure_text, markdown_table
+from iha.cards import Results, Task, figure_text, is_share, markdown_table
 from iha.errors import UserError, run_cli
 from iha.files import check_output_file, expanded, read_json, read_jsonl, whole_file
 
 
-# Settings of a task that two evaluations must have in common. The hash covers its shots.
+# Settings of a task that evaluations must have in common. The hash covers its shots.
 SETTINGS = ("task_hash", "samples_each", "generation", "chat")
 
 
 class ComparedTask(Task):
-    """Hold a task with the settings that two evaluations must have in common."""
+    """Hold a task with the settings that evaluations must have in common."""
 
     task_hash: str
     generation: dict | None
@@ -46,7 +46,19 @@ class Sample(TypedDict):
     replies: NotRequired[list[str]]
 
 
-def read_run(directory: Path) -> dict:
+def names_of(directories: Sequence[Path]) -> list[str]:
+    """Return the name of each directory, with as many folders above it as tell all apart. Raise `UserError`."""
+    paths = [directory.resolve() for directory in directories]
+    if len(set(paths)) < len(paths):
+        raise UserError(f"{', '.join(map(str, directories))}: expected different directories.")
+    for depth in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def read_run(directory: Path, name: str) -> dict:
     """Return results.json of an output directory, with its "name" and "samples", {task: {document: row}}.
 
     Raise `UserError`.
@@ -54,7 +66,7 @@ def read_run(directory: Path) -> dict:
     results = read_json(directory / "results.json", ComparedResults)
     rows = {task: read_jsonl(directory / f"samples_{task}.jsonl", Sample) for task in results["tasks"]}
     samples = {task: {(row["doc_id"], row["doc_hash"]): row for row in found} for task, found in rows.items()}
-    return results | {"name": directory.resolve().name, "samples": samples}
+    return results | {"name": name, "samples": samples}
 
 
 def check_alike(task: str, reference: dict, other: dict) -> None:
@@ -82,67 +94,82 @@ def paired_difference(before: dict[tuple, dict], after: dict[tuple, dict], metri
     return {"value": mean(differences), "stderr": float(sem(differences)) if len(differences) > 1 else None}
 
 
-def compare(reference: dict, other: dict) -> list[dict]:
-    """Return one row for each task and metric that both runs have.
+def other_replies(before: dict[tuple, dict], after: dict[tuple, dict]) -> int | None:
+    """Return how many examples have another reply, or `None` for a task without replies."""
+    if not all("replies" in row for row in before.values()):
+        return None
+    return sum(row.get("replies") != before[key]["replies"] for key, row in after.items())
 
-    It holds {"task", "metric", "examples", "figures", "difference", "other_prompts", "other_replies"}. "figures" are
-    those of both runs, and the last two are the numbers of examples with another prompt and with another reply (`None`
-    for a task without replies). Raise `UserError` if the runs have no task in common, or if their settings or examples
-    differ.
+
+def compare(runs: Sequence[dict]) -> list[dict]:
+    """Return one row for each task and metric that all runs have.
+
+    It holds {"task", "metric", "examples", "figures", "differences", "other_replies", "other_prompts"}: the figures of
+    all runs, and for each run but the first its difference from the first, its number of examples with another reply
+    (`None` for a task without replies), and whether its prompts differ. Raise `UserError` if the runs have no task in
+    common, or if their settings or examples differ.
     """
+    reference, *others = runs
     rows = []
-    for task in reference["tasks"].keys() & other["tasks"].keys():
-        check_alike(task, reference, other)
-        before, after = (run["samples"][task] for run in (reference, other))
-        other_replies = None
-        if all("replies" in row for row in before.values()):
-            other_replies = sum(row.get("replies") != before[key]["replies"] for key, row in after.items())
-        other_prompts = sum(row.get("prompt_hash") != before[key].get("prompt_hash") for key, row in after.items())
-        metrics = [run["tasks"][task]["metrics"] for run in (reference, other)]
+    for task in reference["tasks"]:
+        if not all(task in run["tasks"] for run in others):
+            continue
+        for run in others:
+            check_alike(task, reference, run)
+        before, *after = (run["samples"][task] for run in runs)
+        metrics = [run["tasks"][task]["metrics"] for run in runs]
         rows += [
             {
                 "task": task,
                 "metric": metric,
                 "examples": len(before),
                 "figures": [of_run[metric] for of_run in metrics],
-                "difference": paired_difference(before, after, metric),
-                "other_prompts": other_prompts,
-                "other_replies": other_replies,
+                "differences": [paired_difference(before, each, metric) for each in after],
+                "other_replies": [other_replies(before, each) for each in after],
+                "other_prompts": [
+                    any(row.get("prompt_hash") != before[key].get("prompt_hash") for key, row in each.items())
+                    for each in after
+                ],
             }
             for metric in metrics[0]
-            if metric in metrics[1]
+            if all(metric in of_run for of_run in metrics)
         ]
     if not rows:
-        raise UserError(f"{reference['name']} and {other['name']} have no task in common.")
-    order = list(reference["tasks"])
-    return sorted(rows, key=lambda row: order.index(row["task"]))
+        raise UserError(f"{', '.join(run['name'] for run in runs)} have no task in common.")
+    return rows
 
 
 def draw(rows: list[dict], names: list[str], path: Path) -> None:
-    """Draw the figures in per cent. The title says how many of the second run are above those of the first."""
-    signs = [row["figures"][1]["value"] - row["figures"][0]["value"] for row in rows]
-    above = sum(sign > 0 for sign in signs)
-    below = sum(sign < 0 for sign in signs)
+    """Draw the figures in per cent. The title says how many of each run are above those of the first."""
+    counts = []
+    for number, name in enumerate(names[1:], 1):
+        signs = [row["figures"][number]["value"] - row["figures"][0]["value"] for row in rows]
+        above = sum(sign > 0 for sign in signs)
+        below = sum(sign < 0 for sign in signs)
+        counts.append(f"{name} is above {names[0]} in {above} of {len(rows)} figures and below in {below}")
     points: dict[str, list] = {
         name: [(100 * figure["value"], *[100 * (figure["stderr"] or 0)] * 2) for figure in figures]
         for name, figures in zip(names, zip(*(row["figures"] for row in rows)))
     }
-    message = f"{names[1]} is above {names[0]} in {above} of {len(rows)} figures and below in {below}"
     labels = [f"{row['task']}, {row['metric']}" for row in rows]
-    figure, (axes,) = plots.panels(message, height=1 + 0.38 * len(labels))
+    figure, (axes,) = plots.panels("\n".join(counts), height=1 + 0.19 * len(labels) * len(names))
     plots.dots(axes, labels, points)
     axes.set(xlabel="per cent ± standard error (higher is better)")
     plots.save_plot(figure, path)
 
 
-def markdown(rows: list[dict], runs: tuple[dict, dict], plot: str | None) -> str:
-    first, second = (run["name"] for run in runs)
-    header = ["task", "metric", "examples", first, second, f"{second} − {first}", "other replies"]
+def markdown(rows: list[dict], runs: Sequence[dict], plot: str | None) -> str:
+    first, *others = (run["name"] for run in runs)
+    header = ["task", "metric", "examples", first, *others]
+    for name in others:
+        header += [f"{name} − {first}", "other replies"]
     cells = []
     for row in rows:
-        text = partial(figure_text, percent="loss" not in row["metric"])
-        line = [row["task"], row["metric"], str(row["examples"]), *map(text, row["figures"]), text(row["difference"])]
-        cells.append([*line, "–" if row["other_replies"] is None else str(row["other_replies"])])
+        text = partial(figure_text, percent=is_share(row["metric"]))
+        line = [row["task"], row["metric"], str(row["examples"]), *map(text, row["figures"])]
+        for difference, changed in zip(row["differences"], row["other_replies"]):
+            line += [text(difference), "–" if changed is None else str(changed)]
+        cells.append(line)
     about = [
         f"- {run['name']}: {run['model']}, {run['model_dtype']}, seed {run['seed']}, "
         f"checkpoint {run['checkpoint'][:12]}, commit {run['commit'][:12]}"
@@ -150,8 +177,11 @@ def markdown(rows: list[dict], runs: tuple[dict, dict], plot: str | None) -> str
     ]
     note = "± is the standard error of the mean over examples; of a difference, over the same examples."
     # Chat templates and tokenizers write one example in several ways.
-    rewritten = dict.fromkeys(row["task"] for row in rows if row["other_prompts"])
-    prompts = [f"The two runs had different prompts in {', '.join(rewritten)}.", ""] if rewritten else []
+    prompts = []
+    for number, name in enumerate(others):
+        rewritten = dict.fromkeys(row["task"] for row in rows if row["other_prompts"][number])
+        if rewritten:
+            prompts += [f"{name} had other prompts than {first} in {', '.join(rewritten)}.", ""]
     image = [f"![{plot}]({plot})", ""] if plot else []
     return "\n".join(["# Comparison", *about, "", note, "", *prompts, markdown_table(header, cells), *image])
 
@@ -160,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Compare and write. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("reference", type=expanded, help="output directory of evaluation.run")
-    parser.add_argument("other", type=expanded, help="output directory of another run")
+    parser.add_argument("others", type=expanded, nargs="+", help="output directories of other runs")
     parser.add_argument(
         "--output",
         type=expanded,
@@ -173,12 +203,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     plot = args.output.with_suffix(".png")
     for file in (args.output, plot):
         check_output_file(file, replace=True)
-    runs = read_run(args.reference), read_run(args.other)
-    names = [run["name"] for run in runs]
-    if names[0] == names[1]:
-        raise UserError(f"{names[0]} is the name of both directories: expected different names.")
-    rows = compare(*runs)
-    drawn = [row for row in rows if "loss" not in row["metric"]]  # losses are in the table only
+    directories = [args.reference, *args.others]
+    names = names_of(directories)
+    runs = [read_run(directory, name) for directory, name in zip(directories, names)]
+    rows = compare(runs)
+    drawn = [row for row in rows if is_share(row["metric"])]  # losses are in the table only
     if drawn:
         draw(drawn, names, plot)
     text = markdown(rows, runs, plot.name if drawn else None)

@@ -97,24 +97,40 @@ def dcformer_synthetic(data_directory=None, **_) -> dict[str, Dataset]:
     return {"test": Dataset.from_list(targets)}
 
 
-def text_windows(data_directory, length, windows=20, tokenizer=None, **_) -> dict[str, Dataset]:
-    """Return disjoint stretches of long text, of about `length` tokens of `tokenizer` each: {"text"}."""
+def text_windows(
+    data_directory, length, windows=20, tokenizer=None, text_file=None, limit=None, **_
+) -> dict[str, Dataset]:
+    """Return disjoint stretches of long text, of about `length` tokens of `tokenizer` each: {"text", "mean_bytes"}.
+
+    There are at most `windows` of them and `limit`. A `text_file` is read to its end, but for a last stretch that is
+    shorter. A text that is shorter as a whole is one stretch. "mean_bytes" is the mean over all stretches of the bytes
+    that are predicted: those after the first token. Raise `UserError`.
+    """
     if not tokenizer.is_fast:
         raise UserError(
             "perplexity_by_position needs a tokenizer that says where its tokens lie in a text, and this one, a "
             "tokenizer in Python, does not: leave the task out with --tasks, or give a --tokenizer with a "
             "tokenizer.json."
         )
-    whole = text("text/state_union.txt", data_directory)
-    found = []
+    if text_file is None:
+        whole = text("text/state_union.txt", data_directory)
+    else:
+        whole = text_file.read_text(encoding="utf-8", errors="replace")
+        windows = len(whole)
+    windows = min(windows, limit or windows)
+    found: list[str] = []
+    predicted = 0
     start = 0
     while len(found) < windows:
         # 16 characters for each token are enough: most texts have one token for four bytes.
         piece = whole[start : start + 16 * length]
-        offsets = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        if len(offsets) < length:
+        offsets = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"][:length]
+        if len(offsets) < (length if found else 2):
             break  # the text ends
-        end = offsets[length - 1][1]
-        found.append({"text": piece[:end]})
-        start += end
-    return {"test": Dataset.from_list(found or [{"text": whole}])}
+        first, last = offsets[0][1], offsets[-1][1]
+        found.append(piece[:last])
+        predicted += len(piece[first:last].encode())
+        start += last
+    if not found:
+        raise UserError(f"{text_file} has no two tokens: expected a longer text.")
+    return {"test": Dataset.from_dict({"text": found, "mean_bytes": [predicted / len(found)] * len(found)})}

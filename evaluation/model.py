@@ -1,7 +1,6 @@
 """Give lm-eval a checkpoint as every command here loads it, and correct what would silently change figures."""
 
 import hashlib
-import os
 from datetime import datetime
 from string import ascii_letters
 
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from iha.checkpoints import end_tokens_alone, load_model
 from iha.errors import UserError
-from iha.sources import find_source
+from iha.sources import Source
 from iha.thoughts import MARKERS
 
 
@@ -61,17 +60,17 @@ class Model(HFLM):
 
     def __init__(
         self,
-        source: str | os.PathLike,
+        source: Source,
         tokenizer: PreTrainedTokenizerBase,
         dtype: str = "auto",
         batch_size: int = 8,
         seed: int = 0,
     ):
-        self.source = find_source(source)
+        self.source = source
         self.seed = seed
         settings = {"dtype": dtype, "device": device_type(), "softmax_dtype": "float32"}
-        settings |= {"chat_template_args": on_one_day(tokenizer), **self.source.arguments}
-        super().__init__(self.source.location, tokenizer=tokenizer, batch_size=batch_size, **settings)
+        settings |= {"chat_template_args": on_one_day(tokenizer), **source.arguments}
+        super().__init__(source.location, tokenizer=tokenizer, batch_size=batch_size, **settings)
         self.model.generation_config = end_tokens_alone(self.model, tokenizer)
         self._before_reply = self.tok_encode("a", add_special_tokens=False)
         added = self.tokenizer.added_tokens_decoder.items()

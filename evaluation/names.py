@@ -27,7 +27,8 @@ TABLE_2 = ("gsm8k_5shot", "gsm8k_5shot_maj5", "math500_4shot", "mbpp_5shot", "hu
 # Tasks that run programs that the model writes.
 CODE = ("mbpp", "humaneval", "mbpp_5shot", "humaneval_completion")
 # Tasks that are made anew for each of `--lengths`.
-BY_LENGTH = (*RULER, "perplexity_by_position")
+BY_POSITION = "perplexity_by_position"
+BY_LENGTH = (*RULER, BY_POSITION)
 SUITES = {
     "smoke": (*TABLE_1, *TABLE_2, "dcformer_synthetic", "niah_multikey_2", "niah_single_1", "perplexity_by_position"),
     "ruler": BY_LENGTH,

@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from evaluation import names
-from iha.cards import figure_text, markdown_table
+from iha.cards import figure_text, is_share, markdown_table
 from iha.files import read_json, whole_file
 
 
@@ -46,7 +46,7 @@ def _tasks_table(tasks: dict[str, dict]) -> str:
         about = [str(task["examples"]), str(task["samples_each"]), f"{tokens['min']}–{tokens['max']}"]
         about.append(str(task["unfinished_replies"]))
         for metric, figure in task["metrics"].items():
-            rows.append([name, metric, figure_text(figure, "loss" not in metric), *about])
+            rows.append([name, metric, figure_text(figure, is_share(metric)), *about])
     header = ["task", "metric", "ours ± s.e.", "examples", "samples each", "prompt tokens", "unfinished replies"]
     return markdown_table(header, rows)
 

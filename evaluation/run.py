@@ -9,6 +9,7 @@ examples:
   python -m evaluation.run ORG/NAME --suite reasoning --confirm-run-unsafe-code --output outputs/evaluation/name
   python -m evaluation.run outputs/smollm2-iha --suite ruler --tasks niah_single_1 niah_multikey_2 \\
       --lengths 512 1024 --limit 50
+  python -m evaluation.run outputs/smollm2-iha --text held_out.txt --lengths 1024
   accelerate launch --num_processes 8 evaluation/run.py ORG/NAME --suite ruler --data DATA
 """
 
@@ -33,7 +34,7 @@ from iha.errors import UserError, check_packages, refusing, run_cli
 
 if __name__ == "__main__":
     run_cli(lambda: check_packages("lm_eval", "datasets", "markdown_it", "math_verify", "wonderwords"))
-    run_cli(lambda: parse(description=__doc__))  # once more in `main`
+    ARGS = run_cli(lambda: parse(description=__doc__))  # before the imports below, which take long
 
 import lm_eval
 import torch
@@ -48,6 +49,7 @@ from iha.cards import source_name
 from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype, vocabulary_of
 from iha.files import current_commit, read_json, sole_writer, write_json, write_jsonl
 from iha.foreign_code import note_foreign_code
+from iha.sources import find_source
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "lm_eval", "math-verify", "sympy", "wonderwords", "datasets")
@@ -146,19 +148,24 @@ def kept_samples(rows: list[dict]) -> list[dict]:
     return kept
 
 
-def _checksums(directory: Path | None) -> dict[str, str]:
-    """Return the SHA-256 of each data file in the directory `--data`."""
+def _checksums(directory: Path | None, text: Path | None) -> dict[str, str]:
+    """Return the SHA-256 of the text `--text` and of each data file in the directory `--data`."""
+    own = {} if text is None else {text.name: data.file_sha256(text)}
     if directory is None:
-        return {}
-    return {name: data.file_sha256(directory / name) for name in data.MANIFEST if (directory / name).is_file()}
+        return own
+    return own | {name: data.file_sha256(directory / name) for name in data.MANIFEST if (directory / name).is_file()}
 
 
 def main(argv: Sequence[str] | None = None) -> dict | None:
+    """Run the command with the words of a command line. Raise `UserError`."""
+    return evaluate(parse(argv, __doc__))
+
+
+def evaluate(args: argparse.Namespace) -> dict | None:
     """Evaluate, write results.json, report.md and samples, and return the results.
 
     The result is `None` on every process but the first. Raise `UserError`.
     """
-    args = parse(argv, __doc__)
     # There is no timeout, because some processes finish hours before others.
     process = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(weeks=52))])
     # The main process holds the lock. The other processes of the run write next to it.
@@ -179,14 +186,16 @@ def note_missing_isolation(tasks: Iterable[str]) -> None:
 
 def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     """Evaluate as the command line asks, and return the results as `main` does. Raise `UserError`."""
-    config = load_config(args.model)
-    note_foreign_code(args.model)
-    tokenizer = load_tokenizer(args.tokenizer or args.model, vocabulary_of(config))
+    source = find_source(args.model)
+    of_tokenizer = find_source(args.tokenizer) if args.tokenizer else source
+    config = load_config(source)
+    note_foreign_code(source)
+    tokenizer = load_tokenizer(of_tokenizer, vocabulary_of(config))
     tasks = suites.build_tasks(args, tokenizer)
     check_tokenizer(tokenizer, tasks)
     identity = {
-        "checkpoint": fingerprint(args.model),
-        "tokenizer": fingerprint(args.tokenizer or args.model),
+        "checkpoint": fingerprint(source),
+        "tokenizer": fingerprint(of_tokenizer),
         "seed": args.seed,
         "dtype": args.dtype,
     }
@@ -198,7 +207,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
     process.wait_for_everyone()
 
     started = time.monotonic()
-    model = Model(args.model, tokenizer, args.dtype, args.batch_size, args.seed)
+    model = Model(source, tokenizer, args.dtype, args.batch_size, args.seed)
     if model.device.type == "cpu":
         note_slow_dtype(model.model.dtype)
     if (model.rank, model.world_size) != (process.process_index, process.num_processes):
@@ -239,7 +248,7 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "first_device": record.get("device", model.device.type),
         "first_versions": record.get("versions", {}),
         "isolated_code": run_code.isolates(),
-        "data_sha256": _checksums(args.data),
+        "data_sha256": _checksums(args.data, args.text),
         "seconds": round(time.monotonic() - started),
         "tasks": {
             name: summarise(answer["results"][name], samples[name], task, model) for name, task in tasks.items()
@@ -255,4 +264,4 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(lambda: evaluate(ARGS))

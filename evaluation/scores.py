@@ -134,10 +134,10 @@ def loss_by_position(document: dict, results: list[list[float]]) -> dict[str, fl
     """Return the mean loss in nats a token over the positions 1 to 63, 64 to 127, 128 to 255, and so on.
 
     Each mean is named for its first position. A range of positions is left out unless the text fills more than half of
-    it.
+    it. "bits_per_byte" is the loss in bits over the mean number of bytes of all texts, so its mean holds for all.
     """
     (log_probs,) = results
-    metrics = {}
+    metrics = {"bits_per_byte": -sum(log_probs) / math.log(2) / document["mean_bytes"]}
     first = 1
     end = 64
     while len(log_probs) >= first + (end - first) / 2:

@@ -12,7 +12,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
 from evaluation import ruler
-from evaluation.names import BY_LENGTH, RULER, SMOKE, TABLE_1
+from evaluation.names import BY_LENGTH, BY_POSITION, RULER, SMOKE, TABLE_1
 from iha.errors import refusing
 from iha.thoughts import THOUGHTS
 
@@ -82,6 +82,7 @@ def build_tasks(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
                 else:
                     config = load_yaml(TASKS / f"{name}.yaml")
                     config["metadata"] |= {"length": length, "data_directory": args.data, "tokenizer": tokenizer}
+                    config["metadata"] |= {"text_file": args.text, "limit": args.limit}
                     tasks[title] = _build(title, name, config, args)
     return tasks
 
@@ -104,7 +105,9 @@ def _build(title: str, name: str, config: dict, args: argparse.Namespace) -> Tas
     if name in TABLE_1 and args.samples not in (None, task.config.repeats):
         options.append(f"--samples {args.samples}")
         task.config.repeats = args.samples
-    if name not in RULER and args.data is not None and args.data.resolve() == SMOKE:
+    if name == BY_POSITION and args.text is not None:
+        options.append(f"--text {args.text.name}")
+    elif name not in RULER and args.data is not None and args.data.resolve() == SMOKE:
         options.append(f"--data {args.data}")
     if args.suite != "smoke":  # which says what it is
         task.options = " ".join(options)

@@ -28,18 +28,18 @@ from typing_extensions import TypedDict
 from iha.checkpoints import fingerprint, positions_of
 from iha.errors import UserError, refusing, run_cli
 from iha.files import expanded, parse_yaml, read_json, read_text, whole_file
-from iha.kinds import Companion, additions_of, companion_of, described, own_modules
-from iha.layer_cost import virtual_tokens_per_token
+from iha.kinds import additions_of, companion_of, described, own_modules, virtual_tokens_per_token
 from iha.model_cost import model as cost_of_model
 from iha.model_cost import with_mha
+from iha.sources import find_source
 from modeling_iha import IHAConfig
 from modeling_iha.mixing_weights import trained_mixing
-from modeling_iha.modeling_iha import ATTENTION_CLASSES
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 MAX_CARD = 2**20  # bytes
 NOT_EVALUATED = "Not evaluated."
+FINAL = "final"  # the directory of a run that `sft.train` saves the final model in
 FROM_SCRATCH = "trained-from-scratch"  # the tag of a model without a base model
 # The parts of a results.json of `python -m evaluation.run` that cards and comparisons read
 
@@ -113,6 +113,11 @@ def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
+def is_share(metric: str) -> bool:
+    """Return whether a figure is a share, which is written in per cent, and no loss."""
+    return "loss" not in metric and metric != "bits_per_byte"
+
+
 def figure_text(figure: dict | None, percent: bool) -> str:
     if figure is None:
         return "–"
@@ -169,9 +174,7 @@ def render_card(
     recipe_keys = [f"--max_length {length}", f"--num_pseudo_heads {virtual_tokens_per_token(config)}"]
     if not trained_mixing(model):
         recipe_keys.append("--mixing_scale 1")
-    pseudo_heads = config.num_pseudo_heads
-    pairs_of_kinds = {"iha": pseudo_heads**2, "paired_heads": pseudo_heads}  # times those of "mha"
-    kinds = {kind: _mechanism(kind) for kind in dict.fromkeys(config.attention_kinds)}
+    kinds = {kind: companion_of(kind) for kind in dict.fromkeys(config.attention_kinds)}
     additions = additions_of(config)
     mechanisms = [f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()]
     mechanisms += [f"- in every layer {addition.card.format(config=config)}" for addition in additions]
@@ -179,7 +182,7 @@ def render_card(
     of_all_tokens = {
         kind for kind, each in zip(config.attention_kinds, config.layer_types) if each == "full_attention"
     }
-    times_pairs = {kind: pairs for kind, pairs in pairs_of_kinds.items() if kind in of_all_tokens}
+    virtual = {kind: known for kind, known in kinds.items() if kind in of_all_tokens and known.times_pairs}
     return str(
         ModelCard.from_template(
             metadata,
@@ -196,18 +199,13 @@ def render_card(
             costs=_costs(config),
             context=positions and f"{positions:,}",
             is_iha=isinstance(config, IHAConfig),
-            in_vllm=kinds.keys() <= {"iha", "paired_heads", "mha"} and not additions,
+            in_vllm=all(known.served_by_vllm for known in (*kinds.values(), *additions)),
             kinds=list(kinds),
-            times_pairs=times_pairs,
+            times_pairs={kind: known.times_pairs(config) for kind, known in virtual.items()},
             weights_license=license and markdown(license_name or license),
             papers="\n".join(dict.fromkeys(f"- {paper}" for paper in papers)),
         )
     )
-
-
-def _mechanism(kind: str) -> Companion:
-    """Return the companion of a kind, or what is known of a layer of Transformers, by its model type."""
-    return companion_of(kind) if kind in ATTENTION_CLASSES else Companion(card="the base model's own layer.")
 
 
 # Keys of a card's metadata. The last two belong to the license "other".
@@ -236,22 +234,38 @@ def source_base_model(source: str) -> str | None:
     return _stated(source, "base_model") if Path(source).exists() else source
 
 
+def is_from_scratch(source: str) -> bool:
+    """Return whether the card of a local directory says that its model was trained from scratch."""
+    tags = _metadata_of(source).get("tags") if Path(source).is_dir() else None
+    return isinstance(tags, list) and FROM_SCRATCH in tags
+
+
 def _stated(source: str, name: str) -> str | None:
     """Return a text of the metadata of a checkpoint's card, or `None`."""
-    if Path(source).is_file():  # a GGUF file: as an id of the Hub it would be asked for again and again
-        return None
-    try:
-        path = cached_file(source, "README.md")
-        value = metadata(read_text(path, MAX_CARD), path).get(name)
-    except Exception:
-        return None
+    value = _metadata_of(source).get(name)
     return one_printable_line(value) if isinstance(value, str) else None
 
 
+def _metadata_of(source: str) -> dict:
+    """Return the metadata of a checkpoint's card, or an empty dict for a card that cannot be read."""
+    if Path(source).is_file():  # a GGUF file: as an id of the Hub it would be asked for again and again
+        return {}
+    try:
+        path = cached_file(source, "README.md")
+        return metadata(read_text(path, MAX_CARD), path)
+    except Exception:
+        return {}
+
+
 def source_name(source: str) -> str:
-    """Return the public name of a source on one line: the whole Hub id, or the last part of a local path."""
-    path = os.path.expanduser(source)
-    return one_printable_line(Path(os.path.abspath(path)).name if os.path.exists(path) else source)
+    """Return the public name of a source on one line: the whole Hub id, or the last part of a local path.
+
+    The final model of a run has the name of the run.
+    """
+    if not os.path.exists(os.path.expanduser(source)):
+        return one_printable_line(source)
+    path = Path(os.path.abspath(os.path.expanduser(source)))
+    return one_printable_line(path.parent.name if path.name == FINAL else path.name)
 
 
 def schedule(config: IHAConfig) -> str:
@@ -356,7 +370,7 @@ def _evaluation(results: dict) -> str:
         remarks += [f"{task['unfinished_replies']} replies unfinished"] if task["unfinished_replies"] else []
         counts = [str(task["examples"]), str(task["samples_each"]), markdown("; ".join(remarks))]
         for metric, figure in task["metrics"].items():
-            rows.append([markdown(name), markdown(metric), figure_text(figure, "loss" not in metric), *counts])
+            rows.append([markdown(name), markdown(metric), figure_text(figure, is_share(metric)), *counts])
     header = ["task", "metric", "this model ± s.e.", "examples", "samples each", "remarks"]
     versions = ", ".join(f"{library} {number}" for library, number in results["versions"].items())
     about = (
@@ -402,7 +416,7 @@ def update(directory: Path, name: str | None = None, results: dict | None = None
     if name is not None:
         card = with_name(card, name)
     if results is not None:
-        if results["checkpoint"] != fingerprint(directory):
+        if results["checkpoint"] != fingerprint(find_source(directory)):
             raise UserError(f"The results are of another checkpoint than {directory}: evaluate this one.")
         card = with_results(card, name or directory.resolve().name, results)
     with whole_file(path) as temporary:

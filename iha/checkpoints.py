@@ -39,9 +39,9 @@ from typing_extensions import TypedDict
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from iha.errors import UserError, how_to_install, one_line
-from iha.files import expanded, file_sha256, read_json
+from iha.files import file_sha256, read_json
 from iha.foreign_code import code_elsewhere
-from iha.sources import LOADED, find_source
+from iha.sources import LOADED, Source
 
 
 # The names of tokenizer files start with one of these (Transformers, SentencePiece, BPE and Mistral).
@@ -82,17 +82,17 @@ def _refusing(what: str) -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def load_config(source: str | os.PathLike) -> Any:
+def load_config(source: Source) -> Any:
     """Return the configuration of a checkpoint (a directory, a Hub id or a GGUF file) in the class that it names.
 
     Raise `UserError`.
     """
-    source = find_source(source)
+    check_no_adapter(source)
     if source.gguf_file is None:
         load_config_dict(source)
     with _refusing(f"{source} has no usable configuration"):
         config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
-        unread = _unread(os.path.join(source.location, source.gguf_file), config) if source.gguf_file else []
+        unread = _unread(str(source.path), config) if source.gguf_file else []
     if unread:
         raise UserError(
             f"{source} holds {', '.join(unread)}, which Transformers does not read from a GGUF file: the model would "
@@ -126,35 +126,31 @@ def _unread(file: str, config: PreTrainedConfig) -> list[str]:
     return unread
 
 
-def load_config_dict(source: str | os.PathLike, revision: str | None = None) -> dict:
-    """Return the entries of the config.json of `source`, a directory or a Hub id of any model, at a revision.
-
-    Raise `UserError`.
-    """
-    location = find_source(source).location
+def load_config_dict(source: Source) -> dict:
+    """Return the entries of the config.json of a directory or a Hub id of any model. Raise `UserError`."""
     with _refusing(f"{source} has no usable configuration"):
-        if os.path.isdir(location) and not os.path.lexists(os.path.join(location, CONFIG_NAME)):
+        if source.path is not None and not os.path.lexists(source.path / CONFIG_NAME):
             raise UserError(f"it holds no {CONFIG_NAME}.")
-        entries = read_json(str(cached_file(location, CONFIG_NAME, revision=revision)))
+        entries = read_json(str(cached_file(source.location, CONFIG_NAME, revision=source.revision)))
         if elsewhere := code_elsewhere(entries):
             what = ", ".join(elsewhere)
             raise UserError(f"{what} would load what is not in the checkpoint. Remove this from its {CONFIG_NAME}.")
     return entries
 
 
-def _optional_file(location: str, name: str, revision: str | None = None) -> str | None:
+def _optional_file(source: Source, name: str) -> str | None:
     """Return the local path of a file of a directory or Hub id, or `None` if the checkpoint has no such file."""
-    return cached_file(location, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+    revision = source.revision
+    return cached_file(source.location, name, revision=revision, _raise_exceptions_for_missing_entries=False)
 
 
-def check_no_adapter(source: str | os.PathLike, revision: str | None = None) -> None:
+def check_no_adapter(source: Source) -> None:
     """Reject a checkpoint with a LoRA adapter, because Transformers would load the base that the adapter names.
 
     Raise `UserError`.
     """
-    location = find_source(source).location
     with _refusing(f"{source} has no usable configuration"):
-        adapter = _optional_file(location, "adapter_config.json", revision)
+        adapter = _optional_file(source, "adapter_config.json")
     if adapter is not None:
         raise UserError(
             f"{source} holds a LoRA adapter (adapter_config.json), and a load would take the base model that it "
@@ -163,20 +159,19 @@ def check_no_adapter(source: str | os.PathLike, revision: str | None = None) -> 
         )
 
 
-def load_generation_config(source: str | os.PathLike) -> GenerationConfig | None:
+def load_generation_config(source: Source) -> GenerationConfig | None:
     """Return the generation config of a directory or Hub id, or `None` if it has none.
 
     Raise `UserError` for a file that cannot be read, which Transformers would ignore without a warning.
     """
-    location = find_source(source).location
     with _refusing(f"{source} has no usable {GENERATION_CONFIG_NAME}"):
-        file = _optional_file(location, GENERATION_CONFIG_NAME)
+        file = _optional_file(source, GENERATION_CONFIG_NAME)
         return None if file is None else GenerationConfig.from_dict(read_json(file))
 
 
-def _check_index(location: str) -> None:
+def _check_index(source: Source) -> None:
     """Reject a whole file of weights next to an index of others, which a load would ignore. Raise `UserError`."""
-    whole, index = (_optional_file(location, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    whole, index = (_optional_file(source, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
     if whole is None or index is None:
         return
     with safe_open(whole, "pt") as tensors:
@@ -188,7 +183,7 @@ def _check_index(location: str) -> None:
         )
 
 
-def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
+def load_weights(source: Source) -> dict[str, torch.Tensor]:
     """Return the tensors of `source`, a directory or a Hub id, on CPU.
 
     They come from one file or several: safetensors or, if there are none, PyTorch's pickles, from which only tensors
@@ -204,21 +199,20 @@ def load_weights(source: str | os.PathLike) -> dict[str, torch.Tensor]:
     return weights
 
 
-def weight_files(source: str | os.PathLike) -> list[str]:
+def weight_files(source: Source) -> list[str]:
     """Return the local paths of the weights that a load of a directory or Hub id reads, which may be none.
 
     Raise `UserError` for an index that contradicts them.
     """
-    location = find_source(source).location
     with _refusing(f"The weights of {source} cannot be read"):
-        _check_index(location)
+        _check_index(source)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-            if (file := _optional_file(location, name)) is not None:
-                return get_checkpoint_shard_files(location, file)[0] if name.endswith(".json") else [file]
+            if (file := _optional_file(source, name)) is not None:
+                return get_checkpoint_shard_files(source.location, file)[0] if name.endswith(".json") else [file]
     return []
 
 
-def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.PathLike) -> None:
+def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: object) -> None:
     """Raise a `UserError` that names the first floating-point tensor that holds NaN or infinity."""
     for name, tensor in tensors:
         if not tensor.is_floating_point() or tensor.numel() == 0:
@@ -232,16 +226,14 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str | os.P
             )
 
 
-def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig | None = None) -> Any:
+def load_model(source: Source, dtype="auto", config: PreTrainedConfig | None = None) -> Any:
     """Return the causal language model in `source`, of the class that its config names, on CPU, in eval mode.
 
     It comes from a directory, a Hub id or a GGUF file, which is dequantised, and `config` replaces its own.
     Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns) or are not
     finite in that dtype, or if there is a generation config that cannot be read.
     """
-    source = find_source(source)
     arguments: dict[str, Any] = source.arguments
-    check_no_adapter(source)
     config = config or load_config(source)
     if source.gguf_file is not None:
         arguments["quantization_config"] = GgufConfig(dequantize=True)
@@ -264,7 +256,7 @@ def load_model(source: str | os.PathLike, dtype="auto", config: PreTrainedConfig
     return model
 
 
-def check_filled(info: dict, source: str | os.PathLike) -> None:
+def check_filled(info: dict, source: object) -> None:
     """Raise `UserError` if the weights of `source` did not fill its model exactly, by the `info` of the load."""
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if names := sorted(map(str, info[problem])):
@@ -273,7 +265,7 @@ def check_filled(info: dict, source: str | os.PathLike) -> None:
             raise UserError(f"{source} does not hold the weights its config asks for: {wrong}.")
 
 
-def _check_tied(model: Any, source: str | os.PathLike) -> None:
+def _check_tied(model: Any, source: Source) -> None:
     """Reject embeddings that the config ties and the files hold apart, of which other loaders take the first.
 
     Raise `UserError`.
@@ -286,6 +278,37 @@ def _check_tied(model: Any, source: str | os.PathLike) -> None:
             f"{source} ties its embeddings, and its files hold two that differ: set tie_word_embeddings to false in "
             "its config.json, or remove the one that is out of date."
         )
+
+
+def note_rounding(source: Source, dtype: torch.dtype) -> None:
+    """Print on stderr which weights of `source` were rounded, because it was loaded in `dtype`.
+
+    A config may name another dtype than the files have, and a load takes the config's.
+    """
+    if source.gguf_file is not None:
+        return
+    rounded = [
+        f"{name} first, in {tensor.dtype}"
+        for file in weight_files(source)
+        for name, tensor in load_state_dict(file, map_location="meta").items()
+        if _is_rounded(tensor.dtype, dtype)
+    ]
+    if rounded:
+        print(
+            f"{dtype}, in which its config has them loaded, rounds {len(rounded)} tensors of {source} ({rounded[0]}): "
+            "set dtype in its config.json, or --dtype where a command has it, to keep them.",
+            file=sys.stderr,
+        )
+
+
+def _is_rounded(stored: torch.dtype, loaded: torch.dtype) -> bool:
+    """Return whether the dtype `loaded` rounds floating-point weights of the dtype `stored`."""
+    if not stored.is_floating_point:
+        return False
+    has_more_digits = torch.finfo(stored).eps < torch.finfo(loaded).eps
+    has_larger_range = torch.finfo(stored).max > torch.finfo(loaded).max
+    # float16 and bfloat16 round each other: one has more digits, the other the larger range.
+    return has_more_digits or has_larger_range
 
 
 def note_slow_dtype(dtype: torch.dtype) -> None:
@@ -303,13 +326,14 @@ def has_no_products(dtype: torch.dtype) -> bool:
     return name is not None and (is_supported is None or not is_supported())
 
 
-def lacks_tokenizer(source: str | os.PathLike) -> bool:
+def lacks_tokenizer(source: Source) -> bool:
     """Return whether `source` is a directory without the files of a tokenizer.
 
     Transformers builds some tokenizers without any file, and these know no word.
     """
-    path = expanded(source)
-    return path.is_dir() and not any(file.name.startswith(TOKENIZER_FILES) for file in path.iterdir())
+    if source.path is None or source.gguf_file is not None:
+        return False
+    return not any(file.name.startswith(TOKENIZER_FILES) for file in source.path.iterdir())
 
 
 def vocabulary_of(config: PreTrainedConfig) -> int:
@@ -322,7 +346,7 @@ def positions_of(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase:
+def load_tokenizer(source: Source, vocab_size: int) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `source`, a directory, a Hub id or a GGUF file.
 
     Raise `UserError` if there is none, if it knows no word, or if one of its ids has no row in an embedding of
@@ -330,7 +354,6 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     """
     if lacks_tokenizer(source):
         raise UserError(f"{source} holds no tokenizer: save one next to the weights (tokenizer.save_pretrained).")
-    source = find_source(source)
     with _refusing(f"{source} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
         # This is a class of Transformers, even if the source names other code.
@@ -353,6 +376,14 @@ def load_tokenizer(source: str | os.PathLike, vocab_size: int) -> PreTrainedToke
     return tokenizer
 
 
+def read_tokenizer(source: Source, vocab_size: int) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a source, or `None`, with a warning, for a directory without one. Raise `UserError`."""
+    if lacks_tokenizer(source):
+        print(f"{source} holds no tokenizer, and so the converted one has none: add one to use it.", file=sys.stderr)
+        return None
+    return load_tokenizer(source, vocab_size)
+
+
 def end_tokens_alone(model: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """Return generation settings that hold the end tokens of the model's settings and of the tokenizer, and no others.
 
@@ -370,18 +401,17 @@ def end_tokens(generation_config: GenerationConfig | None) -> list[int]:
     return ends if isinstance(ends, list) else [ends]
 
 
-def fingerprint(source: str | os.PathLike) -> str:
+def fingerprint(source: Source) -> str:
     """Return a text that tells one checkpoint from another.
 
     It is the commit of a Hub id, or the SHA-256 of a GGUF file or of what a directory is loaded from.
     """
-    path = expanded(source)
-    if not path.exists():
+    if source.path is None:
         return f"{source}@{_commit(source)}"
-    if path.is_file():
-        files = [path]
+    if source.gguf_file is not None:
+        files = [source.path]
     else:
-        loaded = [file for file in path.iterdir() if file.suffix in LOADED]
+        loaded = [file for file in source.path.iterdir() if file.suffix in LOADED]
         files = sorted(file for file in loaded if file.name != "LICENSE.txt")
     together = hashlib.sha256()
     for file in files:
@@ -389,13 +419,12 @@ def fingerprint(source: str | os.PathLike) -> str:
     return together.hexdigest()
 
 
-def _commit(repo_id: str | os.PathLike) -> str:
+def _commit(source: Source) -> str:
     """Return the commit of a Hub id, which is part of the path of a cached file. Raise `UserError`."""
-    location = find_source(repo_id).location
     names = (CONFIG_NAME, "tokenizer_config.json", "tokenizer.json")  # a repository may hold a tokenizer alone
-    with _refusing(f"{repo_id} names no commit"):
+    with _refusing(f"{source} names no commit"):
         for name in names:
-            commit = extract_commit_hash(_optional_file(location, name), None)
+            commit = extract_commit_hash(_optional_file(source, name), None)
             if commit is not None:
                 return commit
         raise UserError(f"expected one of {', '.join(names)} in it.")

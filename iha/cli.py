@@ -8,33 +8,54 @@ example: iha convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseud
 
 import argparse
 import importlib
+import inspect
 import runpy
 import sys
-from collections.abc import Callable
-from importlib.metadata import metadata, version
+from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib.metadata import PackageNotFoundError, metadata, version
 
-from iha.arguments import (
-    convert_arguments,
-    cost_arguments,
-    pull_arguments,
-    push_arguments,
-    verify_arguments,
-)
+import typer
+
+from iha import api
+from iha.arguments import cost_arguments
 from iha.errors import IS_CHECKOUT, ROOT, UserError, run_cli
 
 
-# From a command to its module and the function that parses its arguments. The module is imported when they are
-# checked, because PyTorch takes seconds. Its function has the command's name. `serve` parses by Transformers' server.
-COMMANDS: dict[str, tuple[str, Callable[[], dict] | None]] = {
-    "convert": ("iha.conversion.convert_llama_to_iha", convert_arguments),
-    "verify": ("iha.conversion.verify_conversion", verify_arguments),
-    "push": ("iha.hub.push_to_hub", push_arguments),
-    "pull": ("iha.hub.pull_from_hub", pull_arguments),
-    "cost": ("iha.cost", cost_arguments),
-    "serve": ("iha.serving.serve", None),
-}
+FUNCTIONS = {"convert": api.convert, "verify": api.verify, "push": api.push, "pull": api.pull}
 # Commands of a checkout, which read recipes, tasks and studies that no wheel holds, and the module of each.
 COMMANDS_OF_A_CHECKOUT = {"train": "sft.train", "evaluate": "evaluation.run", "compare": "research.compare"}
+
+
+def call(command: Callable, words: Sequence[str] | None = None) -> None:
+    """Call a function of `iha.api` with the arguments in the words of a command line.
+
+    Typer parses them, and the function is called after it, because Typer would turn Ctrl-C into an error of its own.
+    """
+    arguments = {}
+
+    @wraps(command)
+    def take(**given):
+        arguments.update(given)
+
+    description = inspect.getdoc(command).replace(f"iha {command.__name__}", sys.argv[0])  # as it was started
+    description = description.replace("\nexample: ", "\n\b\nexample: ")  # which no line break shall cut
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(help=description)(take)
+    try:
+        app(words, prog_name=sys.argv[0])
+    except SystemExit:
+        if not arguments:  # help was printed, or what is wrong
+            raise
+    command(**arguments)
+
+
+def own_version() -> str:
+    """Return the version of this package, if it is installed."""
+    try:
+        return version("modeling-iha")
+    except PackageNotFoundError:
+        return "(a checkout that is not installed)"
 
 
 def run_in_checkout(name: str) -> None:
@@ -50,22 +71,22 @@ def run_in_checkout(name: str) -> None:
 
 def run(name: str) -> None:
     """Run the command `name` with the arguments of the command line."""
-    if name in COMMANDS_OF_A_CHECKOUT:
+    if name in FUNCTIONS:
+        call(FUNCTIONS[name])
+    elif name == "cost":
+        arguments = cost_arguments()
+        importlib.import_module("iha.cost").cost(**arguments)
+    elif name == "serve":  # Transformers' server parses its arguments
+        importlib.import_module("iha.serving.serve").main()
+    else:
         run_in_checkout(name)
-        return
-    module, parse = COMMANDS[name]
-    if parse is None:
-        importlib.import_module(module).main()
-        return
-    arguments = parse()
-    getattr(importlib.import_module(module), name)(**arguments)
 
 
 def main() -> None:
     """Run the command that the first argument names, with the other arguments."""
     parser = argparse.ArgumentParser("iha", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"%(prog)s {version('modeling-iha')}")
-    names = [*COMMANDS, *COMMANDS_OF_A_CHECKOUT]
+    parser.add_argument("--version", action="version", version=f"%(prog)s {own_version()}")
+    names = [*FUNCTIONS, "cost", "serve", *COMMANDS_OF_A_CHECKOUT]
     parser.add_argument("command", choices=names, help="`iha COMMAND --help` describes it and its arguments")
     name = parser.parse_args(sys.argv[1:2]).command
     sys.argv = [f"iha {name}", *sys.argv[2:]]

@@ -17,9 +17,10 @@ from iha.conversion.convert_llama_to_iha import iha_config
 from iha.conversion.shared import new_config, preset_config
 from iha.errors import UserError, run_cli
 from iha.files import write_json
-from iha.kinds import interleaved_kind, is_interleaved, layer_number
-from iha.layer_cost import Cost, virtual_tokens_per_token
+from iha.kinds import interleaved_kind, is_interleaved, layer_number, virtual_tokens_per_token
+from iha.layer_cost import Cost
 from iha.model_cost import attention, ffn, head, model, with_mha
+from iha.sources import find_source
 from iha.step_memory import StepMemory, of_sharded_training, of_training
 from modeling_iha import IHAConfig
 from modeling_iha.in_place import FIELDS
@@ -73,18 +74,20 @@ def settings_of(
     config: str | os.PathLike | None,
     num_pseudo_heads: int | None = None,
     window: int | None = None,
+    changes: dict[str, Any] | None = None,
 ) -> IHAConfig:
     """Return the config of a preset, a checkpoint or a base, with another P and another window where they are given.
 
+    `changes` are other fields of a preset.
     A plain base gets "iha" layers by `num_pseudo_heads`, and with a window the paper's schedule: four layers in five.
     Raise `UserError`.
     """
     given = {"num_pseudo_heads": num_pseudo_heads, "sliding_window": window}
     fields = {name: value for name, value in given.items() if value is not None}
     if preset is not None:
-        settings = preset_config(preset, **fields)
+        settings = preset_config(preset, **(changes or {}), **fields)
     else:
-        source = load_config(config)
+        source = load_config(find_source(config))
         if isinstance(source, IHAConfig):
             settings = changed(source, **fields)
         elif is_interleaved(source):
@@ -156,11 +159,17 @@ def cost(
     window: int | None = None,
     gpus: int = 1,
     tflops: float | None = None,
+    steps: int | None = None,
+    fields: dict[str, Any] | None = None,
+    count_memory: bool = True,
     json: str | os.PathLike | None = None,
 ) -> None:
-    """Print the table of a preset, or of a model's `config`, for rows of `tokens` tokens. Raise `UserError`."""
-    check_cost(preset, config, tokens, batch, num_pseudo_heads, window, gpus, tflops, json)
-    settings = settings_of(preset, config, num_pseudo_heads, window)
+    """Print the table of a preset, or of a model's `config`, for rows of `tokens` tokens.
+
+    `fields` replace those of the preset. Raise `UserError`.
+    """
+    check_cost(preset, config, tokens, batch, num_pseudo_heads, window, gpus, tflops, steps, json)
+    settings = settings_of(preset, config, num_pseudo_heads, window, fields)
     kinds = dict.fromkeys(zip(settings.attention_kinds, settings.layer_types))
     parts = {f"{kind}, {layer_type}": attention(settings, kind, layer_type, tokens) for kind, layer_type in kinds}
     parts["FFN"] = ffn(settings, tokens)
@@ -177,37 +186,50 @@ def cost(
         print(f"{f'ratio to {title} everywhere':<30}{''.join(f'{ratio:>16.3f}' for ratio in ratios)}")
     print(f"cache in bfloat16: {2 * batch * whole.cache / 1e9:.3f} GB")
     compared = {"this model": (settings, whole), "global mha": (global_mha, others["global mha"])}
-    where = f" on each of {gpus} GPUs, sharded by FSDP2 (not compared with a GPU)" if gpus > 1 else ""
-    print(f"training step{where}, float32 weights, AdamW, bfloat16 autocast:")
-    peaks = {title: memory(each, batch, tokens, gpus) for title, (each, _) in compared.items()}
-    for title, ways in peaks.items():
-        print(f"  {title}: {memory_line(ways)}")
+    peaks = {}
+    if count_memory:
+        where = f" on each of {gpus} GPUs, sharded by FSDP2 (not compared with a GPU)" if gpus > 1 else ""
+        print(f"training step{where}, float32 weights, AdamW, bfloat16 autocast:")
+        peaks = {title: memory(each, batch, tokens, gpus) for title, (each, _) in compared.items()}
+        for title, ways in peaks.items():
+            print(f"  {title}: {memory_line(ways)}")
     times = {}
     if tflops is not None:
         rows = batch * gpus
         print(f"time of a step of {rows} rows, if each GPU computes {tflops:g} TFLOP/s, as --tflops assumes:")
         for title, (_, each) in compared.items():
             times[title] = seconds(each, batch, tflops)
-            told = (
-                f"{time:.2f} s, {rows * tokens / time:,.0f} tokens/s{f' with {way}' if way else ''}"
-                for way, time in times[title].items()
-            )
+            told = []
+            for way, time in times[title].items():
+                speed = f"{time:.2f} s, {rows * tokens / time:,.0f} tokens/s"
+                told.append(f"{speed}{hours(time, steps)}{f' with {way}' if way else ''}")
             print(f"  {title}: {'; '.join(told)}")
     if json is not None:
-        asked = {"tokens": tokens, "batch": batch, "gpus": gpus, "tflops": tflops}
-        write_json(json, asked | as_json(parts | others, peaks, times))
+        asked = {"tokens": tokens, "batch": batch, "gpus": gpus, "tflops": tflops, "steps": steps}
+        write_json(json, asked | as_json(parts | others, peaks, times, steps))
 
 
-def as_json(parts: dict[str, Cost], peaks: dict[str, dict[str, StepMemory]], times: dict[str, dict]) -> dict:
-    """Return the figures of a table: parameters, multiply-adds and cached values, bytes, and seconds."""
+def hours(time: float, steps: int | None) -> str:
+    """Return the words for the hours of a training whose step takes `time` seconds."""
+    return "" if steps is None else f", {steps:,} steps in {steps * time / 3600:.3g} h"
+
+
+def as_json(
+    parts: dict[str, Cost], peaks: dict[str, dict[str, StepMemory]], times: dict[str, dict], steps: int | None
+) -> dict:
+    """Return the figures of a table: parameters, multiply-adds and cached values, bytes, seconds and hours."""
+    of_a_step = {title: {way or "nothing saved": time for way, time in ways.items()} for title, ways in times.items()}
     return {
         "costs_of_a_sequence": {title: asdict(part) for title, part in parts.items()},
         "bytes_of_a_step": {
             title: {way or "nothing saved": each._asdict() for way, each in ways.items()}
             for title, ways in peaks.items()
         },
-        "seconds_of_a_step": {
-            title: {way or "nothing saved": time for way, time in ways.items()} for title, ways in times.items()
+        "seconds_of_a_step": of_a_step,
+        "hours": {
+            title: {way: time * steps / 3600 for way, time in ways.items()}
+            for title, ways in of_a_step.items()
+            if steps is not None
         },
     }
 

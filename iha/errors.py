@@ -11,8 +11,10 @@ from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeVar
 
 
+Result = TypeVar("Result")
 ROOT = Path(__file__).resolve().parents[1]
 IS_CHECKOUT = (ROOT / "setup.py").is_file()  # else this is an installed wheel, without recipes, studies and documents
 # The extras of setup.py that bring a package, if they are not "scripts".
@@ -24,8 +26,8 @@ class UserError(Exception):
     """Report a mistake that the user can fix, in one line: what was wrong, what was expected, what to do."""
 
 
-def run_cli(main: Callable[[], object]) -> None:
-    """Run a command's `main` and turn its errors into one line on stderr and an exit code.
+def run_cli(main: Callable[[], Result]) -> Result:
+    """Return what a command's `main` returns, and turn its errors into one line on stderr and an exit code.
 
     The code is 130 for Ctrl-C and 1 for every exception. For an exception that is neither a mistake of the user nor an
     error of the system, such as a full disk, the line names a file with the traceback. The option --traceback of
@@ -49,7 +51,7 @@ def run_cli(main: Callable[[], object]) -> None:
         if "" in arguments[1:]:  # as a path it would be the current directory
             empty = f"argument {arguments.index('', 1)} is empty"
             raise UserError(f"{empty}: expected a value; is a variable of the shell not set?")
-        main()
+        return main()
     except KeyboardInterrupt as interrupt:
         print("Interrupted.", *getattr(interrupt, "__notes__", ()), file=sys.stderr)
         sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))

@@ -266,11 +266,8 @@ def typed(content: Any, shape: Any, source: str | os.PathLike) -> Any:
     try:
         _validator(shape).validate_python(content, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or "it"
-        wrong = "missing" if first["type"] == "missing" else reprlib.repr(first["input"])
-        expected = first["msg"].replace("Input should be", "expected")
-        raise UserError(f"{source}: {key} is {wrong}: {expected}.") from None
+        key = ".".join(map(str, error.errors()[0]["loc"])) or "it"
+        raise UserError(f"{source}: {key} is {_what_is_wrong(error)}") from None
     return content
 
 
@@ -281,16 +278,30 @@ def _validator(shape: Any) -> Any:
     return TypeAdapter(shape)
 
 
+def _what_is_wrong(error: Any) -> str:
+    """Return the first wrong value of a pydantic `ValidationError`, and what was expected."""
+    first = error.errors(include_url=False)[0]
+    wrong = "missing" if first["type"] == "missing" else reprlib.repr(first["input"])
+    expected = first["msg"].replace("Input should be", "expected").replace("greater than or equal to", "at least")
+    return f"{wrong}: {expected}."
+
+
 def checked(function: Callable) -> Callable:
-    """Have a function reject arguments of other types than its annotations name, with a `UserError`."""
+    """Have a function check its arguments by its annotations, types that pydantic knows. It raises a `UserError`."""
+    from pydantic import ValidationError
+
     signature = inspect.signature(function)
-    hints = get_type_hints(function)
+    hints = get_type_hints(function, include_extras=True)
 
     @wraps(function)
     def call(*args, **kwargs):
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            typed(value, hints[name], name)
-        return function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        for name, value in given.arguments.items():
+            try:
+                given.arguments[name] = _validator(hints[name]).validate_python(value, strict=True)
+            except ValidationError as error:
+                raise UserError(f"{name}={_what_is_wrong(error)}") from None
+        return function(*given.args, **given.kwargs)
 
     return call
 

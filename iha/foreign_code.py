@@ -12,6 +12,7 @@ from transformers.utils import CONFIG_NAME
 
 from iha.errors import UserError
 from iha.files import read_json
+from iha.sources import Source
 from modeling_iha.modeling_interleaved import MODEL_TYPE
 from modeling_iha.package import imported_code, shipped_code
 
@@ -32,15 +33,13 @@ def refuse_foreign_code(directory: Path, trust_code: bool) -> None:
         raise UserError(f"{found} of {directory} differs from this package's code, which a load runs: {advice}.")
 
 
-def note_foreign_code(source: str | Path) -> None:
+def note_foreign_code(source: Source) -> None:
     """Name on stderr the code of a directory that is not this package's and is not run.
 
     This is for commands that load weights only into the classes of Transformers and of this package. Raise
     `UserError`.
     """
-    if not Path(source).is_dir():
-        return
-    found = ", ".join(foreign_code(Path(source)))
+    found = ", ".join(foreign_code(source.path)) if source.path and source.gguf_file is None else ""
     if found:
         print(f"Not run, because it is not this package's: {found} of {source}", file=sys.stderr)
 

@@ -2,18 +2,6 @@
 
 from dataclasses import astuple, dataclass
 
-from transformers import PreTrainedConfig
-
-from modeling_iha import IHAConfig
-
-
-def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
-    """Return the number of virtual tokens that the layers with virtual tokens of a model make of each token."""
-    kinds = getattr(config, "attention_kinds", None)  # only `IHAConfig` has the field
-    if kinds is not None and {"iha", "paired_heads"}.isdisjoint(kinds):
-        return 1
-    return getattr(config.get_text_config(decoder=True), "num_pseudo_heads", 1)
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -84,32 +72,3 @@ def linear(tokens: int, inputs: int, outputs: int, bias: bool = False) -> Cost:
     """Return the cost of a linear map of every token."""
     products = inputs * outputs
     return Cost(products + bias * outputs, tokens * products, 3 * tokens * products, products)
-
-
-def score_matrix(
-    config: IHAConfig,
-    tokens: int,
-    window: int | None,
-    form: str,
-    per_pair: float = 0,
-    linear: int = 0,
-    cached_more: int = 0,
-) -> Cost:
-    """Return the cost, between the projections, of a kind that changes the scores.
-
-    `form` is that of `counted_pairs`. `per_pair` are further multiply-adds for each pair, `linear` is the number of
-    parameters in linear maps of every token, and `cached_more` are further values cached for each token. The backward
-    pass recomputes the blocks."""
-    heads = config.num_attention_heads
-    groups = config.num_key_value_heads
-    d = config.head_dim
-    cached = cached_tokens(tokens, window, virtual_tokens_per_token(config))
-    per_pair += 2 * heads * d
-    forward = per_pair * counted_pairs(form, tokens, 1, window)
-    return Cost(
-        parameters=linear,
-        prefill=forward + tokens * linear,
-        training=4 * forward + 3 * tokens * linear,
-        decode=per_pair * (cached + 1) + linear,
-        cache=(2 * groups * d + cached_more) * cached,
-    )

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -64,12 +63,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 gc.enable()  # a cycle would keep weights in memory
 model, info = AutoModelForCausalLM.from_pretrained(
-    request["source"], revision=request["revision"], trust_remote_code=True, dtype="auto", output_loading_info=True
+    request["source"], trust_remote_code=True, dtype="auto", output_loading_info=True
 )
 for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
     if info[kind]:
         raise SystemExit(f"{kind}: {sorted(map(str, info[kind]))[:3]}")
-tokenizer = AutoTokenizer.from_pretrained(request["source"], revision=request["revision"], trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(request["source"], trust_remote_code=True)
 result = {
     "model_class": type(model).__name__,
     "module": type(model).__module__,
@@ -109,14 +108,12 @@ _ENVIRONMENT = (
 _NETWORK = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "SSL_CERT_FILE")
 
 
-def run_in_clean_process(
-    program: str, request: dict, offline: bool = True, hub_cache: str | os.PathLike | None = None
-) -> dict:
+def run_in_clean_process(program: str, request: dict, offline: bool = True) -> dict:
     """Run Python code in a new isolated process that cannot import `modeling_iha`, and return its answer.
 
-    Its home is empty, and so are the caches of Hugging Face unless a `hub_cache` is given. It gets only the harmless
-    part of the user's environment, no token and, if `offline`, no Hub. The code reads the variable `request` and
-    assigns its answer, which must be serialisable as JSON, to the variable `result`.
+    Its home is empty, and so are the caches of Hugging Face. It gets only the harmless part of the user's environment,
+    no token and, if `offline`, no Hub. The code reads the variable `request` and assigns its answer, which must be
+    serialisable as JSON, to the variable `result`.
 
     This keeps secrets of the environment from the code, but it is no sandbox. If the process fails, raise `UserError`
     with the last line that the process wrote.
@@ -125,7 +122,7 @@ def run_in_clean_process(
         isolated = {
             "HOME": empty,
             "HF_HOME": empty,
-            "HF_HUB_CACHE": os.path.abspath(hub_cache or os.path.join(empty, "hub")),
+            "HF_HUB_CACHE": os.path.join(empty, "hub"),
             "HF_MODULES_CACHE": os.path.join(empty, "modules"),
             "HF_HUB_OFFLINE": str(int(offline)),
         }
@@ -173,8 +170,6 @@ def load_in_clean_process(
     source: str | os.PathLike,
     prompt: str | list[dict] | None = None,
     max_new_tokens: int = 64,
-    revision: str | None = None,
-    hub_cache: str | os.PathLike | None = None,
 ) -> dict:
     """Load a saved model in a new isolated process that cannot import `modeling_iha`, and generate.
 
@@ -182,17 +177,14 @@ def load_in_clean_process(
     weights, and loads the tokenizer. With a `prompt` (text, or a list of chat messages for the chat template) it
     decodes greedily.
 
-    With a `revision`, a commit that the Hub's cache `hub_cache` holds, `source` is a Hub id. Return a dict with
-    "model_class", "module", "parameters", "vocabulary" and, with a prompt, "token_ids" (the new tokens only) and
-    "text". If the process fails, raise `UserError` with the last line that the process wrote.
+    Return a dict with "model_class", "module", "parameters", "vocabulary" and, with a prompt, "token_ids" (the new
+    tokens only) and "text". If the process fails, raise `UserError` with the last line that the process wrote.
     """
-    if revision is None:
-        source = Path(source).resolve()
-        if not (source / CONFIG_NAME).is_file():
-            raise UserError(f"{source} holds no {CONFIG_NAME}: expected a saved model directory.")
-    request: dict[str, Any] = {"source": str(source), "revision": revision or "main"}
-    request |= {"prompt": prompt, "max_new_tokens": max_new_tokens}
+    source = Path(source).resolve()
+    if not (source / CONFIG_NAME).is_file():
+        raise UserError(f"{source} holds no {CONFIG_NAME}: expected a saved model directory.")
     try:
-        return run_in_clean_process(_LOAD_AND_GENERATE, request, hub_cache=hub_cache)
+        request = {"source": str(source), "prompt": prompt, "max_new_tokens": max_new_tokens}
+        return run_in_clean_process(_LOAD_AND_GENERATE, request)
     except UserError as error:
         raise UserError(f"{source} does not load in a clean process: {error}") from None

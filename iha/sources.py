@@ -1,7 +1,7 @@
 """Find the checkpoint that a user names: a directory, a GGUF file or an id on the Hub."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -17,24 +17,29 @@ LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 
 
 @dataclass(frozen=True)
-class Source(os.PathLike):
-    """Hold where a checkpoint lies. A function that takes a path or a Hub id takes a `Source` as well.
+class Source:
+    """Hold where a checkpoint lies. `find_source` makes it where a name comes in, and what reads checkpoints takes it.
 
     Attributes:
         name: what the user gave.
         location: the first argument of `from_pretrained`: a directory or a Hub id.
         gguf_file: the name of a GGUF file in the directory, or `None`.
+        revision: a revision of a Hub id, or `None` for its main branch.
     """
 
     name: str
     location: str
     gguf_file: str | None = None
+    revision: str | None = None
 
     def __str__(self) -> str:
         return self.name
 
-    def __fspath__(self) -> str:
-        return self.name
+    @property
+    def path(self) -> Path | None:
+        """Return the directory or the GGUF file, or `None` for a Hub id."""
+        path = Path(self.location, self.gguf_file or "")
+        return path if path.exists() else None
 
     @property
     def arguments(self) -> dict[str, str]:
@@ -42,14 +47,9 @@ class Source(os.PathLike):
         return {} if self.gguf_file is None else {"gguf_file": self.gguf_file}
 
 
-def find_source(source: str | os.PathLike) -> Source:
-    """Find a checkpoint, once: a `Source` is returned as it is.
-
-    Raise `UserError` as `locate` and `check_on_hub` do.
-    """
-    if isinstance(source, Source):
-        return source
-    found = locate(source)
+def find_source(name: str | os.PathLike, revision: str | None = None) -> Source:
+    """Find a checkpoint. Raise `UserError` as `locate` and `check_on_hub` do."""
+    found = replace(locate(name), revision=revision)
     check_on_hub(found.location)
     return found
 
@@ -82,16 +82,6 @@ def locate(source: str | os.PathLike) -> Source:
     except HFValidationError:
         raise UserError(f"{source} is neither a directory, nor a GGUF file, nor a Hub id such as org/name.") from None
     return Source(name, name)
-
-
-def check_hub_answers(repo_id: str) -> None:
-    """Raise `UserError` if the Hub does not answer within seconds. Other calls of its client would wait for ever."""
-    try:
-        get_hf_file_metadata(hf_hub_url(repo_id, "config.json"))
-    except HfHubHTTPError:
-        pass  # an answer, and the next call says what is wrong
-    except Exception as error:  # its type depends on the library that holds the connection
-        raise UserError(f"The Hub does not answer: {one_line(error).rstrip('.')}. Try again.") from error
 
 
 def check_on_hub(source: str) -> None:

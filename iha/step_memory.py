@@ -6,16 +6,15 @@ to the step of the whole model, whose layers of a kind take the same memory.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, masking_utils
+from transformers import AutoModelForCausalLM
 
 from modeling_iha import IHAConfig, IHAForCausalLM
 
@@ -69,24 +68,6 @@ class Counter(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.add(tensor)
         return result
-
-
-@contextmanager
-def one_document() -> Iterator[None]:
-    """Have Transformers take a row without data for one document.
-
-    It takes each for a packed one, and would build its mask [N, N]; nothing public tells it that there is no packing.
-    Rows with data, such as those of another thread, are treated the same as before."""
-    find = masking_utils.find_packed_sequence_indices
-
-    def find_in_data(position_ids: torch.Tensor) -> torch.Tensor | None:
-        return None if isinstance(position_ids, FakeTensor) else find(position_ids)
-
-    masking_utils.find_packed_sequence_indices = find_in_data
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = find
 
 
 class StepMemory(NamedTuple):
@@ -198,7 +179,7 @@ def count_step(
 
     for module in (*model.model.layers, model.model.norm):
         hooks.append(module.register_forward_pre_hook(enter))
-    with counter, one_document():
+    with counter:
         with torch.autocast("cpu", torch.bfloat16):
             if tiled_loss:
                 hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state

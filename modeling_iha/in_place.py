@@ -414,13 +414,15 @@ def _make_interleaved(
     if get_checkpoint_conversion_mapping(type(model).__name__) is not None:
         # Transformers renamed weights on load by the name of the base's class (GPT-NeoX), and would undo this on save.
         # A load of the interleaved model finds no such rule, so its weights are saved under the names that they have.
+        # No public name forgets the renaming.
         vars(model).pop("_weight_conversions", None)
     base = type(model.config)
     register_models(base)  # for `from_config` of the Auto classes
     model.config.__class__ = interleaved_class(base)
     model.__class__ = interleaved_class(type(model), base)
     # A model's `__init__` registers by `str(class)` what `output_hidden_states` returns, and this model was built as
-    # another class. From 5.24 on the registry takes models as its keys; the method of `dict` works in every version.
+    # another class. Nothing public registers it later. From 5.24 on the registry takes models as its keys; the method
+    # of `dict` works in every version.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
     with torch.device("cpu"):  # whatever the default device is: the mixing goes where its attention module is
         attach_virtual_heads(model)
@@ -429,7 +431,8 @@ def _make_interleaved(
         for name, start in exact_start(call.head_counts, num_pseudo_heads, collapse, generator).items():
             mixing = module.get_submodule(name.removesuffix(".weight")).to(call.query.device, call.query.dtype)
             mixing.init_weight("weight", start)
-            mixing._is_hf_initialized = True  # `init_weights` then leaves it, as it leaves all weights of the base
+            # `init_weights` then leaves it, as it leaves all weights of the base. There is no public mark for this.
+            mixing._is_hf_initialized = True
     # `tie_weights` ties parameters and not buffers, so a tied weight takes a copy of its source's start.
     buffers = dict(model.named_buffers())
     for name, source in model.all_tied_weights_keys.items():
@@ -442,6 +445,7 @@ def detach_virtual_heads(model: PreTrainedModel) -> None:
     """Remove what `attach_virtual_heads` added, but for the fields of the configuration."""
     config = decoder_config(model)
     decoder = decoder_of(model)
+    # `register_forward_pre_hook` returns a handle, which a copy of the model would lack: the hook goes by its key.
     for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
         getattr(decoder, name).pop(HOOK, None)
     vars(decoder).pop("save_pretrained", None)
@@ -451,6 +455,7 @@ def detach_virtual_heads(model: PreTrainedModel) -> None:
                 delattr(module, name)
     tied = model.all_tied_weights_keys
     model.all_tied_weights_keys = {name: source for name, source in tied.items() if not is_mixing(name)}
+    # The public `set_attn_implementation` also changes the configurations of vision towers.
     config._attn_implementation_internal = core_of(config._attn_implementation)
 
 

@@ -7,6 +7,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from inspect import signature
 from typing import NamedTuple
 
@@ -48,11 +49,9 @@ def try_probe(model: PreTrainedModel) -> tuple[list[torch.Tensor], Exception | N
         return [], error
 
 
-@contextmanager
-def recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
-    """Record the calls of a model's attention modules, under another name of their core, and yield them by module."""
-    config = decoder_config(model)
-    core = config._attn_implementation
+@cache  # a name is registered once and stays: no public method removes it
+def recorded(core: str) -> str:
+    """Register a core under another name, by which it records its calls, and return the name."""
 
     def record(module, query, key, value, *args, **kwargs):
         is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
@@ -65,9 +64,18 @@ def recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]
     AttentionInterface.register(name, record)
     if core in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[core])
+    return name
+
+
+@contextmanager
+def recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
+    """Record the calls of a model's attention modules, and yield them by module."""
+    config = decoder_config(model)
+    core = config._attn_implementation
     token = CALLS.set({})
     try:
-        config._attn_implementation_internal = name  # this configuration alone, and not those of vision towers
+        # The public `set_attn_implementation` also changes the configurations of vision towers.
+        config._attn_implementation_internal = recorded(core)
         yield CALLS.get()
     finally:
         config._attn_implementation_internal = core

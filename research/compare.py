@@ -38,8 +38,8 @@ from iha.files import read_json
 from iha.step_memory import of_training
 from research.experiments import paired_heads
 from research.experiments.language_models import config_of, size_of
-from research.experiments.options import path_from_root
-from research.experiments.paired_heads import ARMS
+from research.experiments.options import StudyParser, path_from_root
+from research.experiments.paired_heads import ARMS, EFFECT, given_text
 from research.experiments.protocol import LEAST_SEEDS, WARM_UP, end
 from research.experiments.study import plot_losses
 
@@ -97,9 +97,11 @@ def so_far(directory: Path, tuning: dict[str, dict], runs: dict[str, list[dict]]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare the arms, and print their table. Raise `UserError`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser("research.compare", description=__doc__)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["windows", "mha", "paired", "iha"], metavar="ARM")
-    parser.add_argument("--text", required=True, help="file to learn from, or python or prose (this Python's own)")
+    parser.add_argument(
+        "--text", type=given_text, required=True, help="file to learn from, or python or prose (this Python's own)"
+    )
     parser.add_argument("--size", choices=SIZES, default="tiny", help="size of the model (default: tiny)")
     parser.add_argument("--tokens", type=int, default=256, help="length of rows, N, in bytes (default: 256)")
     parser.add_argument("--steps", type=int, help="training steps (default: 400 to 800, by size)")
@@ -125,13 +127,24 @@ def main(argv: Sequence[str] | None = None) -> None:
             config_of(size, **ARMS[arm])
     if args.steps is not None and args.steps < WARM_UP:
         print(f"Note: --steps {args.steps} ends before the warm-up of {WARM_UP} steps: no rate is reached, or tuned.")
-    words = ["--kinds", *arms, "--text", args.text, "--device", args.device]
-    words += ["--width", SIZES[args.size], "--tokens", args.tokens, "--most-seeds", args.seeds]
-    words += ["--output", ROOT / args.output / "runs", "--results", ROOT / args.output]
-    words += [] if args.steps is None else ["--steps", args.steps]
-    words += ["--untuned"] if args.size == "seconds" or (args.steps or WARM_UP) < WARM_UP else []
-    path = paired_heads.main([str(word) for word in words], partial(so_far, ROOT / args.output))
-    (ROOT / args.output / "so_far.png").unlink(missing_ok=True)
+    directory = ROOT / args.output
+    study = argparse.Namespace(
+        study="paired_heads",
+        effect=EFFECT,
+        command=args.command,
+        kinds=arms,
+        text=args.text,
+        device=args.device,
+        width=SIZES[args.size],
+        tokens=args.tokens,
+        steps=args.steps,
+        most_seeds=args.seeds,
+        untuned=args.size == "seconds" or (args.steps or WARM_UP) < WARM_UP,
+        output=directory / "runs",
+        results=directory,
+    )
+    path = paired_heads.run(study, partial(so_far, directory))
+    (directory / "so_far.png").unlink(missing_ok=True)
     print(table(read_json(path)))
     if args.size == "seconds":
         print("The size seconds tunes no rate and learns for 60 steps: its differences mean nothing.")

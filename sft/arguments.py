@@ -17,7 +17,6 @@ from trl import ModelConfig, ScriptArguments, TrlParser
 from iha.arguments import preset_names
 from iha.errors import UserError, refusing, similar
 from iha.files import read_text
-from sft.data import names_file
 
 
 if TYPE_CHECKING:
@@ -54,13 +53,13 @@ UNUSED_KEYS = (
 )
 # Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
+SCALE = "scale"  # the value of sliding_window that scales windows with the context
 # Bounds of numbers, which the trainers do not check before they train.
 ABOVE_0 = ("mixing_scale", "rope_theta", "peak_tflops")
 LEAST = {
     "learning_rate": 0,
     "num_pseudo_heads": 1,
     "max_position_embeddings": 1,
-    "sliding_window": 2,
     "max_length": 2,  # no token predicts the first one
     "lora_r": 1,
     "eval_size": 0,
@@ -97,7 +96,8 @@ class RunArguments(ScriptArguments, ModelConfig):
     eval_size: float = key("Rows held out for evaluation: a share below 1, or a number of rows.", 0.0)
     eval_dataset_name: str | None = key("Rows to evaluate on, in place of eval_size: a file or an id on the Hub.")
     num_pseudo_heads: int | None = key(
-        "P, with which a plain base model is interleaved. Another number than a checkpoint's is an error."
+        "P, with which a plain base model is interleaved. Another number than a checkpoint's is an error on the "
+        "command line, and is left out in a file."
     )
     interleaved_layers: list[str] | None = key("Layers to interleave: indices, or paper; all by default.")
     interleaved_window: str | None = key("Window of these layers in tokens, or paper; the base's own by default.")
@@ -112,10 +112,16 @@ class RunArguments(ScriptArguments, ModelConfig):
     )
     max_position_embeddings: int | None = key("Positions, in tokens, that the trained checkpoint declares.")
     rope_theta: float | None = key("RoPE base to train with, which the trained checkpoint keeps.")
-    sliding_window: int | None = key("Window of the sliding layers, in tokens, which the trained checkpoint keeps.")
+    sliding_window: str | None = key(
+        "Window of the sliding layers, in tokens, which the trained checkpoint keeps. `scale` lets all windows grow "
+        "with max_position_embeddings, if there are any."
+    )
     peak_tflops: float | None = key(
         "Peak of one device in TFLOP/s, in the type it computes in (H100, bf16: 989): the run logs its utilization."
     )
+
+    # The keys that the command line names. (Without an annotation it is no key itself.)
+    on_command_line = frozenset()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -178,7 +184,6 @@ class RecipeParser(TrlParser):
         _check_adapters(run)
         _check_order(args)
         _check_saves(args)
-        _check_data_keys(run, args)
         return run, args
 
     def _check_choices(self, run: RunArguments, args: "TrainingArguments") -> None:
@@ -226,10 +231,10 @@ def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
     """
     # The parser also takes `--model-name-or-path=DIR` for `--model_name_or_path DIR`.
     options = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
-    on_command_line = {option.replace("-", "_") for option in options}
-    if on_command_line & {"preset", "model_name_or_path"}:
+    run.on_command_line = frozenset(option.replace("-", "_") for option in options)
+    if run.on_command_line & {"preset", "model_name_or_path"}:
         for name in ("model_name_or_path", *PRESET_KEYS):
-            if name not in on_command_line:
+            if name not in run.on_command_line:
                 setattr(run, name, None)
     if run.preset and run.model_name_or_path:
         raise UserError("preset and model_name_or_path both say what to start from: give one.")
@@ -241,11 +246,6 @@ def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
     given = [name for name in PRESET_KEYS if getattr(run, name)]
     if given and not run.preset:
         raise UserError(f"{', '.join(given)}: for runs that start from a preset. Remove what is named here.")
-
-
-def evaluates(args: "TrainingArguments") -> bool:
-    """Return whether a recipe asks for an evaluation during training."""
-    return args.eval_strategy != "no" or args.eval_on_start
 
 
 def _check_adapters(run: RunArguments) -> None:
@@ -282,26 +282,6 @@ def _check_saves(args: "TrainingArguments") -> None:
         raise UserError(
             f"load_best_model_at_end with save_steps={args.save_steps:g} and eval_steps={args.eval_steps:g}: the best "
             "evaluation may have no checkpoint: set save_steps to eval_steps, or save_strategy to best."
-        )
-
-
-def _check_data_keys(run: RunArguments, args: "TrainingArguments") -> None:
-    """Reject keys of the data that exclude each other, and an evaluation without rows. Raise `UserError`."""
-    is_file = names_file(run.dataset_name)
-    if run.dataset_config is not None and is_file:
-        raise UserError(f"dataset_config: {run.dataset_name} is a file and has no configurations: remove the key.")
-    if run.dataset_test_split is not None and run.eval_size:
-        raise UserError(
-            "dataset_test_split and eval_size both say what to evaluate on: set eval_size to 0, or remove the split."
-        )
-    if run.eval_size > 1 and not float(run.eval_size).is_integer():
-        raise UserError(f"eval_size={run.eval_size:g}: expected a number of rows, or a share below 1.")
-    for name in ("eval_size", "eval_dataset_name", "dataset_test_split", "load_best_model_at_end"):
-        if _value(name, run, args) and not evaluates(args):
-            raise UserError(f"{name}: this run does not evaluate: set eval_strategy, or remove the key.")
-    if evaluates(args) and is_file and run.eval_size == 0 and run.eval_dataset_name is None:
-        raise UserError(
-            "eval_strategy and eval_on_start need rows to evaluate on: set eval_size or eval_dataset_name."
         )
 
 

@@ -3,8 +3,10 @@
 The configuration is checked before weights are read.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig
@@ -22,61 +24,72 @@ from iha.checkpoints import (
     vocabulary_of,
 )
 from iha.errors import UserError, one_line, refusing
-from iha.kinds import is_interleaved, own_modules
-from iha.layer_cost import virtual_tokens_per_token
+from iha.kinds import is_interleaved, own_modules, virtual_tokens_per_token
+from iha.sources import Source, find_source
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, set_mixing_scale
 from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import core_of
-from sft.arguments import RunArguments, chat_template
+from sft.arguments import SCALE, RunArguments, chat_template
 from sft.data import rendering
 from sft.make_model import config_of, start_tokenizer
 
 
 # Cores that keep packed documents apart, besides the flash cores.
 ISOLATING_CORES = ("eager", "sdpa", "flex_attention")
-# Keys of a recipe that change the configuration of the base model.
-CONFIG_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window")
 # Keys of a recipe that say how `num_pseudo_heads` interleaves a plain base model.
 INTERLEAVING_KEYS = ("interleaved_layers", "interleaved_window", "collapse")
 
 
-def start_config(run: RunArguments) -> PreTrainedConfig:
-    """Return the configuration of the checkpoint or preset that a run starts from. Raise `UserError`."""
+class Start(NamedTuple):
+    """Hold what a run starts from.
+
+    Attributes:
+        name: what errors call it.
+        config: its configuration, without the changes of the recipe.
+        source: where the checkpoint is, or None for random weights.
+        tokenizer: that of random weights, or None, as a checkpoint has its own.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    source: Source | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
+def find_start(run: RunArguments) -> Start:
+    """Return the checkpoint or preset that a run starts from, without reading weights. Raise `UserError`."""
     if run.preset:
-        return config_of(run.preset, start_tokenizer(run.tokenizer), run.preset_fields or [])
-    return load_config(run.model_name_or_path)
+        tokenizer = start_tokenizer(run.tokenizer)
+        return Start(run.preset, config_of(run.preset, tokenizer, run.preset_fields or []), tokenizer=tokenizer)
+    source = find_source(run.model_name_or_path)
+    return Start(str(source), load_config(source), source)
 
 
-def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
-    """Return the configuration of the run's base model with the recipe's `CONFIG_KEYS`, without reading weights.
+def run_config(start: Start, run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
+    """Return the configuration of the run's base model with the changes of the recipe, without weights.
 
     The trained checkpoint keeps it. Raise `UserError` for a recipe that does not fit the model.
     """
-    config = start_config(run)
-    start = run.preset or run.model_name_or_path
+    config = copy.deepcopy(start.config)
     text_config = config.get_text_config(decoder=True)  # the same one, unless the model also reads images or sound
-    changes = {name: getattr(run, name) for name in ("max_position_embeddings", "sliding_window")}
+    changes: dict[str, Any] = _windows(start, run)
+    if run.max_position_embeddings is not None:
+        changes["max_position_embeddings"] = run.max_position_embeddings
     if run.rope_theta is not None:
         parameters = getattr(text_config, "rope_parameters", None) or {}
         if "rope_theta" not in parameters:
-            raise UserError(f"rope_theta: {start} has no single RoPE base; remove the key.")
+            raise UserError(f"rope_theta: {start.name} has no single RoPE base; remove the key.")
         changes["rope_parameters"] = {**parameters, "rope_theta": run.rope_theta}
     for name, value in changes.items():
-        if value is not None:
-            if not hasattr(text_config, name):
-                raise UserError(f"{name}: a {config.model_type!r} model has no such field; remove the key.")
-            # Without sliding layers `validate` rejects a window of an IHA model, and no other.
-            layer_types = getattr(text_config, "layer_types", None) or ["sliding_attention"]
-            has_sliding_layers = isinstance(config, IHAConfig) or "sliding_attention" in layer_types
-            if name == "sliding_window" and not has_sliding_layers:
-                raise UserError(f"sliding_window: {start} has no sliding layers, so it has no effect; remove the key.")
-            setattr(text_config, name, value)
+        if not hasattr(text_config, name):
+            raise UserError(f"{name}: a {config.model_type!r} model has no such field; remove the key.")
+        setattr(text_config, name, value)
     try:
         config.validate()
     except Exception as error:  # huggingface_hub wraps a validator's exception in a class of its own
-        raise UserError(f"The recipe does not fit {start}: {one_line(error.__cause__ or error)}") from error
-    _check_pseudo_heads(config, run)
+        raise UserError(f"The recipe does not fit {start.name}: {one_line(error.__cause__ or error)}") from error
+    _settle_pseudo_heads(start, run, args.distributed_state.print)
     if run.peak_tflops is not None and not (isinstance(config, IHAConfig) and args.max_length):
         raise UserError(
             "peak_tflops needs an IHAForCausalLM and max_length, from which the cost model counts FLOPs: set "
@@ -94,26 +107,56 @@ def run_config(run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
     return config
 
 
+def _windows(start: Start, run: RunArguments) -> dict[str, int]:
+    """Return the windows that a recipe gives a model, in tokens, by their fields. Raise `UserError`."""
+    text_config = start.config.get_text_config(decoder=True)
+    # Without sliding layers `validate` rejects a window of an IHA model, and no other.
+    layer_types = getattr(text_config, "layer_types", None) or ["sliding_attention"]
+    has_sliding_layers = isinstance(start.config, IHAConfig) or "sliding_attention" in layer_types
+    if run.sliding_window is None:
+        return {}
+    if run.sliding_window != SCALE:
+        with refusing("sliding_window", ValueError):
+            window = int(run.sliding_window)
+        if window < 2:
+            raise UserError(f"sliding_window={window}: expected at least 2.")
+        if not has_sliding_layers:
+            raise UserError(
+                f"sliding_window: {start.name} has no sliding layers, so it has no effect; remove the key."
+            )
+        return {"sliding_window": window}
+    positions = positions_of(start.config)
+    if run.max_position_embeddings is None or positions is None:
+        raise UserError("sliding_window: scale lets windows grow with max_position_embeddings: set that key too.")
+    fields = ["interleaved_window", *(["sliding_window"] if has_sliding_layers else [])]
+    windows = {name: getattr(text_config, name, None) for name in fields}
+    longer = run.max_position_embeddings / positions
+    return {name: max(2, int(tokens * longer)) for name, tokens in windows.items() if tokens is not None}
+
+
 def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
     """Return whether the run interleaves the heads of its base model, a plain model of Transformers."""
     is_plain = not isinstance(config, IHAConfig) and not is_interleaved(config)
     return is_plain and run.num_pseudo_heads is not None
 
 
-def _check_pseudo_heads(config: PreTrainedConfig, run: RunArguments) -> None:
-    if interleaves(config, run):
+def _settle_pseudo_heads(start: Start, run: RunArguments, say: Callable) -> None:
+    """Leave out the recipe's P for a start that keeps its own. Raise `UserError` for one on the command line."""
+    if interleaves(start.config, run):
         return
-    source = run.preset or run.model_name_or_path
-    found = virtual_tokens_per_token(config)
+    found = virtual_tokens_per_token(start.config)
     if run.num_pseudo_heads not in (None, found):
-        raise UserError(
-            f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {source} has {found}: give the plain base "
-            "model, whose heads the run then interleaves, or correct the recipe."
-        )
+        if "num_pseudo_heads" in run.on_command_line:
+            raise UserError(
+                f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {start.name} has {found}: give the "
+                "plain base model, whose heads the run then interleaves, or correct the recipe."
+            )
+        say(f"Note: num_pseudo_heads={run.num_pseudo_heads} is for plain base models: {start.name} keeps its {found}.")
+        run.num_pseudo_heads = None
     given = [key for key in INTERLEAVING_KEYS if getattr(run, key) is not None]
     if given:
         raise UserError(
-            f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. {source} keeps "
+            f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. {start.name} keeps "
             "what it was made with: remove what is named here."
         )
 
@@ -141,7 +184,7 @@ def _check_reach(config: IHAConfig, length: int) -> None:
         )
 
 
-def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedModel:
+def load_base_model(source: Source, run: RunArguments, config: PreTrainedConfig) -> PreTrainedModel:
     """Load the run's base model in `run.dtype` with the `config` that `run_config` returned.
 
     Interleave its heads if the recipe asks for it (`interleaves`). Raise `UserError`.
@@ -150,7 +193,7 @@ def load_base_model(run: RunArguments, config: PreTrainedConfig) -> PreTrainedMo
     if run.attn_implementation is not None:
         # The model then rejects a core that is not installed before its weights are read.
         config._attn_implementation = run.attn_implementation
-    model = load_model(run.model_name_or_path, getattr(torch, run.dtype), config)
+    model = load_model(source, getattr(torch, run.dtype), config)
     if must_interleave:
         layers = run.interleaved_layers
         window = run.interleaved_window
@@ -213,13 +256,16 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool:
     return bool((found[0] - found[1]).abs().max() <= tolerance * found[0].abs().max())
 
 
-def prepare_model(run: RunArguments, args: SFTConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def prepare_model(
+    start: Start, config: PreTrainedConfig, run: RunArguments, args: SFTConfig
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model that a run trains, and its tokenizer with the recipe's chat template. Raise `UserError`."""
-    config = run_config(run, args)
     template = chat_template(args)
     say = args.distributed_state.print
     must_interleave = interleaves(config, run)
-    model = random_model(run, config, args.seed) if run.preset else load_base_model(run, config)
+    model = (
+        random_model(run, config, args.seed) if start.source is None else load_base_model(start.source, run, config)
+    )
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
         model.generation_config.validate(strict=True)
     decoder = model.config.get_text_config(decoder=True)
@@ -239,12 +285,12 @@ def prepare_model(run: RunArguments, args: SFTConfig) -> tuple[PreTrainedModel, 
         half = torch.bfloat16 if args.bf16 else torch.float16
         note_slow_dtype(half if args.bf16 or args.fp16 else model.dtype)
     _warn_of_rounded_steps(model, run, say)
-    if run.preset:
-        tokenizer = start_tokenizer(run.tokenizer)
+    if start.source is None:
+        tokenizer = start.tokenizer
         vocabulary = f"{len(tokenizer):,} tokens of {run.tokenizer}" if run.tokenizer else "single bytes"
         say(f"Random weights: {run.preset}, {model.num_parameters():,} parameters, seed {args.seed}, {vocabulary}.")
     else:
-        tokenizer = load_tokenizer(run.model_name_or_path, vocabulary_of(model.config))
+        tokenizer = load_tokenizer(start.source, vocabulary_of(model.config))
     if tokenizer.eos_token is None and tokenizer.pad_token is None:
         raise UserError("the tokenizer has neither an end token nor a padding token: set its eos_token.")
     if template is not None:

@@ -4,32 +4,32 @@ TRL itself ignores OpenThoughts' `system` column and does not rename its roles. 
 """
 
 import glob
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 from accelerate import PartialState
-from annotated_types import Gt, MinLen
+from annotated_types import MinLen
 from datasets import (
     Dataset,
     Features,
     IterableDataset,
     List,
     Value,
-    get_dataset_split_names,
     interleave_datasets,
     load_dataset,
 )
-from datasets.inspect import SplitsNotFoundError
 from transformers import PreTrainedTokenizerBase
+from trl import SFTConfig
 from trl.chat_template_utils import is_chat_template_stop_token_trained
 from typing_extensions import TypedDict
 
 from iha.errors import UserError, one_line, refusing
-from iha.files import read_yaml, typed
+from iha.files import typed
+from sft.arguments import RunArguments
+from sft.sources import READERS, RunData, check_source, holds_text_files, splits, suffix_of
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -46,9 +46,6 @@ WEIGHT_KEYS = ("weight", "train")
 # Columns of a row that TRL would pass to the template or the processor.
 UNREAD_COLUMNS = ("tools", "chat_template_kwargs", "image", "images", "video", "videos", "audio", "audios")
 TURNS = List({"role": Value("string"), "content": Value("string")})
-# The suffix of a file before .gz -> its reader in the datasets library.
-READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-MIXTURES = (".yaml", ".yml")
 Rows = Dataset | IterableDataset
 # Takes the first row of a source. Returns the function that converts a row, whose second argument names the row in
 # errors, and the columns of converted rows.
@@ -160,74 +157,6 @@ def schema_of(first: dict) -> tuple[Callable[[dict, str], dict], Features]:
 # All rows of a source
 
 
-def _suffix(name: str) -> str:
-    return Path(name.removesuffix(".gz")).suffix
-
-
-class RowSource(NamedTuple):
-    """Name rows: a file, or a split of a configuration of a directory or of a dataset on the Hub."""
-
-    name: str
-    split: str = "train"
-    config: str | None = None
-
-
-def names_file(name: str) -> bool:
-    """Return whether a source is a file or a mixture, which has neither configurations nor splits."""
-    return Path(name).is_file() or _suffix(name) in (*READERS, *MIXTURES)
-
-
-def is_one_row(name: str) -> bool:
-    """Return whether a source is a text file, which is one document."""
-    return Path(name).is_file() and READERS.get(_suffix(name)) == "text"
-
-
-def holds_text_files(name: str) -> bool:
-    """Return whether a source is a text file, or a directory with text files and no other rows."""
-    if not Path(name).is_dir():
-        return is_one_row(name)
-    return {READERS.get(_suffix(file.name)) for file in Path(name).rglob("*")} - {None} == {"text"}
-
-
-def check_source(name: str, split: str) -> None:
-    """Reject a file that is not there or is empty, and a split of a file, which has none. Raise `UserError`."""
-    if _suffix(name) in READERS and not Path(name).is_file():
-        raise UserError(f"{name}: no such file; expected {', '.join(READERS)}, or the id of a dataset on the Hub.")
-    if Path(name).is_file() and (_suffix(name) not in READERS or split != "train"):
-        raise UserError(f"{name}, split {split!r}: expected a file {', '.join(READERS)}, which has no split.")
-    if Path(name).is_file() and Path(name).stat().st_size == 0:
-        raise UserError(f"{name}: it holds no rows.")
-
-
-def check_split(source: RowSource, key: str, or_else: str = "") -> None:
-    """Reject a configuration or a split that a directory or a dataset on the Hub does not have.
-
-    `key` is the key of the recipe that names the split, and `or_else` is another way out. Raise `UserError`, which
-    lists what there is.
-    """
-    name, split, config = source
-    if names_file(name):
-        return
-    with loading(name, config):
-        try:
-            known = get_dataset_split_names(name, config)
-        except SplitsNotFoundError:  # for archives that cannot be streamed: `load_rows` will read them whole
-            return
-    # A split may be a sum of slices, such as train[:10%]+test.
-    parts = [part.partition("[")[0].strip() for part in split.split("+")]
-    for part in parts:
-        if part not in (*known, "all"):
-            raise UserError(
-                f"dataset {name!r} has no split {part!r}: set {key} to one of {', '.join(known)}{or_else}."
-            )
-
-
-def loading(name: str, config: str | None) -> AbstractContextManager[None]:
-    """Raise `UserError` for a dataset that cannot be found in the block, or has no such configuration."""
-    what = f"cannot load dataset {name!r} (dataset_config={config})"
-    return refusing(what, FileNotFoundError, ValueError, ConnectionError)
-
-
 def load_rows(
     name: str,
     split: str = "train",
@@ -253,7 +182,7 @@ def load_rows(
     source = {"path": name, "name": config, "split": split}
     if Path(name).is_file():
         # `data_files` takes patterns, and rows[1].jsonl would be one for rows1.jsonl.
-        source = {"path": READERS[_suffix(name)], "data_files": glob.escape(name), "split": "train"}
+        source = {"path": READERS[suffix_of(name)], "data_files": glob.escape(name), "split": "train"}
     if holds_text_files(name):
         source["sample_by"] = "document"
     try:
@@ -314,30 +243,110 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool
         )
 
 
-# Mixtures by shares of the tokens, such as ProLong's mixture of long and short documents
+# The rows of a run
 
 
-class Part(TypedDict):
-    """Hold an entry of a mixture."""
+def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> None:
+    """Reject a tokenizer whose chat template does not take these rows. Raise `UserError`."""
+    if not are_texts(features):
+        check_chat_template(tokenizer, args.assistant_only_loss)
+    elif args.assistant_only_loss:
+        raise UserError("assistant_only_loss is for chats, and these rows are plain text: set it to false.")
+    elif tokenizer.eos_token is None and args.eos_token is None:
+        raise UserError("the tokenizer has no end token, with which each text ends: set eos_token.")
 
-    __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]
-    path: str
-    share: Annotated[float, Gt(0)]
+
+def are_texts(features: Features) -> bool:
+    """Return whether rows with these columns are plain text, and not chats."""
+    return "text" in features or features.get("prompt") == Value("string")
 
 
-def sources(dataset_name: str) -> list[tuple[str, float]]:
-    """Return the name of each dataset and its share of the tokens: those that a .yaml file lists, or this one alone.
+def training_rows(
+    data: RunData, run: RunArguments, args: SFTConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Rows, Dataset | None]:
+    """Return rows for TRL to train on, and those to evaluate on or None. Raise `UserError`.
 
-    The file holds a list of `{path: NAME, share: NUMBER}`. Raise `UserError` if the shares do not add up to 1.
+    The rows to evaluate on are those of `data.held_out`, or `run.eval_size` rows that are held out. From a stream,
+    the first rows are held out. This happens before packing, so packing does not change which rows are held out.
     """
-    file = Path(dataset_name)
-    if _suffix(dataset_name) not in MIXTURES:
-        return [(dataset_name, 1.0)]
-    entries = read_yaml(file, Annotated[list[Part], MinLen(1)])
-    total = sum(entry["share"] for entry in entries)
-    if abs(total - 1) > 1e-6:
-        raise UserError(f"{dataset_name}: the shares add up to {total:g}: expected 1.")
-    return [(os.path.expanduser(entry["path"]), entry["share"]) for entry in entries]
+    column = {"text_column": args.dataset_text_field}
+    args.dataset_text_field = "text"  # the column of the rows that `load_rows` returns, which TRL reads
+    with args.main_process_first():
+        parts = [load_rows(*part, run.dataset_streaming, **column) for part in data.parts]
+        check_template(parts[0].features, tokenizer, args)
+        max_length = None if splits(args, args.packing) else args.max_length  # TRL cuts rows to this length
+        rows = parts[0] if len(parts) == 1 else mix(parts, data.shares, tokenizer, max_length, args.seed)
+        held_out = data.held_out
+        if held_out is not None:
+            # A streamed dataset must not be downloaded, and to load one split as a whole would download all splits.
+            is_streamed = run.dataset_streaming and held_out.name == run.dataset_name
+            eval_rows = read_all(load_rows(*held_out, streaming=is_streamed, **column))
+            if eval_rows.features != parts[0].features:
+                raise UserError(
+                    f"the rows of {held_out.name} to evaluate on have the columns {', '.join(eval_rows.features)}, "
+                    f"and those to train on {', '.join(parts[0].features)}, so their losses would not compare."
+                )
+            return rows, eval_rows
+    if isinstance(rows, IterableDataset):
+        return hold_out_first(rows, int(run.eval_size))
+    return split_rows(rows, run, args)
+
+
+def read_all(rows: Rows) -> Dataset:
+    """Read a stream to its end, and return a dataset as it is."""
+    if isinstance(rows, IterableDataset):
+        return Dataset.from_list(list(rows), features=rows.features)
+    return rows
+
+
+def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset | None]:
+    """Return a stream without its first `size` rows and those that ask the same, and the first rows.
+
+    Raise `UserError` if no other row is left.
+    """
+    if size == 0:
+        return rows, None
+    held_out = list(rows.take(size + 1))
+    if len(held_out) <= size:
+        raise UserError(
+            f"eval_size={size} leaves no row of {len(held_out)} to train on: lower it, or name other rows as "
+            "eval_dataset_name. A .txt file is one row."
+        )
+    asked = {question_of(row) for row in held_out[:-1]}
+    # This leaves out the held-out rows too. `skip` would leave out as many of each file where several processes read.
+    others = rows.filter(lambda row: question_of(row) not in asked)
+    return others, Dataset.from_list(held_out[:-1], features=rows.features)
+
+
+def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset | None]:
+    """Return rows to train on and `run.eval_size` held-out rows or None.
+
+    A row that asks the same as a held-out row (`question_of`) is left out of training. Raise `UserError` if none is
+    left.
+    """
+    if run.eval_size == 0:
+        return rows, None
+    size = run.eval_size if run.eval_size < 1 else int(run.eval_size)
+    with refusing(f"eval_size={run.eval_size:g} is too large for {len(rows)} rows: lower it", ValueError):
+        parts = rows.train_test_split(test_size=size, seed=args.seed)
+    asked = {question_of(row) for row in parts["test"]}
+    with args.main_process_first():
+        kept = parts["train"].filter(lambda row: question_of(row) not in asked)
+    dropped = len(parts["train"]) - len(kept)
+    if dropped:
+        PartialState().print(f"{dropped:,} rows ask the same as a held-out row, and are left out of training.")
+    if not len(kept):
+        raise UserError("every row to train on asks the same as a held-out row: lower eval_size, or set it to 0.")
+    return kept, parts["test"]
+
+
+def question_of(row: dict) -> str:
+    """Return what a row asks: its prompt, its turns before the last one, or the whole row if it has neither."""
+    question = row["messages"][:-1] if "messages" in row else row.get("prompt")
+    return str(question or row)
+
+
+# Mixtures by shares of the tokens, such as ProLong's mixture of long and short documents
 
 
 def mix(

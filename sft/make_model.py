@@ -4,22 +4,20 @@ example: python -m sft.make_model small-10m-paired-heads outputs/start --set num
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 from transformers import PreTrainedTokenizerBase
 
+from iha.arguments import fields_of
 from iha.cards import render_card
 from iha.checkpoints import load_tokenizer
 from iha.conversion.shared import preset_config
 from iha.errors import UserError, run_cli
 from iha.files import expanded, new_directory
+from iha.sources import find_source
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft.make_tokenizer import byte_tokenizer
 
@@ -29,7 +27,7 @@ DETAILS = "## Training\n\nNone: the weights are random (`python -m sft.make_mode
 
 def start_tokenizer(source: str | None) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a directory or id on the Hub, or one of single bytes. Raise `UserError`."""
-    return load_tokenizer(source, sys.maxsize) if source else byte_tokenizer()
+    return load_tokenizer(find_source(source), sys.maxsize) if source else byte_tokenizer()
 
 
 def config_of(preset: str, tokenizer: PreTrainedTokenizerBase, changes: list[str]) -> IHAConfig:
@@ -38,21 +36,10 @@ def config_of(preset: str, tokenizer: PreTrainedTokenizerBase, changes: list[str
     pad = None if tokenizer.pad_token_id == tokenizer.eos_token_id else tokenizer.pad_token_id
     fields = {"vocab_size": max(tokenizer.get_vocab().values()) + 1, "pad_token_id": pad}
     fields |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    for change in changes:
-        name, equals, value = change.partition("=")
-        if not equals:
-            raise UserError(f"{change}: expected FIELD=VALUE.")
-        fields[name] = value_of(value)
+    fields |= fields_of(changes)
     if fields["vocab_size"] <= max(tokenizer.get_vocab().values()):
         raise UserError(f"vocab_size={fields['vocab_size']} is smaller than that of the tokenizer, {len(tokenizer)}.")
     return preset_config(preset, **fields)
-
-
-def value_of(text: str) -> Any:
-    """Return a value of the command line: of JSON, which reads 1e-5 as a number, or else of YAML."""
-    with suppress(ValueError):
-        return json.loads(text)
-    return yaml.safe_load(text)
 
 
 def write_start(dst: Path, config: IHAConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0, **card) -> int:

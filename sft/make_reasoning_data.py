@@ -58,7 +58,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
+    ARGS = run_cli(parse_arguments)  # before the imports below, which take seconds
     run_cli(lambda: check_packages("reasoning_gym"))
 
 import reasoning_gym
@@ -183,8 +183,12 @@ def as_prompt(row: dict) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command with the words of a command line. Raise `UserError`."""
+    write_rows(parse_arguments(argv))
+
+
+def write_rows(args: argparse.Namespace) -> None:
     """Write the file the command line asks for, whole or not at all. Raise `UserError`."""
-    args = parse_arguments(argv)
     # Python draws the same numbers from a seed and its negative.
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: expected at least 0.")
@@ -196,4 +200,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(lambda: write_rows(ARGS))

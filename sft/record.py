@@ -7,19 +7,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset_builder
 from transformers import TrainingArguments
 from typing_extensions import TypedDict
 
 from iha.checkpoints import fingerprint
 from iha.errors import UserError
-from iha.files import current_commit, file_sha256, read_json
+from iha.files import current_commit, read_json, write_json
 from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
-from sft.base_model import start_config
-from sft.data import MIXTURES, loading, sources
-from sft.make_model import start_tokenizer
-from sft.trainer import RECORD
-from sft.training_rows import check_splits
+from sft.base_model import Start
+from sft.checkpoints import RECORD
+from sft.sources import MIXTURES, RunData, check_splits, identify_data
 
 
 Section = dict[str, Any]
@@ -98,14 +95,28 @@ FIXED_KEYS = (
 )
 
 
-def make_record(run: RunArguments, args: TrainingArguments) -> Record:
+def write_record(
+    data: RunData, start: Start, run: RunArguments, args: TrainingArguments, checkpoint: Path | None
+) -> None:
+    """Record in a run's `output_dir` what it is made of.
+
+    Raise `UserError` if it would go on from a checkpoint of a run on another model or other data.
+    """
+    if args.process_index != 0:
+        return
+    record = make_record(data, start, run, args)
+    if checkpoint is not None:
+        compare_records(record, checkpoint)
+    write_json(Path(args.output_dir) / RECORD, record)
+
+
+def make_record(data: RunData, start: Start, run: RunArguments, args: TrainingArguments) -> Record:
     """Return what the run is made of, as JSON values.
 
     Raise `UserError` for a model or data that do not exist.
     """
     template = chat_template(args)
-    check_splits(run, args)
-    data = identify_data(run.dataset_name, run.dataset_config)
+    check_splits(data, run)
     held_out = identify_data(run.eval_dataset_name) if run.eval_dataset_name else {}
     # `to_dict` masks what may be a password, and takes the names of special tokens for one.
     tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if hasattr(args, name)}
@@ -113,9 +124,9 @@ def make_record(run: RunArguments, args: TrainingArguments) -> Record:
     recipe = {name: value for name, value in keys.items() if name not in _UNRECORDED}
     recipe["chat_template"] = None if template is None else hashlib.sha256(template.encode()).hexdigest()
     record = {
-        "data": {"name": run.dataset_name, **data},
+        "data": {"name": run.dataset_name, **identify_data(run.dataset_name, run.dataset_config)},
         "held_out": held_out,
-        "base_model": identify_start(run, args),
+        "base_model": identify_start(start, args.seed),
         "recipe": recipe,
         "processes": args.world_size,
         "commit": current_commit(),
@@ -208,31 +219,9 @@ def rows_of_a_step(record: Record) -> int:
     return recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] * record["processes"]
 
 
-def identify_start(run: RunArguments, args: TrainingArguments) -> dict[str, str]:
+def identify_start(start: Start, seed: int) -> dict[str, str]:
     """Return the name of the checkpoint or random weights that a run starts from, and what tells them from others."""
-    if not run.preset:
-        return {"name": run.model_name_or_path, "fingerprint": fingerprint(run.model_name_or_path)}
-    start = [start_config(run).to_dict(), start_tokenizer(run.tokenizer).get_vocab(), args.seed]
-    content = json.dumps(start, sort_keys=True, default=str)
-    return {"name": f"preset {run.preset}", "sha256": hashlib.sha256(content.encode()).hexdigest()}
-
-
-def identify_data(name: str, config: str | None = None) -> dict[str, str | None]:
-    """Return the hash of a local source or of a mixture with all its parts, or the commit of a dataset on the Hub.
-
-    The datasets library needs `config` to find a dataset that has no default configuration. Raise `UserError` if it
-    finds none.
-    """
-    parts = sources(name)
-    if parts != [(name, 1.0)]:
-        identities = [(share, identify_data(part)) for part, share in parts]
-        return {"sha256": hashlib.sha256(json.dumps(identities).encode()).hexdigest()}
-    path = Path(name)
-    if path.is_file():
-        return {"sha256": file_sha256(path)}
-    if path.exists():
-        files = (file for file in path.rglob("*") if file.is_file())
-        lines = sorted(f"{file_sha256(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
-        return {"sha256": hashlib.sha256("".join(lines).encode()).hexdigest()}
-    with loading(name, config):
-        return {"revision": load_dataset_builder(name, config).hash}
+    if start.source is not None:
+        return {"name": start.name, "fingerprint": fingerprint(start.source)}
+    content = json.dumps([start.config.to_dict(), start.tokenizer.get_vocab(), seed], sort_keys=True, default=str)
+    return {"name": f"preset {start.name}", "sha256": hashlib.sha256(content.encode()).hexdigest()}

@@ -3,18 +3,17 @@
 from pathlib import Path
 
 from iha import plots
-from iha.cards import markdown, render_card, source_base_model, source_license, source_name
+from iha.cards import FINAL, is_from_scratch, markdown, render_card, source_base_model, source_license, source_name
 from iha.files import write_json
-from sft import make_model
 from sft.arguments import RunArguments
+from sft.checkpoints import step_of
 from sft.record import Record, Section
-from sft.trainer import SFTRecipeTrainer, step_of
-from sft.training_rows import evaluation_source
+from sft.sources import RowSource
+from sft.trainer import SFTRecipeTrainer
 
 
-FINAL = "final"  # the directory of the final model
 # Figures that have a panel in curves.png, together with those of the evaluation, if they were logged.
-CURVES = ("loss", "bits_per_byte", "tokens_per_second", "model_flops_utilization")
+CURVES = ("loss", "bits_per_byte", "tokens_per_second", "model_flops_utilization", "peak_memory_gb")
 # Keys of a recipe that every card names. It names other keys if they differ from their defaults.
 CARD_KEYS = (
     "learning_rate",
@@ -27,13 +26,18 @@ CARD_KEYS = (
 
 
 def write_curves(history: list[dict], output_dir: Path) -> None:
-    """Write the losses of `history` as loss.json, [[step, value], ...] each, and the `CURVES` as curves.png."""
+    """Write the `CURVES` that were logged as curves.png, and as loss.json: [[step, value], ...] each.
+
+    In loss.json the losses are called "train" and "eval".
+    """
     points = {
         name: [[entry["step"], entry[name]] for entry in history if name in entry]
         for panel in CURVES
         for name in (panel, f"eval_{panel}")
     }
-    write_json(output_dir / "loss.json", {"train": points["loss"], "eval": points["eval_loss"]})
+    losses = {"train": points["loss"], "eval": points["eval_loss"]}
+    others = {name: values for name, values in points.items() if values and name not in ("loss", "eval_loss")}
+    write_json(output_dir / "loss.json", losses | others)
     draw(points, output_dir / "curves.png")
 
 
@@ -55,24 +59,28 @@ def draw(points: dict[str, list], path: Path) -> None:
     plots.save_plot(figure, path)
 
 
-def card(config, trainer: SFTRecipeTrainer, run: RunArguments, record: Record) -> str:
-    """Return the model card of a final model, which says what it was made of and shows the curves of the run."""
+def card(config, trainer: SFTRecipeTrainer, held_out: RowSource | None, run: RunArguments, record: Record) -> str:
+    """Return the model card of a final model, which says what it was made of and shows the curves of the run.
+
+    `held_out` is the source of the rows to evaluate on.
+    """
     output = Path(trainer.args.output_dir)
     args = trainer.args
     start = run.model_name_or_path
     data = source_name(run.dataset_name)
-    from_scratch = run.preset is not None or is_untrained(start)
+    from_scratch = run.preset is not None or is_from_scratch(start)
     source = f"random weights of the preset {run.preset}" if run.preset else source_name(start)
     facts = {
         "Start" if from_scratch else "Base model": f"{source}, {_identity(record['base_model'])}",
         "Data": f"{data}, {_identity(record['data'])}",
-        **_facts_of_the_run(trainer, run, record),
+        **_facts_of_the_run(trainer, held_out, run, record),
     }
     scale = getattr(config.get_text_config(decoder=True), "mixing_scale", 1)
     mixing = f", {scale:g} times as much for the mixing" if scale != 1 else ""
     adapters = f", LoRA adapters of rank {run.lora_r}, merged" if run.use_peft else ""
     table = "\n".join(f"| {name} | {markdown(value)} |" for name, value in facts.items())
-    origin = "Trained from scratch" if from_scratch else f"Fine-tuned from {markdown(source)}"
+    begun = "Trained from scratch, here from" if from_scratch else "Fine-tuned from"
+    origin = "Trained from scratch" if run.preset else f"{begun} {markdown(source)}"
     steps = trainer.state.global_step
     details = f"""## {"Training" if from_scratch else "Fine-tuning"}
 
@@ -89,7 +97,7 @@ SFTTrainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
         config,
         # The path as seen from next to output_dir. If it were missing, a name of the Hub would run a stranger's code.
         f"./{output.name}/{FINAL}",
-        base_model=None if run.preset else source_base_model(start),
+        base_model=None if from_scratch else source_base_model(start),
         **({} if run.preset else source_license(start)),
         datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
         from_scratch=from_scratch,
@@ -97,10 +105,11 @@ SFTTrainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
     )
 
 
-def _facts_of_the_run(trainer: SFTRecipeTrainer, run: RunArguments, record: Record) -> dict[str, object]:
+def _facts_of_the_run(
+    trainer: SFTRecipeTrainer, held_out: RowSource | None, run: RunArguments, record: Record
+) -> dict[str, object]:
     args = trainer.args
     facts = {}
-    held_out = evaluation_source(run, args)
     if held_out is not None:
         split = "" if held_out.split == "train" else f", split {held_out.split}"
         facts["Held-out data"] = source_name(held_out.name) + split
@@ -124,12 +133,6 @@ def _facts_of_the_run(trainer: SFTRecipeTrainer, run: RunArguments, record: Reco
         if (name in CARD_KEYS or is_changed) and not isinstance(value, dict | None):
             facts[f"`{name}`"] = value
     return facts
-
-
-def is_untrained(source: str) -> bool:
-    """Return whether `sft.make_model` wrote this directory."""
-    file = Path(source) / "README.md"
-    return file.is_file() and make_model.DETAILS in file.read_text(encoding="utf-8", errors="replace")
 
 
 def _identity(section: Section) -> str:

@@ -8,31 +8,32 @@ from pathlib import Path
 
 from transformers import TrainingArguments
 
+from iha.cards import FINAL
 from iha.errors import UserError
-from iha.files import new_directory, read_json, sole_writer, write_json
+from iha.files import new_directory, read_json, sole_writer
 from iha.kinds import is_ours
 from sft.arguments import RunArguments
-from sft.distributed import check_launch, whole_model
-from sft.record import Record, compare_records, make_record
-from sft.results import FINAL, card, write_curves
-from sft.trainer import (
+from sft.checkpoints import (
     RECORD,
-    NotFiniteError,
-    SFTRecipeTrainer,
+    check_holds_no_model,
     check_weights,
-    checkpoints_after,
+    checkpoint_to_resume,
+    clear_later_checkpoints,
     newest_whole_checkpoint,
-    step_of,
 )
+from sft.distributed import check_launch, whole_model
+from sft.record import Record
+from sft.results import card, write_curves
+from sft.sources import RunData
+from sft.trainer import NotFiniteError, SFTRecipeTrainer
 
 
 @contextmanager
 def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
-    """Lock and record a run in its `output_dir`, and yield the checkpoint to resume from, or None for a new run.
+    """Lock a run's `output_dir`, and yield the checkpoint to resume from, or None for a new run.
 
     Raise `UserError` for a launch that would train something else, for a directory that holds a model, for a run that
-    has finished, for a directory or a checkpoint of a run on another model or other data, and while another run writes
-    there.
+    has finished, and while another run writes there.
     """
     check_launch(args)
     args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
@@ -49,10 +50,6 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
         checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, output)
         if args.process_index == 0:
             clear_later_checkpoints(output, checkpoint)
-            record = make_record(run, args)
-            if checkpoint is not None:
-                compare_records(record, checkpoint)
-            write_json(output / RECORD, record)
         try:
             yield checkpoint
         except KeyboardInterrupt as interrupt:
@@ -70,41 +67,7 @@ def begun(run: RunArguments, args: TrainingArguments) -> Iterator[Path | None]:
             ) from error
 
 
-def check_holds_no_model(output: Path) -> None:
-    """Reject the directory of a model that is not a run's: `push` would publish the run's files with the model.
-
-    Raise `UserError`.
-    """
-    names = ("config.json", "adapter_config.json", "*.safetensors", "pytorch_model*.bin", "*.gguf")
-    found = [path.name for name in names for path in sorted(output.glob(name))]
-    if found and not (output / RECORD).exists():
-        raise UserError(f"{output} holds a model ({found[0]}) and no run: choose another output_dir.")
-
-
-def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
-    """Return the checkpoint that `resume_from_checkpoint` names, or else the newest whole one. Raise `UserError`."""
-    if str(given).lower() == "false":
-        raise UserError("resume_from_checkpoint: a run always resumes in its output_dir. Remove the key.")
-    return newest_whole_checkpoint(output) if str(given).lower() in ("none", "true") else Path(given).expanduser()
-
-
-def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
-    """Reject complete checkpoints later than the one to resume from. Raise `UserError`.
-
-    The rotation of checkpoints would take the one with the most steps for the newest, and remove those of this run. If
-    the run resumes in this directory, later checkpoints that a stopped save left incomplete are removed. Directories
-    in that of a new run may be somebody else's and are left alone.
-    """
-    later = checkpoints_after(0 if checkpoint is None else step_of(checkpoint), output)
-    whole = sorted(path.name for path in later if (path / RECORD).exists())
-    if whole:
-        raise UserError(f"{output} holds later checkpoints than {checkpoint}: move {', '.join(whole)} away.")
-    if checkpoint is not None and checkpoint.resolve().parent == output.resolve():
-        for path in later:
-            shutil.rmtree(path)
-
-
-def train(trainer: SFTRecipeTrainer, run: RunArguments, checkpoint: Path | None) -> None:
+def train(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments, checkpoint: Path | None) -> None:
     """Train from the start or from `checkpoint`, and save the final model."""
     args = trainer.args
     if checkpoint is not None:
@@ -125,7 +88,7 @@ def train(trainer: SFTRecipeTrainer, run: RunArguments, checkpoint: Path | None)
             f"Warning: no evaluation gave a number for {args.metric_for_best_model}, so final/ has the last weights "
             "and not the best ones."
         )
-    save_final(trainer, run)
+    save_final(trainer, data, run)
     # DDP's reducer must go before the process group. The last object to hold the group destroys it and joins its
     # threads. If that were the reducer, it would join them while it holds the GIL, and wait for ever for a thread that
     # needs the GIL to release a tensor.
@@ -135,7 +98,7 @@ def train(trainer: SFTRecipeTrainer, run: RunArguments, checkpoint: Path | None)
     accelerator.end_training()
 
 
-def save_final(trainer: SFTRecipeTrainer, run: RunArguments) -> None:
+def save_final(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments) -> None:
     """Write the curves and the final model with its card. Every process must call this, and the main one writes."""
     output = Path(trainer.args.output_dir)
     model = whole_model(trainer)
@@ -149,5 +112,6 @@ def save_final(trainer: SFTRecipeTrainer, run: RunArguments) -> None:
         trainer.processing_class.save_pretrained(directory)
         if is_ours(model.config):
             shutil.copy(output / "curves.png", directory)
-            (directory / "README.md").write_text(card(model.config, trainer, run, record), encoding="utf-8")
+            text = card(model.config, trainer, data.held_out, run, record)
+            (directory / "README.md").write_text(text, encoding="utf-8")
     print(f"Final model: {output / FINAL}\nCurves:      loss.json and curves.png next to it")

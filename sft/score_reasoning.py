@@ -1,4 +1,7 @@
-"""Answer reasoning rows greedily with a model, and score the replies by reasoning-gym's own verifiers."""
+"""Answer reasoning rows greedily with a model, and score the replies by reasoning-gym's own verifiers.
+
+The loss of the rows' own answers tells models apart that are too small to answer.
+"""
 
 import argparse
 import inspect
@@ -9,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from statistics import stdev
 
 from iha.errors import UserError, check_packages, run_cli, time_limit
 from iha.files import check_output_file, expanded, open_regular, read_jsonl, write_json
@@ -24,8 +28,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", help="model directory, GGUF file or id on the Hub")
-    parser.add_argument("data", help="rows made by make_reasoning_data.py")
-    parser.add_argument("--limit", type=int, help="use the first LIMIT rows only")
+    parser.add_argument("data", nargs="+", help="files of rows made by make_reasoning_data.py, each scored apart")
+    parser.add_argument("--limit", type=int, help="use the first LIMIT rows of each file only")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument(
@@ -39,17 +43,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
     if args.json is not None:
         check_output_file(args.json)
-    open_regular(args.data).close()
+    for file in args.data:
+        open_regular(file).close()
     return args
 
 
 if __name__ == "__main__":
-    run_cli(parse_arguments)  # before the imports below, which take seconds
+    ARGS = run_cli(parse_arguments)  # before the imports below, which take seconds
     run_cli(lambda: check_packages("reasoning_gym"))
 
 import reasoning_gym
 import torch
 from reasoning_gym.factory import DATASETS
+from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from iha.checkpoints import (
@@ -60,6 +66,7 @@ from iha.checkpoints import (
     positions_of,
     vocabulary_of,
 )
+from iha.sources import find_source
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 
@@ -156,6 +163,19 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
     return replies
 
 
+@torch.inference_mode()
+def answer_losses(model, tokenizer, prompts: list[list[dict]], answers: list[str]) -> list[float]:
+    """Return the loss in nats of each whole answer after its chat prompt."""
+    texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+    losses = []
+    for text, answer in zip(texts, answers, strict=True):
+        before, own = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, answer))
+        ids = torch.tensor([before + own], device=model.device)
+        logits = model(ids).logits[0, len(before) - 1 : -1].float()
+        losses.append(cross_entropy(logits, ids[0, len(before) :], reduction="sum").item())
+    return losses
+
+
 def read_rows(path: str | Path, limit: int | None = None) -> list[dict]:
     """Return the first `limit` rows of a file, or all, and reject an empty one."""
     rows = list(islice(read_jsonl(path), limit))
@@ -194,33 +214,71 @@ def check_rows(rows: list[dict], trust_rows: bool = False) -> list[list[dict]]:
 
 
 def score(
-    model, tokenizer, rows: list[dict], prompts: list[list[dict]], batch_size: int = 16, max_new_tokens: int = 96
+    model,
+    tokenizer,
+    rows: list[dict],
+    prompts: list[list[dict]],
+    batch_size: int = 16,
+    max_new_tokens: int = 96,
+    parts: list[str] | None = None,
 ) -> dict:
-    """Return the accuracy of a model on rows of make_reasoning_data.py: {"accuracy", "correct", "rows", "replies"}.
+    """Return how a model answers rows of make_reasoning_data.py: `summary`, its "replies", and "parts".
 
-    `prompts` are those of `check_rows`. A reply counts when it `is_right`. Raise `UserError` for a tokenizer and
-    prompts that `generate_replies` rejects.
+    "parts" has a summary of each part, by the names in `parts`, one for each row; by default a part is the rows of a
+    generator. `prompts` are those of `check_rows`. Raise `UserError` for a tokenizer and prompts that
+    `generate_replies` rejects.
     """
     replies = generate_replies(model, tokenizer, prompts, batch_size, max_new_tokens)
-    correct = sum(is_right(reply, row["generator"], row["entry"]) for row, reply in zip(rows, replies, strict=True))
-    return {"accuracy": correct / len(rows), "correct": correct, "rows": len(rows), "replies": replies}
+    right = [is_right(reply, row["generator"], row["entry"]) for reply, row in zip(replies, rows, strict=True)]
+    losses = answer_losses(model, tokenizer, prompts, [row["conversations"][-1]["value"] for row in rows])
+    of_parts: dict[str, list] = {}
+    for part, *answer in zip(parts or [row["generator"] for row in rows], right, losses, strict=True):
+        of_parts.setdefault(part, []).append(answer)
+    summaries = {part: summary(*zip(*answers)) for part, answers in of_parts.items()}
+    return summary(right, losses) | {"replies": replies, "parts": summaries}
+
+
+def summary(right: Sequence[bool], losses: Sequence[float]) -> dict[str, float | None]:
+    """Return the accuracy, by `is_right`, and the mean loss in nats of the rows' own answers, with standard errors."""
+    rows = len(right)
+    accuracy = sum(right) / rows
+    return {
+        "accuracy": accuracy,
+        "accuracy_stderr": (accuracy * (1 - accuracy) / rows) ** 0.5,
+        "correct": sum(right),
+        "rows": rows,
+        "loss": sum(losses) / rows,
+        "loss_stderr": stdev(losses) / rows**0.5 if rows > 1 else None,
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
+    """Run the command with the words of a command line."""
+    return score_model(parse_arguments(argv))
+
+
+def score_model(args: argparse.Namespace) -> dict:
     """Score the model and rows of the command line, print the accuracy and return `score`'s result."""
-    args = parse_arguments(argv)
-    rows = read_rows(args.data, args.limit)
+    rows = [row for file in args.data for row in read_rows(file, args.limit)]
+    parts = None
+    if len(args.data) > 1:
+        parts = [Path(file).stem for file in args.data for _ in read_rows(file, args.limit)]
     prompts = check_rows(rows, args.trust_rows)
-    model = load_model(args.model).to("cuda" if torch.cuda.is_available() else "cpu")
+    source = find_source(args.model)
+    model = load_model(source).to("cuda" if torch.cuda.is_available() else "cpu")
     if model.device.type == "cpu":
         note_slow_dtype(model.dtype)
-    tokenizer = load_tokenizer(args.model, vocabulary_of(model.config))
-    result = score(model, tokenizer, rows, prompts, args.batch_size, args.max_new_tokens)
+    tokenizer = load_tokenizer(source, vocabulary_of(model.config))
+    result = score(model, tokenizer, rows, prompts, args.batch_size, args.max_new_tokens, parts)
     if args.json is not None:
         write_json(args.json, result)
-    print(f"{result['correct']} of {result['rows']}: {result['accuracy']:.1%}")
+    found = result["parts"] if len(result["parts"]) > 1 else {}
+    for name, each in {**found, "all": result}.items():
+        title = f"{name}: " if found else ""
+        loss = f"loss of the rows' own answers {each['loss']:.2f} nats"
+        print(f"{title}{each['correct']} of {each['rows']}: {each['accuracy']:.1%}; {loss}")
     return result
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(lambda: score_model(ARGS))

@@ -23,11 +23,12 @@ from trl import SFTConfig
 
 from iha.model_cost import flops_of_a_token
 from sft.arguments import RecipeParser, RunArguments
-from sft.base_model import lora_config, prepare_model, stop_at_end_of_turn
-from sft.data import Rows
+from sft.base_model import find_start, lora_config, prepare_model, run_config, stop_at_end_of_turn
+from sft.data import Rows, are_texts, training_rows
+from sft.record import write_record
 from sft.run import begun, train
-from sft.trainer import SFTRecipeTrainer
-from sft.training_rows import are_texts, check_length, check_rows, training_rows, whole_text_bytes
+from sft.sources import data_of
+from sft.trainer import SFTRecipeTrainer, check_length, whole_text_bytes
 
 
 USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
@@ -84,12 +85,15 @@ def build_trainer(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe of supervised fine-tuning. Raise `UserError`."""
     run, args = RecipeParser(SFTConfig, USAGE).parse(argv)
-    check_rows(run, args)
+    data = data_of(run, args)
     with begun(run, args) as checkpoint:
-        model, tokenizer = prepare_model(run, args)
+        start = find_start(run)
+        config = run_config(start, run, args)
+        write_record(data, start, run, args, checkpoint)
+        model, tokenizer = prepare_model(start, config, run, args)
         adapters = lora_config(run, model)
-        rows = training_rows(run, args, tokenizer)
-        train(build_trainer(run, args, model, tokenizer, adapters, rows), run, checkpoint)
+        rows = training_rows(data, run, args, tokenizer)
+        train(build_trainer(run, args, model, tokenizer, adapters, rows), data, run, checkpoint)
 
 
 if __name__ == "__main__":

@@ -5,118 +5,67 @@ Incomplete checkpoints are skipped. A loss, a gradient or a weight that is NaN o
 
 import copy
 import math
-import shutil
+import re
+import resource
+import sys
 import time
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
-from trl import SFTTrainer
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from trl import SFTConfig, SFTTrainer
 
-from iha.checkpoints import check_finite, load_model
+from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
-from iha.files import whole_file
 from modeling_iha.mixing_weights import trained_mixing
+from sft.checkpoints import RECORD, WholeCheckpoints, check_weights
+from sft.data import Rows
 from sft.distributed import whole_model
-from sft.training_rows import bytes_of_token, check_cut, check_learned, first_tokens, splits
-
-
-# The file that records what a run is made of. A copy is written last into a checkpoint, and marks it as complete.
-RECORD = "run.json"
+from sft.sources import packs_eval, splits
 
 
 class NotFiniteError(UserError):
     """Report a loss or gradient that is NaN or infinite."""
 
 
-def step_of(checkpoint: Path) -> int:
-    """Return the step of a checkpoint by the name of its directory, or 0 if this has none."""
-    step = checkpoint.name.rpartition("-")[2]
-    return int(step) if step.isdigit() else 0
+class StopAtNaN(TrainerCallback):
+    """Raise `NotFiniteError` before the optimizer's step if a loss or gradient is NaN or infinite.
 
-
-def checkpoints_after(step: int, output_dir: str | Path) -> list[Path]:
-    """Return the checkpoints in `output_dir` of later steps than `step`, incomplete ones included."""
-    return [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) > step]
-
-
-def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the last checkpoint in `output_dir` that is complete, or None. Print those that are skipped."""
-    for path in sorted(checkpoints_after(0, output_dir), key=step_of, reverse=True):
-        if (path / RECORD).exists():
-            return path
-        PartialState().print(f"Passing over {path}: {RECORD} is missing, which is written last.", flush=True)
-    return None
-
-
-def check_weights(model: torch.nn.Module, step: int) -> None:
-    """Raise `UserError` if a weight of the model holds NaN or infinity."""
-    local = (
-        (name, value.to_local() if isinstance(value, DTensor) else value) for name, value in model.named_parameters()
-    )
-    check_finite(local, f"the model at step {step}")
-
-
-def find_best_checkpoint(args: TrainingArguments, state: TrainerState) -> None:
-    """Find the best checkpoint of a resumed run, whose path is not there any more if its directory was moved.
-
-    Raise `UserError` if it is lost: the run would silently end with the last weights in its place.
-    """
-    if not (args.load_best_model_at_end and state.best_global_step) or state.best_model_checkpoint is not None:
-        return
-    best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-    if not best.is_dir():
-        raise UserError(f"load_best_model_at_end: {best}, the best checkpoint so far, is lost: put it back.")
-    state.best_model_checkpoint = str(best)
-
-
-class WholeCheckpoints(TrainerCallback):
-    """Mark a checkpoint as complete once it is, and only then remove older ones. Check the one to resume from.
-
-    Raise `UserError` for a checkpoint of another kind of launch and for a lost best checkpoint.
+    Attributes:
+        loss: the sum of the step's micro-batches. It is checked once a step, when the device is waited for anyway.
     """
 
-    def __init__(self, accelerator: Accelerator, limit: int | None) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
-        self.limit = limit
+        self.loss: torch.Tensor | float = 0.0
 
-    def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
-        # A checkpoint holds the steps of logs, saves and evaluations. Those of this run count.
-        state.compute_steps(args, state.max_steps)
-        find_best_checkpoint(args, state)
-        if isinstance(lr_scheduler, ReduceLROnPlateau):
-            return  # It counts evaluations, and there may have been none.
-        # Transformers silently ignores the files of a launch that shards in another way.
-        if state.global_step and lr_scheduler.last_epoch == 0:
-            raise UserError(
-                f"{PREFIX_CHECKPOINT_DIR}-{state.global_step} holds no optimizer for this launch: resume with the "
-                "accelerate config that began it."
-            )
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        loss, self.loss = self.loss, 0.0
+        self.check(state, "loss", loss)
+        # In float16 a norm is sometimes infinite, and the scaler skips such a step by itself.
+        if self.accelerator.scaler is None:
+            gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+            self.check(state, "gradient norm", torch.nn.utils.get_total_norm(gradients))
 
-    def on_save(self, args, state, control, **kwargs):
-        self.accelerator.wait_for_everyone()  # each process writes its random state, and its share of a model
-        if not args.should_save:
-            return
-        output = Path(args.output_dir)
-        with whole_file(output / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / RECORD) as file:
-            shutil.copyfile(output / RECORD, file)
-        rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint)
+    def check(self, state: TrainerState, what: str, value: torch.Tensor | float) -> None:
+        value = float(value.full_tensor() if isinstance(value, DTensor) else value)
+        if not math.isfinite(value):
+            raise NotFiniteError(f"step {state.global_step + 1}: the {what} is {value:g}.")
 
-    def on_train_end(self, args, state, control, **kwargs):
-        best = state.best_model_checkpoint
-        if args.should_save and self.limit == 1 and best is not None:
-            # The last checkpoint was there to resume from. Trainer removes it too, but does not know the limit.
-            for path in checkpoints_after(0, args.output_dir):
-                if not path.samefile(best):
-                    shutil.rmtree(path)
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes so far of the tensors on a GPU, or elsewhere of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class CountTokens(TrainerCallback):
@@ -125,6 +74,7 @@ class CountTokens(TrainerCallback):
     Log `minutes_left` too, by the steps since the last log and without evaluations.
 
     If `peak_tokens_per_second`, the rate of all devices at their peak, is given, log `model_flops_utilization` too.
+    `peak_memory_gb` is the most memory so far (`peak_memory`).
     """
 
     peak_tokens_per_second: float | None = None
@@ -152,6 +102,7 @@ class CountTokens(TrainerCallback):
             logs["minutes_left"] = round((now - self.time) / steps * (state.max_steps - state.global_step) / 60, 1)
         if self.peak_tokens_per_second is not None:
             logs["model_flops_utilization"] = rate / self.peak_tokens_per_second
+        logs["peak_memory_gb"] = peak_memory(args.device) / 1e9
         self.last = logs["num_tokens"]
         self.step = state.global_step
         self.time = now
@@ -162,8 +113,7 @@ class SFTRecipeTrainer(SFTTrainer):
     """Train by supervised fine-tuning, and keep what a recipe promises.
 
     Matrices decay. Vectors do not decay, nor do the weights that mix heads, because their start from scratch is not
-    zero. Raise `NotFiniteError` at the first loss or gradient norm that is NaN or infinite, before the optimizer's
-    step, and `UserError` before a weight that is NaN or infinite is saved.
+    zero. Raise `NotFiniteError` as `StopAtNaN` does, and `UserError` before a weight that is NaN or infinite is saved.
 
     Each override of a private method says why nothing public does the same.
     """
@@ -175,7 +125,8 @@ class SFTRecipeTrainer(SFTTrainer):
         with refusing("the recipe", ValueError):  # a special token that the tokenizer lacks, keys that exclude others
             super().__init__(*args, **kwargs)
         self.args.logging_nan_inf_filter = False  # the mean of an evaluation would leave out what is NaN
-        self._losses: torch.Tensor | int = 0  # the sum of a step's micro-batches
+        self.finite = StopAtNaN(self.accelerator)
+        self.add_callback(self.finite)
         self.add_callback(WholeCheckpoints(self.accelerator, self.args.save_total_limit))
         self.args.save_total_limit = None  # Trainer would remove a checkpoint before the next one is whole
         # It must be the first callback, so that the others print and report what it adds.
@@ -192,72 +143,38 @@ class SFTRecipeTrainer(SFTTrainer):
     def create_model_card(self, *_, **__) -> None:
         """Write nothing: TRL's card knows neither the data nor the base model, and final/ has a card of the run."""
 
-    # NaN and infinity
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if model.training:
-            # Checked once a step, when the norm of the gradients waits for the GPU anyway.
-            self._losses = self._losses + (result[0] if return_outputs else result).detach()
+            self.finite.loss = self.finite.loss + (result[0] if return_outputs else result).detach()
         return result
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        # No callback before the optimizer's step gets the norm.
-        grad_norm = super()._get_grad_norm(model, grad_norm)
-        losses = self._losses
-        self._losses = 0  # for the next step
-        self._check_finite("loss", losses)
-        # In float16 a norm is sometimes infinite, and the scaler skips such a step by itself.
-        if self.accelerator.scaler is None and grad_norm is not None:
-            self._check_finite("gradient norm", grad_norm)
-        return grad_norm
-
-    def _check_finite(self, what: str, value: torch.Tensor | float) -> None:
-        if isinstance(value, torch.Tensor):
-            value = (value.full_tensor() if isinstance(value, DTensor) else value).detach().item()
-        if not math.isfinite(value):
-            raise NotFiniteError(f"step {self.state.global_step + 1}: the {what} is {value:g}.")
 
     # Checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         # Trainer begins a checkpoint by this call. One that it saves over is incomplete until it is marked again.
         check_weights(self.model, self.state.global_step)
-        if output_dir is not None and self.args.should_save:
-            Path(output_dir, RECORD).unlink(missing_ok=True)
-        if not self.is_fsdp_enabled:
-            return super().save_model(output_dir, _internal_call)
+        directory = output_dir or self.args.output_dir
+        if self.args.should_save:
+            Path(directory, RECORD).unlink(missing_ok=True)
         model = whole_model(self)
         if self.args.should_save:
-            model.save_pretrained(output_dir or self.args.output_dir)
-            self.processing_class.save_pretrained(output_dir or self.args.output_dir)
+            # Trainer resumes by the names of the model, and would silently leave out weights under other names.
+            names = {} if isinstance(model, PeftModel) else {"save_original_format": False}
+            model.save_pretrained(directory, **names)
+            self.processing_class.save_pretrained(directory)
 
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *others):
         begun = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *others)
-        # Trainer asks whether to stop only after a step. A run that ended inside an epoch would take one more.
+        # Trainer asks whether to stop only after a step, callbacks or not, and a run that ended inside an epoch would
+        # take one more.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else begun
-
-    def _load_weights(self, checkpoint: str) -> bool:
-        """Load a whole model's weights and return True, or return False for a model that FSDP or PEFT loads."""
-        if self.is_fsdp_enabled or isinstance(self.model, PeftModel):
-            return False
-        # Trainer expects the model's names in the files, which saving changes, and would leave experts unchanged.
-        self.model.load_state_dict(load_model(checkpoint, self.model.dtype).state_dict())
-        return True
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        if not self._load_weights(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if not self._load_weights(str(self.state.best_model_checkpoint)):
-            super()._load_best_model()
 
     # Rows, and the evaluation of plain text
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         # TRL cuts and drops rows silently, and takes tokenized rows as they are. So it prepares them in two steps, and
-        # `check_cut` counts whole rows between the two.
+        # `check_cut` counts whole rows between the two. TRL has no public function that tokenizes rows.
         whole = copy.copy(args)
         whole.max_length = None
         whole.shuffle_dataset = False
@@ -301,3 +218,105 @@ class SFTRecipeTrainer(SFTTrainer):
             tokens = (inputs["labels"][..., 1:] != -100).sum().to(loss.device)
             self.eval_sums = self.eval_sums + torch.stack((loss.double() * tokens, tokens.double()))
         return loss, *others
+
+
+# Tokenized rows
+
+
+def check_cut(name: str, rows: Rows, max_length: int | None, num_proc: int | None = None) -> None:
+    """Print how much TRL cuts from tokenized rows. `name` is TRL's name of the dataset: "train" or "eval".
+
+    The rows of a stream cannot be counted: see `check_learned`. Raise `UserError` for rows with nothing to learn
+    within `max_length`: TRL drops them silently, and packed they learn nothing.
+    """
+    if max_length is None or isinstance(rows, IterableDataset):
+        return
+
+    def count(row: dict) -> dict:
+        return {"tokens": len(row["labels"]), "is_empty": (row["labels"][:max_length] == -100).all()}
+
+    what = "rows to evaluate on" if name == "eval" else "rows"
+    arrays = rows.select_columns("labels").with_format("numpy")
+    counted = arrays.map(count, remove_columns="labels", num_proc=num_proc, desc="Counting tokens")
+    empty = counted["is_empty"][:].sum()
+    lengths = counted["tokens"][:]
+    if empty:
+        raise UserError(
+            f"{empty} of {len(rows)} {what} have no token to learn within max_length={max_length}: raise "
+            "max_length, or remove the rows."
+        )
+    is_cut = lengths > max_length
+    if is_cut.any():
+        lost = 1 - np.minimum(lengths, max_length).sum() / lengths.sum()
+        PartialState().print(
+            f"Note: {is_cut.sum():,} of {len(rows):,} {what} are cut to max_length={max_length}, which leaves out "
+            f"{lost:.1%} of their tokens."
+        )
+
+
+def check_learned(rows: IterableDataset, max_length: int | None) -> IterableDataset:
+    """Return a stream that raises `UserError` at a row without a token to learn within `max_length`."""
+
+    def check(row: dict) -> dict:
+        if all(label == -100 for label in row["labels"][:max_length]):
+            wrong = "a row of the stream has no token to learn"
+            if max_length is None:
+                raise UserError(f"{wrong}: remove such rows.")
+            raise UserError(f"{wrong} within max_length={max_length}: raise max_length, or remove such rows.")
+        return row
+
+    return rows.map(check)
+
+
+def check_length(trainer: SFTTrainer) -> None:
+    """Reject rows that are longer than the model's context, where `max_length` cuts none. Raise `UserError`.
+
+    The rows of a stream are not looked at.
+    """
+    positions = positions_of(trainer.model.config)
+    if trainer.args.max_length is not None or positions is None:
+        return
+    for rows in (trainer.train_dataset, trainer.eval_dataset):
+        if rows is None or isinstance(rows, IterableDataset):
+            continue
+        longest = max(map(len, rows["input_ids"]))
+        if longest > positions:
+            raise UserError(
+                f"a row has {longest} tokens, and the model {positions} positions: set max_length, or "
+                "max_position_embeddings with a rope_theta for that length."
+            )
+
+
+def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:
+    """Count the bytes of the text to evaluate on, or return None for other rows and for text that TRL cuts.
+
+    TRL cuts no text without `max_length`, or if packing splits long texts.
+    """
+    is_whole = args.max_length is None or splits(args, packs_eval(args))
+    if rows is None or "text" not in rows.column_names or not is_whole:
+        return None
+    return sum(len(text.encode()) for text in rows["text"])
+
+
+def first_tokens(rows: Dataset) -> list[int]:
+    """Return the first token of each document in tokenized rows, which may be packed."""
+    if "seq_lengths" not in rows.column_names:
+        return [tokens[0] for tokens in rows["input_ids"]]
+    first = []
+    for row in rows.select_columns(["input_ids", "seq_lengths"]):
+        starts = np.cumsum([0, *row["seq_lengths"][:-1]])
+        first += [row["input_ids"][start] for start in starts]
+    return first
+
+
+def bytes_of_token(tokenizer: PreTrainedTokenizerBase, token: int) -> int:
+    """Return how many bytes of a text a token stands for. A special token stands for none."""
+    if token in tokenizer.all_special_ids:
+        return 0
+    piece = tokenizer.convert_ids_to_tokens(token)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None and "ByteLevel" in repr(backend.decoder):  # it may be one of a sequence
+        return len(piece)  # each character stands for a byte
+    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+        return 1
+    return len(piece.replace("\u2581", " ").encode())  # SentencePiece's mark of a space

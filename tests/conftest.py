@@ -1,5 +1,6 @@
 import gc
 import os
+import sys
 from collections import defaultdict
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,14 @@ def cli(monkeypatch, capsys):
 
 
 # The tests of `make gpu` need not wait for what tiny_training.py imports.
+
+
+@pytest.fixture(autouse=True)
+def own_cores():
+    """Undo what `helpers.set_core` chose when the test ends."""
+    yield
+    if helpers := sys.modules.get("helpers"):
+        helpers.forget_cores()
 
 
 @pytest.fixture
@@ -98,7 +107,6 @@ LONGEST = (
     "test_compile",
     "test_protocol",
     "test_hub",
-    "test_preference",
     "test_evaluation",
     "test_training_run",
     "test_masks",

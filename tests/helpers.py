@@ -7,14 +7,14 @@ import json
 import os
 import subprocess
 import sys
-import weakref
 from copy import deepcopy
 from functools import partial
 
+import pytest
 import torch
 from references import reference_attention
 from references.iha import causal_lm
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from iha.errors import ROOT, run_cli
@@ -243,31 +243,35 @@ def random_ids(*shape, vocab_size=61, seed=1):
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# By the id of a configuration, if its layers decode one token from base states; without an entry `takes_new_token`
-# decides.
-ABSORBS: dict[int, bool] = {}
+# What `set_core` has replaced until the end of the test, and the configurations for which it chose a form.
+replaced = pytest.MonkeyPatch()
+chosen: list[tuple[PreTrainedConfig, bool]] = []
 
 
 def chosen_form(module, heads, query, key, mask, dropout):
-    """Take the place of `takes_new_token`, which goes by the number of cached tokens."""
-    if id(module.config) not in ABSORBS:
+    """Decode from base states if `set_core` chose so, whatever is cached. It leaves other models to the package."""
+    choices = [takes_base for config, takes_base in chosen if config is module.config]
+    if not choices:
         return takes_new_token(module, heads, query, key, mask, dropout)
     is_new_token = query.shape[2] == 1 and mask is not None and not dropout
-    return ABSORBS[id(module.config)] and is_new_token and heads.collapses_per_head
-
-
-virtual_tokens.takes_new_token = chosen_form
+    return choices[-1] and is_new_token and heads.collapses_per_head
 
 
 def set_core(model, core):
-    """Set the attention implementation, and whether "iha" layers decode from base states.
+    """Set the attention implementation, and until the end of the test the form of one new token.
 
     "base" is SDPA with decoding from base states at every length; "sdpa" and all others compute on the virtual
-    sequence.
+    sequence. conftest.py ends it.
     """
     model.set_attn_implementation("sdpa" if core == "base" else core)
-    ABSORBS[id(model.config)] = core == "base"
-    weakref.finalize(model.config, ABSORBS.pop, id(model.config), None)  # another config may get the id
+    chosen.append((model.config, core == "base"))
+    replaced.setattr(virtual_tokens, "takes_new_token", chosen_form)
+
+
+def forget_cores():
+    """Undo `set_core`."""
+    replaced.undo()
+    chosen.clear()
 
 
 def take_a_step(model) -> set[str]:

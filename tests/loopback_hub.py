@@ -2,9 +2,8 @@
 
 It is not the Hub: it answers the calls that the real `huggingface_hub` client makes to create a model repository, push
 to it and load from it, and those of the datasets library to load a dataset. It does so over real HTTP, with revisions
-as commits and large files through LFS, as the client's code expects them. It has no web pages, no Xet storage, no
-redirects to a content network and no rate limits, and one token that may do everything. `faults` go wrong as the Hub
-and the network may.
+as commits. It has no web pages, no storage of large files (LFS, Xet), no content network and no rate limits, and one
+token that may do everything.
 
 The client reads its endpoint when `huggingface_hub` is imported: clients run in subprocesses, with
 `LoopbackHub.environment`, or in this process where `LoopbackHub.use` has led the commands here.
@@ -13,11 +12,9 @@ The client reads its endpoint when `huggingface_hub` is imported: clients run in
 import base64
 import hashlib
 import json
-import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +26,6 @@ from huggingface_hub import constants
 
 
 TOKEN = "hf_loopback"
-LFS_SUFFIXES = (".safetensors", ".bin", ".gguf")
 # Every client reads the certificates of all authorities, to speak HTTP.
 ssl_context = cache(ssl.create_default_context)
 
@@ -44,64 +40,26 @@ class HubError(Exception):
         self.status, self.headers = status, {name: value for name, value in headers.items() if value}
 
 
-@dataclass
-class Fault:
-    """Say what happens to the next `times` requests of `method` whose path contains `path`.
-
-    `what` is an HTTP status, "drop" (half of the request is read, then the connection closes), or a
-    function that is called before the answer.
-    """
-
-    method: str
-    path: str
-    what: int | str | Callable
-    times: float = float("inf")
-
-    def takes(self, method: str, path: str) -> bool:
-        hit = self.times > 0 and method == self.method and self.path in path
-        self.times -= hit
-        return hit
-
-
-@dataclass(frozen=True)
-class File:
-    """Hold a file of a commit: its content, and whether it is stored as an LFS object."""
-
-    content: bytes
-    lfs: bool
-
-    @property
-    def oid(self) -> str:
-        """Return git's name of the file, or of its pointer if it is an LFS file."""
-        data = self.content
-        if self.lfs:
-            data = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize %d\n" % (
-                self.sha256.encode(),
-                len(self.content),
-            )
-        return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-    @property
-    def sha256(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
-
-    @property
-    def etag(self) -> str:
-        return self.sha256 if self.lfs else self.oid
+def oid(content: bytes) -> str:
+    """Return git's name of a file."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
 @dataclass
 class Repository:
-    """Hold commits by id, each the files by path, and references to them by name."""
+    """Hold commits by id, each the content of its files by path, and references to them by name."""
 
     private: bool
-    commits: dict[str, dict[str, File]] = field(default_factory=dict)
+    commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     references: dict[str, str] = field(default_factory=dict)
     pull_requests: int = 0
 
-    def commit(self, reference: str, files: dict[str, File]) -> str:
+    def commit(self, reference: str, files: dict[str, bytes]) -> str:
         """Move `reference` to a new commit of `files`, whose id follows from its parent and its content."""
-        content = [self.references.get(reference, ""), *(f"{path} {file.oid}" for path, file in sorted(files.items()))]
+        content = [
+            self.references.get(reference, ""),
+            *(f"{path} {oid(file)}" for path, file in sorted(files.items())),
+        ]
         sha = hashlib.sha1("\n".join(content).encode()).hexdigest()
         self.commits[sha] = files
         self.references[reference] = sha
@@ -117,16 +75,14 @@ class Repository:
 class LoopbackHub:
     """Stand in for the Hub, and serve while used as a context manager.
 
-    `calls` holds method and path of every request so far. Of the `faults` that a request meets, the first happens.
-    `before_commit` is called with the repository right before each commit, as if somebody else were at work.
+    `calls` holds method and path of every request so far. While `fault` is (method, path, status), a request of this
+    method whose path contains that path gets this status.
     """
 
     def __init__(self):
         self.repositories: dict[str, Repository] = {}
-        self.lfs: dict[str, bytes] = {}
         self.calls: list[tuple[str, str]] = []
-        self.faults: list[Fault] = []
-        self.before_commit = None
+        self.fault: tuple[str, str, int] | None = None
         self.lock = RLock()
         self.server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
@@ -168,17 +124,16 @@ class LoopbackHub:
 
         `repo_id` is that of a model, or of a dataset behind "datasets/".
         """
-        paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
-        files = {name: File(path.read_bytes(), name.endswith(LFS_SUFFIXES)) for name, path in paths.items()}
+        files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
         repository = self.repositories[repo_id] = Repository(private=False)
-        return repository.commit("main", files)
+        return repository.commit("main", {name: path.read_bytes() for name, path in files.items()})
 
-    def head(self, repo_id: str) -> dict[str, File]:
+    def head(self, repo_id: str) -> dict[str, bytes]:
         """Return the files at the newest commit of a repository's main branch."""
         repository = self.repositories[repo_id]
         return repository.commits[repository.references["main"]]
 
-    # What follows answers one kind of request each, with (headers, body).
+    # What follows answers one kind of request each.
 
     def create(self, body: dict) -> dict:
         repo_id = f"{body['organization']}/{body['name']}" if body.get("organization") else f"me/{body['name']}"
@@ -186,9 +141,7 @@ class LoopbackHub:
             raise HubError(409, "You already created this model repo", url=f"{self.endpoint}/{repo_id}")
         private = body.get("private") or body.get("visibility") == "private"
         repository = self.repositories[repo_id] = Repository(private=bool(private))
-        repository.commit(
-            "main", {".gitattributes": File(b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n", False)}
-        )
+        repository.commit("main", {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"})
         return {"url": f"{self.endpoint}/{repo_id}", "name": repo_id}
 
     def info(self, repo_id: str, repository: Repository, revision: str) -> dict:
@@ -200,52 +153,25 @@ class LoopbackHub:
         """List the files and folders in `folder`, those of its folders too if `recursive`."""
         sha = repository.resolve(revision)
         inside = f"{folder}/" if folder else ""
-        files = {path: file for path, file in repository.commits[sha].items() if path.startswith(inside)}
+        files = {path: content for path, content in repository.commits[sha].items() if path.startswith(inside)}
         if folder and not files:
             raise HubError(404, f"{folder} does not exist on {revision!r}", "EntryNotFound", commit=sha)
         listing = {}
-        for path, file in sorted(files.items()):
+        for path, content in sorted(files.items()):
             for parent in reversed(PurePosixPath(path).parents):
                 if str(parent).startswith(inside) and str(parent) != ".":
                     listing[str(parent)] = {"type": "directory", "path": str(parent), "oid": sha}
-            listing[path] = {"type": "file", "path": path, "size": len(file.content), "oid": file.oid}
-            if file.lfs:
-                listing[path]["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
+            listing[path] = {"type": "file", "path": path, "size": len(content), "oid": oid(content)}
         return [entry for path, entry in listing.items() if recursive or "/" not in path.removeprefix(inside)]
 
     def preupload(self, repository: Repository, revision: str, body: dict) -> dict:
         there = repository.commits[repository.resolve(revision)]
-        return {
-            "files": [
-                {
-                    "path": (path := file["path"]),
-                    "uploadMode": "lfs" if path.endswith(LFS_SUFFIXES) else "regular",
-                    "shouldIgnore": False,
-                    "oid": there[path].etag if path in there else None,
-                }
-                for file in body["files"]
-            ]
-        }
-
-    def lfs_batch(self, body: dict) -> dict:
-        """Ask for the objects that are not there yet."""
-        objects = [
-            {**entry, "actions": {"upload": {"href": f"{self.endpoint}/lfs/{entry['oid']}"}}}
-            for entry in body["objects"]
-            if entry["oid"] not in self.lfs
-        ]
-        stored = [entry for entry in body["objects"] if entry["oid"] in self.lfs]
-        return {"transfer": "basic", "objects": objects + stored}
-
-    def lfs_put(self, oid: str, content: bytes) -> dict:
-        if hashlib.sha256(content).hexdigest() != oid:
-            raise HubError(400, "The content does not have the announced sha256")
-        self.lfs[oid] = content
-        return {}
+        names = [file["path"] for file in body["files"]]
+        oids = {name: oid(there[name]) if name in there else None for name in names}
+        common = {"uploadMode": "regular", "shouldIgnore": False}
+        return {"files": [{"path": name, "oid": oids[name], **common} for name in names]}
 
     def commit(self, repo_id: str, repository: Repository, reference: str, lines: list[dict], create_pr: bool) -> dict:
-        if self.before_commit is not None:
-            self.before_commit(repository)
         header = next(line["value"] for line in lines if line["key"] == "header")
         if header.get("parentCommit", repository.references[reference]) != repository.references[reference]:
             raise HubError(412, "A commit has happened since. Please refresh and try again.")
@@ -253,9 +179,7 @@ class LoopbackHub:
         for line in lines:
             value = line["value"]
             if line["key"] == "file":
-                files[value["path"]] = File(base64.b64decode(value["content"]), lfs=False)
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = File(self.lfs[value["oid"]], lfs=True)
+                files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         answer = {"success": True}
@@ -269,18 +193,21 @@ class LoopbackHub:
         return {**answer, "commitOid": sha, "commitUrl": f"{self.endpoint}/{repo_id}/commit/{sha}"}
 
     def tag(self, repository: Repository, revision: str, name: str) -> dict:
-        if name in repository.references:
-            raise HubError(409, f"Tag {name} already exists")
         repository.references[name] = repository.resolve(revision)
         return {}
 
     def references(self, repository: Repository) -> dict:
-        answer: dict = {"branches": [], "tags": [], "converts": []}
-        for name, sha in repository.references.items():
-            folder, kind = ("heads", "branches") if name == "main" else ("tags", "tags")
-            if not name.startswith("refs/pr/"):
-                answer[kind].append({"name": name, "ref": f"refs/{folder}/{name}", "targetCommit": sha})
-        return answer
+        names = [name for name in repository.references if name != "main" and not name.startswith("refs/")]
+        tags = [{"name": name, "ref": f"refs/tags/{name}", "targetCommit": repository.resolve(name)} for name in names]
+        return {"branches": [], "tags": tags, "converts": []}
+
+    def resolve(self, repository: Repository, revision: str, path: str) -> tuple[dict, bytes]:
+        """Return the headers and the content of a file."""
+        sha = repository.resolve(revision)
+        content = repository.commits[sha].get(path)
+        if content is None:
+            raise HubError(404, f"{path} does not exist on {revision!r}", "EntryNotFound", commit=sha)
+        return {"X-Repo-Commit": sha, "ETag": f'"{oid(content)}"'}, content
 
 
 class _Server(ThreadingHTTPServer):
@@ -302,18 +229,11 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_request(self) -> None:
         url = urlsplit(self.path)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
-        length = int(self.headers.get("Content-Length", 0))
-        fault = next((fault.what for fault in self.hub.faults if fault.takes(self.command, url.path)), None)
-        if fault == "drop":
-            self.rfile.read(length // 2)
-            self.close_connection = True
-            return self.connection.shutdown(socket.SHUT_RDWR)
-        body = self.rfile.read(length)
-        if callable(fault):
-            fault()
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
-            if isinstance(fault, int):
-                raise HubError(fault, f"Status {fault}, for a test")
+            method, path, status = self.hub.fault or ("", "", 0)
+            if method == self.command and path in url.path:
+                raise HubError(status, f"Status {status}, for a test")
             with self.hub.lock:
                 self.hub.calls.append((self.command, url.path))
                 answer = self.route(parts, parse_qs(url.query), body)
@@ -331,22 +251,18 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    do_GET = do_HEAD = do_POST = do_PUT = handle_request
+    do_GET = do_HEAD = do_POST = handle_request
 
     def route(self, parts: list[str], query: dict, body: bytes) -> dict | list | tuple[dict, bytes]:
         """Return what becomes JSON, or the headers and the content of a file."""
         hub = self.hub
         authorized = self.headers.get("Authorization") == f"Bearer {TOKEN}"
-        if parts[0] == "lfs":  # as on the Hub, the address itself is the permission
-            return hub.lfs_put(parts[1], body)
-        if self.command not in ("GET", "HEAD") and not authorized:
+        if self.command == "POST" and not authorized:
             raise HubError(401, "Invalid username or password.")
         if parts == ["api", "repos", "create"]:
             return hub.create(json.loads(body))
         if parts == ["api", "validate-yaml"]:
             return {"errors": [], "warnings": []}
-        if parts[2:] and parts[1].endswith(".git"):
-            return hub.lfs_batch(json.loads(body))
 
         if parts[0] == "api":
             parts = parts[2:] if parts[1] == "models" else parts[1:]
@@ -373,15 +289,5 @@ class _Handler(BaseHTTPRequestHandler):
             case ["tag"]:
                 return hub.tag(repository, rest[0], json.loads(body)["tag"])
             case ["resolve"]:
-                return self.resolve(repository, rest[0], "/".join(rest[1:]))
+                return hub.resolve(repository, rest[0], "/".join(rest[1:]))
         raise HubError(404, f"The stand-in does not know {self.command} {self.path}")
-
-    def resolve(self, repository: Repository, revision: str, path: str) -> tuple[dict, bytes]:
-        sha = repository.resolve(revision)
-        file = repository.commits[sha].get(path)
-        if file is None:
-            raise HubError(404, f"{path} does not exist on {revision!r}", "EntryNotFound", commit=sha)
-        headers = {"X-Repo-Commit": sha, "ETag": f'"{file.etag}"'}
-        if file.lfs:
-            headers |= {"X-Linked-ETag": f'"{file.etag}"', "X-Linked-Size": len(file.content)}
-        return headers, file.content

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_sources import VOCAB_SIZE, edit_config, edit_weights, save_released, save_tiny_source, shards, tiny_tokenizer
 
+from conversion_scripts import convert_dcformer_to_iha, convert_llama_to_iha
 from iha import errors
-from iha.conversion import convert_dcformer_to_iha, convert_llama_to_iha
 from iha.errors import UserError, run_cli
 from iha.files import check_output_file, new_directory, whole_file, write_json
 from iha.sources import locate

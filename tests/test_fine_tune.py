@@ -7,11 +7,12 @@ import pytest
 from tiny_training import decoder, hasten_runs, saved, write_jsonl
 from transformers import Qwen3Config
 
+from conversion_scripts import push_to_hub
 from iha.checkpoints import load_config
 from iha.cost import memory, seconds, settings_of
 from iha.errors import ROOT
-from iha.hub import push_to_hub
 from iha.model_cost import model
+from iha.sources import find_source
 from sft import train
 
 
@@ -78,7 +79,7 @@ def test_the_commands_train_and_publish_a_tiny_model(tmp_path, monkeypatch, caps
         given = keys | {f"--{name}": str(value) for name, value in replaced.items()}
         train.main([word for pair in given.items() for word in pair])
         assert "Interleaved 4 of 5 layers, P = 2, window 8." in capsys.readouterr().out
-        config = load_config(str(output / "final"))
+        config = load_config(find_source(output / "final"))
         assert config.mixing_scale * float(keys["--learning_rate"]) == pytest.approx(4e-4)  # the R of the page
         assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (64, 8e6)
     monkeypatch.chdir(tmp_path)

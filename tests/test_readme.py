@@ -102,6 +102,15 @@ def test_what_is_linked_or_named_exists_and_code_stands_in_fences(document):
     assert not missing
 
 
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/conftest.py"])
+def test_the_files_that_are_named_exist(page):
+    files = [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/**/*.py")]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"[\w/]+\.py\b", text) + [f"{name}.py" for name in re.findall(r'"(test_\w+)"', text)]
+    assert named
+    assert [name for name in named if not any(str(path).endswith(f"/{name}") for path in files)] == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_adapters_name_their_targets(document):
     """PEFT rejects a `LoraConfig` without them for a model that it does not know."""

@@ -1,5 +1,9 @@
-"""Describe the architectures that are a Llama with other settings and the same weights, one row each."""
+"""Describe the architectures that are a Llama with other settings and the same weights, one row each.
 
+Check the fields of a source config, and read its windows.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +21,42 @@ from transformers import (
 from iha.errors import UserError
 from iha.kinds import is_interleaved
 
-from .shared import check_fields
+
+# Config fields that have the same name and meaning in IHA and in all architectures that are converted by them.
+SHARED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "attention_dropout",
+)
+# Fields that no forward pass reads: those of Transformers' base class, and others that published checkpoints have.
+HARMLESS_FIELDS = {
+    *PreTrainedConfig().to_dict(),
+    "base_name_or_path",
+    "head_dim",
+    "is_llama_config",
+    "model_max_length",
+    "passes_cu_seq_lens",
+    "passes_windows",
+    "pretraining_tp",
+    "transformers.js_config",
+    "unk_token_id",
+    "unsloth_fixed",
+    "unsloth_version",
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +103,25 @@ ARCHITECTURES = {
         SmolLM3ForCausalLM, **_LLAMA_BIASES, fields=(*_QWEN_WINDOWS, "no_rope_layers", "no_rope_layer_interval")
     ),
 }
+
+
+def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
+    """Reject a source config that sets a field which is neither shared nor one of its architecture's `fields`.
+
+    Such a field could change what the model computes. Raise a `UserError` that names it.
+    """
+    check_known(config.to_dict(), {*SHARED_FIELDS, *fields, *HARMLESS_FIELDS})
+
+
+def check_known(entries: dict, known: set[str]) -> None:
+    """Raise a `UserError` that names the first field of a source config that is set and not `known`."""
+    if entries.get("quantization_config"):
+        raise UserError("The weights of the source are quantized: convert the checkpoint from which they were made.")
+    for field, value in entries.items():
+        # An extension that is switched off changes nothing, but is_causal=False takes the causal mask away.
+        if field not in known and not field.startswith("_") and (value or (field, value) == ("is_causal", False)):
+            advice = "If it does not change the model's output, remove it from config.json"
+            raise UserError(f"The source config sets {field}={value!r}, which no conversion here knows. {advice}.")
 
 
 def check_source(config: PreTrainedConfig) -> Architecture:

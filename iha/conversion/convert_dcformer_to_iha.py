@@ -1,14 +1,6 @@
-"""Convert a released DCFormer checkpoint to an IHA checkpoint without changing what it computes.
-
-The source is Caiyun-AI/DCFormer-2.8B or another checkpoint of its format.
-
-The official code has windows of two lengths: in its decoding and its JAX training a token sees `window_size` tokens,
-itself included, and in its PyTorch training one more. In the converted model it sees `window_size` tokens.
-"""
+"""Convert a released DCFormer checkpoint to an IHA checkpoint that computes the same (`iha.api.convert_dcformer`)."""
 
 import functools
-import os
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import torch
@@ -16,14 +8,14 @@ from pydantic import Field
 from transformers import GenerationConfig, PreTrainedConfig
 from typing_extensions import TypedDict
 
-from iha.arguments import converter_parser
-from iha.checkpoints import check_finite, load_config_dict, load_generation_config, load_weights
+from iha.checkpoints import check_finite, load_config_dict, load_generation_config, load_weights, read_tokenizer
 from iha.errors import UserError
 from iha.files import typed
-from iha.sources import find_source
+from iha.sources import Source
 from modeling_iha import IHAConfig, IHAForCausalLM
 
-from .shared import Size, build, check_known, describe, new_config, read_tokenizer, write_checkpoint
+from .architectures import check_known
+from .shared import Converted, build, new_config, write_checkpoint
 
 
 # Field of a DCFormer's config -> IHA's, where the names differ, and those of the same name.
@@ -45,6 +37,7 @@ WINDOW_TYPES = {
 }
 NAMED_WINDOW = 256
 
+Size = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0)] | None
 
@@ -235,12 +228,11 @@ def convert_model(
     return build(IHAForCausalLM, config, state, dtype, generation_config)
 
 
-def convert(source: str | os.PathLike, destination: str | os.PathLike) -> None:
-    """Convert the DCFormer `source`, a directory or a Hub id, into the new directory `destination`.
+def dcformer_to_iha(source: Source, destination: str) -> None:
+    """Convert a DCFormer into the new directory `destination`.
 
     Raise `UserError`, and leave nothing behind, if the source cannot be converted.
     """
-    source = find_source(source)
 
     def make():
         entries = load_config_dict(source)
@@ -249,13 +241,6 @@ def convert(source: str | os.PathLike, destination: str | os.PathLike) -> None:
         generation_config = load_generation_config(source)
         tokenizer = read_tokenizer(source, config.vocab_size)
         model = convert_model(entries, load_weights(source), generation_config)
-        return model, tokenizer, describe(source, "dcformer")
+        return Converted(model, tokenizer, "(dcformer)")
 
     write_checkpoint(source, destination, make)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    example = "Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha"
-    parser = converter_parser(__doc__, example, "DCFormer checkpoint: a directory or a Hub id")
-    convert(**vars(parser.parse_args(argv)))

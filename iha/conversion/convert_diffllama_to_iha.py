@@ -5,16 +5,15 @@ name.
 """
 
 import copy
-import os
-from collections.abc import Sequence
 
 from transformers import DiffLlamaForCausalLM, PreTrainedConfig
 
-from iha.arguments import add_dtype, converter_parser
 from iha.errors import UserError
+from iha.sources import Source
 from modeling_iha import IHAConfig, IHAForCausalLM
 
-from .shared import SHARED_FIELDS, build, check_fields, describe, new_config, read_source, write_checkpoint
+from .architectures import SHARED_FIELDS, check_fields
+from .shared import Converted, build, new_config, read_source, write_checkpoint
 
 
 def iha_config(source: PreTrainedConfig) -> IHAConfig:
@@ -39,23 +38,14 @@ def convert_model(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
     return build(IHAForCausalLM, config, source.state_dict(), source.dtype, source.generation_config)
 
 
-def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str = "auto") -> None:
-    """Convert the DiffLlama `source`, a directory or a Hub id, into the new directory `destination`.
+def diffllama_to_iha(source: Source, destination: str, dtype: str) -> None:
+    """Convert a DiffLlama, with weights in `dtype`, into the new directory `destination`.
 
-    `dtype` is that of the weights, by default the source's. Raise `UserError`, and leave nothing behind, if the source
-    cannot be converted.
+    Raise `UserError`, and leave nothing behind, if the source cannot be converted.
     """
 
     def make():
         model, tokenizer = read_source(source, iha_config, dtype)
-        return convert_model(model), tokenizer, describe(source, "diffllama")
+        return Converted(convert_model(model), tokenizer, "(diffllama)")
 
     write_checkpoint(source, destination, make)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    example = "kajuma/DiffLlama-0.3B-handcut diff-iha"
-    parser = converter_parser(__doc__, example, "DiffLlama checkpoint: a directory or a Hub id")
-    add_dtype(parser)
-    convert(**vars(parser.parse_args(argv)))

@@ -1,25 +1,18 @@
-"""Convert an IHA checkpoint to a stock architecture that computes the same.
+"""Convert an IHA checkpoint to a stock architecture that computes the same (`iha.api.convert_back`)."""
 
-Layers of kind "diff", trained or not, become a DiffLlama. Others have to compute multi-head attention: their kind is
-"mha", or "iha" with parameters that are still at the exact start of `convert_llama_to_iha.py`, or that fold into the
-projections. The command rejects anything else and names the first parameter that has moved.
-"""
-
-import os
 import sys
-from collections.abc import Sequence
 
 import torch
 from transformers import CONFIG_MAPPING, DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from iha.arguments import add_dtype, converter_parser
 from iha.errors import UserError
 from iha.kinds import iha
+from iha.sources import Source
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing_weights import state_with_values
 
-from .architectures import ARCHITECTURES, Architecture, layer_windows, rope_layers
-from .shared import SHARED_FIELDS, build, check_iha, new_config, read_source, write_checkpoint
+from .architectures import ARCHITECTURES, SHARED_FIELDS, Architecture, layer_windows, rope_layers
+from .shared import Converted, build, check_iha, new_config, read_source, write_checkpoint
 
 
 @torch.no_grad()
@@ -139,18 +132,11 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     return build(architecture.model_class, config, state, model.dtype, model.generation_config)
 
 
-def convert(source: str | os.PathLike, destination: str | os.PathLike, dtype: str = "auto") -> None:
-    """Convert the IHA checkpoint `source` to a stock one in the new directory `destination`. Raise `UserError`."""
+def iha_to_stock(source: Source, destination: str, dtype: str) -> None:
+    """Convert an IHA checkpoint to a stock one in the new directory `destination`. Raise `UserError`."""
 
     def make():
         model, tokenizer = read_source(source, lambda config: check_iha(source, config), dtype)
-        return convert_back(model), tokenizer, None
+        return Converted(convert_back(model), tokenizer)
 
     write_checkpoint(source, destination, make)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    parser = converter_parser(__doc__, "smollm2-iha smollm2-again", "IHA checkpoint: a directory or a Hub id")
-    add_dtype(parser)
-    convert(**vars(parser.parse_args(argv)))

@@ -5,25 +5,28 @@ The file of a kind in iha/kinds/ gives the values at which its parameters start.
 
 import copy
 import json
-import os
-from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from iha.arguments import check_attention, check_conversion, convert_arguments
 from iha.errors import UserError, refusing
-from iha.files import checked, typed
 from iha.kinds import companion_of
-from iha.sources import find_source
+from iha.sources import Source
 from modeling_iha import IHAConfig, IHAForCausalLM, set_mixing_scale
 from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
 
-from .architectures import ARCHITECTURES, check_source, exact_length, layer_windows, rope_layers
-from .shared import SHARED_FIELDS, Size, build, describe, new_config, read_source, write_checkpoint
+from .architectures import (
+    ARCHITECTURES,
+    SHARED_FIELDS,
+    check_source,
+    exact_length,
+    layer_windows,
+    rope_layers,
+)
+from .arguments import check_layers
+from .shared import Converted, build, new_config, read_source, write_checkpoint
 
 
 def iha_config(
@@ -39,11 +42,9 @@ def iha_config(
 
     Raise `UserError` if the source or an argument does not allow one.
     """
-    check_attention(num_pseudo_heads, schedule, window, kind, output_gate)
+    check_layers(num_pseudo_heads, schedule, window, kind, output_gate)
     architecture = check_source(source)
     context = source.max_position_embeddings
-    if num_pseudo_heads is not None:
-        typed(num_pseudo_heads * context, Size, "The virtual tokens of a full context")
     kinds = [kind]
     windows = layer_windows(source)
     if num_pseudo_heads is not None and schedule == "hybrid":
@@ -112,18 +113,18 @@ def convert_model(
     window: int | None = None,
     kind: str = "iha",
     options: dict | None = None,
-    value_offsets: str | None = None,
+    value_offsets: str = "balanced",
     seed: int = 0,
     mixing_scale: float | None = None,
     output_gate: str | None = None,
 ) -> IHAForCausalLM:
     """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
-    The arguments are those of `convert`. The result shares the memory of the weights of `source`: delete one of the
-    two, or copy it, before training. Raise `UserError` if the source is not supported or an argument does not fit it.
+    The arguments are those of `iha.api.convert`. The result shares the memory of the weights of `source`: delete one
+    of the two, or copy it, before training. Raise `UserError` if the source is not supported or an argument does not
+    fit it.
     """
     config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options, output_gate)
-    value_offsets = value_offsets or "balanced"
     generator = torch.Generator().manual_seed(seed)
     state = source.state_dict()
     lacks = ARCHITECTURES[source.config.model_type].lacks
@@ -147,52 +148,37 @@ def convert_model(
     return model
 
 
-@checked
-def convert(
-    source: str | os.PathLike,
-    destination: str | os.PathLike,
-    num_pseudo_heads: int | None = None,
-    kind: str = "iha",
-    options: dict | None = None,
-    schedule: Literal["global", "hybrid"] = "global",
-    window: int | None = None,
-    value_offsets: Literal["balanced", "none"] | None = None,
-    dtype: str = "auto",
-    mixing_scale: float | None = None,
-    seed: int = 0,
-    output_gate: Literal["elementwise", "per_head"] | None = None,
+def llama_to_iha(
+    source: Source,
+    destination: str,
+    dtype: str,
+    layers: tuple[int | None, str, int | None, str, dict | None],
+    output_gate: str | None,
+    value_offsets: str,
+    seed: int,
+    mixing_scale: float | None,
 ) -> None:
-    """Convert a checkpoint without changing what it computes, and write it, its tokenizer and a model card.
+    """Convert a checkpoint, and write it, its tokenizer and a model card into a new directory.
 
-    `source` is a directory, a Hub id or a GGUF file, and `destination` a new directory. The other arguments are the
-    options of the command. Raise `UserError`, and leave nothing behind, if the source cannot be converted.
+    `layers` are the arguments of `iha_config` after the first. Raise `UserError`, and leave nothing behind, if the
+    source cannot be converted.
     """
-    check_conversion(
-        destination, num_pseudo_heads, kind, schedule, window, value_offsets, mixing_scale, seed, output_gate
-    )
-    source = find_source(source)
+
+    num_pseudo_heads, schedule, _, kind, options = layers
 
     def make():
-        arguments = (num_pseudo_heads, schedule, window, kind, options)
-        model, tokenizer = read_source(source, lambda config: iha_config(config, *arguments, output_gate), dtype)
-        converted = convert_model(model, *arguments, value_offsets, seed, mixing_scale, output_gate)
+        model, tokenizer = read_source(source, lambda config: iha_config(config, *layers, output_gate), dtype)
+        converted = convert_model(model, *layers, value_offsets, seed, mixing_scale, output_gate)
+        config = converted.config
+        how = f"({model.config.model_type})"
         if kind == "iha":
-            how = f" with {num_pseudo_heads} pseudo-heads and the {schedule} schedule"
+            how += f" with {num_pseudo_heads} pseudo-heads and the {schedule} schedule"
         else:
-            how = f" to attention of kind {kind!r}"
-            if options:
-                how += f" with {json.dumps(options)}"
+            how += f" to attention of kind {kind!r}" + (f" with {json.dumps(options)}" if options else "")
         if output_gate is not None:
             how += f" with an output gate ({output_gate})"
         if schedule == "hybrid":
-            config = converted.config
             how += f", whose windows are {config.sliding_window} of {config.max_position_embeddings} tokens"
-        length = exact_length(model.config, converted.config)
-        return converted, tokenizer, describe(source, model.config.model_type, how, length)
+        return Converted(converted, tokenizer, how, exact_length(model.config, config))
 
     write_checkpoint(source, destination, make)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    convert(**convert_arguments(argv))

@@ -1,93 +1,27 @@
-"""Hold what the converters share: the checks of a source, how a model is built, and how a checkpoint is written."""
+"""Hold what the converters share: how a source is read, how a model is built, and how a checkpoint is written."""
 
 import copy
-import os
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from pydantic import Field
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_utils import load_state_dict
 
 from iha.cards import markdown, render_card, source_license, source_name
-from iha.checkpoints import (
-    check_filled,
-    check_no_adapter,
-    lacks_tokenizer,
-    load_config,
-    load_model,
-    load_tokenizer,
-    weight_files,
-)
+from iha.checkpoints import check_filled, load_config, load_model, note_rounding, read_tokenizer
 from iha.errors import UserError, one_line
-from iha.files import expanded, new_directory, typed
-from iha.sources import find_source
+from iha.files import new_directory
+from iha.sources import Source
 from modeling_iha import IHAConfig
 
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-# Config fields that have the same name and meaning in IHA and in all architectures that are converted by them.
-SHARED_FIELDS = (
-    *SIZES,
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "use_cache",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "rope_parameters",
-    "attention_dropout",
-)
-# Fields that no forward pass reads: those of Transformers' base class, and others that published checkpoints have.
-HARMLESS_FIELDS = {
-    *PreTrainedConfig().to_dict(),
-    "base_name_or_path",
-    "head_dim",
-    "is_llama_config",
-    "model_max_length",
-    "passes_cu_seq_lens",
-    "passes_windows",
-    "pretraining_tp",
-    "transformers.js_config",
-    "unk_token_id",
-    "unsloth_fixed",
-    "unsloth_version",
-}
-# Attention cores count tokens in 32 bits.
-Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Config = TypeVar("Config", bound=PreTrainedConfig)
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
-def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
-    """Reject a source config that sets a field which is neither shared nor one of its architecture's `fields`.
-
-    Such a field could change what the model computes. Raise a `UserError` that names it.
-    """
-    typed({name: getattr(config, name) for name in SIZES}, dict[str, Size], "The source config")
-    check_known(config.to_dict(), {*SHARED_FIELDS, *fields, *HARMLESS_FIELDS})
-
-
-def check_known(entries: dict, known: set[str]) -> None:
-    """Raise a `UserError` that names the first field of a source config that is set and not `known`."""
-    if entries.get("quantization_config"):
-        raise UserError("The weights of the source are quantized: convert the checkpoint from which they were made.")
-    for field, value in entries.items():
-        # An extension that is switched off changes nothing, but is_causal=False takes the causal mask away.
-        if field not in known and not field.startswith("_") and (value or (field, value) == ("is_causal", False)):
-            advice = "If it does not change the model's output, remove it from config.json"
-            raise UserError(f"The source config sets {field}={value!r}, which no conversion here knows. {advice}.")
-
-
-def check_iha(source: str | os.PathLike, config: PreTrainedConfig) -> None:
+def check_iha(source: Source, config: PreTrainedConfig) -> None:
     """Raise `UserError` unless `config`, that of the checkpoint `source`, belongs to an unquantized IHA model."""
     if (model_type := config.to_dict()["model_type"]) != "iha":  # with interleaved heads the object has the base's
         raise UserError(f"{source} is a checkpoint of type {model_type!r}; expected 'iha'.")
@@ -136,96 +70,58 @@ def build(
 
 
 def read_source(
-    src: str | os.PathLike, check: Callable[[PreTrainedConfig], object], dtype: str = "auto"
+    source: Source, check: Callable[[PreTrainedConfig], object], dtype: str
 ) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """Return the model, of the class that its config names, and the tokenizer of the checkpoint `src`, if it has one.
+    """Return the model, of the class that its config names, and the tokenizer of a checkpoint, if it has one.
 
     Loading takes long, so `check` first rejects what the config alone shows. Raise `UserError`.
     """
-    src = find_source(src)
-    check_no_adapter(src)
-    config = load_config(src)
+    config = load_config(source)
     check(config)
-    source = load_model(src, dtype, config)
+    model = load_model(source, dtype, config)
     if dtype == "auto":
-        note_rounding(src, source.dtype)
-    tokenizer = read_tokenizer(src, source.config.vocab_size)
-    print(f"Converting {source.config.model_type}, {source.num_parameters():,} parameters, {source.dtype}", flush=True)
-    return source, tokenizer
+        note_rounding(source, model.dtype)
+    tokenizer = read_tokenizer(source, model.config.vocab_size)
+    print(f"Converting {model.config.model_type}, {model.num_parameters():,} parameters, {model.dtype}", flush=True)
+    return model, tokenizer
 
 
-def note_rounding(source: str | os.PathLike, dtype: torch.dtype) -> None:
-    """Print on stderr which weights of `source` were rounded, because it was loaded in `dtype`.
+class Converted(NamedTuple):
+    """Hold what a converter has made.
 
-    A config may name another dtype than the files have, and a load takes the config's.
+    Attributes:
+        model: the converted model.
+        tokenizer: that of the source, if it has one.
+        how: the source's type and what became of it, for the model card. A stock model has `None`, and gets no card.
+        exact_length: the longest sequence, in tokens, for which the conversion is exact, or `None` for any length.
     """
-    if find_source(source).gguf_file is not None:
-        return
-    rounded = [
-        f"{name} first, in {tensor.dtype}"
-        for file in weight_files(source)
-        for name, tensor in load_state_dict(file, map_location="meta").items()
-        if _is_rounded(tensor.dtype, dtype)
-    ]
-    if rounded:
-        print(
-            f"{dtype}, in which its config has them loaded, rounds {len(rounded)} tensors of {source} ({rounded[0]}): "
-            "set dtype in its config.json, or --dtype where a command has it, to keep them.",
-            file=sys.stderr,
-        )
+
+    model: Any
+    tokenizer: PreTrainedTokenizerBase | None
+    how: str | None = None
+    exact_length: int | None = None
 
 
-def _is_rounded(stored: torch.dtype, loaded: torch.dtype) -> bool:
-    """Return whether the dtype `loaded` rounds floating-point weights of the dtype `stored`."""
-    if not stored.is_floating_point:
-        return False
-    has_more_digits = torch.finfo(stored).eps < torch.finfo(loaded).eps
-    has_larger_range = torch.finfo(stored).max > torch.finfo(loaded).max
-    # float16 and bfloat16 round each other: one has more digits, the other the larger range.
-    return has_more_digits or has_larger_range
-
-
-def read_tokenizer(src: str | os.PathLike, vocab_size: int) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a source, or `None`, with a warning, for a directory without one. Raise `UserError`."""
-    if lacks_tokenizer(src):
-        print(f"{src} holds no tokenizer, so the converted checkpoint has none: add one to use it.", file=sys.stderr)
-        return None
-    return load_tokenizer(src, vocab_size)
-
-
-def describe(src: str | os.PathLike, model_type: str, how: str = "", exact_length: int | None = None) -> str:
-    """Return the section of a card that says what was converted and up to which length, in tokens, it is exact."""
-    lengths = f"at most {exact_length} tokens; longer ones differ" if exact_length else "any length"
-    return (
-        f"## Conversion\n\nConverted from {markdown(source_name(str(src)))} ({model_type}){how}. Before any further "
-        f"training the model computes what its source does, up to rounding, for sequences of {lengths}."
-    )
-
-
-def write_checkpoint(
-    src: str | os.PathLike,
-    dst: str | os.PathLike,
-    make: Callable[[], tuple[Any, PreTrainedTokenizerBase | None, str | None]],
-) -> None:
-    """Write what `make` reads from `src` and converts into the new directory `dst`.
-
-    `make` returns the model, the tokenizer or `None`, and the section of the model card on the conversion. A stock
-    model has `None` in its place and gets no card. Raise `UserError`.
-    """
-    with new_directory(dst) as directory:
-        print(f"1 of 2: reading {src}", flush=True)
-        model, tokenizer, section = make()
+def write_checkpoint(source: Source, destination: str, make: Callable[[], Converted]) -> None:
+    """Write what `make` reads from `source` and converts into the new directory `destination`. Raise `UserError`."""
+    with new_directory(destination) as directory:
+        print(f"1 of 2: reading {source}", flush=True)
+        model, tokenizer, how, exact_length = make()
         print(f"2 of 2: writing {type(model).__name__}", flush=True)
         model.save_pretrained(directory)
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
-        if section is not None:
-            place = expanded(src)
-            is_local = place.exists()
-            base_model = None if is_local else str(src)
-            license: dict[str, Any] = source_license(str(place if is_local else src))
-            card = render_card(model.config, Path(dst).name, base_model=base_model, details=section, **license)
+        lengths = f"at most {exact_length} tokens; longer ones differ" if exact_length else "any length"
+        section = (
+            f"## Conversion\n\nConverted from {markdown(source_name(source.name))} {how}. Before any further training "
+            f"the model computes what its source does, up to rounding, for sequences of {lengths}."
+        )
+        if how is not None:
+            base_model = source.name if source.path is None else None
+            license: dict[str, Any] = source_license(str(source.path or source))
+            name = Path(destination).name
+            card = render_card(model.config, name, base_model=base_model, details=section, **license)
             (directory / "README.md").write_text(card, encoding="utf-8")
-    print(f"Wrote {dst}, {model.num_parameters():,} parameters.")
-    if section is not None:
+    print(f"Wrote {destination}, {model.num_parameters():,} parameters.")
+    if how is not None:
         print(section.splitlines()[-1])

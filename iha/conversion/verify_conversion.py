@@ -1,26 +1,21 @@
-"""Check on real text that a converted checkpoint computes what its source does, and that the check can fail.
+"""Check on real text that a converted checkpoint computes what its source does (`iha.api.verify`).
 
-Both models run in float32 on the same tokens, within the length for which the conversion is exact. The source is
-first compared with itself, with and without a cache, because no conversion can agree with a source that disagrees with
-itself. As a control, the command breaks one parameter of the converted model in memory. The same thresholds must
-reject that model. The exit code is 1 if the models differ, or if the control does not.
+The source is first compared with itself, with and without a cache, because no conversion can agree with a source that
+disagrees with itself.
 """
 
-import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from iha.arguments import check_verification, verify_arguments
 from iha.checkpoints import load_config, load_model, load_tokenizer, vocabulary_of
 from iha.errors import UserError
-from iha.files import MAX_TEXT, checked, expanded, read_text, write_json
+from iha.files import MAX_TEXT, expanded, read_text, write_json
 from iha.foreign_code import note_foreign_code
 from iha.kinds import companion_of, interleaved_kind, is_interleaved
-from iha.sources import find_source
+from iha.sources import Source
 from modeling_iha.modeling_interleaved import backbone_of
 
 from .architectures import exact_length
@@ -163,7 +158,7 @@ def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
 
 
 def read_both(
-    source: str | os.PathLike, converted: str | os.PathLike, text: Path, count: int
+    source: Source, converted: Source, text: Path, count: int
 ) -> tuple[PreTrainedConfig, PreTrainedConfig, torch.Tensor]:
     """Return the configs of both checkpoints, and the tokens [count] of the text, which both tokenizers make of it.
 
@@ -171,7 +166,7 @@ def read_both(
     """
     config = load_config(source)
     tokens = read_tokens(load_tokenizer(source, vocabulary_of(config)), text, count)
-    note_foreign_code(find_source(converted).location)
+    note_foreign_code(converted)
     converted_config = load_config(converted)
     if not is_interleaved(converted_config):
         check_iha(converted, converted_config)
@@ -192,14 +187,8 @@ def _print_table(results: dict[str, Comparison]) -> None:
         print(f"{name:12}{result.max_logit_difference:14.2e}{result.mean_kl:14.2e}{greedy:>10}  {verdict}")
 
 
-@checked
-def verify(
-    source: str | os.PathLike,
-    converted: str | os.PathLike,
-    text: str | os.PathLike | None = None,
-    tokens: int = 500,
-    max_new_tokens: int = 64,
-    json: str | os.PathLike | None = None,
+def compare_checkpoints(
+    source: Source, converted: Source, text: str | None, tokens: int, max_new_tokens: int, json: str | None
 ) -> dict[str, Comparison]:
     """Check that the checkpoint `converted` computes what its `source` does, and that the check can fail.
 
@@ -209,9 +198,6 @@ def verify(
     only the first tokens are compared, and `exact_length` says how many tokens a sequence may have. Raise `UserError`
     if the conversion differs or the control does not.
     """
-    check_verification(text, tokens, max_new_tokens, json)
-    source = find_source(source)
-    converted = find_source(converted)
     config, converted_config, ids = read_both(source, converted, expanded(text or DEFAULT_TEXT), tokens)
     saved_dtype = converted_config.dtype  # the load in float32 changes it
     is_rounded = saved_dtype in (torch.bfloat16, torch.float16) and saved_dtype != config.dtype
@@ -257,8 +243,3 @@ def verify(
     limit = "" if longest is None else f", for sequences of at most {longest} tokens; longer ones differ"
     print(f"The conversion is exact up to rounding{limit}.")
     return results
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command."""
-    verify(**verify_arguments(argv))

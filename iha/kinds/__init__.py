@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from iha.layer_cost import Cost, virtual_tokens_per_token
+from iha.layer_cost import Cost
 from iha.overlay import Overlay
 from modeling_iha import IHAConfig
 from modeling_iha.attention_mha import MultiHeadAttention
@@ -31,6 +31,9 @@ class Companion:
         paper: where the mechanism was published, in Markdown.
         cost: a function of (config, tokens, window in tokens or `None`, form as in `counted_pairs`) that returns the
             cost of the attention between the projections.
+        times_pairs: for a kind with virtual tokens, a function of the config that returns how many times the pairs of
+            "mha" a layer over all tokens has.
+        served_by_vllm: whether the plugin vllm_iha serves the kind.
         start: a function of (config, generator, value offsets "balanced" or "none") that returns parameters of the
             attention module by name, float32, with which a layer computes exactly multi-head attention. Without it no
             checkpoint is converted to the kind.
@@ -42,13 +45,17 @@ class Companion:
     card: str = ""
     paper: str | None = None
     cost: Callable[[IHAConfig, int, int | None, str], Cost] | None = None
+    times_pairs: Callable[[IHAConfig], int] | None = None
+    served_by_vllm: bool = False
     start: Callable[[IHAConfig, torch.Generator, str], dict[str, torch.Tensor]] | None = None
     from_mha: Callable[[IHAConfig, dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda config, attention: {}
     control: str | None = None
 
 
 def companion_of(kind: str) -> Companion:
-    """Return the companion of a kind of `ATTENTION_CLASSES`, with its defaults filled in."""
+    """Return the companion of a kind, with its defaults filled in, or of a layer of Transformers by its model type."""
+    if kind not in ATTENTION_CLASSES:
+        return Companion(card="the base model's own layer.")
     name = f"{__name__}.{kind}"
     mechanism = importlib.import_module(name).COMPANION if find_spec(name) else Companion()
     card = mechanism.card or _first_sentence(ATTENTION_CLASSES[kind]).replace("{", "{{").replace("}", "}}")
@@ -79,6 +86,14 @@ def additions_of(config: PreTrainedConfig) -> list[Companion]:
 def all_companions() -> dict[str, Companion]:
     """Return the companion of every kind, in the order of `ATTENTION_CLASSES`."""
     return {kind: companion_of(kind) for kind in ATTENTION_CLASSES}
+
+
+def virtual_tokens_per_token(config: PreTrainedConfig) -> int:
+    """Return the number of virtual tokens that the layers with virtual tokens of a model make of each token."""
+    kinds = getattr(config, "attention_kinds", None)  # only `IHAConfig` has the field
+    if kinds is not None and not any(companion_of(kind).times_pairs for kind in kinds):
+        return 1
+    return getattr(config.get_text_config(decoder=True), "num_pseudo_heads", 1)
 
 
 def is_interleaved(config: PreTrainedConfig) -> bool:

@@ -4,11 +4,11 @@ A layer computes the multi-head attention that it replaces while its second proj
 
 import torch
 
-from iha.layer_cost import Cost, score_matrix
+from iha.layer_cost import Cost
 from modeling_iha import IHAConfig
 from modeling_iha.attention_dcmha import CompositionWeights
 
-from . import Companion
+from . import Companion, mha
 
 
 def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
@@ -43,7 +43,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     base = options.base_map * heads * size
     cached = (options.sides != "query") * stages * heads * (2 * rank + options.gate)
     per_pair = stages * (sides * (2 * rank + options.gate) * heads + base)
-    return score_matrix(config, tokens, window, form, per_pair, stages * sides * weights, cached) + Cost(
+    return mha.score_matrix(config, tokens, window, form, per_pair, stages * sides * weights, cached) + Cost(
         parameters=stages * base
     )
 

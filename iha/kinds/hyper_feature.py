@@ -1,9 +1,9 @@
 """Describe kind "hyper_feature"."""
 
-from iha.layer_cost import Cost, linear, score_matrix
+from iha.layer_cost import Cost, linear
 from modeling_iha import IHAConfig
 
-from . import Companion
+from . import Companion, mha
 
 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
@@ -17,7 +17,7 @@ def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
         orders = options.of_heads(config.num_attention_heads)[:: config.num_attention_heads // groups]
         further = (sum(orders) - groups) * config.head_dim
     values = linear(tokens, config.hidden_size, further, config.attention_bias)
-    return score_matrix(config, tokens, window, form) + values
+    return mha.score_matrix(config, tokens, window, form) + values
 
 
 COMPANION = Companion(

@@ -104,6 +104,8 @@ COMPANION = Companion(
     paper="Duvvuri, Ekbote, Bansal, Tiwari, Khatri, Brandfonbrener, Liang, Dhillon and Zaheer, 2026, "
     "[Interleaved Head Attention](https://arxiv.org/abs/2602.21371)",
     cost=cost,
+    times_pairs=lambda config: config.num_pseudo_heads**2,
+    served_by_vllm=True,
     start=start,
     control="v_mix.weight",
 )

@@ -35,4 +35,6 @@ COMPANION = Companion(
     paper="modded-nanogpt, 2026, [Paired Head Attention](https://github.com/KellerJordan/modded-nanogpt/tree/master/"
     "records/track_1_short/2026-01-07_PairedHeadAttention)",
     cost=cost,
+    times_pairs=lambda config: config.num_pseudo_heads,
+    served_by_vllm=True,
 )

@@ -4,10 +4,10 @@ A layer computes the multi-head attention that it replaces while both of its map
 
 import torch
 
-from iha.layer_cost import Cost, score_matrix
+from iha.layer_cost import Cost
 from modeling_iha import IHAConfig
 
-from . import Companion
+from . import Companion, mha
 
 
 MAPS = ("score_mix.weight", "weight_mix.weight")
@@ -21,7 +21,7 @@ def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> 
 def cost(config: IHAConfig, tokens: int, window: int | None, form: str) -> Cost:
     """Return the cost of a score matrix with two maps [H, H] for every pair."""
     maps = 2 * config.num_attention_heads**2
-    return score_matrix(config, tokens, window, form, per_pair=maps) + Cost(parameters=maps)
+    return mha.score_matrix(config, tokens, window, form, per_pair=maps) + Cost(parameters=maps)
 
 
 COMPANION = Companion(

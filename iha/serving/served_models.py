@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from iha.checkpoints import check_filled, check_no_adapter, lacks_tokenizer, load_config_dict, positions_of
 from iha.errors import UserError
+from iha.sources import find_source
 from modeling_iha import IHAForCausalLM
 from modeling_iha.modeling_interleaved import ModelMixin
 
@@ -106,9 +107,10 @@ def check_served(source: str, revision: str | None = None) -> None:
         return
     if not os.path.isdir(source) and "@" in source:
         source, _, revision = source.partition("@")
-    check_no_adapter(source, revision)
-    load_config_dict(source, revision)
-    if lacks_tokenizer(source):
+    found = find_source(source, revision)
+    check_no_adapter(found)
+    load_config_dict(found)
+    if lacks_tokenizer(found):
         raise UserError(f"{source} holds no tokenizer: save one with the weights (tokenizer.save_pretrained).")
 
 

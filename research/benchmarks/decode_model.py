@@ -16,6 +16,7 @@ from iha.checkpoints import load_model, smollm2_gguf
 from iha.conversion.convert_llama_to_iha import convert_model
 from iha.errors import run_cli
 from iha.model_cost import attention
+from iha.sources import find_source
 from modeling_iha.transformers_versions import CACHE
 from research.benchmarks.harness import medians, ratios, reported, write
 from research.benchmarks.options import arguments
@@ -66,7 +67,7 @@ def measure(llama: PreTrainedModel, iha: PreTrainedModel, tokens: int, repeats: 
 def main() -> None:
     args = PARSER.parse_args()
     logging.disable_progress_bar()
-    llama = load_model(smollm2_gguf(), torch.float32)
+    llama = load_model(find_source(smollm2_gguf()), torch.float32)
     iha = convert_model(llama, PSEUDO_HEADS)
     rows = reported(measure(llama, iha, tokens, args.repeats) for tokens in args.tokens)
     setting = {"new_tokens": NEW_TOKENS, "checkpoint": "SmolLM2-135M-Instruct"}

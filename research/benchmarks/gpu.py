@@ -33,7 +33,7 @@ from transformers.utils import is_flash_attn_4_available
 from iha import model_cost as cost
 from iha.errors import UserError, one_line, run_cli
 from iha.files import current_commit, expanded, sole_writer, write_json
-from iha.layer_cost import virtual_tokens_per_token
+from iha.kinds import virtual_tokens_per_token
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving, triton_kernels
 from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.interleaving import MixedHeads

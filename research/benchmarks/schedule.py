@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from iha.errors import run_cli
 from iha.model_cost import attention, model
-from iha.step_memory import Counter, one_document
+from iha.step_memory import Counter
 from modeling_iha import IHAConfig
 from modeling_iha.flop_matched_window import flop_matched_window
 from research.benchmarks.harness import (
@@ -113,7 +113,7 @@ def cpu_seconds(function: Callable[[], None]) -> float:
 
 def counted_bytes(fields: dict, tokens: int) -> int:
     """Return the peak of the tensors that a training step makes, without computing it."""
-    with FakeTensorMode(), one_document():
+    with FakeTensorMode():
         step = training_step(fields, tokens)
         with Counter() as counter:
             step()

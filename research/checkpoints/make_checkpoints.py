@@ -27,6 +27,7 @@ from iha.checkpoints import load_config, smollm2_gguf
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import file_sha256, new_directory, read_json, write_json
 from iha.processes import run_command
+from iha.sources import find_source
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import processor
 
@@ -144,7 +145,7 @@ def record(made: Made, folder: Path) -> None:
         write_json(temporary / "results.json", made.results)
         found = {
             "weights_sha256": weights_sha256(made.checkpoint),
-            "config": IHAConfig.to_diff_dict(load_config(made.checkpoint)),
+            "config": IHAConfig.to_diff_dict(load_config(find_source(made.checkpoint))),
             "machine": processor(),
             "versions": {library: version(library) for library in LIBRARIES},
         }

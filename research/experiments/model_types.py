@@ -19,7 +19,6 @@ of them the better part of an hour.
 example: python -m research.experiments.model_types --types gemma3_text olmo2
 """
 
-import argparse
 import dataclasses
 import re
 import tempfile
@@ -486,7 +485,7 @@ def _reason(row: dict) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = StudyParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser("research.experiments.model_types", description=__doc__)
     parser.set_defaults(study="model_types")
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="some types only, printed and not written")
     args = parser.parse_args(argv)

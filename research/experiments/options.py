@@ -23,12 +23,16 @@ def path_from_root(text: str) -> Path:
 
 
 class StudyParser(argparse.ArgumentParser):
-    """Keep the command line as `command`, to be recorded."""
+    """Keep the command line as `command`, to be recorded. `module` is that of the command."""
+
+    def __init__(self, module: str, **options):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        self.module = module
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None):
         words = sys.argv[1:] if args is None else map(str, args)
         parsed = super().parse_args(args, namespace)
-        parsed.command = shown_command([f"research.experiments.{parsed.study}", *words])
+        parsed.command = shown_command([self.module, *words])
         return parsed
 
 
@@ -41,8 +45,7 @@ def study_parser(doc: str, study: str, seeds: int = 0) -> argparse.ArgumentParse
         seeds: how many there are by default; a study without any has no option for them.
     """
     writes = f"Writes {study}.json and {study}.png. A finished run is not repeated."
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = StudyParser(description=doc, epilog=writes, formatter_class=formatter)
+    parser = StudyParser(f"research.experiments.{study}", description=doc, epilog=writes)
     parser.set_defaults(study=study)
     if seeds:
         parser.add_argument("--seeds", type=int, nargs="+", default=list(range(seeds)), help=f"(0 to {seeds - 1})")

@@ -24,6 +24,7 @@ example: python -m research.experiments.paired_heads --tokens 512 --kinds global
 import os
 import pydoc_data.topics
 import time
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -229,22 +230,12 @@ def plot(table: dict) -> Figure:
     return figure
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    report: Callable[[dict[str, dict], dict[str, list[dict]]], None] = lambda tuning, runs: None,
+def run(
+    args: Namespace, report: Callable[[dict[str, dict], dict[str, list[dict]]], None] = lambda tuning, runs: None
 ) -> Path:
     """Run the study and write its results. Return the path of its table. Raise `UserError`.
 
     `report` is called after each run: see `compare_tuned`."""
-    parser = protocol_parser(__doc__, "paired_heads", EFFECT, VARIANTS)
-    parser.set_defaults(kinds=USUAL)
-    parser.add_argument("--tokens", type=int, default=256, help="length of rows (default: 256)")
-    parser.add_argument("--width", type=int, default=64, choices=SIZES, help="width of the model (default: 64)")
-    parser.add_argument("--steps", type=int, help="training steps (default: those of the width)")
-    parser.add_argument("--text", default="python", type=given_text, help="python, prose or a file (default: python)")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
-    parser.add_argument("--untuned", action="store_true", help="learn at the first rate, without tuning")
-    args = parser.parse_args(argv)
     usual = {"tokens": 256, "width": 64, "steps": None, "text": "python", "device": "cpu"}
     others = (getattr(args, name) for name, value in usual.items() if getattr(args, name) != value)
     args.study += "".join(f"_{Path(str(value)).stem}" for value in others)
@@ -260,9 +251,9 @@ def main(
     setting = {**size, "gpu": gpu, "text": Path(args.text).name, "text_sha256": text_sha256(text)}
     setting |= {"compiled": True} if args.device == "cuda" else {}
     text = text.to(args.device)
-    run = partial(one_run, size, text)
     first = BEGIN_AT.get(args.width)
-    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(size, **VARIANTS[name]), first, report)
+    train = partial(one_run, size, text)
+    rates, runs = compare_tuned(args, setting, train, lambda name: config_of(size, **VARIANTS[name]), first, report)
     timed = args.output / f"seconds-{'-'.join(args.kinds)}.json"
     kept = {**setting, "machine": processor()}
     with sole_writer(args.output):  # another command that trains there would disturb the times
@@ -273,6 +264,18 @@ def main(
     rows = language_models.summaries(size, VARIANTS, rates, runs)
     curves = {name: [each["curve"] for each in of_variant] for name, of_variant in runs.items()}
     return write(args, plot, **setting, step_seconds=seconds, rows=rows, runs=curves)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = protocol_parser(__doc__, "paired_heads", EFFECT, VARIANTS)
+    parser.set_defaults(kinds=USUAL)
+    parser.add_argument("--tokens", type=int, default=256, help="length of rows (default: 256)")
+    parser.add_argument("--width", type=int, default=64, choices=SIZES, help="width of the model (default: 64)")
+    parser.add_argument("--steps", type=int, help="training steps (default: those of the width)")
+    parser.add_argument("--text", default="python", type=given_text, help="python, prose or a file (default: python)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
+    parser.add_argument("--untuned", action="store_true", help="learn at the first rate, without tuning")
+    run(parser.parse_args(argv))
 
 
 if __name__ == "__main__":

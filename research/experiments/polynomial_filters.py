@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from iha import plots
 from iha.errors import run_cli
-from iha.layer_cost import virtual_tokens_per_token
+from iha.kinds import virtual_tokens_per_token
 from modeling_iha import IHAConfig, IHAModel
 from research.experiments.options import study_parser
 from research.experiments.study import begin, write

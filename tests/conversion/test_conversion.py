@@ -39,22 +39,20 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
-from iha import api, processes, sources
-from iha.arguments import KINDS
+from conversion_scripts import convert_diffllama_to_iha, convert_iha_to_llama, convert_llama_to_iha
+from conversion_scripts import verify_conversion as verify_script
+from iha import api, cli, processes, sources
 from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
-from iha.conversion import (
-    convert_diffllama_to_iha,
-    convert_iha_to_llama,
-    convert_llama_to_iha,
-    verify_conversion,
-)
+from iha.conversion import convert_diffllama_to_iha as of_diffllama
+from iha.conversion import verify_conversion
 from iha.conversion.architectures import exact_length
+from iha.conversion.arguments import KINDS
 from iha.conversion.convert_iha_to_llama import convert_back
 from iha.conversion.convert_llama_to_iha import convert_model, iha_config
 from iha.errors import UserError
 from iha.kinds import described
 from iha.processes import load_in_clean_process, run_in_clean_process
-from iha.sources import locate
+from iha.sources import find_source, locate
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.exact_start import last_pseudo_head
 from modeling_iha.mixing_weights import state_with_values
@@ -66,7 +64,7 @@ from research.experiments.model_types import MULTIMODAL, tiny_model
 
 CONVERT = {
     **dict.fromkeys(SOURCES, convert_model),
-    **dict.fromkeys(OTHER_SOURCES, convert_diffllama_to_iha.convert_model),
+    **dict.fromkeys(OTHER_SOURCES, of_diffllama.convert_model),
 }
 P3, TALKING_HEADS = {"num_pseudo_heads": 3}, {"kind": "talking_heads"}
 OTHER_KINDS = [{"kind": kind} for kind in KINDS if kind != "iha"]
@@ -255,27 +253,27 @@ def test_arguments_that_cannot_work_are_refused(arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"schedule": "paper"}, "schedule: it is 'paper': expected 'global' or 'hybrid'"),
-        ({"value_offsets": "some"}, "value_offsets: it is 'some': expected 'balanced' or 'none'"),
-        ({"num_pseudo_heads": "2"}, "num_pseudo_heads: it is '2': expected a valid integer"),
-        ({"seed": None}, "seed: it is None"),
+        ({"schedule": "paper"}, "schedule='paper': expected 'global' or 'hybrid'"),
+        ({"value_offsets": "some"}, "value_offsets='some': expected 'balanced' or 'none'"),
+        ({"num_pseudo_heads": "2"}, "num_pseudo_heads='2': expected a valid integer"),
+        ({"seed": None}, "seed=None"),
     ],
 )
 def test_a_program_may_give_no_other_types_than_the_command(arguments, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        convert_llama_to_iha.convert("source", tmp_path / "iha", **{"num_pseudo_heads": 2, **arguments})
+        api.convert("source", tmp_path / "iha", **{"num_pseudo_heads": 2, **arguments})
 
 
 def test_offsets_of_pseudo_heads_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(UserError, match="kind 'diff_v2' has no pseudo-heads, whose values could differ"):
-        convert_llama_to_iha.convert("source", tmp_path / "iha", kind="diff_v2", value_offsets="none")
+        api.convert("source", tmp_path / "iha", kind="diff_v2", value_offsets="none")
 
 
 def test_the_command_adds_a_gate(tmp_path):
     save_tiny_source(tmp_path / "source")
     words = [str(tmp_path / "source"), str(tmp_path / "iha"), "--kind", "mha", "--output-gate", "per_head"]
-    convert_llama_to_iha.main(words)
-    model = load_model(str(tmp_path / "iha"))
+    cli.call(api.convert, words)
+    model = load_model(find_source(tmp_path / "iha"))
     assert (model.config.attention_kinds[0], model.config.output_gate) == ("mha", "per_head")
     assert "to attention of kind 'mha' with an output gate (per_head)" in (tmp_path / "iha" / "README.md").read_text()
     with pytest.raises(UserError, match="output_gate='per_head', which no stock architecture computes"):
@@ -284,8 +282,8 @@ def test_the_command_adds_a_gate(tmp_path):
 
 def test_a_whole_number_scales_the_mixing(tmp_path):
     save_tiny_source(tmp_path / "source")
-    convert_llama_to_iha.convert(str(tmp_path / "source"), tmp_path / "iha", 2, mixing_scale=8)
-    assert load_model(str(tmp_path / "iha")).config.mixing_scale == 8
+    api.convert(str(tmp_path / "source"), tmp_path / "iha", 2, mixing_scale=8)
+    assert load_model(find_source(tmp_path / "iha")).config.mixing_scale == 8
 
 
 # And back
@@ -480,7 +478,7 @@ def test_a_source_is_resolved_once(converted, tmp_path, monkeypatch, cli):
     resolved = []
     monkeypatch.setattr(sources, "locate", lambda source: resolved.append(str(source)) or locate(source))
     cli(convert_llama_to_iha, converted / "source", tmp_path / "iha", "--num-pseudo-heads", 2)
-    cli(verify_conversion, converted / "source", tmp_path / "iha", *VERIFY)
+    cli(verify_script, converted / "source", tmp_path / "iha", *VERIFY)
     assert resolved == [str(path) for path in (converted / "source", converted / "source", tmp_path / "iha")]
 
 
@@ -494,7 +492,7 @@ def test_verify_accepts_the_conversion_and_refuses_a_changed_one(road, control, 
     for model in ("source", "iha"):
         settings = {"stop_strings": ["x"], "return_dict_in_generate": True, "max_time": 1e-6, "num_beams": 2}
         edit_config(folder / model, "generation_config.json", **settings)
-    verify = (verify_conversion, folder / "source", folder / "iha", *VERIFY)
+    verify = (verify_script, folder / "source", folder / "iha", *VERIFY)
     code, out, err = cli(*verify, "--json", figures)
     assert code == 0 and "exact up to rounding" in out, err
     figures = json.loads(figures.read_text())
@@ -531,7 +529,7 @@ def test_weights_that_the_dtype_of_the_config_rounds_are_named(stored, loaded, p
 
 def test_verify_refuses_a_control_that_passes(converted, monkeypatch, cli):
     monkeypatch.setattr(verify_conversion, "break_one_parameter", lambda model: None)
-    code, _, err = cli(verify_conversion, converted / "source", converted / "iha", *VERIFY)
+    code, _, err = cli(verify_script, converted / "source", converted / "iha", *VERIFY)
     assert code == 1 and "control with a broken parameter passed" in last_line(err)
 
 
@@ -567,7 +565,7 @@ def test_verify_a_hybrid_within_its_window(tmp_path, cli):
     assert code == 0 and "windows are 24 of 256 tokens" in out and "at most 24 tokens; longer ones differ" in out
     assert "at most 24 tokens" in (tmp_path / "iha" / "README.md").read_text()
     source.bfloat16().save_pretrained(tmp_path / "source")
-    check = (verify_conversion, tmp_path / "source", tmp_path / "iha", "--json", tmp_path / "figures.json")
+    check = (verify_script, tmp_path / "source", tmp_path / "iha", "--json", tmp_path / "figures.json")
     code, out, err = cli(*check, "--tokens", 60, "--max-new-tokens", 20)
     assert code == 0 and "uses 24 tokens and decodes the last 12" in out, err
     assert "exact up to rounding, for sequences of at most 24 tokens; longer ones differ." in out
@@ -602,7 +600,7 @@ def test_verify_says_where_the_source_is_at_fault(edit, message, tmp_path, cli):
     assert code == 0, err
     for model in ("source", "iha"):
         edit_weights(tmp_path / model, edit)
-    code, _, err = cli(verify_conversion, tmp_path / "source", tmp_path / "iha", *VERIFY)
+    code, _, err = cli(verify_script, tmp_path / "source", tmp_path / "iha", *VERIFY)
     assert (code == 1 and message in last_line(err)) if message else code == 0, err
 
 
@@ -680,16 +678,16 @@ def test_a_tokenizer_that_knows_no_word_is_refused(name, added, tmp_path):
     settings = {"tokenizer_class": name, "added_tokens_decoder": added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="no usable tokenizer: it knows no word, .* such as tokenizer.json, next to"):
-        load_tokenizer(tmp_path, 61)
+        load_tokenizer(find_source(tmp_path), 61)
     save_tiny_source(tmp_path)
-    assert load_tokenizer(tmp_path, 61)("the")["input_ids"]
+    assert load_tokenizer(find_source(tmp_path), 61)("the")["input_ids"]
 
 
 def test_a_tokenizer_of_other_words_is_taken(tmp_path):
     """A vocabulary of one's own may know no English word."""
     words = models.WordLevel({"[UNK]": 0, "plus": 1, "zwei": 2}, unk_token="[UNK]")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="[UNK]").save_pretrained(tmp_path)
-    assert load_tokenizer(tmp_path, 61)("zwei")["input_ids"] == [2]
+    assert load_tokenizer(find_source(tmp_path), 61)("zwei")["input_ids"] == [2]
 
 
 @pytest.mark.parametrize("scale, dtype, stored", [(1e5, "float16", "inf"), (1e-8, "float16", "0")])
@@ -711,7 +709,7 @@ def test_no_number_of_the_mixing_is_nan(tmp_path, converted):
     broken = shutil.copytree(converted / "iha", tmp_path / "broken")
     edit_weights(broken, lambda weights: weights["model.layers.0.self_attn.v_mix.weight_start"].fill_(torch.nan))
     with pytest.raises(UserError, match="v_mix.weight_start of .* holds NaN or infinity"):
-        load_model(broken)
+        load_model(find_source(broken))
 
 
 # Real weights
@@ -736,7 +734,7 @@ def test_real_weights(num_pseudo_heads, tmp_path, monkeypatch, cli):
     )
     assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     lengths = ("--tokens", 64, "--max-new-tokens", 6)
-    code, _, err = cli(verify_conversion, source, tmp_path / "iha", *lengths, "--json", tmp_path / "figures")
+    code, _, err = cli(verify_script, source, tmp_path / "iha", *lengths, "--json", tmp_path / "figures")
     assert code == 0, err
     figures = json.loads((tmp_path / "figures").read_text())
     assert figures["tokens"] == 64 and figures["converted"]["greedy_tokens"] == 6

@@ -16,7 +16,7 @@ from references.dcmha import released_causal_lm
 from tiny_sources import DCFORMER, released_weights, save_released
 from transformers import AutoModelForCausalLM
 
-from iha.conversion import convert_dcformer_to_iha
+from conversion_scripts import convert_dcformer_to_iha
 from iha.conversion.convert_dcformer_to_iha import convert_model, iha_config
 from iha.errors import UserError
 

@@ -8,15 +8,13 @@ from loopback_hub import LoopbackHub
 from servers import answering
 from tiny_training import byte_tokenizer, decoder, saved
 
+from conversion_scripts import convert_iha_to_llama, convert_llama_to_iha, pull_from_hub, push_to_hub
+from iha.api import verify
 from iha.cards import render_card
 from iha.checkpoints import load_config, load_model
-from iha.conversion import (
-    convert_iha_to_llama,
-    convert_llama_to_iha,
-    verify_conversion,
-)
 from iha.errors import UserError
-from iha.hub import pull_from_hub, push_to_hub
+from iha.hub import checkpoint_checks
+from iha.sources import find_source
 from modeling_iha import interleave_heads
 from modeling_iha.package import imported_code
 from sft.score_reasoning import generate_replies
@@ -36,12 +34,14 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_commands_take_it(name, place, tmp_path, capsys):
     plain, directory = str(place / name), str(place / f"{name}-iha")
-    results = verify_conversion.verify(plain, directory, tokens=40, max_new_tokens=9)
+    results = verify(plain, directory, tokens=40, max_new_tokens=9)
     printed = capsys.readouterr().out
     assert "exact up to rounding" in printed
     assert results["converted"].passed and not results["control"].passed
-    assert generate_replies(load_model(directory), byte_tokenizer(), [[{"role": "user", "content": "1"}]] * 2, 2, 3)
-    card = render_card(load_config(directory), "me/model")
+    assert generate_replies(
+        load_model(find_source(directory)), byte_tokenizer(), [[{"role": "user", "content": "1"}]] * 2, 2, 3
+    )
+    card = render_card(load_config(find_source(directory)), "me/model")
     assert f'- "{name}": the base model\'s own layer.' in card
     assert "by the plugin of the code (vllm_iha; see docs/SERVE.md); SGLang and llama.cpp do not run it" in card
     assert card.count("vLLM") == 1
@@ -61,7 +61,7 @@ def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
     with LoopbackHub() as hub:
         hub.use(monkeypatch, tmp_path / "home")
         with monkeypatch.context() as patch:
-            patch.setattr(push_to_hub, "load_in_clean_process", lambda *source, **options: None)  # the pull loads it
+            patch.setattr(checkpoint_checks, "load_in_clean_process", lambda directory: None)  # the pull loads it
             status, out, err = cli(push_to_hub, *push)
         assert status == 0, err
         published = {line.split()[0] for line in out.splitlines() if ".py " in line}
@@ -73,7 +73,9 @@ def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
     with answering(pulled) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=60, max_retries=0)
         answer = client.chat.completions.create(model=pulled, messages=chat, max_tokens=4, temperature=0)
-    assert [answer.choices[0].message.content] == generate_replies(load_model(pulled), byte_tokenizer(), [chat], 1, 4)
+    assert [answer.choices[0].message.content] == generate_replies(
+        load_model(find_source(pulled)), byte_tokenizer(), [chat], 1, 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,4 +94,4 @@ def test_converters_refuse_it(command, options, message, place, tmp_path):
 def test_a_base_that_transformers_does_not_know_is_refused(place, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "interleaved", "base_model_type": "gpt-9"}')
     with pytest.raises(UserError, match="base_model_type is 'gpt-9': expected a model type of Transformers"):
-        load_config(tmp_path)
+        load_config(find_source(tmp_path))

@@ -12,6 +12,7 @@ from helpers import HYBRID, plant, random_model, small_config
 from servers import answering
 from tiny_sources import edit_config, edit_weights, tiny_tokenizer
 
+from iha import sources
 from iha.errors import ROOT, UserError
 from iha.serving import serve, served_models
 from modeling_iha import IHAForCausalLM, IHAForSequenceClassification, IHAModel
@@ -164,8 +165,9 @@ def test_every_name_but_that_of_a_gguf_file_is_checked(checkpoint, tmp_path, mon
     with pytest.raises(UserError, match="'org/kernel' would load what is not"):
         served_models.check_served(str(tmp_path / "model.gguf-v2"))
     read = []
+    monkeypatch.setattr(sources, "check_on_hub", lambda source: None)
     for name in ("check_no_adapter", "load_config_dict"):
-        monkeypatch.setattr(served_models, name, lambda source, revision: read.append((source, revision)))
+        monkeypatch.setattr(served_models, name, lambda source: read.append((source.location, source.revision)))
     served_models.check_served("org/name:Q4.gguf")
     assert read == []
     served_models.check_served("org/name@v1")

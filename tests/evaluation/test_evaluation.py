@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import math
 import os
 import random
 import re
@@ -35,6 +36,7 @@ from evaluation.model import Model, on_one_day
 from iha.checkpoints import load_model
 from iha.errors import UserError
 from iha.files import read_json, read_jsonl, sole_writer, write_json, write_jsonl
+from iha.sources import find_source
 
 
 # The full data files are no part of the repository.
@@ -276,8 +278,24 @@ def test_solutions_without_a_box_are_read_at_least_as_often_as_by_math_verify(st
 
 def test_loss_by_position():
     log_probs = [-float(position) for position in range(1, 228)]
-    assert scores.loss_by_position({}, [log_probs]) == {"loss@1": 32.0, "loss@64": 95.5, "loss@128": 177.5}
-    assert list(scores.loss_by_position({}, [log_probs[:150]])) == ["loss@1", "loss@64"]
+    found = scores.loss_by_position({"mean_bytes": 900}, [log_probs])
+    assert found.pop("bits_per_byte") == pytest.approx(25_878 / 900 / math.log(2))
+    assert found == {"loss@1": 32.0, "loss@64": 95.5, "loss@128": 177.5}
+    assert "loss@128" not in scores.loss_by_position({"mean_bytes": 1}, [log_probs[:150]])
+
+
+def test_bits_per_byte_and_loss_by_position_of_any_text(tiny, tmp_path):
+    (tmp_path / "text.txt").write_text("All that glisters is not gold. " * 20)
+    arguments = ["--text", tmp_path / "text.txt", "--lengths", 64, "--output", tmp_path / "out"]
+    task = run.main([str(word) for word in (tiny, *arguments)])["tasks"]["perplexity_by_position@64"]
+    rows = data.text_windows(None, 64, tokenizer=tiny_tokenizer(), text_file=tmp_path / "text.txt")["test"]
+    tokens = len(tiny_tokenizer()((tmp_path / "text.txt").read_text())["input_ids"])
+    assert task["examples"] == len(rows) == tokens // 64 > 1 and "--text text.txt" in task["note"]
+    loss = task["metrics"]["loss@1"]["value"]  # of all tokens but the first
+    bits = len(rows) * 63 * loss / math.log(2) / sum(rows["mean_bytes"])
+    assert task["metrics"]["bits_per_byte"]["value"] == pytest.approx(bits)
+    with pytest.raises(UserError, match="--text .*absent: expected a text file"):
+        run.parse([str(tiny), "--text", str(tmp_path / "absent")])
 
 
 # RULER
@@ -301,6 +319,7 @@ def test_scores_of_ruler():
 
 def build(*tasks, lengths=(512,), seed=0, suite="smoke", **changes):
     settings = {"data": data.SMOKE, "no_chat": False, "max_new_tokens": None, "samples": None, "limit": None}
+    settings["text"] = None
     args = SimpleNamespace(tasks=tasks, lengths=list(lengths), seed=seed, suite=suite, **{**settings, **changes})
     return suites.build_tasks(args, tiny_tokenizer())
 
@@ -381,7 +400,7 @@ def tiny(tmp_path_factory):
 
 
 def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside(tiny, tmp_path):
-    network, prompts = load_model(tiny), [" ".join(WORDS[i : i + 8 + i]) for i in range(3)]
+    network, prompts = load_model(find_source(tiny)), [" ".join(WORDS[i : i + 8 + i]) for i in range(3)]
     expected = []
     for prompt in prompts:
         ids = tiny_tokenizer()(prompt, return_tensors="pt")["input_ids"]
@@ -390,7 +409,7 @@ def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside
     network.generation_config.update(repetition_penalty=5.0, max_new_tokens=1, do_sample=True, temperature=9.0)
     network.save_pretrained(tmp_path)
     settings = {"do_sample": False, "max_gen_toks": 6, "until": []}
-    model = Model(tmp_path, tiny_tokenizer(), batch_size=2)
+    model = Model(find_source(tmp_path), tiny_tokenizer(), batch_size=2)
     found = model.generate_until([request("generate_until", prompt, settings) for prompt in prompts], True)
     assert [reply.strip() for reply in found] == [reply.strip() for reply in expected] and len(set(found)) == 3
 
@@ -398,7 +417,9 @@ def test_greedy_replies_are_generates_and_the_checkpoints_settings_are_put_aside
 def test_a_reply_keeps_the_blanks_that_it_begins_with(tiny):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, ":\n": 1, "▁▁▁▁": 2, "return": 3}, unk_token="a"))
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    model = Model(tiny, PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>"))
+    model = Model(
+        find_source(tiny), PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="</s>")
+    )
     assert model.tok_decode([2, 3]) == "    return"
 
 
@@ -409,14 +430,14 @@ def test_the_end_of_thoughts_is_read_where_it_is_a_special_token(tiny):
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="a")), eos_token="</s>", pad_token="<pad>"
     )
     tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
-    decoded = Model(tiny, tokenizer).tok_decode([0, 2, 1, 4, 3])
+    decoded = Model(find_source(tiny), tokenizer).tok_decode([0, 2, 1, 4, 3])
     assert "</think>" in decoded and "</s>" not in decoded and "<pad>" not in decoded
 
 
 def test_what_does_not_fit_is_refused_before_lm_eval_cuts_it(tmp_path):
     """Take 16 tokens and the one that they predict."""
     save_tiny_source(tmp_path, max_position_embeddings=16)
-    model, texts = Model(tmp_path, tiny_tokenizer()), [" ".join(WORDS[:n]) for n in (10, 11, 16, 17, 18)]
+    model, texts = Model(find_source(tmp_path), tiny_tokenizer()), [" ".join(WORDS[:n]) for n in (10, 11, 16, 17, 18)]
     replies = [request("generate_until", text, {"max_gen_toks": 6}) for text in texts[:2]]
     words = [request("loglikelihood", text, f" {WORDS[0]}") for text in texts[2:4]]
     whole = [request("loglikelihood_rolling", text) for text in texts[3:]]
@@ -527,7 +548,7 @@ def test_a_chat_template_that_asks_for_the_date_gets_a_fixed_one(tiny):
         "\n{% set day = strftime_now('%-d %B %Y') if strftime_now is defined %}{{ date_string }}, {{ day }}, "
         "{{ strftime_now('%Y-%m-%d') }}: {{ messages[0]['content'] }}"
     )
-    written = Model(tiny, tokenizer).apply_chat_template([{"role": "user", "content": "100%d"}])
+    written = Model(find_source(tiny), tokenizer).apply_chat_template([{"role": "user", "content": "100%d"}])
     assert written == "\n26 Jul 2024, 26 July 2024, 2024-07-26: 100%d"
     # The blanks before a block at the beginning of a line are not the prompt's.
     tokenizer.chat_template = "  {% if strftime_now is defined %}\n{{ strftime_now('%d%%, %%d') }}{% endif %}"
@@ -559,15 +580,26 @@ def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
     assert "| gsm8k | pass@1 | 2 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0 |" in text
     assert re.search(r"\| dcformer_synthetic \| acc \| 2 \|.*\| – \|$", text, re.MULTILINE)  # it has no replies
     assert "| gsm8k | maj@2 |" not in text and "| other |" not in text
-    assert "different prompts" not in text
+    assert "other prompts" not in text
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_evaluations_of_one_name_are_compared(two_runs, tmp_path):
+    for name, source in zip(("a", "b", "c"), (*two_runs, two_runs[0])):
+        shutil.copytree(source, tmp_path / name / "ruler")
+    runs = [str(tmp_path / name / "ruler") for name in ("a", "b", "c")]
+    compare.main([*runs, "--output", str(tmp_path / "comparison.md")])
+    text = (tmp_path / "comparison.md").read_text()
+    assert "| a/ruler | b/ruler | c/ruler | b/ruler − a/ruler | other replies | c/ruler − a/ruler |" in text
+    figures = "0.0 ± 0.0 | 50.0 ± 50.0 | 0.0 ± 0.0 | 50.0 ± 50.0 | 1 | 0.0 ± 0.0 | 0 |"
+    assert f"| niah_single_1@512 | string_match | 2 | {figures}" in text
 
 
 def test_a_comparison_names_the_tasks_with_other_prompts(two_runs, tmp_path):
     file = two_runs[1] / "samples_gsm8k.jsonl"
     write_jsonl(file, [row | {"prompt_hash": "0"} for row in read_jsonl(file)])
     compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
-    assert "The two runs had different prompts in gsm8k.\n" in (tmp_path / "comparison.md").read_text()
+    assert "tuned had other prompts than base in gsm8k.\n" in (tmp_path / "comparison.md").read_text()
 
 
 def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
@@ -581,7 +613,7 @@ def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
     (tmp_path / "comparison.png").mkdir()
     assert f"{tmp_path / 'comparison.png'} is a directory" in refused(base, tuned)
     (tmp_path / "comparison.png").rmdir()
-    assert "the name of both directories" in refused(base, base)
+    assert "expected different directories" in refused(base, base)
     file = tuned / "samples_gsm8k.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
     message = refused(base, tuned)

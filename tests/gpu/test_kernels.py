@@ -6,9 +6,11 @@ import pytest
 import torch
 from helpers import set_core
 from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.nn.attention.varlen import varlen_attn
 
 from modeling_iha import IHAConfig, IHAForCausalLM, interleaving, triton_kernels
 from modeling_iha.interleaving import MixedHeads
+from modeling_iha.sdpa_in_blocks import VARLEN_ARGUMENTS
 from modeling_iha.triton_kernels import collapse, expand, kernels_take
 
 
@@ -122,3 +124,23 @@ def test_whole_models(dtype, compiled, monkeypatch):
     for got, want in zip([found.logits, *(parameter.grad for parameter in model.parameters())], wanted, strict=True):
         bound = 1e-3 if dtype == torch.float32 else 0.03
         assert (got.float() - want).norm() / want.norm() < bound
+
+
+@pytest.mark.skipif("enable_gqa" in VARLEN_ARGUMENTS, reason="this PyTorch is told of grouped keys, and handed them")
+@pytest.mark.parametrize("window", [-1, 100])
+def test_varlen_of_2_11_takes_grouped_keys(window):
+    """Compare grouped keys with repeated ones. Where this passes, `attend_by_varlen` need not repeat them."""
+    bounds = torch.tensor([0, 70, 71, 300], device="cuda", dtype=torch.int32)
+
+    def run(repeats):
+        torch.manual_seed(0)
+        query, key, value = (
+            torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
+        )
+        states = query, key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        output = varlen_attn(*states, bounds, bounds, 229, 229, window_size=(window, 0))
+        output.square().sum().backward()
+        return output, query.grad, key.grad, value.grad
+
+    for grouped, repeated in zip(run(1), run(4)):
+        torch.testing.assert_close(grouped, repeated, atol=0.02, rtol=0.02)

@@ -6,7 +6,6 @@ The real client and the commands of this repository speak to a stand-in for the 
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ from helpers import IHA_CODE, random_model, small_config
 from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, decoder, recipe, saved, sizes, training_rows, write_jsonl
 
-from iha.conversion import convert_llama_to_iha
+from iha.api import convert, push
 from iha.errors import ROOT
-from iha.hub import push_to_hub
-from iha.processes import load_in_clean_process, run_in_clean_process
+from iha.hub import checkpoint_checks
+from iha.processes import run_in_clean_process
 from modeling_iha import IHAForCausalLM
 from modeling_iha.configuration_iha import AUTO_MAP
 from sft import train
@@ -95,7 +94,7 @@ def hub(tmp_path_factory):
     """Return the stand-in, which commands in this process reach; what other tests load is taken for granted."""
     with pytest.MonkeyPatch.context() as patch, LoopbackHub() as hub:
         hub.use(patch, tmp_path_factory.mktemp("home"))
-        patch.setattr(push_to_hub, "load_in_clean_process", lambda source, **arguments: None)
+        patch.setattr(checkpoint_checks, "load_in_clean_process", lambda directory: None)
         yield hub
 
 
@@ -112,8 +111,7 @@ def trained(hub, tmp_path_factory):
 
     rows = write_jsonl(path / "rows.jsonl", training_rows(20))
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(sys, "argv", ["convert", "me/llama", str(path / "iha"), "--num-pseudo-heads", "2"])
-        convert_llama_to_iha.main()
+        convert("me/llama", path / "iha", 2)
         context.chdir(ROOT)
         train.main(["--config", recipe("demo"), *sizes(path / "iha", rows, path / "run", max_steps=2)])
     return path / "run"
@@ -135,15 +133,9 @@ def second(trained, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(hub, trained, second):
-    """Push the fine-tuned model, and the changed one over it; return the first commit, which is tagged v1.
-
-    The first push loads in earnest what it has put onto the Hub.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        load = lambda source, **pinned: pinned and load_in_clean_process(source, **pinned)  # noqa: E731
-        patch.setattr(push_to_hub, "load_in_clean_process", load)
-        push_to_hub.push(trained / "final", "me/iha", tag="v1", base_model="me/llama")
-    push_to_hub.push(second, "me/iha", base_model="me/llama", trust_code=True)
+    """Push the fine-tuned model, and the changed one over it; return the first commit, which is tagged v1."""
+    push(trained / "final", "me/iha", tag="v1", base_model="me/llama")
+    push(second, "me/iha", base_model="me/llama", trust_code=True)
     return hub.repositories["me/iha"].references["v1"]
 
 
@@ -154,14 +146,14 @@ def test_a_conversion_from_the_hub_says_where_it_is_from(trained):
     assert json.loads((trained.parent / "iha" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
-def test_load_by_id_at_a_revision(hub, first, trained, second, tmp_path, monkeypatch):
+def test_load_by_id_at_a_revision(hub, first, trained, second, tmp_path, monkeypatch, new_processes):
     """Load by commit, tag and branch, with every head, and as the card says, without this package; save again."""
     for name, value in hub.environment(tmp_path / "home").items():
         monkeypatch.setenv(name, value)
     again = tmp_path / "again"
     request = {"repo_id": "me/iha", "first": first, "prompt": PROMPT, "again": str(again)}
     request["directory"] = str(trained.parent)
-    cards = (trained / "final" / "README.md").read_text(), hub.head("me/iha")["README.md"].content.decode()
+    cards = (trained / "final" / "README.md").read_text(), hub.head("me/iha")["README.md"].decode()
     request["examples"] = [re.search(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)[1] for card in cards]
     assert 'name = "./run/final"\n' in request["examples"][0] and 'name = "me/iha"\n' in request["examples"][1]
     result = run_in_clean_process(FROM_THE_HUB, request, offline=False)

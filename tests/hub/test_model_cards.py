@@ -22,6 +22,7 @@ from iha.checkpoints import fingerprint
 from iha.errors import ROOT, UserError
 from iha.files import read_json
 from iha.model_cost import model as cost_of_model
+from iha.sources import find_source
 from modeling_iha import IHAConfig, interleave_heads
 from research.checkpoints import make_checkpoints
 
@@ -117,7 +118,7 @@ def test_results_stand_in_the_table_and_in_the_metadata():
 
 
 def test_the_command_adds_results_and_renames(checkpoint, tmp_path, cli):
-    results = RESULTS | {"checkpoint": fingerprint(checkpoint)}
+    results = RESULTS | {"checkpoint": fingerprint(find_source(checkpoint))}
     (tmp_path / "results.json").write_text(json.dumps(results))
     (tmp_path / "of_another").mkdir()
     (tmp_path / "of_another" / "results.json").write_text(json.dumps(RESULTS))
@@ -191,7 +192,7 @@ def made(tmp_path, monkeypatch):
     checkpoint = tmp_path / "made"
     random_model(small_config()).save_pretrained(checkpoint)
     (checkpoint / "README.md").write_text(render_card(small_config(), "made"), encoding="utf-8")
-    made = make_checkpoints.Made(checkpoint, RESULTS | {"checkpoint": fingerprint(checkpoint)})
+    made = make_checkpoints.Made(checkpoint, RESULTS | {"checkpoint": fingerprint(find_source(checkpoint))})
     monkeypatch.setattr(make_checkpoints, "RECIPES", {"a": lambda output: made})
     return made
 
@@ -237,7 +238,7 @@ def test_what_differs_from_its_record_is_named(made, index, capsys):
     make_checkpoints.main([])
     assert "a: the recorded weights, bit for bit" in capsys.readouterr().out
     random_model(small_config(), seed=1).save_pretrained(made.checkpoint)
-    made.results = deepcopy(made.results) | {"checkpoint": fingerprint(made.checkpoint)}
+    made.results = deepcopy(made.results) | {"checkpoint": fingerprint(find_source(made.checkpoint))}
     loss = made.results["tasks"]["niah@512"]["metrics"]["loss"]
     loss["value"] += make_checkpoints.TOLERANCE / 2
     make_checkpoints.main([])

@@ -74,6 +74,7 @@ OTHER_KINDS = {
         "attention_options": {"hyper_feature": {"orders": [1, 1, 4, 4], "value_product": True}},
     },
 }
+WITHOUT = ("hyper", "simplicial")  # kinds over pairs: `iha cost` raises an error for them
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 
 
@@ -85,11 +86,18 @@ def parameters_of(config):
 
 
 def test_every_kind_has_a_cost_and_a_case_here():
-    """Kinds over pairs have no cost: `iha cost` raises an error for them."""
     without = {kind for kind, companion in iha.kinds.all_companions().items() if companion.cost is None}
-    assert without == {"hyper", "simplicial"}
+    assert without == {*WITHOUT}
     tested = {kind for fields in (VARIANTS | OTHER_KINDS).values() for kind in small_config(**fields).attention_kinds}
     assert tested == ATTENTION_CLASSES.keys() - without
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if kind not in WITHOUT])
+def test_no_kind_costs_less_than_multi_head_attention(kind):
+    config = small_config(attention_kinds=kind)
+    own, mha = (iha.kinds.companion_of(each).cost(config, 64, None, "sdpa") for each in (kind, "mha"))
+    for part in ("prefill", "training", "decode", "cache"):
+        assert getattr(own, part) >= getattr(mha, part) > 0, part
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *OTHER_KINDS])
@@ -299,6 +307,24 @@ def test_several_gpus_a_time_and_a_file(monkeypatch, capsys, tmp_path):
     for words in (["--gpus", "0"], ["--tflops", "-1"], ["--tflops", "nan"], ["--json", str(tmp_path)]):
         with pytest.raises(UserError, match=f"{words[0]}.*expected|is a directory"):
             cost_command.main(["--preset", "tiny", "--tokens", "8", *words])
+
+
+def test_a_forecast_of_a_preset_with_other_fields_in_hours(monkeypatch, capsys, tmp_path):
+    for name in ("of_training", "of_sharded_training"):
+        monkeypatch.setattr(cost_command, name, None)  # --no-memory counts none
+    words = ["--preset", "small-1m-iha", "--tokens", "512", "--tflops", "0.5", "--steps", "3600", "--no-memory"]
+    fields = {"max_position_embeddings": 512, "vocab_size": 1000, "num_pseudo_heads": 2}
+    words += ["--json", str(tmp_path / "cost.json"), "--set", *(f"{name}={value}" for name, value in fields.items())]
+    cost_command.main(words)
+    written = json.loads((tmp_path / "cost.json").read_text())
+    time = 2 * cost.model(IHAConfig.from_preset("small-1m-iha", **fields), 512).training / 5e11
+    assert written["hours"]["this model"]["nothing saved"] == pytest.approx(time)
+    assert f"3,600 steps in {time:.3g} h" in capsys.readouterr().out and written["bytes_of_a_step"] == {}
+    mistakes = {"--steps 3": "give --tflops too", "--set nothing": "nothing: expected FIELD=VALUE"}
+    mistakes |= {"--set no_field=1": "no_field", "--steps 0 --tflops 1": "--steps 0: expected at least 1"}
+    for words, named in mistakes.items():
+        with pytest.raises(UserError, match=named):
+            cost_command.main(["--preset", "tiny", "--tokens", "8", *words.split()])
 
 
 @pytest.mark.parametrize(("checkpointing", "recompute"), [(False, False), (False, True), (True, False)])

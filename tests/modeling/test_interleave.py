@@ -28,6 +28,7 @@ from helpers import uncached_logits as logits
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -95,6 +96,14 @@ TWINS = {
     "window of the base": ("mistral", {}, WINDOWS),
     "schedule": ("llama", {"layers": [0, 1], "sliding_window": 5, "collapse": "all_heads"}, SCHEDULE),
 }
+
+
+def test_a_core_is_registered_once_to_be_recorded(monkeypatch):
+    interleave_heads(decoder("llama"), 2)
+    registered = []
+    monkeypatch.setattr(AttentionInterface, "register", lambda name, function: registered.append(name))
+    interleave_heads(decoder("llama"), 2)
+    assert not [name for name in registered if name.startswith("recorded_")]
 
 
 @pytest.mark.one_of(2)

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from iha.checkpoints import load_model
 from iha.errors import UserError
+from iha.sources import find_source
 from modeling_iha import (
     IHAConfig,
     IHAForCausalLM,
@@ -120,7 +121,7 @@ def test_a_saved_model_has_a_scale_that_a_load_cannot_change(name, tmp_path):
     expected = logits(model)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["mixing_scale"] == 40
-    loaded = load_model(tmp_path)
+    loaded = load_model(find_source(tmp_path))
     assert logits(loaded).equal(expected) and loaded.config.mixing_scale == 40
     for load in (AutoModelForCausalLM, AutoConfig):
         with pytest.raises(ValueError, match="depend on mixing_scale=40.*set_mixing_scale"):
@@ -197,7 +198,7 @@ def test_a_file_of_changes_without_starts_is_refused(tmp_path):
     model.save_pretrained(tmp_path)
     save_file(dict(model.named_parameters()), tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="missing keys .*weight_scale"):
-        load_model(tmp_path)
+        load_model(find_source(tmp_path))
     parameters = dict(model.named_parameters())
     other = interleaved(40.0, seed=9)
     other.load_state_dict(parameters, strict=False)  # docs/CHECKPOINTS.md says that starts stay behind

@@ -21,8 +21,8 @@ from tiny_training import decoder, preset_config, recipe, saved, sizes, training
 from iha.errors import ROOT, UserError
 from modeling_iha import IHAForCausalLM, pair_heads
 from sft import train
+from sft.checkpoints import RECORD
 from sft.distributed import check_launch
-from sft.trainer import RECORD
 
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")

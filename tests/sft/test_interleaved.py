@@ -25,6 +25,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from iha.checkpoints import load_model
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
+from iha.sources import find_source
 from modeling_iha import interleave_heads, load_adapter, pair_heads, save_adapter
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from sft import train
@@ -47,7 +48,7 @@ def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
         train.main(arguments(tmp_path, "plain", "resumed", **keys))
     for run in ("resumed", "whole"):
         train.main(arguments(tmp_path, "plain", run, **keys))
-    resumed, whole = (load_model(tmp_path / run / "final") for run in ("resumed", "whole"))
+    resumed, whole = (load_model(find_source(tmp_path / run / "final")) for run in ("resumed", "whole"))
     assert type(resumed).__name__ == f"Interleaved{type(decoder(name)).__name__}"
     assert type(resumed).__module__ == "modeling_iha.modeling_interleaved"  # not the checkpoint's own code
     for (key, weight), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
@@ -73,7 +74,7 @@ def test_a_recipe_says_how_heads_are_interleaved(tmp_path, capsys):
     how["recompute_virtual_tokens"] = "true"
     train.main(arguments(tmp_path, "plain", "run", num_pseudo_heads=2, mixing_scale=10, **short, **how))
     assert "Interleaved 1 of 2 layers, P = 2, window 32." in capsys.readouterr().out  # 256 / (2 P^2)
-    first = load_model(tmp_path / "run" / "final")
+    first = load_model(find_source(tmp_path / "run" / "final"))
     config = first.config
     assert list(config.interleaved_layers) == ["layers.1.self_attn"] and config.pseudo_collapse == "all_heads"
     assert (config.interleaved_window, config.mixing_scale) == (32, 10)
@@ -84,7 +85,7 @@ def test_a_recipe_says_how_heads_are_interleaved(tmp_path, capsys):
     for scale in (4, 1):
         name = f"again{scale}"
         train.main(arguments(tmp_path, "run/final", name, mixing_scale=scale, learning_rate=0, **short))
-        again = load_model(tmp_path / name / "final")
+        again = load_model(find_source(tmp_path / name / "final"))
         assert again.config.mixing_scale == scale
         assert all(torch.equal(value, expected[name]) for name, value in state_with_values(again).items())
 
@@ -98,7 +99,7 @@ def test_a_run_does_not_go_on_with_another_scale(tmp_path):
     with pytest.raises(UserError, match="mixing_scale: the run began with 10.0 and cannot go on with 40.0"):
         train.main(arguments(tmp_path, "plain", "run", **{**run, "mixing_scale": 40}))
     train.main(arguments(tmp_path, "plain", "run", **run))
-    assert load_model(tmp_path / "run" / "final").config.mixing_scale == 10
+    assert load_model(find_source(tmp_path / "run" / "final")).config.mixing_scale == 10
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_the_experts_of_the_best_checkpoint_end_in_the_final_model(tmp_path, mon
     monkeypatch.setattr(SFTRecipeTrainer, "evaluate", rising)
     saved(decoder("qwen3_moe"), tmp_path / "plain")
     train.main(arguments(tmp_path, "plain", "run", num_pseudo_heads=2, load_best_model_at_end="true"))
-    final, best = (load_model(tmp_path / "run" / name) for name in ("final", "checkpoint-2"))
+    final, best = (load_model(find_source(tmp_path / "run" / name)) for name in ("final", "checkpoint-2"))
     for (key, weight), other in zip(final.named_parameters(), best.parameters(), strict=True):
         assert torch.equal(weight, other), key
     card = (tmp_path / "run" / "final" / "README.md").read_text()

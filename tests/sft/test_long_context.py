@@ -14,9 +14,10 @@ from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from iha.errors import UserError
+from iha.model_cost import model
 from modeling_iha import IHAConfig, interleave_heads
 from sft.arguments import RecipeParser
-from sft.base_model import rope_reach, run_config
+from sft.base_model import find_start, rope_reach, run_config
 from sft.train import USAGE
 
 
@@ -28,6 +29,7 @@ CONFIGS = {
     "mha": IHAConfig.from_preset("tiny", vocab_size=259, attention_kinds="mha"),
     "all_heads": IHAConfig.from_preset("tiny", vocab_size=259, pseudo_collapse="all_heads"),
     "llama": LlamaConfig(**LLAMA),
+    "window": interleave_heads(LlamaForCausalLM(LlamaConfig(**LLAMA)), 2, sliding_window=16).config,
     "interleaved": interleave_heads(LlamaForCausalLM(LlamaConfig(**LLAMA)), 2).config,
 }
 
@@ -37,7 +39,7 @@ def checked(tmp_path, kind, **keys):
     CONFIGS[kind].save_pretrained(tmp_path / "model")
     arguments = sizes(tmp_path / "model", "rows.jsonl", tmp_path / "run", **keys)
     run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", recipe("demo"), *arguments])
-    return run_config(run, args)
+    return run_config(find_start(run), run, args)
 
 
 def test_the_recipe_sets_positions_rope_base_and_window(tmp_path):
@@ -46,6 +48,39 @@ def test_the_recipe_sets_positions_rope_base_and_window(tmp_path):
     assert (config.max_position_embeddings, config.sliding_window) == (8192, 16)
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
     assert IHAConfig.from_pretrained(tmp_path / "model").max_position_embeddings == 512
+
+
+def test_windows_grow_with_the_context(tmp_path):
+    longer = {"max_length": 64, "max_position_embeddings": 4096, "sliding_window": "scale"}
+    assert checked(tmp_path / "iha", "iha", **longer).sliding_window == 64  # 8 of 512
+    assert checked(tmp_path / "window", "window", **longer).interleaved_window == 32  # 16 of 2,048
+    for kind in ("mha", "llama"):
+        config = checked(tmp_path / kind, kind, **longer)
+        assert config.max_position_embeddings == 4096 and getattr(config, "sliding_window", None) is None
+    with pytest.raises(UserError, match="sliding_window: scale lets windows grow .*: set that key too"):
+        checked(tmp_path / "none", "iha", sliding_window="scale")
+
+
+def test_the_papers_windows_scaled_to_64k_keep_the_flops_of_global_attention(tmp_path):
+    keys = {"max_length": 65536, "max_position_embeddings": 65536, "rope_theta": 8e6}
+    costs = []
+    for preset, window in (("iha", "scale"), ("iha", 10), ("global", "scale")):
+        words = sizes(None, "rows", tmp_path, **keys, sliding_window=window, eval_strategy="no", eval_size=0)
+        words += ["--preset", f"paper-2.4b-{preset}"]
+        run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", recipe("paper_sft"), *words])
+        costs.append(model(run_config(find_start(run), run, args), 65536).prefill)
+    scaled, unscaled, plain = costs
+    assert scaled / plain == pytest.approx(1, abs=0.005) and unscaled / plain == pytest.approx(0.53, abs=0.005)
+
+
+def test_the_recipes_p_is_left_to_a_checkpoint_that_has_another(tmp_path, capsys):
+    CONFIGS["iha"].save_pretrained(tmp_path / "model")
+    words = sizes(tmp_path / "model", "rows.jsonl", tmp_path / "run", eval_size=0, eval_strategy="no")
+    file = tmp_path / "recipe.yaml"
+    file.write_text("num_pseudo_heads: 5\nuse_cpu: true\n")
+    run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", str(file), *words])
+    assert run_config(find_start(run), run, args).num_pseudo_heads == 2
+    assert run.num_pseudo_heads is None and "keeps its 2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

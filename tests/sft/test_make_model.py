@@ -10,10 +10,13 @@ import torch
 from helpers import last_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from iha.cards import is_from_scratch
 from iha.errors import ROOT
 from iha.hub.push_to_hub import completed_card
+from iha.sources import find_source
 from modeling_iha import IHAForCausalLM
-from sft import make_model, make_tokenizer, results, train
+from sft import make_model, make_text, make_tokenizer, train
+from sft.data import load_rows
 
 
 SIZES = "num_hidden_layers=5 hidden_size=32 intermediate_size=64 num_attention_heads=4 max_position_embeddings=128"
@@ -38,8 +41,8 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
     assert config.eos_token_id == tokenizer.eos_token_id
     heads = {name: model.lm_head.weight for name, model in models.items()}
     assert torch.equal(heads["one"], heads["again"]) and not torch.equal(heads["one"], heads["other"])
-    assert results.is_untrained(tmp_path / "one") and not results.is_untrained(tmp_path / "tokenizer")
-    assert "base_model" not in completed_card(tmp_path / "one", "me/one", "mit", None)  # and it asks for none
+    assert is_from_scratch(str(tmp_path / "one")) and not is_from_scratch(str(tmp_path / "tokenizer"))
+    assert "base_model" not in completed_card(find_source(tmp_path / "one"), "me/one", "mit", None)
 
 
 def test_a_tokenizer_is_trained_on_what_a_run_takes(tmp_path, cli):
@@ -58,6 +61,39 @@ def test_a_tokenizer_is_trained_on_what_a_run_takes(tmp_path, cli):
     (tmp_path / "empty.txt").touch()
     code, _, errors = cli(make_tokenizer, tmp_path / "empty.txt", tmp_path / "of-nothing")
     assert code == 1 and "empty.txt" in last_line(errors) and not (tmp_path / "of-nothing").exists()
+
+
+def test_special_tokens_are_renamed_and_keep_their_ids(tmp_path, cli):
+    make_tokenizer.byte_tokenizer().save_pretrained(tmp_path / "start")
+    names = ("<|im_start|>=<|user|>", "<|im_end|>=<|endé|>")
+    assert cli(make_tokenizer, "--from", tmp_path / "start", tmp_path / "new", "--rename", *names)[0] == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
+    assert tokenizer("<|user|>a<|endé|>")["input_ids"] == [1, tokenizer.convert_tokens_to_ids("a"), 2]
+    assert tokenizer.eos_token == "<|endé|>" and "<|im_start|>" not in tokenizer.get_vocab()
+    absent = ("--from", tmp_path / "start", tmp_path / "none", "--rename", "<|absent|>=<|x|>")
+    known = ("--from", tmp_path / "start", tmp_path / "none", "--rename", "<|im_end|>=a")
+    both = ("text.txt", tmp_path / "none", "--from", tmp_path / "start")
+    neither = ("text.txt", tmp_path / "none", "--rename", "a=b")
+    messages = ("needs a special token <|absent|>", "and no token a", "and not both", "--from, which is not given")
+    for words, named in zip((absent, known, both, neither), messages):
+        code, _, errors = cli(make_tokenizer, *words)
+        assert code == 1 and named in last_line(errors), errors
+
+
+def test_a_tokenizer_reads_no_more_of_a_stream_than_it_is_told_to(tmp_path, cli):
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'text': 'ab' * 500})}\n" + '{"text": ""}\n')  # a bad row
+    words = (tmp_path / "rows.jsonl", tmp_path / "short", "--vocab-size", 270)
+    assert cli(make_tokenizer, *words)[0] == 1
+    assert cli(make_tokenizer, *words, "--max-bytes", 900)[0] == 0
+
+
+def test_a_text_needs_no_network(tmp_path, cli):
+    files = (tmp_path / "train.jsonl", tmp_path / "held.jsonl")
+    assert cli(make_text, *files, "--max-bytes", 300_000)[0] == 0
+    train_rows, held_rows = (load_rows(str(file))["text"] for file in files)
+    assert held_rows and not set(train_rows) & set(held_rows)
+    assert 150_000 < sum(len(text.encode()) for text in [*train_rows, *held_rows]) <= 300_000
+    assert cli(make_text, *files)[0] == 1 and cli(make_text, "a.jsonl", "b.jsonl", "--max-bytes", 5)[0] == 1
 
 
 @pytest.mark.slow  # three minutes

@@ -9,13 +9,16 @@ import torch
 import yaml
 from datasets import Dataset
 from tiny_training import ROOT, byte_tokenizer, decoder, saved, sizes, write_jsonl
+from trl import SFTConfig
 
 from iha.checkpoints import load_config
 from iha.errors import UserError
 from iha.kinds import is_interleaved
+from iha.sources import find_source
 from modeling_iha import IHAForCausalLM, interleave_heads
 from sft import train
-from sft.data import mix, sources
+from sft.data import mix
+from sft.sources import sources
 
 
 RECIPES = ROOT / "sft" / "recipes"
@@ -45,7 +48,13 @@ def run(file, model, rows, output, **overrides):
     small = {"max_steps": 2, "eval_steps": 2, "bf16": "false", "dtype": "float32", **overrides}
     train.main(["--config", str(RECIPES / file), *sizes(model, rows, output, **small)])
     losses = json.loads((output / "loss.json").read_text())["train"]
-    return yaml.safe_load((RECIPES / file).read_text()), load_config(str(output / "final")), losses
+    return yaml.safe_load((RECIPES / file).read_text()), load_config(find_source(output / "final")), losses
+
+
+def test_pretraining_warms_up_for_the_papers_steps():
+    keys = yaml.safe_load((RECIPES / "pretrain/sft.yaml").read_text())
+    args = SFTConfig(max_steps=keys["max_steps"], warmup_steps=keys["warmup_steps"], bf16=False, use_cpu=True)
+    assert args.get_warmup_steps(keys["max_steps"]) == 1000
 
 
 @pytest.mark.parametrize("file", FILES)

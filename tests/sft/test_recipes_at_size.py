@@ -10,6 +10,7 @@ from helpers import decoder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from examples import speedrun
 from iha.errors import ROOT
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads, sdpa_in_blocks
 
@@ -113,4 +114,21 @@ def test_a_step_of_the_paper_s_models(name, preset, kernels):
     largest = largest_of_a_step(model, packed_row(length))
     virtual = length * config.num_pseudo_heads * config.hidden_size
     assert largest <= max(length * config.intermediate_size, virtual)
+    assert kernels
+
+
+@pytest.mark.one_of(2)
+@pytest.mark.parametrize("stage", ["pretrain", "long", "chat"])
+@pytest.mark.parametrize("form", speedrun.FORMS)
+@pytest.mark.parametrize("size", ["100m", "2.4b"])
+def test_a_step_of_the_speedrun(size, form, stage, kernels):
+    run = speedrun.Run(speedrun.parse(["--size", size]))
+    config = run.config_of(form, stage)
+    config.vocab_size = 64
+    given = run.size.stages[stage]
+    with torch.device("meta"):
+        model = IHAForCausalLM(config).to(torch.bfloat16).train()
+    largest = largest_of_a_step(model, packed_row(given.tokens * min(given.rows, given.rows_at_once)))
+    tokens = given.tokens * min(given.rows, given.rows_at_once)
+    assert largest <= tokens * max(config.intermediate_size, config.num_pseudo_heads * config.hidden_size)
     assert kernels

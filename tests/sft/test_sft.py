@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -9,9 +10,10 @@ from helpers import random_model
 from tiny_training import byte_config, byte_tokenizer, recipe, sizes, with_template
 from transformers import GenerationConfig
 
-from iha.checkpoints import end_tokens
+from iha.checkpoints import end_tokens, load_model, load_tokenizer
 from iha.errors import UserError
 from iha.processes import load_in_clean_process
+from iha.sources import find_source
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft import make_reasoning_data, score_reasoning, train
 from sft.base_model import stop_at_end_of_turn
@@ -185,7 +187,31 @@ def test_scoring_counts_what_the_verifier_accepts(tiny, tmp_path, monkeypatch, c
     result = score_reasoning.main([tiny, str(out), "--json", str(figures)])
     assert (result["accuracy"], result["correct"], result["rows"]) == (0.75, 3, 4)
     assert json.loads(figures.read_text()) == result
-    assert capsys.readouterr().out.splitlines()[-1] == "3 of 4: 75.0%"
+    assert capsys.readouterr().out.splitlines()[-1].startswith("3 of 4: 75.0%; loss of the rows' own answers ")
+
+    make_reasoning_data.main([str(tmp_path / "words.jsonl"), "--rows", "1", "--generator", "spell_backward"])
+    out.write_text(out.read_text() + (tmp_path / "words.jsonl").read_text())
+    replies.append("nonsense")
+    result = score_reasoning.main([tiny, str(out)])
+    assert (result["parts"]["chain_sum"]["correct"], result["parts"]["spell_backward"]["rows"]) == (3, 1)
+    lines = ["chain_sum: 3 of 4: 75.0%", "spell_backward: 0 of 1: 0.0%", "all: 3 of 5: 60.0%"]
+    assert [line.partition(";")[0] for line in capsys.readouterr().out.splitlines()[-3:]] == lines
+    monkeypatch.setattr(score_reasoning, "generate_replies", lambda *_: ["nonsense"] * 2)
+    result = score_reasoning.main([tiny, str(out), str(tmp_path / "words.jsonl"), "--limit", "1"])
+    assert {part: each["rows"] for part, each in result["parts"].items()} == {"rows": 1, "words": 1}
+
+
+def test_the_loss_of_an_answer_is_that_of_its_tokens(tiny, tmp_path):
+    model, tokenizer = load_model(find_source(tiny)), load_tokenizer(find_source(tiny), sys.maxsize)
+    prompt, answer = [{"role": "user", "content": "2 + 3"}], "It is 5"
+    (loss,) = score_reasoning.answer_losses(model, tokenizer, [prompt], [answer])
+    before = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+    own = tokenizer(answer, add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([before + own])
+    labels = torch.tensor([[-100] * len(before) + own])
+    with torch.no_grad():
+        expected = model(ids, labels=labels).loss * len(own)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_no_row_runs_code_that_nobody_trusts(tmp_path, cli):

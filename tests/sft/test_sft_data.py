@@ -20,12 +20,12 @@ from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from sft import train
 from sft.arguments import RecipeParser, RunArguments, chat_template
-from sft.data import check_chat_template, load_rows, sources, to_messages
+from sft.checkpoints import checkpoint_to_resume
+from sft.data import check_chat_template, hold_out_first, load_rows, to_messages
+from sft.data import training_rows as rows_of_data
 from sft.make_tokenizer import train_tokenizer
-from sft.run import checkpoint_to_resume
-from sft.trainer import SFTRecipeTrainer
-from sft.training_rows import bytes_of_token, check_length, check_rows, hold_out_first
-from sft.training_rows import training_rows as rows_of_run
+from sft.sources import data_of, sources
+from sft.trainer import SFTRecipeTrainer, bytes_of_token, check_length
 
 
 CONVERSATIONS = [
@@ -66,7 +66,13 @@ def run_of(name: str, tmp_path: Path, **keys):
         **{key: keys.pop(key) for key in list(keys) if hasattr(RunArguments, key)},
     )
     fields = {"assistant_only_loss": True, "max_length": 128, "use_cpu": True, "bf16": False, "report_to": "none"}
+    if run.eval_size or run.eval_dataset_name:
+        fields |= {"eval_strategy": "steps", "eval_steps": 1}
     return run, SFTConfig(output_dir=str(tmp_path / "run"), **{**fields, **keys})
+
+
+def rows_of_run(run, args, tokenizer):
+    return rows_of_data(data_of(run, args), run, args, tokenizer)
 
 
 def test_a_home_directory_is_found_in_every_key(tmp_path, monkeypatch):
@@ -356,18 +362,18 @@ def test_a_damaged_file_is_refused(name, content, named, tmp_path):
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(keys, named, rows_file, tmp_path, monkeypatch):
-    check_rows(*run_of(rows_file, tmp_path))
+    data_of(*run_of(rows_file, tmp_path))
     readme = Path("README.md").resolve()
     monkeypatch.chdir(tmp_path)
     Path("held.txt").write_text("A text. " * 20)
     Path("short.txt").write_text("A text.")  # of fewer bytes than a row has tokens
-    check_rows(*run_of("short.txt", tmp_path))
+    data_of(*run_of("short.txt", tmp_path))
     Path("mix.yaml").write_text("[{path: short.txt, share: 0.5}, {path: rows.jsonl, share: 0.5}]")
     Path("README.md").symlink_to(readme)
     split = {"packing": True, "packing_strategy": "bfd_split", "assistant_only_loss": False}
-    check_rows(*run_of("held.txt", tmp_path, **split))
+    data_of(*run_of("held.txt", tmp_path, **split))
     with pytest.raises(UserError, match=named):
-        check_rows(*run_of(keys.pop("dataset_name", rows_file), tmp_path, **keys))
+        data_of(*run_of(keys.pop("dataset_name", rows_file), tmp_path, **keys))
 
 
 def test_a_stream_holds_out_its_first_rows():
@@ -535,7 +541,7 @@ def test_a_text_that_is_shorter_than_a_row_is_noted(tmp_path, capsys):
     packed = {"packing": True, "packing_strategy": "bfd_split", "assistant_only_loss": False, "max_length": 256}
     for size, is_short in ((24, True), (256, False)):
         (tmp_path / "train.txt").write_text("a" * size)
-        check_rows(*run_of(tmp_path / "train.txt", tmp_path, **packed))
+        data_of(*run_of(tmp_path / "train.txt", tmp_path, **packed))
         note = "train.txt has 24 bytes and does not fill one row of max_length=256 tokens"
         assert (note in capsys.readouterr().out) == is_short
 

@@ -12,10 +12,12 @@ from iha.errors import UserError
 from iha.files import read_json
 from sft import train
 from sft.arguments import RecipeParser
-from sft.data import load_rows
+from sft.base_model import find_start
+from sft.checkpoints import RECORD
+from sft.data import load_rows, training_rows
 from sft.record import make_record
-from sft.trainer import RECORD, SFTRecipeTrainer
-from sft.training_rows import check_splits, training_rows
+from sft.sources import check_splits, data_of
+from sft.trainer import SFTRecipeTrainer
 
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
@@ -70,11 +72,16 @@ def parsed(name: str, tmp_path: Path, **keys):
     return RecipeParser(SFTConfig, "").parse(argv)
 
 
+def check(run, args) -> None:
+    check_splits(data_of(run, args), run)
+
+
 def texts_of(name: str, tmp_path: Path, **keys) -> tuple[str, str | None]:
     """Return which rows a run trains and evaluates on, by the first of each."""
     run, args = parsed(name, tmp_path, **keys)
-    check_splits(run, args)
-    rows, held_out = training_rows(run, args, byte_tokenizer())
+    data = data_of(run, args)
+    check_splits(data, run)
+    rows, held_out = training_rows(data, run, args, byte_tokenizer())
     first = next(iter(rows))["text"].partition(",")[0]
     return first, held_out and held_out["text"][0].partition(",")[0]
 
@@ -149,16 +156,16 @@ def test_splits_that_share_rows_are_refused(learned, held_out, tmp_path):
     name = write_dataset(tmp_path / "sums")
     keys = {"dataset_config": "easy", "dataset_train_split": learned, "dataset_test_split": held_out}
     with pytest.raises(UserError, match="would train and evaluate on the same rows"):
-        check_splits(*parsed(name, tmp_path, **keys, **STEPS))
+        check(*parsed(name, tmp_path, **keys, **STEPS))
 
 
 def test_a_configuration_beside_the_default_one_has_other_rows(tmp_path):
     name = write_dataset(tmp_path / "sums")
     with_default = CARD.replace("config_name: easy", "config_name: easy\n  default: true")
     (tmp_path / "sums" / "README.md").write_text(with_default)
-    check_splits(*parsed(name, tmp_path, dataset_config="hard", eval_dataset_name=name, **STEPS))
+    check(*parsed(name, tmp_path, dataset_config="hard", eval_dataset_name=name, **STEPS))
     with pytest.raises(UserError, match="would train and evaluate on the same rows"):
-        check_splits(*parsed(name, tmp_path, eval_dataset_name=name, **STEPS))
+        check(*parsed(name, tmp_path, eval_dataset_name=name, **STEPS))
 
 
 def test_a_file_whose_name_is_a_pattern_is_read_itself(tmp_path):
@@ -171,8 +178,9 @@ def test_a_slice_of_a_split_is_found(tmp_path):
     name = write_dataset(tmp_path / "sums")
     keys = {"dataset_config": "easy", "dataset_train_split": "train[4:]+test[:1]", "dataset_test_split": "train[:2]"}
     run, args = parsed(name, tmp_path, **keys, **STEPS)
-    check_splits(run, args)
-    rows, held_out = training_rows(run, args, byte_tokenizer())
+    data = data_of(run, args)
+    check_splits(data, run)
+    rows, held_out = training_rows(data, run, args, byte_tokenizer())
     assert (len(rows), len(held_out)) == (5, 2)
 
 
@@ -187,7 +195,7 @@ def test_a_slice_of_a_split_is_found(tmp_path):
 )
 def test_keys_that_exclude_each_other_are_refused(keys, named, rows_file, tmp_path):
     with pytest.raises(UserError, match=named):
-        parsed(rows_file, tmp_path, **keys)
+        data_of(*parsed(rows_file, tmp_path, **keys))
 
 
 def test_a_record_names_the_commit_the_configuration_and_the_splits(tmp_path, tiny, monkeypatch):
@@ -196,7 +204,8 @@ def test_a_record_names_the_commit_the_configuration_and_the_splits(tmp_path, ti
         hub.use(monkeypatch, tmp_path / "home")
         commit = hub.add("datasets/me/sums", tmp_path / "sums")
         keys = {"model_name_or_path": tiny, "dataset_config": "easy", "dataset_test_split": "test", **STEPS}
-        record = make_record(*parsed("me/sums", tmp_path, **keys))
+        run, args = parsed("me/sums", tmp_path, **keys)
+        record = make_record(data_of(run, args), find_start(run), run, args)
     assert record["data"] == {"name": "me/sums", "revision": commit}
     names = ("dataset_config", "dataset_train_split", "dataset_test_split")
     assert [record["recipe"][name] for name in names] == ["easy", "train", "test"]

@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,11 +21,14 @@ from trl import SFTConfig, SFTTrainer
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
 from iha.hub.checkpoint_checks import checkpoint_files
+from iha.hub.push_to_hub import completed_card
+from iha.sources import find_source
 from sft import make_model, results, train
 from sft import run as sft_run
 from sft.arguments import RecipeParser
+from sft.checkpoints import RECORD, newest_whole_checkpoint
 from sft.record import compare_records
-from sft.trainer import RECORD, CountTokens, SFTRecipeTrainer, newest_whole_checkpoint
+from sft.trainer import CountTokens, SFTRecipeTrainer
 
 
 STEPS = 6
@@ -65,7 +69,8 @@ def assert_same_run(output: Path, whole: Path):
     actual, expected = weights(output / "final"), weights(whole / "final")
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    assert (output / "loss.json").read_text() == (whole / "loss.json").read_text()
+    logged, others = (json.loads((run / "loss.json").read_text()) for run in (output, whole))
+    assert logged.keys() == others.keys() and all(logged[name] == others[name] for name in ("train", "eval"))
 
 
 # What no run can have
@@ -301,8 +306,10 @@ def test_a_second_run_in_one_directory_is_refused(tmp_path, monkeypatch):
             train.main(arguments)
         # The other processes of the run that holds the lock.
         entered = []
-        monkeypatch.setattr(train, "prepare_model", lambda run, args: (None, entered.append(args.output_dir)))
-        for name in ("lora_config", "training_rows", "build_trainer", "train"):
+        monkeypatch.setattr(
+            train, "prepare_model", lambda start, config, run, args: (None, entered.append(args.output_dir))
+        )
+        for name in ("find_start", "run_config", "lora_config", "training_rows", "build_trainer", "train"):
             monkeypatch.setattr(train, name, lambda *_: None)
         monkeypatch.setattr(SFTConfig, "process_index", 1)
         train.main(arguments)
@@ -426,7 +433,7 @@ def test_an_interrupted_run_resumes_to_the_same_weights(keys, tiny, rows_file, t
         shutil.rmtree(stopped / "final")  # as if killed after the last checkpoint, which lies inside a pass
 
 
-def test_pretraining_on_a_text(tmp_path, monkeypatch):
+def test_pretraining_on_a_text(rows_file, tmp_path, monkeypatch):
     """Train a preset on a stream of one document, which is read once for a pass, and count on after a resume."""
     (tmp_path / "train.txt").write_text("All that glisters is not gold. " * 400)
     (tmp_path / "held.txt").write_text("Often have you heard that tøld. " * 20)
@@ -457,6 +464,13 @@ def test_pretraining_on_a_text(tmp_path, monkeypatch):
     card = (tmp_path / "run" / "final" / "README.md").read_text()
     assert "| Start | random weights of the preset tiny, SHA-256" in card and "Trained from scratch" in card
     assert "base_model:" not in card and str(tmp_path) not in card
+    logged = json.loads((tmp_path / "run" / "loss.json").read_text())
+    assert {"eval_bits_per_byte", "tokens_per_second", "model_flops_utilization", "peak_memory_gb"} < logged.keys()
+    # The next stage of it is from scratch too, and its card names the run.
+    next_stage = {"max_steps": 1, "preset": None, "max_length": 64, **NO_EVALUATION}
+    train.main(command(str(tmp_path / "run" / "final"), rows_file, tmp_path / "chat", **next_stage))
+    card = completed_card(find_source(tmp_path / "chat" / "final"), "me/one", "mit", None)
+    assert "| Start | run, fingerprint" in card and "Trained from scratch, here from run" in card
     history = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     counts = [entry["num_tokens"] for entry in history if "loss" in entry]
     assert counts == [512, 1024, 1536, 2048]
@@ -568,7 +582,8 @@ def test_the_time_that_is_left_is_logged(monkeypatch):
     counter.on_train_begin(None, state, None)
     for state.global_step, each in zip((1, 3), logs):
         counter.on_evaluate(None, state, None, metrics={"eval_runtime": 10.0})
-        counter.on_log(None, state, None, logs=each)
+        counter.on_log(SimpleNamespace(device=torch.device("cpu")), state, None, logs=each)
+    assert all(0 < each["peak_memory_gb"] < 1000 for each in logs)
     assert [each["minutes_left"] for each in logs] == [9 * 20 / 60, round(7 * 25 / 60, 1)]
 
 
@@ -580,8 +595,9 @@ def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):
         model = arguments.index("--model_name_or_path")
         arguments[model : model + 2] = ["--preset", "tiny"]
         run, args = RecipeParser(SFTConfig, "").parse(arguments)
-        model, tokenizer = train.prepare_model(run, args)
-        rows = train.training_rows(run, args, tokenizer)
+        start = train.find_start(run)
+        model, tokenizer = train.prepare_model(start, train.run_config(start, run, args), run, args)
+        rows = train.training_rows(train.data_of(run, args), run, args, tokenizer)
         trainer = train.build_trainer(run, args, model, tokenizer, None, rows)
         assert (trainer.eval_bytes is not None) == has_bits
 
@@ -627,7 +643,7 @@ def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
     ):
         assert fact in card, fact
     assert str(tmp_path) not in card and str(Path(rows_file).parent) not in card
-    names, others = checkpoint_files(output / "final")
+    names, others = checkpoint_files(find_source(output / "final"))
     assert set(names) == {path.name for path in (output / "final").iterdir()} and others == []
     assert (output / "final" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert not (output / "README.md").exists() and not (output / ".lock").exists()

@@ -23,6 +23,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_sources import tiny_tokenizer
 from tiny_training import byte_config, decoder, one_step, saved, write_jsonl
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from trl.scripts import dpo, grpo
 
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
@@ -93,25 +94,17 @@ for trainer_class, config_class in ((DPOTrainer, DPOConfig), (RewardTrainer, Rew
     assert all(module.startswith("transformers_modules.") for module in modules)
 
 
-def trl(name: str, directory: Path, *words: str) -> tuple[list[dict], PreTrainedModel]:
-    """Run a recipe of TRL's own command on the model and the data in a directory, which stands for the checkout.
-
-    Return what it logged and the model that it saved."""
+def words_of(name: str) -> list[str]:
+    """Return the words of a recipe of TRL's own command, at the size of a test."""
     values = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "run", "max_steps": 3}
     values |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "logging_steps": 1, "save_steps": 3}
     values |= {"learning_rate": 1e-3, "bf16": "false"}
     given = [word for key, value in values.items() for word in (f"--{key}", str(value))]
-    command = [Path(sys.executable).with_name("trl"), name, "--config", ROOT / "sft" / "recipes" / name / "trl.yaml"]
-    (directory / "sft").symlink_to(ROOT / "sft")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(
-        [*command, "--trust_remote_code", "--use_cpu", *given, *words],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr
+    return ["--config", str(ROOT / "sft/recipes" / name / "trl.yaml"), "--trust_remote_code", "--use_cpu", *given]
+
+
+def result_of(directory: Path) -> tuple[list[dict], PreTrainedModel]:
+    """Return what a run in a directory logged, and the model that it saved."""
     state = json.loads((directory / "run" / "checkpoint-3" / "trainer_state.json").read_text())
     steps = [entry for entry in state["log_history"] if "learning_rate" in entry]
     assert len(steps) == 3 and all(math.isfinite(entry["loss"]) for entry in steps)
@@ -123,8 +116,12 @@ def assert_every_weight_moved(before: torch.nn.Module, after: torch.nn.Module) -
     assert not [name for name, value in before.named_parameters() if torch.equal(value, trained[name])]
 
 
-def test_trls_command_prefers_answers_by_our_recipe(tmp_path):
-    """Train an interleaved Llama, whose mixing is far from its start: the plain base is another reference."""
+@pytest.mark.parametrize("by_command", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_trl_prefers_answers_by_our_recipe(by_command, tmp_path, monkeypatch):
+    """Train an interleaved Llama, whose mixing is far from its start, by `trl dpo` or by what that runs.
+
+    The plain base is another reference.
+    """
     model = interleave_heads(decoder("llama"), 2)
     train_mixing(model, 0.5)
     saved(model, tmp_path / "model")
@@ -134,15 +131,21 @@ def test_trls_command_prefers_answers_by_our_recipe(tmp_path):
     ]
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data" / "train.jsonl", pairs)
-    steps, trained = trl("dpo", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    if by_command:
+        command = [Path(sys.executable).with_name("trl"), "dpo", *words_of("dpo")]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    else:
+        dpo.main(*dpo.make_parser().parse_args_and_config(words_of("dpo")))
+    steps, trained = result_of(tmp_path)
     # Before the first step the model is its reference.
     assert abs(steps[0]["rewards/chosen"]) < 1e-5 < 1e-3 < abs(steps[-1]["rewards/chosen"])
     assert type(trained).__name__ == "InterleavedLlamaForCausalLM"
     assert_every_weight_moved(model, trained)
 
 
-def test_trls_command_learns_from_rewards_by_our_recipe(tmp_path):
-    """A model with random weights is never right, so a second reward is for its text alone."""
+def test_trl_learns_from_rewards_by_our_recipe(tmp_path, monkeypatch):
+    """Call what `trl grpo` runs. A model with random weights is never right: a second reward is for its text alone."""
     model = random_model(byte_config(**GEOMETRIES["hybrid"], max_position_embeddings=1024))
     saved(model, tmp_path / "model")
     (tmp_path / "data").mkdir()
@@ -150,7 +153,11 @@ def test_trls_command_learns_from_rewards_by_our_recipe(tmp_path):
     reward = "[sum(map(ord, reply['content'])) % 7 / 7 for (reply,) in completions]"
     (tmp_path / "of_text.py").write_text(f"def reward(completions, **_):\n    return {reward}\n")
     rewards = ("--reward_funcs", "sft.score_reasoning.correctness", "of_text.reward")
-    steps, trained = trl("grpo", tmp_path, "--num_generations", "2", "--max_completion_length", "8", *rewards)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sizes = ("--num_generations", "2", "--max_completion_length", "8")
+    grpo.main(*grpo.make_parser().parse_args_and_config([*words_of("grpo"), *sizes, *rewards]))
+    steps, trained = result_of(tmp_path)
     assert {step["rewards/correctness/mean"] for step in steps} == {0} and abs(steps[0]["kl"]) < 1e-6
     assert any(step["rewards/reward/mean"] > 0 for step in steps)
     assert_every_weight_moved(model, trained)

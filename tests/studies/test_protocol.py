@@ -287,23 +287,22 @@ def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp
         table[key] = {arm_of[name]: value for name, value in table[key].items()}
     (tmp_path / "table.json").write_text(json.dumps(table | {"tokens_per_step": 200}))
     asked = []
-    monkeypatch.setattr(paired_heads, "main", lambda words, report: asked.extend(words) or tmp_path / "table.json")
+    monkeypatch.setattr(paired_heads, "run", lambda args, report: asked.append(args) or tmp_path / "table.json")
     words = ["--arms", "paired", "windows", "--text", "my.txt", "--seeds", "4", "--tokens", "128"]
     compare.main([*words, "--steps", "50"])
-    given = dict(zip(asked[3::2], asked[4::2]))
-    assert asked[:3] == ["--kinds", "windows", "paired"]
-    assert given["--output"] == str(ROOT / "outputs/compare/my-tiny-128-50/runs")
-    assert given["--text"] == "my.txt" and given["--most-seeds"] == "4" and given["--steps"] == "50"
+    (given,) = asked
+    assert given.kinds == ["windows", "paired"] and given.output == ROOT / "outputs/compare/my-tiny-128-50/runs"
+    assert Path(given.text).name == "my.txt" and (given.most_seeds, given.steps, given.untuned) == (4, 50, False)
+    command = "research.compare --arms paired windows --text my.txt --seeds 4 --tokens 128 --steps 50"
+    assert given.command == command
     _, windows, paired, *_ = capsys.readouterr().out.splitlines()
     assert windows.split()[0] == "windows" and f"{base['loss']['mean'] / math.log(2):.4f}" in windows
     differences = [row["minus_base"][budget]["difference"] for budget in ("steps", "FLOPs", "time")]
     shown = [f"{each['mean']:+.4f} ± {each['half_width']:.4f}" for each in differences]
     assert re.split(" {2,}", paired)[3:7] == [*shown, f"{128 / table['step_seconds']['paired']:,.0f}"]
-    assert "--untuned" not in asked
-    asked.clear()
     compare.main([*words, "--steps", "10"])
     assert "Note: --steps 10 ends before the warm-up of 40 steps: no rate is" in capsys.readouterr().out
-    assert "--untuned" in asked
+    assert asked[-1].untuned
     with pytest.raises(UserError, match="--tokens 64: the arm 'paired' cannot be built; give longer rows"):
         compare.main([*words[:-1], "64"])
 

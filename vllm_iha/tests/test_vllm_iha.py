@@ -341,7 +341,7 @@ def test_which_bases_are_refused(case, tmp_path):
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 # Fields of the config, options of the engine, and the message.
 REFUSED_MODELS = {
-    "kind": ({"attention_kinds": ["iha", "diff"]}, {}, "'diff', and vLLM serves 'iha', 'paired_heads', 'mha'"),
+    "kind": ({"attention_kinds": ["iha", "diff"]}, {}, "'diff', and vLLM serves 'mha', 'iha', 'paired_heads'"),
     "mlp_gate_groups": ({"mlp_gate_groups": 4}, {}, "mlp_gate_groups=4"),
     "output_gate": ({"output_gate": "per_head"}, {}, "output_gate='per_head' is not served"),
     "exclusive_attention": ({"exclusive_attention": True}, {}, "exclusive_attention=True is not served"),

@@ -1,0 +1,479 @@
+"""Go from a text to a table like the paper's: train several forms of attention, and compare what they learned.
+
+Run it in the root of a checkout, after `pip install -e ".[scripts,evaluation]"`. For each form and seed it runs, in
+this order, commands that you can also run by hand, and it prints each of them:
+
+    1. sft.train            pre-training on your text, from random weights (recipe pretrain)
+    2. sft.train            more text in longer rows, with longer windows (recipe long_context_64k/continued)
+    3. sft.train            chats: sums, and needles in a haystack, or OpenThoughts (recipe paper_sft)
+    4. evaluation.run       loss by position in held-out text; from 100m on also RULER, GSM8K and MATH-500
+    5. sft.score_reasoning  answers to new sums and needles
+    6. push_to_hub          a rehearsal of the upload, which checks the checkpoint and its card
+
+A command whose output exists is passed over, so the same line goes on after a stop. --dry-run prints all commands, and
+the hours and the memory of each stage, before anything runs.
+
+examples:
+  python examples/speedrun.py --size seconds --forms paired-heads
+  python examples/speedrun.py --size minutes --text my.txt --seeds 3
+  python examples/speedrun.py --size 100m --launch "accelerate launch --num_processes 8" --dry-run
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median, stdev
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a launcher by path does not find the checkout
+
+from iha import plots
+from iha.arguments import fields_of
+from iha.conversion.shared import preset_config
+from iha.errors import run_cli
+from iha.files import write_json, write_jsonl
+from iha.model_cost import model
+from iha.step_memory import of_training
+from modeling_iha import IHAConfig
+from sft.make_text import modules
+
+
+# The end of a preset's name, and what it is.
+FORMS = {
+    "global": "ordinary attention over all tokens",
+    "global-local": "ordinary attention in windows, and over all tokens in each fifth layer",
+    "paired-heads": "paired heads (P = 4) in shorter windows, and over all tokens in each fifth layer",
+    "iha": "the paper's schedule: interleaved heads in windows, and ordinary attention in each fifth layer",
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Hold the length of a stage of training: `rows` rows of `tokens` tokens in each of `steps` steps."""
+
+    tokens: int
+    steps: int
+    rows: int
+    rate: float
+    rows_at_once: int = 8  # on one device, which accumulates the others
+
+    @property
+    def checkpoints(self) -> bool:
+        """Return whether the backward pass computes activations again, which saves memory."""
+        return self.tokens > 2048
+
+
+@dataclass(frozen=True)
+class Size:
+    """Hold what is trained, on what, and for how long. `tflops` of one device is a guess for the forecast."""
+
+    preset: str
+    pretrain: Stage
+    long: Stage
+    chat: Stage
+    tflops: float
+    fields: tuple[str, ...] = ()  # changes of every preset
+    iha_fields: tuple[str, ...] = ("num_pseudo_heads=4",)  # changes of "iha", whose presets have P = H
+    tokenizer: str | None = None  # on the Hub; by default one is trained on the text
+    vocabulary: int = 1024  # tokens of the tokenizer
+    characters: int = 4_000_000  # of the text of --text that are read
+    text: str | None = None  # on the Hub; by default the text is that of --text
+    chats: str | None = None  # on the Hub; by default sums and needles
+    needles: tuple[int, ...] = (2, 8, 24)  # statements of a haystack: how far back an answer lies
+    ruler: tuple[int, ...] = ()  # lengths of RULER's prompts in tokens
+
+    @property
+    def stages(self) -> dict[str, Stage]:
+        return {"pretrain": self.pretrain, "long": self.long, "chat": self.chat}
+
+    def changes(self, form: str) -> list[str]:
+        """Return the changes of the preset of a form, with the rows of pre-training as its context."""
+        of_form = self.iha_fields if form == "iha" else ()
+        return [*self.fields, *of_form, f"max_position_embeddings={self.pretrain.tokens}"]
+
+
+SIZES = {
+    "seconds": Size(
+        preset="small-1m",
+        fields=("hidden_size=64", "intermediate_size=176", "num_attention_heads=4"),
+        pretrain=Stage(tokens=256, steps=20, rows=8, rate=4e-3),
+        long=Stage(tokens=1024, steps=4, rows=2, rate=1e-3),
+        chat=Stage(tokens=1024, steps=20, rows=8, rate=2e-3),
+        tflops=0.02,
+        characters=300_000,
+        needles=(2,),
+    ),
+    "minutes": Size(
+        preset="small-1m",
+        pretrain=Stage(tokens=256, steps=150, rows=8, rate=2e-3),
+        long=Stage(tokens=1024, steps=20, rows=2, rate=5e-4),
+        chat=Stage(tokens=1024, steps=80, rows=4, rate=1e-3),
+        tflops=0.02,
+    ),
+    # Never run. One GPU with 80 GB, an evening.
+    "100m": Size(
+        preset="small-100m",
+        tokenizer="HuggingFaceTB/SmolLM2-135M",
+        vocabulary=49_152,
+        text="HuggingFaceFW/fineweb-edu",
+        chats="open-thoughts/OpenThoughts-114k",
+        pretrain=Stage(tokens=2048, steps=5000, rows=256, rate=6e-4, rows_at_once=16),
+        long=Stage(tokens=8192, steps=200, rows=64, rate=6e-5, rows_at_once=2),
+        chat=Stage(tokens=8192, steps=1000, rows=96, rate=1e-4, rows_at_once=4),
+        tflops=300,
+        ruler=(1024, 2048, 4096),
+    ),
+    # Never run. Nodes of GPUs, a weekend for the last two stages and weeks for the first: the paper's own numbers.
+    "2.4b": Size(
+        preset="paper-2.4b",
+        iha_fields=(),
+        tokenizer="meta-llama/Llama-3.1-8B",
+        vocabulary=128_256,
+        text="HuggingFaceFW/fineweb-edu",
+        chats="open-thoughts/OpenThoughts-114k",
+        pretrain=Stage(tokens=8192, steps=240_000, rows=128, rate=8e-4, rows_at_once=1),
+        long=Stage(tokens=65536, steps=5000, rows=64, rate=1e-5, rows_at_once=1),
+        chat=Stage(tokens=8192, steps=10_173, rows=96, rate=1e-5, rows_at_once=1),
+        tflops=300,
+        ruler=(4096, 8192, 16384),
+    ),
+}
+
+
+@dataclass
+class Command:
+    """Hold a command line, and the file or directory that exists once it has run."""
+
+    done: Path
+    words: list[str]
+
+    @property
+    def log(self) -> Path:
+        """Return out/pretrain.log for out/pretrain/final, and out/answers.log for out/answers.json."""
+        stage = self.done.parent if self.done.name in ("final", "results.json") else self.done
+        return stage.with_suffix(".log")
+
+    def run(self) -> None:
+        """Print and run the command unless it is done. Keep its log, and its time in seconds.jsonl."""
+        print(f"\n$ {shlex.join(self.words)}", flush=True)
+        if self.done.exists():
+            print("  (done before)")
+            return
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        words = [sys.executable, *self.words[1:]] if self.words[0] == "python" else self.words
+        with open(self.log, "w", encoding="utf-8") as file:
+            status = subprocess.run(words, stdout=file, stderr=subprocess.STDOUT).returncode
+        if status:
+            sys.exit(f"{self.log.read_text(encoding='utf-8')[-3000:]}\nThis command failed. Its output: {self.log}")
+        if not self.done.exists():  # a command that only prints
+            self.done.write_text(self.log.read_text(encoding="utf-8"), encoding="utf-8")
+        seconds = time.monotonic() - started
+        with open(self.log.with_name("seconds.jsonl"), "a", encoding="utf-8") as file:
+            file.write(json.dumps({"stage": self.log.stem, "seconds": seconds}) + "\n")
+        print(f"  {seconds:.0f} s", flush=True)
+
+
+def command(done: Path, /, *words: object, launch: str = "python -m", **options: object) -> Command:
+    """Return `python -m` words, with `--name value` for each option."""
+    line = [*shlex.split(launch), *map(str, words)]
+    for name, value in options.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        line += [f"--{name}", *map(str, values)]
+    return Command(done, line)
+
+
+class Run:
+    """Hold what all commands of a call share: options, size, and the directory of texts, chats and tokenizer."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.size = SIZES[args.size]
+        self.out = args.out / args.size
+        self.data = self.out / "data"
+
+    # The data
+
+    def write_texts(self) -> None:
+        """Write the text to train on, and a hundredth of it to hold out, as rows of 20,000 characters."""
+        self.data.mkdir(parents=True, exist_ok=True)
+        texts = modules() if self.args.text is None else [self.args.text.read_text(encoding="utf-8")]
+        text = "\n".join(texts)[: self.size.characters]
+        rows = [{"text": text[start : start + 20_000]} for start in range(0, len(text), 20_000)]
+        held = max(1, len(rows) // 100)
+        write_jsonl(self.data / "train.jsonl", rows[held:])
+        write_jsonl(self.data / "held.jsonl", rows[:held])
+        self.data.joinpath("held.txt").write_text("".join(row["text"] for row in rows[:held]), encoding="utf-8")
+        mixture = [
+            {"path": f"{self.data / name}.jsonl", "share": 1 / len(self.generators)} for name in self.generators
+        ]
+        self.data.joinpath("chats.yaml").write_text(json.dumps(mixture), encoding="utf-8")
+
+    @property
+    def generators(self) -> dict[str, tuple[str, list[str]]]:
+        """Return the generators of questions and their options, by the names of their files."""
+        sums = ["min_terms=2", "max_terms=2", "min_digits=1", "max_digits=1"]
+        generators = {"sums": ("chain_sum", sums)}
+        for count in self.size.needles:
+            statements = [f"min_num_statements={count}", f"max_num_statements={count}"]
+            generators[f"needles-{count}"] = ("needle_haystack", statements)
+        return generators
+
+    def data_commands(self) -> list[Command]:
+        """Return the commands that make what all forms share."""
+        commands = []
+        rows = min(1000, self.size.chat.rows * self.size.chat.steps // len(self.generators) + 1)
+        for name, (generator, options) in self.generators.items():
+            train, test = self.data / f"{name}.jsonl", self.data / f"{name}-test.jsonl"
+            made = {"generator": generator, "options": options}
+            # There are few sums of two digits: new ones are those that the rows to train on leave.
+            count = 60 if generator == "chain_sum" else rows
+            commands.append(command(train, "sft.make_reasoning_data", train, rows=count, **made))
+            commands.append(command(test, "sft.make_reasoning_data", test, rows=40, seed=1, exclude=train, **made))
+        if self.size.tokenizer is None:
+            tokenizer, text = self.data / "tokenizer", self.data / "train.jsonl"
+            commands.append(
+                command(tokenizer, "sft.make_tokenizer", text, tokenizer, **{"vocab-size": self.size.vocabulary})
+            )
+        return commands
+
+    # The forms
+
+    def training(self, out: Path, recipe: str, stage: Stage, **options: object) -> Command:
+        """Return the command of a stage of training, whose final model is `out`/final."""
+        at_once = min(stage.rows, stage.rows_at_once)
+        return command(
+            out / "final",
+            "sft.train",
+            launch=self.args.launch,
+            config=f"sft/recipes/{recipe}.yaml",
+            output_dir=out,
+            max_length=stage.tokens,
+            max_steps=stage.steps,
+            learning_rate=stage.rate,
+            warmup_steps=0.05,
+            per_device_train_batch_size=at_once,
+            per_device_eval_batch_size=at_once,
+            gradient_accumulation_steps=max(1, stage.rows // (at_once * self.args.devices)),
+            gradient_checkpointing=stage.checkpoints,
+            logging_steps=max(1, stage.steps // 20),
+            eval_strategy="steps",
+            eval_steps=max(1, stage.steps // 2),
+            save_steps=max(1, min(500, stage.steps // 2)),
+            **options,
+        )
+
+    def texts(self) -> dict[str, object]:
+        """Return the options of texts to train and to evaluate on."""
+        if self.size.text:
+            name, part = self.size.text, "sample-10BT"
+            return {"dataset_name": name, "dataset_config": part, "dataset_streaming": True, "eval_size": 200}
+        files = {"dataset_name": self.data / "train.jsonl", "eval_dataset_name": self.data / "held.jsonl"}
+        return files | {"dataset_streaming": False}
+
+    def start(self, form: str) -> dict[str, object]:
+        """Return the options of random weights."""
+        tokenizer = self.size.tokenizer or self.data / "tokenizer"
+        return {
+            "preset": f"{self.size.preset}-{form}",
+            "preset_fields": self.size.changes(form),
+            "tokenizer": tokenizer,
+        }
+
+    def form_commands(self, form: str, seed: int, share: float = 1.0) -> list[Command]:
+        """Return the commands of a form, from random weights to a rehearsal of the upload.
+
+        `share` multiplies the steps of its stages (`equal_time`).
+        """
+        size = self.size
+        out = self.out / f"{form}-{seed}"
+        stages = {
+            name: replace(stage, steps=max(2, round(share * stage.steps))) for name, stage in size.stages.items()
+        }
+        pretrained, longer, chatting = (out / name / "final" for name in stages)
+        texts = self.texts() | {"seed": seed}
+        chats = {"dataset_name": size.chats or self.data / "chats.yaml", "eval_size": 0.05, "seed": seed}
+        context = {"max_position_embeddings": size.long.tokens, "rope_theta": 160_000.0}
+        if form != "global":
+            context["sliding_window"] = "scale"
+        tasks = ["perplexity_by_position", *(["niah_single_1", "niah_multikey_2"] if size.ruler else [])]
+        read = {"tasks": tasks, "lengths": size.ruler or [size.long.tokens], "output": out / "read"}
+        if not size.text:
+            read["text"] = self.data / "held.txt"
+        questions = [self.data / f"{name}-test.jsonl" for name in self.generators]
+        answers = out / "answers.json"
+        paper = {"tasks": ["gsm8k", "math500"], "samples": 1, "limit": 200, "output": out / "paper"}
+        of_paper = command(out / "paper" / "results.json", "evaluation.run", chatting, **paper)
+        return [
+            self.training(out / "pretrain", "pretrain/sft", stages["pretrain"], **self.start(form), **texts),
+            self.training(
+                *(out / "long", "long_context_64k/continued", stages["long"]),
+                **{"model_name_or_path": pretrained, **context, **texts},
+            ),
+            self.training(out / "chat", "paper_sft/sft", stages["chat"], model_name_or_path=longer, **chats),
+            command(out / "read" / "results.json", "evaluation.run", longer, **read),
+            command(answers, "sft.score_reasoning", chatting, *questions, **{"json": answers, "max-new-tokens": 32}),
+            *([of_paper] if size.ruler else []),
+            command(
+                *(out / "push.txt", "conversion_scripts.push_to_hub", chatting, f"me/{form}", "--dry-run"),
+                license="mit",
+            ),
+        ]
+
+    def speed_command(self, form: str) -> Command:
+        """Return the command of a few steps, for their tokens per second."""
+        short = replace(self.size.pretrain, steps=10)
+        return self.training(self.out / f"{form}-speed", "pretrain/sft", short, **self.start(form), **self.texts())
+
+    def config_of(self, form: str, stage: str) -> IHAConfig:
+        """Return the configuration that a form has in a stage: its windows grow with its rows."""
+        context = self.size.pretrain.tokens if stage == "pretrain" else self.size.long.tokens
+        fields = [*self.size.changes(form), f"vocab_size={self.size.vocabulary}", f"max_position_embeddings={context}"]
+        return preset_config(f"{self.size.preset}-{form}", **fields_of(fields))
+
+    def forecast(self, form: str) -> list[str]:
+        """Return a row of the forecast for each stage: its hours, and the memory of a step on one device."""
+        rows = []
+        for name, stage in self.size.stages.items():
+            config = self.config_of(form, name)
+            products = model(config, stage.tokens).training * stage.rows * stage.steps
+            hours = 2 * products / (self.size.tflops * 1e12 * self.args.devices) / 3600
+            memory = of_training(config, min(stage.rows, stage.rows_at_once), stage.tokens, stage.checkpoints, True)
+            rows.append(f"| {form} | {name} | {hours:.3g} | {memory.peak / 1e9:.2f} |")
+        return rows
+
+
+# The table
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def tokens_per_second(out: Path) -> float:
+    return median(value for _, value in read_json(out / "loss.json")["tokens_per_second"])
+
+
+def figures_of(out: Path, size: Size) -> dict[str, float]:
+    """Return the figures of one form and seed, by the names of their columns.
+
+    A model of a million parameters answers nothing right, so small sizes leave out the right answers."""
+    figures = {}
+    for name in ("pretrain", "long"):
+        logged = read_json(out / name / "loss.json")
+        figures[f"bits per byte, {name}"] = logged["eval_bits_per_byte"][-1][1]
+    figures["loss of chats"] = read_json(out / "chat" / "loss.json")["eval"][-1][1]
+    answers = read_json(out / "answers.json")["parts"]
+    for name, answer in answers.items():
+        figures[f"loss of answers, {name}"] = answer["loss"]
+        if size.ruler:
+            figures[f"right answers, {name}"] = answer["accuracy"]
+    for results in (out / "read" / "results.json", out / "paper" / "results.json"):
+        for task, result in read_json(results)["tasks"].items() if results.exists() else ():
+            for name, metric in result["metrics"].items():
+                if name != "bits_per_byte":  # that of the second stage
+                    figures[name if name.startswith("loss@") else f"{task}, {name}"] = metric["value"]
+    figures["tokens/s"] = tokens_per_second(out / "pretrain")
+    lines = out.joinpath("seconds.jsonl").read_text(encoding="utf-8").splitlines()
+    figures |= {f"seconds, {each['stage']}": each["seconds"] for each in map(json.loads, lines)}
+    return figures
+
+
+def shown(values: Sequence[float]) -> str:
+    """Return the mean of seeds, and its standard error if there are several."""
+    error = f" ± {stdev(values) / len(values) ** 0.5:.2g}" if len(values) > 1 else ""
+    return f"{mean(values):.4g}{error}"
+
+
+def report(run: Run, forms: Sequence[str], seeds: int) -> str:
+    """Write table.json, with every seed, report.md and table.png, and return the report."""
+    found = {form: [figures_of(run.out / f"{form}-{seed}", run.size) for seed in range(seeds)] for form in forms}
+    names = list(found[forms[0]][0])
+    lines = [f"| | {' | '.join(forms)} |", "|---" * (1 + len(forms)) + "|"]
+    for name in names:
+        lines.append(f"| {name} | {' | '.join(shown([each[name] for each in found[form]]) for form in forms)} |")
+    note = f"Means and standard errors of {seeds} seeds." if seeds > 1 else "One seed: no ranking."
+    text = "\n".join(
+        [
+            *lines,
+            "",
+            f"{note} Losses are in nats per token, those of answers in nats per answer.",
+            "",
+            "![the figures](table.png)",
+            "",
+        ]
+    )
+    write_json(run.out / "table.json", found)
+    run.out.joinpath("report.md").write_text(text, encoding="utf-8")
+    by_position = [name for name in names if name.startswith("loss@")]
+    others = [name for name in names if name not in by_position and not name.startswith("seconds")]
+    title = f"speedrun, size {run.args.size}: {note.lower()}"
+    figure, axes = plots.panels(title, len(others) + 1, columns=2, height=1 + 0.3 * len(forms))
+    for name, each in zip(others, axes):
+        means = []
+        for form in forms:
+            values = [figures[name] for figures in found[form]]
+            error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+            means.append((mean(values), error, error))
+        plots.dots(each, forms, {"_": means})
+        each.set(xlabel=name)
+    for form in forms:
+        losses = [mean(figures[name] for figures in found[form]) for name in by_position]
+        axes[-1].plot([int(name.removeprefix("loss@")) for name in by_position], losses, marker=".", label=form)
+    axes[-1].set(xlabel="position from which the loss is averaged", ylabel="nats per token", xscale="log")
+    plots.save_plot(figure, run.out / "table.png")
+    return text
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--size", choices=SIZES, default="minutes", help="what to train, and for how long (default: minutes)")
+    add("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="forms of attention (default: all)")
+    add("--text", type=Path, help="text file to learn from (default: the sources of this Python)")
+    add("--seeds", type=int, default=1, help="runs of each form (default: 1)")
+    add("--equal-time", action="store_true", help="give each form the time of the first one, and not its tokens")
+    add("--launch", default="python -m", help="what starts the training (default: python -m)")
+    add("--devices", type=int, default=1, help="GPUs that --launch uses (default: 1)")
+    add("--out", type=Path, default=Path("outputs/speedrun"), help="directory (default: outputs/speedrun)")
+    add("--dry-run", action="store_true", help="print the commands, hours and memory, and run nothing")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all commands, or print them."""
+    args = parse(argv)
+    run = Run(args)
+    if args.dry_run:
+        for each in [*run.data_commands(), *(each for form in args.forms for each in run.form_commands(form, 0))]:
+            print(f"\n$ {shlex.join(each.words)}")
+        print(f"\nIf each device computes {run.size.tflops:g} TFLOP/s, one seed takes:\n")
+        print("| form | stage | hours | GB of a step |\n|---|---|---|---|")
+        for form in args.forms:
+            print("\n".join(run.forecast(form)), flush=True)
+        return
+    run.write_texts()
+    for each in run.data_commands():
+        each.run()
+    shares = dict.fromkeys(args.forms, 1.0)
+    if args.equal_time:
+        speeds = {}
+        for form in args.forms:
+            run.speed_command(form).run()
+            speeds[form] = tokens_per_second(run.out / f"{form}-speed")
+        shares = {form: speed / speeds[args.forms[0]] for form, speed in speeds.items()}
+    for seed in range(args.seeds):
+        for form in args.forms:
+            for each in run.form_commands(form, seed, shares[form]):
+                each.run()
+    print(f"\n{report(run, args.forms, args.seeds)}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

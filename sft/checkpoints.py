@@ -1,0 +1,135 @@
+"""Save checkpoints that are whole, find the one to resume from, and pass over incomplete ones."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, PartialState
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from iha.checkpoints import check_finite
+from iha.errors import UserError
+from iha.files import whole_file
+
+
+# The file that records what a run is made of. A copy is written last into a checkpoint, and marks it as complete.
+RECORD = "run.json"
+
+
+def check_holds_no_model(output: Path) -> None:
+    """Reject the directory of a model that is not a run's: `push` would publish the run's files with the model.
+
+    Raise `UserError`.
+    """
+    names = ("config.json", "adapter_config.json", "*.safetensors", "pytorch_model*.bin", "*.gguf")
+    found = [path.name for name in names for path in sorted(output.glob(name))]
+    if found and not (output / RECORD).exists():
+        raise UserError(f"{output} holds a model ({found[0]}) and no run: choose another output_dir.")
+
+
+def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
+    """Return the checkpoint that `resume_from_checkpoint` names, or else the newest whole one. Raise `UserError`."""
+    if str(given).lower() == "false":
+        raise UserError("resume_from_checkpoint: a run always resumes in its output_dir. Remove the key.")
+    return newest_whole_checkpoint(output) if str(given).lower() in ("none", "true") else Path(given).expanduser()
+
+
+def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:
+    """Return the last checkpoint in `output_dir` that is complete, or None. Print those that are skipped."""
+    for path in sorted(checkpoints_after(0, output_dir), key=step_of, reverse=True):
+        if (path / RECORD).exists():
+            return path
+        PartialState().print(f"Passing over {path}: {RECORD} is missing, which is written last.", flush=True)
+    return None
+
+
+def checkpoints_after(step: int, output_dir: str | Path) -> list[Path]:
+    """Return the checkpoints in `output_dir` of later steps than `step`, incomplete ones included."""
+    return [path for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) > step]
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint by the name of its directory, or 0 if this has none."""
+    step = checkpoint.name.rpartition("-")[2]
+    return int(step) if step.isdigit() else 0
+
+
+def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
+    """Reject complete checkpoints later than the one to resume from. Raise `UserError`.
+
+    The rotation of checkpoints would take the one with the most steps for the newest, and remove those of this run. If
+    the run resumes in this directory, later checkpoints that a stopped save left incomplete are removed. Directories
+    in that of a new run may be somebody else's and are left alone.
+    """
+    later = checkpoints_after(0 if checkpoint is None else step_of(checkpoint), output)
+    whole = sorted(path.name for path in later if (path / RECORD).exists())
+    if whole:
+        raise UserError(f"{output} holds later checkpoints than {checkpoint}: move {', '.join(whole)} away.")
+    if checkpoint is not None and checkpoint.resolve().parent == output.resolve():
+        for path in later:
+            shutil.rmtree(path)
+
+
+class WholeCheckpoints(TrainerCallback):
+    """Mark a checkpoint as complete once it is, and only then remove older ones. Check the one to resume from.
+
+    Raise `UserError` for a checkpoint of another kind of launch and for a lost best checkpoint.
+    """
+
+    def __init__(self, accelerator: Accelerator, limit: int | None) -> None:
+        self.accelerator = accelerator
+        self.limit = limit
+
+    def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
+        # A checkpoint holds the steps of logs, saves and evaluations. Those of this run count.
+        state.compute_steps(args, state.max_steps)
+        find_best_checkpoint(args, state)
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            return  # It counts evaluations, and there may have been none.
+        # Transformers silently ignores the files of a launch that shards in another way.
+        if state.global_step and lr_scheduler.last_epoch == 0:
+            raise UserError(
+                f"{PREFIX_CHECKPOINT_DIR}-{state.global_step} holds no optimizer for this launch: resume with the "
+                "accelerate config that began it."
+            )
+
+    def on_save(self, args, state, control, **kwargs):
+        self.accelerator.wait_for_everyone()  # each process writes its random state, and its share of a model
+        if not args.should_save:
+            return
+        output = Path(args.output_dir)
+        with whole_file(output / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / RECORD) as file:
+            shutil.copyfile(output / RECORD, file)
+        rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        best = state.best_model_checkpoint
+        if args.should_save and self.limit == 1 and best is not None:
+            # The last checkpoint was there to resume from. Trainer removes it too, but does not know the limit.
+            for path in checkpoints_after(0, args.output_dir):
+                if not path.samefile(best):
+                    shutil.rmtree(path)
+
+
+def find_best_checkpoint(args: TrainingArguments, state: TrainerState) -> None:
+    """Find the best checkpoint of a resumed run, whose path is not there any more if its directory was moved.
+
+    Raise `UserError` if it is lost: the run would silently end with the last weights in its place.
+    """
+    if not (args.load_best_model_at_end and state.best_global_step) or state.best_model_checkpoint is not None:
+        return
+    best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+    if not best.is_dir():
+        raise UserError(f"load_best_model_at_end: {best}, the best checkpoint so far, is lost: put it back.")
+    state.best_model_checkpoint = str(best)
+
+
+def check_weights(model: torch.nn.Module, step: int) -> None:
+    """Raise `UserError` if a weight of the model holds NaN or infinity."""
+    local = (
+        (name, value.to_local() if isinstance(value, DTensor) else value) for name, value in model.named_parameters()
+    )
+    check_finite(local, f"the model at step {step}")

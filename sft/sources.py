@@ -1,0 +1,305 @@
+"""Find the rows of a run: which datasets, files and splits a recipe names, and what tells them from others."""
+
+import hashlib
+import json
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from annotated_types import Gt, MinLen
+from datasets import get_dataset_split_names, load_dataset_builder
+from datasets.inspect import SplitsNotFoundError
+from transformers import TrainingArguments
+from trl import SFTConfig
+from typing_extensions import TypedDict
+
+from iha.errors import UserError, refusing
+from iha.files import file_sha256, read_yaml
+from sft.arguments import RunArguments
+
+
+# The suffix of a file before .gz -> its reader in the datasets library.
+READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+MIXTURES = (".yaml", ".yml")
+
+
+class RowSource(NamedTuple):
+    """Name rows: a file, or a split of a configuration of a directory or of a dataset on the Hub."""
+
+    name: str
+    split: str = "train"
+    config: str | None = None
+
+
+class RunData(NamedTuple):
+    """Hold where a run reads its rows.
+
+    Attributes:
+        parts: the sources to train on, several in a mixture.
+        shares: the share of the tokens of each.
+        held_out: the source to evaluate on, or None if rows are held out, or if the run does not evaluate.
+    """
+
+    parts: list[RowSource]
+    shares: list[float]
+    held_out: RowSource | None
+
+
+def data_of(run: RunArguments, args: SFTConfig) -> RunData:
+    """Return where a run reads its rows, before anything is loaded.
+
+    With TRL's strategies `bfd` and `bfd_split`, `position_ids` restart at every document. The masks of eager, SDPA and
+    FlexAttention and the lengths of FlashAttention follow from them. With `wrapped`, documents cannot be told apart.
+
+    Raise `UserError` for keys that exclude each other or have no effect, and for missing files.
+    """
+    _check_packing(args)
+    _check_evaluation(run, args)
+    named = sources(run.dataset_name)
+    parts = [RowSource(name, run.dataset_train_split, run.dataset_config) for name, _ in named]
+    if run.dataset_config is not None and names_file(run.dataset_name):
+        raise UserError(f"dataset_config: {run.dataset_name} is a file and has no configurations: remove the key.")
+    if run.dataset_streaming and len(parts) > 1:
+        raise UserError("dataset_streaming reads one source: give no mixture.")
+    if run.dataset_streaming and args.max_steps < 1:
+        raise UserError(f"max_steps={args.max_steps}: dataset_streaming has no last row, so give the number of steps.")
+    for part in parts:
+        check_source(part.name, part.split)
+        if len(parts) > 1 and is_one_row(part.name):
+            raise UserError(
+                f"{run.dataset_name}: {part.name} is one row, and a mixture ends with the first part that is used up: "
+                "join the .txt files, or write each as rows of a .jsonl file."
+            )
+        _check_whole(part.name, args, args.packing)
+        _note_short_file(part.name, args)
+    held_out = None
+    if run.eval_dataset_name:
+        held_out = RowSource(run.eval_dataset_name, run.dataset_test_split or "train")
+    elif evaluates(args) and not run.eval_size:
+        held_out = RowSource(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
+    if held_out is not None:
+        check_source(held_out.name, held_out.split)
+        _check_whole(held_out.name, args, packs_eval(args))
+    return RunData(parts, [share for _, share in named], held_out)
+
+
+def _check_packing(args: SFTConfig) -> None:
+    if args.eval_packing and not args.packing:
+        raise UserError("eval_packing without packing would join the held-out rows: set both or neither.")
+    if args.packing and args.packing_strategy == "wrapped":
+        raise UserError("packing_strategy 'wrapped' lets documents attend to one another: use 'bfd' or 'bfd_split'.")
+    if args.padding_free and not args.packing and args.max_length is not None:
+        raise UserError("padding_free without packing leaves rows uncut: set packing to true, or max_length to null.")
+    if args.packing_strategy != "bfd" and not args.packing:
+        raise UserError(
+            f"packing_strategy={args.packing_strategy} has no effect without packing: set packing to true, or remove "
+            "the key."
+        )
+
+
+def _check_evaluation(run: RunArguments, args: SFTConfig) -> None:
+    """Reject keys that do not say what to evaluate on, or say it twice. Raise `UserError`."""
+    if run.dataset_test_split is not None and run.eval_size:
+        raise UserError(
+            "dataset_test_split and eval_size both say what to evaluate on: set eval_size to 0, or remove the split."
+        )
+    if run.eval_dataset_name and run.eval_size:
+        raise UserError("eval_dataset_name and eval_size both say what to evaluate on: give one.")
+    if run.eval_size > 1 and not float(run.eval_size).is_integer():
+        raise UserError(f"eval_size={run.eval_size:g}: expected a number of rows, or a share below 1.")
+    if run.dataset_streaming and 0 < run.eval_size < 1:
+        raise UserError(f"eval_size={run.eval_size:g}: the length of a stream is not known, so give a number of rows.")
+    given = {name: getattr(run, name) for name in ("eval_size", "eval_dataset_name", "dataset_test_split")}
+    for name, value in {**given, "load_best_model_at_end": args.load_best_model_at_end}.items():
+        if value and not evaluates(args):
+            raise UserError(f"{name}: this run does not evaluate: set eval_strategy, or remove the key.")
+    if evaluates(args) and names_file(run.dataset_name) and not run.eval_size and run.eval_dataset_name is None:
+        raise UserError(
+            "eval_strategy and eval_on_start need rows to evaluate on: set eval_size or eval_dataset_name."
+        )
+
+
+def evaluates(args: TrainingArguments) -> bool:
+    """Return whether a recipe asks for an evaluation during training."""
+    return args.eval_strategy != "no" or args.eval_on_start
+
+
+class Part(TypedDict):
+    """Hold an entry of a mixture."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # type: ignore[misc]
+    path: str
+    share: Annotated[float, Gt(0)]
+
+
+def sources(dataset_name: str) -> list[tuple[str, float]]:
+    """Return the name of each dataset and its share of the tokens: those that a .yaml file lists, or this one alone.
+
+    The file holds a list of `{path: NAME, share: NUMBER}`. Raise `UserError` if the shares do not add up to 1.
+    """
+    file = Path(dataset_name)
+    if suffix_of(dataset_name) not in MIXTURES:
+        return [(dataset_name, 1.0)]
+    entries = read_yaml(file, Annotated[list[Part], MinLen(1)])
+    total = sum(entry["share"] for entry in entries)
+    if abs(total - 1) > 1e-6:
+        raise UserError(f"{dataset_name}: the shares add up to {total:g}: expected 1.")
+    return [(os.path.expanduser(entry["path"]), entry["share"]) for entry in entries]
+
+
+def suffix_of(name: str) -> str:
+    return Path(name.removesuffix(".gz")).suffix
+
+
+def names_file(name: str) -> bool:
+    """Return whether a source is a file or a mixture, which has neither configurations nor splits."""
+    return Path(name).is_file() or suffix_of(name) in (*READERS, *MIXTURES)
+
+
+def is_one_row(name: str) -> bool:
+    """Return whether a source is a text file, which is one document."""
+    return Path(name).is_file() and READERS.get(suffix_of(name)) == "text"
+
+
+def holds_text_files(name: str) -> bool:
+    """Return whether a source is a text file, or a directory with text files and no other rows."""
+    if not Path(name).is_dir():
+        return is_one_row(name)
+    return {READERS.get(suffix_of(file.name)) for file in Path(name).rglob("*")} - {None} == {"text"}
+
+
+def check_source(name: str, split: str) -> None:
+    """Reject a file that is not there or is empty, and a split of a file, which has none. Raise `UserError`."""
+    if suffix_of(name) in READERS and not Path(name).is_file():
+        raise UserError(f"{name}: no such file; expected {', '.join(READERS)}, or the id of a dataset on the Hub.")
+    if Path(name).is_file() and (suffix_of(name) not in READERS or split != "train"):
+        raise UserError(f"{name}, split {split!r}: expected a file {', '.join(READERS)}, which has no split.")
+    if Path(name).is_file() and Path(name).stat().st_size == 0:
+        raise UserError(f"{name}: it holds no rows.")
+
+
+def _check_whole(name: str, args: SFTConfig, packs: bool) -> None:
+    """Reject a text file, which is one row, if it would be cut to its first `max_length` tokens. Raise `UserError`."""
+    if args.max_length is None or splits(args, packs) or not is_one_row(name):
+        return
+    # A token is at least one byte, and the last token ends the text. A compressed file may hold any length.
+    is_short = not name.endswith(".gz") and Path(name).stat().st_size < args.max_length
+    if not is_short:
+        raise UserError(
+            f"{name} is one row, of which only the first max_length={args.max_length} tokens would be read: set "
+            "packing to true and packing_strategy to bfd_split."
+        )
+
+
+def _note_short_file(name: str, args: SFTConfig) -> None:
+    """Print a note on a file that is packed into one row and does not fill it."""
+    if not args.packing or args.max_length is None or not name.endswith((".txt", ".json", ".jsonl")):
+        return
+    size = Path(name).stat().st_size
+    if size < args.max_length:  # a token is at least one byte
+        args.distributed_state.print(
+            f"Note: {name} has {size} bytes and does not fill one row of max_length={args.max_length} tokens, so "
+            "every step trains on all of it."
+        )
+
+
+def packs_eval(args: SFTConfig) -> bool:
+    """Return whether the rows to evaluate on are packed."""
+    return args.packing if args.eval_packing is None else args.eval_packing
+
+
+def splits(args: SFTConfig, packs: bool) -> bool:
+    """Return whether long rows are split at `max_length` and not cut."""
+    return packs and args.packing_strategy == "bfd_split"
+
+
+def check_splits(data: RunData, run: RunArguments) -> None:
+    """Reject configurations and splits that the run's datasets do not have, and an evaluation on the training rows.
+
+    Raise `UserError`.
+    """
+    for part in data.parts:
+        check_split(part, "dataset_train_split")
+    if data.held_out is None:
+        return
+    if any(_share_rows(data.held_out, part) for part in data.parts):
+        raise UserError(
+            f"the run would train and evaluate on the same rows of {data.held_out.name}: name other rows, or set "
+            "eval_size."
+        )
+    or_else = "" if run.eval_dataset_name else ", or eval_size to a number of rows"
+    check_split(data.held_out, "dataset_test_split", or_else)
+
+
+def _share_rows(one: RowSource, other: RowSource) -> bool:
+    """Return whether two sources are known to have rows in common.
+
+    Two different slices of a split are not compared, and neither is the default configuration with its name.
+    """
+    if (_place(one), one.config) != (_place(other), other.config):
+        return False
+    for part in one.split.split("+"):  # a split may be a sum of slices, such as train[:10%]+test
+        for other_part in other.split.split("+"):
+            slices = (part.strip(), other_part.strip())
+            names = {split.partition("[")[0] for split in slices}
+            has_whole = any("[" not in split for split in slices)
+            if (len(names) == 1 or "all" in names) and (has_whole or slices[0] == slices[1]):
+                return True
+    return False
+
+
+def _place(source: RowSource) -> str | Path:
+    """Return where a dataset is, in one way for all names of a file."""
+    path = Path(source.name)
+    return path.resolve() if path.exists() else source.name
+
+
+def check_split(source: RowSource, key: str, or_else: str = "") -> None:
+    """Reject a configuration or a split that a directory or a dataset on the Hub does not have.
+
+    `key` is the key of the recipe that names the split, and `or_else` is another way out. Raise `UserError`, which
+    lists what there is.
+    """
+    name, split, config = source
+    if names_file(name):
+        return
+    with loading(name, config):
+        try:
+            known = get_dataset_split_names(name, config)
+        except SplitsNotFoundError:  # for archives that cannot be streamed: `load_rows` will read them whole
+            return
+    # A split may be a sum of slices, such as train[:10%]+test.
+    parts = [part.partition("[")[0].strip() for part in split.split("+")]
+    for part in parts:
+        if part not in (*known, "all"):
+            raise UserError(
+                f"dataset {name!r} has no split {part!r}: set {key} to one of {', '.join(known)}{or_else}."
+            )
+
+
+def loading(name: str, config: str | None) -> AbstractContextManager[None]:
+    """Raise `UserError` for a dataset that cannot be found in the block, or has no such configuration."""
+    what = f"cannot load dataset {name!r} (dataset_config={config})"
+    return refusing(what, FileNotFoundError, ValueError, ConnectionError)
+
+
+def identify_data(name: str, config: str | None = None) -> dict[str, str | None]:
+    """Return the hash of a local source or of a mixture with all its parts, or the commit of a dataset on the Hub.
+
+    The datasets library needs `config` to find a dataset that has no default configuration. Raise `UserError` if it
+    finds none.
+    """
+    parts = sources(name)
+    if parts != [(name, 1.0)]:
+        identities = [(share, identify_data(part)) for part, share in parts]
+        return {"sha256": hashlib.sha256(json.dumps(identities).encode()).hexdigest()}
+    path = Path(name)
+    if path.is_file():
+        return {"sha256": file_sha256(path)}
+    if path.exists():
+        files = (file for file in path.rglob("*") if file.is_file())
+        lines = sorted(f"{file_sha256(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
+        return {"sha256": hashlib.sha256("".join(lines).encode()).hexdigest()}
+    with loading(name, config):
+        return {"revision": load_dataset_builder(name, config).hash}
