@@ -385,46 +385,37 @@ def figures_of(out: Path, size: Size) -> dict[str, float]:
     return figures
 
 
-def shown(values: Sequence[float]) -> str:
-    """Return the mean of seeds, and its standard error if there are several."""
-    error = f" ± {stdev(values) / len(values) ** 0.5:.2g}" if len(values) > 1 else ""
-    return f"{mean(values):.4g}{error}"
+def mean_of(values: Sequence[float]) -> dict[str, float]:
+    """Return the mean over seeds, and its standard error, which is the half width of what is shown."""
+    return {"mean": mean(values), "half_width": stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0}
 
 
 def report(run: Run, forms: Sequence[str], seeds: int) -> str:
     """Write table.json, with every seed, report.md and table.png, and return the report."""
     found = {form: [figures_of(run.out / f"{form}-{seed}", run.size) for seed in range(seeds)] for form in forms}
     names = list(found[forms[0]][0])
+    means = {name: {form: mean_of([each[name] for each in found[form]]) for form in forms} for name in names}
     lines = [f"| | {' | '.join(forms)} |", "|---" * (1 + len(forms)) + "|"]
-    for name in names:
-        lines.append(f"| {name} | {' | '.join(shown([each[name] for each in found[form]]) for form in forms)} |")
-    note = f"Means and standard errors of {seeds} seeds." if seeds > 1 else "One seed: no ranking."
-    text = "\n".join(
-        [
-            *lines,
-            "",
-            f"{note} Losses are in nats per token, those of answers in nats per answer.",
-            "",
-            "![the figures](table.png)",
-            "",
+    for name, of_forms in means.items():
+        cells = [
+            f"{each['mean']:.4g}" + (f" ± {each['half_width']:.2g}" if seeds > 1 else "") for each in of_forms.values()
         ]
-    )
-    write_json(run.out / "table.json", found)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    note = f"Means and standard errors of {seeds} seeds." if seeds > 1 else "One seed: no ranking."
+    units = "Losses are in nats per token, those of answers in nats per answer."
+    text = "\n".join([*lines, "", f"{note} {units}", "", "![the figures](table.png)", ""])
+    write_json(run.out / "table.json", {"means": means, "seeds": found})
     run.out.joinpath("report.md").write_text(text, encoding="utf-8")
     by_position = [name for name in names if name.startswith("loss@")]
     others = [name for name in names if name not in by_position and not name.startswith("seconds")]
     title = f"speedrun, size {run.args.size}: {note.lower()}"
     figure, axes = plots.panels(title, len(others) + 1, columns=2, height=1 + 0.3 * len(forms))
     for name, each in zip(others, axes):
-        means = []
-        for form in forms:
-            values = [figures[name] for figures in found[form]]
-            error = stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-            means.append((mean(values), error, error))
-        plots.dots(each, forms, {"_": means})
+        points = [(value["mean"], value["half_width"], value["half_width"]) for value in means[name].values()]
+        plots.dots(each, forms, {"_": points})
         each.set(xlabel=name)
     for form in forms:
-        losses = [mean(figures[name] for figures in found[form]) for name in by_position]
+        losses = [means[name][form]["mean"] for name in by_position]
         axes[-1].plot([int(name.removeprefix("loss@")) for name in by_position], losses, marker=".", label=form)
     axes[-1].set(xlabel="position from which the loss is averaged", ylabel="nats per token", xscale="log")
     plots.save_plot(figure, run.out / "table.png")

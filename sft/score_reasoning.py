@@ -1,6 +1,6 @@
 """Answer reasoning rows greedily with a model, and score the replies by reasoning-gym's own verifiers.
 
-The loss of the rows' own answers tells models apart that are too small to answer.
+The file of --json also has the loss of the rows' own answers: it tells models apart that are too small to answer.
 """
 
 import argparse
@@ -275,8 +275,7 @@ def score_model(args: argparse.Namespace) -> dict:
     found = result["parts"] if len(result["parts"]) > 1 else {}
     for name, each in {**found, "all": result}.items():
         title = f"{name}: " if found else ""
-        loss = f"loss of the rows' own answers {each['loss']:.2f} nats"
-        print(f"{title}{each['correct']} of {each['rows']}: {each['accuracy']:.1%}; {loss}")
+        print(f"{title}{each['correct']} of {each['rows']}: {each['accuracy']:.1%}")
     return result
 
 

@@ -18,7 +18,7 @@ def test_the_smallest_size_ends_in_a_table(tmp_path):
     words = ["examples/speedrun.py", "--size", "seconds", "--forms", "paired-heads", "--out", str(tmp_path)]
     printed = run_script(words)
     assert "One seed: no ranking." in printed
-    (figures,) = json.loads((tmp_path / "seconds" / "table.json").read_text())["paired-heads"]
+    (figures,) = json.loads((tmp_path / "seconds" / "table.json").read_text())["seeds"]["paired-heads"]
     assert {"bits per byte, long", "loss of answers, sums-test", "loss@64", "seconds, long"} <= figures.keys()
     assert figures["bits per byte, pretrain"] < 8
     assert (tmp_path / "seconds" / "table.png").stat().st_size > 1000
