@@ -154,7 +154,7 @@ VERDICTS = re.compile(
 
 def claims() -> list[dict[str, str]]:
     """Return the rows of the table, by its columns."""
-    lines = read("research/README.md").splitlines()
+    lines = read("research/README.md").partition("\n## ")[0].splitlines()
     columns, _, *cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"]
     return [dict(zip(columns, row, strict=True)) for row in cells]
 
