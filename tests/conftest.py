@@ -98,6 +98,7 @@ def small_blocks(monkeypatch):
 # The files that take longest, in this order: begun first, none of them keeps one process busy while the other is idle
 # at the end.
 LONGEST = (
+    "test_speedrun",
     "test_interleave",
     "test_mechanisms",
     "test_readme",
