@@ -1,13 +1,14 @@
 """Go from a text to a table like the paper's: train several forms of attention, and compare what they learned.
 
 Run it in the root of a checkout, after `pip install -e ".[scripts,evaluation]"`. For each form and seed it runs, in
-this order, commands that you can also run by hand, and it prints each of them:
+this order, commands that you can also run by hand, and it prints each of them (before, it makes the data once):
 
     1. sft.train            pre-training on your text, from random weights (recipe pretrain)
     2. sft.train            more text in longer rows, with longer windows (recipe long_context_64k/continued)
     3. sft.train            chats: sums, and needles in a haystack, or OpenThoughts (recipe paper_sft)
-    4. evaluation.run       loss by position in held-out text; from 100m on also RULER, GSM8K and MATH-500
-    5. sft.score_reasoning  answers to new sums and needles
+    4. evaluation.run       loss by position in held-out text, and from 100m on RULER, of the model of stage 2
+    5. sft.score_reasoning  answers to new sums and needles of the model of stage 3, which from 100m on
+       evaluation.run       also asks GSM8K and MATH-500
     6. push_to_hub          a rehearsal of the upload, which checks the checkpoint and its card
 
 A command whose output exists is passed over, so the same line goes on after a stop. --dry-run prints all commands, and
@@ -16,7 +17,7 @@ the hours and the memory of each stage, before anything runs.
 examples:
   python examples/speedrun.py --size seconds --forms paired-heads
   python examples/speedrun.py --size minutes --text my.txt --seeds 3
-  python examples/speedrun.py --size 100m --launch "accelerate launch --num_processes 8" --dry-run
+  python examples/speedrun.py --size 100m --devices 8 --launch "accelerate launch --num_processes 8 -m" --dry-run
 """
 
 import argparse
@@ -36,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a launcher by pa
 from iha import plots
 from iha.arguments import fields_of
 from iha.conversion.shared import preset_config
-from iha.errors import run_cli
+from iha.errors import UserError, run_cli
 from iha.files import write_json, write_jsonl
 from iha.model_cost import model
 from iha.step_memory import of_training
@@ -206,6 +207,8 @@ class Run:
         texts = modules() if self.args.text is None else [self.args.text.read_text(encoding="utf-8")]
         text = "\n".join(texts)[: self.size.characters]
         rows = [{"text": text[start : start + 20_000]} for start in range(0, len(text), 20_000)]
+        if len(rows) < 2:
+            raise UserError(f"--text {self.args.text} has {len(text)} characters: expected more than 20,000.")
         held = max(1, len(rows) // 100)
         write_jsonl(self.data / "train.jsonl", rows[held:])
         write_jsonl(self.data / "held.jsonl", rows[:held])
@@ -232,7 +235,7 @@ class Run:
         for name, (generator, options) in self.generators.items():
             train, test = self.data / f"{name}.jsonl", self.data / f"{name}-test.jsonl"
             made = {"generator": generator, "options": options}
-            # There are few sums of two digits: new ones are those that the rows to train on leave.
+            # There are few sums of two digits in all: new ones are those that the rows to train on leave.
             count = 60 if generator == "chain_sum" else rows
             commands.append(command(train, "sft.make_reasoning_data", train, rows=count, **made))
             commands.append(command(test, "sft.make_reasoning_data", test, rows=40, seed=1, exclude=train, **made))
@@ -247,7 +250,7 @@ class Run:
 
     def training(self, out: Path, recipe: str, stage: Stage, **options: object) -> Command:
         """Return the command of a stage of training, whose final model is `out`/final."""
-        at_once = min(stage.rows, stage.rows_at_once)
+        at_once = max(1, min(stage.rows // self.args.devices, stage.rows_at_once))
         return command(
             out / "final",
             "sft.train",
@@ -308,6 +311,7 @@ class Run:
             read["text"] = self.data / "held.txt"
         questions = [self.data / f"{name}-test.jsonl" for name in self.generators]
         answers = out / "answers.json"
+        length = 1024 if size.chats else 32  # of a reply
         paper = {"tasks": ["gsm8k", "math500"], "samples": 1, "limit": 200, "output": out / "paper"}
         of_paper = command(out / "paper" / "results.json", "evaluation.run", chatting, **paper)
         return [
@@ -318,7 +322,9 @@ class Run:
             ),
             self.training(out / "chat", "paper_sft/sft", stages["chat"], model_name_or_path=longer, **chats),
             command(out / "read" / "results.json", "evaluation.run", longer, **read),
-            command(answers, "sft.score_reasoning", chatting, *questions, **{"json": answers, "max-new-tokens": 32}),
+            command(
+                answers, "sft.score_reasoning", chatting, *questions, **{"json": answers, "max-new-tokens": length}
+            ),
             *([of_paper] if size.ruler else []),
             command(
                 *(out / "push.txt", "conversion_scripts.push_to_hub", chatting, f"me/{form}", "--dry-run"),
@@ -434,7 +440,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--devices", type=int, default=1, help="GPUs that --launch uses (default: 1)")
     add("--out", type=Path, default=Path("outputs/speedrun"), help="directory (default: outputs/speedrun)")
     add("--dry-run", action="store_true", help="print the commands, hours and memory, and run nothing")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.text is not None and SIZES[args.size].text:
+        raise UserError(f"--size {args.size} reads {SIZES[args.size].text}: leave out --text.")
+    return args
+
+
+def claim(run: Run) -> None:
+    """Write what decides on all figures into options.json. Raise `UserError` if other options began the directory."""
+    options = {"text": str(run.args.text), "equal_time": run.args.equal_time, "devices": run.args.devices}
+    file = run.out / "options.json"
+    if file.exists() and read_json(file) != options:
+        raise UserError(f"{run.out} holds runs with other options, {read_json(file)}: choose another --out.")
+    run.out.mkdir(parents=True, exist_ok=True)
+    write_json(file, options)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -449,6 +468,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for form in args.forms:
             print("\n".join(run.forecast(form)), flush=True)
         return
+    claim(run)
     run.write_texts()
     for each in run.data_commands():
         each.run()

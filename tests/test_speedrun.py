@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from examples import speedrun
-from iha.errors import ROOT
+from iha.errors import ROOT, UserError
 
 
 def run_script(words):
@@ -39,3 +39,22 @@ def test_equal_time_takes_fewer_steps_of_a_slower_form():
     run = speedrun.Run(speedrun.parse(["--size", "minutes"]))
     words = run.form_commands("iha", 0, share=0.5)[0].words
     assert words[words.index("--max_steps") + 1] == str(run.size.pretrain.steps // 2)
+
+
+def test_what_would_give_other_figures_silently_is_rejected(tmp_path):
+    with pytest.raises(UserError, match="--size 100m reads HuggingFaceFW/fineweb-edu: leave out --text"):
+        speedrun.parse(["--size", "100m", "--text", "my.txt"])
+    short = tmp_path / "short.txt"
+    short.write_text("a" * 20_000)
+    run = speedrun.Run(speedrun.parse(["--text", str(short), "--out", str(tmp_path)]))
+    speedrun.claim(run)
+    with pytest.raises(UserError, match="20000 characters: expected more"):
+        run.write_texts()
+    speedrun.claim(run)
+    with pytest.raises(UserError, match="holds runs with other options"):
+        speedrun.claim(speedrun.Run(speedrun.parse(["--equal-time", "--out", str(tmp_path)])))
+
+
+def test_rows_are_shared_by_devices():
+    words = speedrun.Run(speedrun.parse(["--size", "minutes", "--devices", "8"])).form_commands("iha", 0)[0].words
+    assert words[words.index("--per_device_train_batch_size") + 1] == "1"
