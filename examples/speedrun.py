@@ -38,7 +38,7 @@ from iha import plots
 from iha.arguments import fields_of
 from iha.conversion.shared import preset_config
 from iha.errors import UserError, run_cli
-from iha.files import write_json, write_jsonl
+from iha.files import read_json, read_jsonl, write_json, write_jsonl
 from iha.model_cost import model
 from iha.step_memory import of_training
 from modeling_iha import IHAConfig
@@ -358,10 +358,6 @@ class Run:
 # The table
 
 
-def read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def tokens_per_second(out: Path) -> float:
     return median(value for _, value in read_json(out / "loss.json")["tokens_per_second"])
 
@@ -376,7 +372,8 @@ def figures_of(out: Path, size: Size) -> dict[str, float]:
         figures[f"bits per byte, {name}"] = logged["eval_bits_per_byte"][-1][1]
     figures["loss of chats"] = read_json(out / "chat" / "loss.json")["eval"][-1][1]
     answers = read_json(out / "answers.json")["parts"]
-    for name, answer in answers.items():
+    for file, answer in answers.items():
+        name = Path(file).stem
         figures[f"loss of answers, {name}"] = answer["loss"]
         if size.ruler:
             figures[f"right answers, {name}"] = answer["accuracy"]
@@ -386,8 +383,7 @@ def figures_of(out: Path, size: Size) -> dict[str, float]:
                 if name != "bits_per_byte":  # that of the second stage
                     figures[name if name.startswith("loss@") else f"{task}, {name}"] = metric["value"]
     figures["tokens/s"] = tokens_per_second(out / "pretrain")
-    lines = out.joinpath("seconds.jsonl").read_text(encoding="utf-8").splitlines()
-    figures |= {f"seconds, {each['stage']}": each["seconds"] for each in map(json.loads, lines)}
+    figures |= {f"seconds, {each['stage']}": each["seconds"] for each in read_jsonl(out / "seconds.jsonl")}
     return figures
 
 

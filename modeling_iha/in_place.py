@@ -421,7 +421,7 @@ def _make_interleaved(
     model.config.__class__ = interleaved_class(base)
     model.__class__ = interleaved_class(type(model), base)
     # A model's `__init__` registers by `str(class)` what `output_hidden_states` returns, and this model was built as
-    # another class. Nothing public registers it later. From 5.24 on the registry takes models as its keys; the method
+    # another class. No public call does so later. From 5.24 on the registry takes models as its keys; the method
     # of `dict` works in every version.
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
     with torch.device("cpu"):  # whatever the default device is: the mixing goes where its attention module is

@@ -259,10 +259,9 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 def score_model(args: argparse.Namespace) -> dict:
     """Score the model and rows of the command line, print the accuracy and return `score`'s result."""
-    rows = [row for file in args.data for row in read_rows(file, args.limit)]
-    parts = None
-    if len(args.data) > 1:
-        parts = [Path(file).stem for file in args.data for _ in read_rows(file, args.limit)]
+    files = {file: read_rows(file, args.limit) for file in args.data}
+    rows = [row for of_file in files.values() for row in of_file]
+    parts = [file for file, of_file in files.items() for _ in of_file] if len(files) > 1 else None
     prompts = check_rows(rows, args.trust_rows)
     source = find_source(args.model)
     model = load_model(source).to("cuda" if torch.cuda.is_available() else "cpu")

@@ -243,7 +243,8 @@ def random_ids(*shape, vocab_size=61, seed=1):
     return torch.randint(3, vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# What `set_core` has replaced until the end of the test, and the configurations for which it chose a form.
+# `set_core` keeps here what it has replaced until the end of the test, and the configurations for which it chose a
+# form.
 replaced = pytest.MonkeyPatch()
 chosen: list[tuple[PreTrainedConfig, bool]] = []
 

@@ -133,7 +133,7 @@ class LoopbackHub:
         repository = self.repositories[repo_id]
         return repository.commits[repository.references["main"]]
 
-    # What follows answers one kind of request each.
+    # Each of these functions answers one kind of request.
 
     def create(self, body: dict) -> dict:
         repo_id = f"{body['organization']}/{body['name']}" if body.get("organization") else f"me/{body['name']}"

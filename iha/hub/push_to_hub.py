@@ -47,7 +47,7 @@ def publish(
     """
     names, others = checkpoint_files(source)
     card = completed_card(source, repo_id, license, base_model)
-    # What is checked and uploaded holds nothing else. Links suffice: the weights may be many gigabytes.
+    # The directory that is checked and uploaded holds nothing else. Links suffice: the weights may be many gigabytes.
     with tempfile.TemporaryDirectory(prefix="push-") as temporary:
         stage = Path(temporary)
         for name in {*names} - {"README.md"}:

@@ -62,7 +62,7 @@ def companion_of(kind: str) -> Companion:
     return replace(mechanism, card=card)
 
 
-# What `IHAConfig` adds to the heads of every layer, by field.
+# The additions of `IHAConfig` to the heads of every layer, by field.
 ADDITIONS = {
     "output_gate": Companion(
         card="an output gate (`{config.output_gate}`): a sigmoid of the layer's input scales the output of each head.",

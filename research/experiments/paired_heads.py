@@ -91,7 +91,7 @@ ARMS: dict[str, dict] = {
     "paired": {**PAIRED_4, "control": "short_windows"},
     "iha": {**VARIANTS["iha_4"], "control": "paired"},
 }
-# What an arm may have in all its layers: `paired+xsa`. The last two are for stacking.py only.
+# The additions that an arm may name for all its layers: `paired+xsa`. The last two are for stacking.py only.
 ADDITIONS: dict[str, dict] = {"xsa": {"exclusive_attention": True}, "gate": {"output_gate": "elementwise"}}
 ADDITIONS["xsa+gate"] = ADDITIONS["xsa"] | ADDITIONS["gate"]
 STACKS = ADDITIONS | {"residual": {"value_residual": True}}

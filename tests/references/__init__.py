@@ -3,7 +3,7 @@
 It defines `attention(hidden_states, weights, config, layer_idx, position_ids=None, padding_mask=None,
 document_ids=None)`, the layer [B, N, D] of float64 hidden states [B, N, D] and weights by name, for a config that is
 read as data; the rest as in `default_inputs`. A kind that maps values has `values_of` too, for `additions.py`, which
-adds what every kind may have. None shares code with the package.
+adds what every kind may have. They share no code with the package.
 """
 
 from functools import partial

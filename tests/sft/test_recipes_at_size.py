@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from examples import speedrun
 from iha.errors import ROOT
+from iha.kinds import virtual_tokens_per_token
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads, sdpa_in_blocks
 
 
@@ -128,7 +129,7 @@ def test_a_step_of_the_speedrun(size, form, stage, kernels):
     given = run.size.stages[stage]
     with torch.device("meta"):
         model = IHAForCausalLM(config).to(torch.bfloat16).train()
-    largest = largest_of_a_step(model, packed_row(given.tokens * min(given.rows, given.rows_at_once)))
     tokens = given.tokens * min(given.rows, given.rows_at_once)
-    assert largest <= tokens * max(config.intermediate_size, config.num_pseudo_heads * config.hidden_size)
+    virtual = virtual_tokens_per_token(config) * config.hidden_size
+    assert largest_of_a_step(model, packed_row(tokens)) <= tokens * max(config.intermediate_size, virtual)
     assert kernels

@@ -63,7 +63,7 @@ def test_figures_are_filled_in():
     )
     source = "](x.json)<!-- relation_composition_seeds/iha/minus_base -->"
     assert figures.filled(f"[0.0 ±\n  0.0 points{source}") == f"[2.0 ±\n  1.1 points{source}"
-    # What was ahead and is behind has a sign that its words lack.
+    # A form that was ahead and is behind has a sign that its words lack.
     source = "<!-- -paired_heads/iha_4/minus_base/time -->"
     assert figures.filled(f"0.623{source} below") == f"-0.623{source} below"
     head = (
