@@ -27,6 +27,7 @@ LINE = "sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs
 # From the lowest to the highest; CONTRIBUTING.md says what each is for.
 FOLDERS = (
     "modeling_iha",
+    "vllm_iha",  # also serves checkpoints with their own code where nothing of these is installed
     "configuration_iha",
     "iha",
     "conversion_scripts",
@@ -36,7 +37,7 @@ FOLDERS = (
     "research/experiments",
     "research/checkpoints",
     "research",
-    "vllm_iha",
+    "vllm_iha/tests",
 )
 BY_PATH = ("sft/train.py", "evaluation/run.py")
 # TRL's parser shows their keys, and needs PyTorch for it.

@@ -1,6 +1,7 @@
 """Serve checkpoints in separate processes to OpenAI's client, many clients at a time, some of which leave."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -72,7 +73,8 @@ def server(model, tmp_path_factory):
                 time.sleep(0.5)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its engine and worker would outlive it
+        with contextlib.suppress(ProcessLookupError):  # of a server that did not start
+            os.killpg(process.pid, signal.SIGKILL)  # its engine and worker would outlive it
         process.wait()
 
 

@@ -45,9 +45,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 import vllm_iha
 from iha.checkpoints import smollm2_gguf
 from iha.errors import ROOT
+from iha.kinds import all_companions
 from iha.processes import run_command
 from modeling_iha import IHAConfig, pair_heads
 from modeling_iha.modeling_interleaved import interleaved_class, tasks
+from vllm_iha.checks import KINDS
 from vllm_iha.model import VirtualAttention
 
 
@@ -389,6 +391,10 @@ def test_what_is_refused(case, tmp_path, monkeypatch):
     with pytest.raises(NotImplementedError, match=message) as error, engine(tmp_path, **options):
         pass
     assert "\n" not in str(error.value)
+
+
+def test_the_kinds_that_cards_call_served_are_served():
+    assert list(KINDS) == [kind for kind, known in all_companions().items() if known.served_by_vllm]
 
 
 def test_another_vllm_gets_no_models_and_goes_on(monkeypatch, caplog):
