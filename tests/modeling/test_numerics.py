@@ -168,7 +168,8 @@ def test_from_the_meta_device(layers, tmp_path):
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
 def test_device_map_with_disk_offload(core, tied, tmp_path):
     """Let accelerate keep layers on disk and bring them in for their forward, with a cache that stays."""
-    model = random_model(hybrid_config(tie_word_embeddings=tied))
+    additions = {"output_gate": "elementwise", "exclusive_attention": True} if tied else {}
+    model = random_model(hybrid_config(tie_word_embeddings=tied, **additions))
     model.save_pretrained(tmp_path / "model")
     modules = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.3", "model.norm", "lm_head"]
     device_map = {**dict.fromkeys(modules, "cpu"), "model.layers.1": "disk", "model.layers.2": "disk"}
