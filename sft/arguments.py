@@ -120,8 +120,9 @@ class RunArguments(ScriptArguments, ModelConfig):
         "Peak of one device in TFLOP/s, in the type it computes in (H100, bf16: 989): the run logs its utilization."
     )
 
-    # The keys that the command line names. (Without an annotation it is no key itself.)
-    on_command_line = frozenset()
+    # What `RecipeParser.parse` finds. (Without an annotation they are no keys themselves.)
+    on_command_line = frozenset()  # the keys that the command line names
+    chat_template = None  # the text of chat_template_path
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,8 +162,9 @@ class RecipeParser(TrlParser):
             raise UserError("--config: give the recipe's file.")
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
-        if args.chat_template_path is not None:  # TRL reads it too
-            args.chat_template_path = os.path.expanduser(args.chat_template_path)
+        if args.chat_template_path is not None:
+            args.chat_template_path = os.path.expanduser(args.chat_template_path)  # TRL reads it too
+            run.chat_template = _read_template(args.chat_template_path)
         if self.bf16_is_off:
             args.distributed_state.print(
                 "Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32."
@@ -285,11 +287,8 @@ def _check_saves(args: "TrainingArguments") -> None:
         )
 
 
-def chat_template(args: "TrainingArguments") -> str | None:
-    """Return the text of the recipe's chat template, a .jinja file, or None if it names none. Raise `UserError`."""
-    if args.chat_template_path is None:
-        return None
-    path = os.path.expanduser(args.chat_template_path)
+def _read_template(path: str) -> str:
+    """Return the text of a chat template, a .jinja file. Raise `UserError`."""
     if Path(path).suffix != ".jinja":  # TRL would take the name of a model
         raise UserError(f"chat_template_path: {path} is not a .jinja file.")
     return read_text(path, MAX_TEMPLATE)

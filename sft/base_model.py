@@ -30,7 +30,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, set_mixing
 from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import core_of
-from sft.arguments import SCALE, RunArguments, chat_template
+from sft.arguments import SCALE, RunArguments
 from sft.data import rendering
 from sft.make_model import config_of, start_tokenizer
 
@@ -260,7 +260,6 @@ def prepare_model(
     start: Start, config: PreTrainedConfig, run: RunArguments, args: SFTConfig
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model that a run trains, and its tokenizer with the recipe's chat template. Raise `UserError`."""
-    template = chat_template(args)
     say = args.distributed_state.print
     must_interleave = interleaves(config, run)
     model = (
@@ -293,8 +292,8 @@ def prepare_model(
         tokenizer = load_tokenizer(start.source, vocabulary_of(model.config))
     if tokenizer.eos_token is None and tokenizer.pad_token is None:
         raise UserError("the tokenizer has neither an end token nor a padding token: set its eos_token.")
-    if template is not None:
-        tokenizer.chat_template = template
+    if run.chat_template is not None:
+        tokenizer.chat_template = run.chat_template
     check_packing(model, args)
     return model, tokenizer
 

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from iha.checkpoints import fingerprint
 from iha.errors import UserError
 from iha.files import current_commit, read_json, write_json
-from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
+from sft.arguments import UNUSED_KEYS, RunArguments
 from sft.base_model import Start
 from sft.checkpoints import RECORD
 from sft.sources import MIXTURES, RunData, check_splits, identify_data
@@ -115,13 +115,13 @@ def make_record(data: RunData, start: Start, run: RunArguments, args: TrainingAr
 
     Raise `UserError` for a model or data that do not exist.
     """
-    template = chat_template(args)
     check_splits(data, run)
     held_out = identify_data(run.eval_dataset_name) if run.eval_dataset_name else {}
     # `to_dict` masks what may be a password, and takes the names of special tokens for one.
     tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if hasattr(args, name)}
     keys = asdict(run) | args.to_dict() | tokens
     recipe = {name: value for name, value in keys.items() if name not in _UNRECORDED}
+    template = run.chat_template
     recipe["chat_template"] = None if template is None else hashlib.sha256(template.encode()).hexdigest()
     record = {
         "data": {"name": run.dataset_name, **identify_data(run.dataset_name, run.dataset_config)},
