@@ -4,6 +4,8 @@ The configuration is checked before weights are read.
 """
 
 import copy
+import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ from trl import SFTConfig, get_peft_config
 
 from iha.checkpoints import (
     end_tokens,
+    fingerprint,
     load_config,
     load_model,
     load_tokenizer,
@@ -64,6 +67,14 @@ def find_start(run: RunArguments) -> Start:
         return Start(run.preset, config_of(run.preset, tokenizer, run.preset_fields or []), tokenizer=tokenizer)
     source = find_source(run.model_name_or_path)
     return Start(str(source), load_config(source), source)
+
+
+def identify_start(start: Start, seed: int) -> dict[str, str]:
+    """Return the name of the checkpoint or random weights that a run starts from, and what tells them from others."""
+    if start.source is not None:
+        return {"name": start.name, "fingerprint": fingerprint(start.source)}
+    content = json.dumps([start.config.to_dict(), start.tokenizer.get_vocab(), seed], sort_keys=True, default=str)
+    return {"name": f"preset {start.name}", "sha256": hashlib.sha256(content.encode()).hexdigest()}
 
 
 def run_config(start: Start, run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:

@@ -10,11 +10,10 @@ from typing import Any
 from transformers import TrainingArguments
 from typing_extensions import TypedDict
 
-from iha.checkpoints import fingerprint
 from iha.errors import UserError
 from iha.files import current_commit, read_json, write_json
 from sft.arguments import UNUSED_KEYS, RunArguments
-from sft.base_model import Start
+from sft.base_model import Start, identify_start
 from sft.checkpoints import RECORD
 from sft.sources import MIXTURES, RunData, check_splits, identify_data
 
@@ -217,11 +216,3 @@ def rows_of_a_step(record: Record) -> int:
     """Return how many rows all processes of a run take in a step."""
     recipe = record["recipe"]
     return recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] * record["processes"]
-
-
-def identify_start(start: Start, seed: int) -> dict[str, str]:
-    """Return the name of the checkpoint or random weights that a run starts from, and what tells them from others."""
-    if start.source is not None:
-        return {"name": start.name, "fingerprint": fingerprint(start.source)}
-    content = json.dumps([start.config.to_dict(), start.tokenizer.get_vocab(), seed], sort_keys=True, default=str)
-    return {"name": f"preset {start.name}", "sha256": hashlib.sha256(content.encode()).hexdigest()}
