@@ -29,7 +29,7 @@ from typing_extensions import TypedDict
 from iha.errors import UserError, one_line, refusing
 from iha.files import typed
 from sft.arguments import RunArguments
-from sft.sources import READERS, RunData, check_source, holds_text_files, splits, suffix_of
+from sft.sources import READERS, RunData, check_source, is_one_row, splits, suffix_of
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -155,6 +155,13 @@ def schema_of(first: dict) -> tuple[Callable[[dict, str], dict], Features]:
 
 
 # All rows of a source
+
+
+def holds_text_files(name: str) -> bool:
+    """Return whether a source is a text file, or a directory with text files and no other rows."""
+    if not Path(name).is_dir():
+        return is_one_row(name)
+    return {READERS.get(suffix_of(file.name)) for file in Path(name).rglob("*")} - {None} == {"text"}
 
 
 def load_rows(

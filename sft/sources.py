@@ -162,13 +162,6 @@ def is_one_row(name: str) -> bool:
     return Path(name).is_file() and READERS.get(suffix_of(name)) == "text"
 
 
-def holds_text_files(name: str) -> bool:
-    """Return whether a source is a text file, or a directory with text files and no other rows."""
-    if not Path(name).is_dir():
-        return is_one_row(name)
-    return {READERS.get(suffix_of(file.name)) for file in Path(name).rglob("*")} - {None} == {"text"}
-
-
 def check_source(name: str, split: str) -> None:
     """Reject a file that is not there or is empty, and a split of a file, which has none. Raise `UserError`."""
     if suffix_of(name) in READERS and not Path(name).is_file():
