@@ -7,20 +7,16 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
-from trl import ModelConfig, ScriptArguments, TrlParser
+from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from iha.arguments import preset_names
 from iha.errors import UserError, refusing, similar
 from iha.files import read_text
-
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
 
 
 MAX_TEMPLATE = 2**20  # bytes
@@ -146,13 +142,13 @@ class RunArguments(ScriptArguments, ModelConfig):
 class RecipeParser(TrlParser):
     """Parse `--config FILE [--key value ...]` as TRL does."""
 
-    def __init__(self, config_class: "type[TrainingArguments]", usage: str) -> None:
-        super().__init__((RunArguments, config_class), usage=usage.replace("%", "%%"), allow_abbrev=False)
+    def __init__(self, usage: str) -> None:
+        super().__init__((RunArguments, SFTConfig), usage=usage.replace("%", "%%"), allow_abbrev=False)
         for action in self._actions:
             if action.dest in UNUSED_KEYS:
                 action.help = SUPPRESS  # `parse` rejects these
 
-    def parse(self, argv: Sequence[str] | None) -> "tuple[RunArguments, TrainingArguments]":
+    def parse(self, argv: Sequence[str] | None) -> tuple[RunArguments, SFTConfig]:
         """Return the keys of `argv`, or of the command line if it is None.
 
         Raise `UserError` for a key that is unknown, unused or excluded by another, and for a number out of range.
@@ -170,28 +166,29 @@ class RecipeParser(TrlParser):
                 "Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32."
             )
         _choose_start(run, words)
-        for name, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
-            if name in UNUSED_KEYS and _value(name, run, args) != declared.default:
+        values = vars(args) | vars(run)
+        for name, declared in (RunArguments.__dataclass_fields__ | SFTConfig.__dataclass_fields__).items():
+            if name in UNUSED_KEYS and values[name] != declared.default:
                 instead = " To publish the result, use conversion_scripts.push_to_hub." if "hub" in name else ""
                 raise UserError(f"{name} is not used here: remove the key.{instead}")
         for name in ABOVE_0:
-            value = _value(name, run, args)
+            value = values[name]
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{name}={value:g}: expected a number above 0.")
         for name, least in LEAST.items():
-            value = _value(name, run, args)
+            value = values[name]
             if value is not None and not least <= value < math.inf:
                 raise UserError(f"{name}={value:g}: expected at least {least}.")
-        self._check_choices(run, args)
+        self._check_choices(values)
         _check_adapters(run)
         _check_order(args)
         _check_saves(args)
         return run, args
 
-    def _check_choices(self, run: RunArguments, args: "TrainingArguments") -> None:
+    def _check_choices(self, values: dict[str, Any]) -> None:
         """Reject values of a recipe's file that the command line would reject. Raise `UserError`."""
         for action in self._actions:
-            value = _value(action.dest, run, args)
+            value = values.get(action.dest)
             for each in value if isinstance(value, list) else [value]:
                 if action.choices and each is not None and each not in action.choices:
                     raise UserError(f"{action.dest}={each}: expected one of {', '.join(map(str, action.choices))}.")
@@ -218,11 +215,6 @@ class RecipeParser(TrlParser):
         if cannot:
             namespace.bf16 = False
         return namespace, unknown
-
-
-def _value(name: str, run: RunArguments, args: "TrainingArguments") -> Any:
-    """Return the value of a recipe's key, or None if neither of the two has it."""
-    return getattr(run, name) if hasattr(run, name) else getattr(args, name, None)
 
 
 def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
@@ -262,7 +254,7 @@ def _check_adapters(run: RunArguments) -> None:
         )
 
 
-def _check_order(args: "TrainingArguments") -> None:
+def _check_order(args: SFTConfig) -> None:
     """Reject orders of the rows that a resumed run cannot go on with. Raise `UserError`."""
     # These two draw from the global random state, which is not that of the epoch's start when a run resumes.
     if args.train_sampling_strategy == "group_by_length":
@@ -277,7 +269,7 @@ def _check_order(args: "TrainingArguments") -> None:
         )
 
 
-def _check_saves(args: "TrainingArguments") -> None:
+def _check_saves(args: SFTConfig) -> None:
     """Reject `load_best_model_at_end` where the best evaluation may have no checkpoint. Raise `UserError`."""
     by_steps = args.save_strategy == SaveStrategy.STEPS and args.eval_strategy == IntervalStrategy.STEPS
     if args.load_best_model_at_end and by_steps and args.save_steps != args.eval_steps:

@@ -84,7 +84,7 @@ def build_trainer(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe of supervised fine-tuning. Raise `UserError`."""
-    run, args = RecipeParser(SFTConfig, USAGE).parse(argv)
+    run, args = RecipeParser(USAGE).parse(argv)
     data = data_of(run, args)
     with begun(run, args) as checkpoint:
         start = find_start(run)

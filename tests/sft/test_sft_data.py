@@ -89,7 +89,7 @@ def test_a_home_directory_is_found_in_every_key(tmp_path, monkeypatch):
     assert SFTConfig(output_dir="~/run", use_cpu=True).output_dir == f"{tmp_path}/run"
     assert checkpoint_to_resume("~/run/checkpoint-2", tmp_path) == tmp_path / "run" / "checkpoint-2"
     words = sizes("model", str(tmp_path / "rows.jsonl"), tmp_path / "run", chat_template_path="~/template.jinja")
-    run, args = RecipeParser(SFTConfig, "").parse(["--config", recipe("demo"), *words])
+    run, args = RecipeParser("").parse(["--config", recipe("demo"), *words])
     assert run.chat_template == "text"
     assert args.chat_template_path == f"{tmp_path}/template.jinja"  # TRL reads it too
 
@@ -98,7 +98,7 @@ def test_one_name_is_a_list_and_unused_keys_are_not_offered(capsys):
     run = RunArguments(dataset_name="a", lora_modules_to_save="embed_tokens", lora_target_parameters="weight")
     assert (run.lora_modules_to_save, run.lora_target_parameters) == (["embed_tokens"], ["weight"])
     with pytest.raises(SystemExit):
-        RecipeParser(SFTConfig, "usage").parse(["--help"])
+        RecipeParser("usage").parse(["--help"])
     help = capsys.readouterr().out
     assert "--load_in_4bit" not in help and "--push_to_hub" not in help and "--learning_rate" in help
 
@@ -296,7 +296,7 @@ def test_another_column_is_named_and_read_by_an_option(tmp_path):
         [row] = trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset
         assert tokenizer.decode(row["input_ids"]) == "abc<|im_end|>"
     words = sizes("model", path, tmp_path / "run", dataset_text_field="content")
-    assert RecipeParser(SFTConfig, "").parse(["--config", recipe("demo"), *words])[1].dataset_text_field == "content"
+    assert RecipeParser("").parse(["--config", recipe("demo"), *words])[1].dataset_text_field == "content"
 
 
 def test_columns_that_are_not_read_are_said(tmp_path, capsys):
