@@ -80,7 +80,7 @@ def data_of(run: RunArguments, args: SFTConfig) -> RunData:
         held_out = RowSource(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
     if held_out is not None:
         check_source(held_out.name, held_out.split)
-        _check_whole(held_out.name, args, packs_eval(args))
+        _check_whole(held_out.name, args, args.packing if args.eval_packing is None else args.eval_packing)
     return RunData(parts, [share for _, share in named], held_out)
 
 
@@ -195,11 +195,6 @@ def _note_short_file(name: str, args: SFTConfig) -> None:
             f"Note: {name} has {size} bytes and does not fill one row of max_length={args.max_length} tokens, so "
             "every step trains on all of it."
         )
-
-
-def packs_eval(args: SFTConfig) -> bool:
-    """Return whether the rows to evaluate on are packed."""
-    return args.packing if args.eval_packing is None else args.eval_packing
 
 
 def splits(args: SFTConfig, packs: bool) -> bool:

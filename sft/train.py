@@ -28,7 +28,7 @@ from sft.data import Rows, are_texts, training_rows
 from sft.record import write_record
 from sft.run import begun, train
 from sft.sources import data_of
-from sft.trainer import SFTRecipeTrainer, check_length, whole_text_bytes
+from sft.trainer import SFTRecipeTrainer
 
 
 USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
@@ -68,14 +68,10 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=adapters,
     )
-    check_length(trainer)
     if isinstance(trainer.train_dataset, IterableDataset):
         # Repeat the stream without end, so that a resume can skip the batches that were seen, however many passes they
         # took. TRL has packed the stream before: of a short stream that repeats, it would pack 1,000 rows at a time.
         trainer.train_dataset = trainer.train_dataset.repeat(None)
-    # Bits per byte need the plain loss of the tokens.
-    is_plain = args.loss_type == "nll" and args.label_smoothing_factor == 0 and not trainer.aux_loss_enabled
-    trainer.eval_bytes = whole_text_bytes(eval_rows, args) if is_plain else None
     if run.peak_tflops is not None:
         peak = run.peak_tflops * 1e12 * args.world_size
         trainer.count_tokens.peak_tokens_per_second = peak / flops_of_a_token(model.config, args.max_length)

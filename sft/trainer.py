@@ -9,7 +9,6 @@ import re
 import resource
 import sys
 import time
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from jinja2 import TemplateError
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
@@ -28,7 +27,7 @@ from modeling_iha.mixing_weights import trained_mixing
 from sft.checkpoints import RECORD, WholeCheckpoints, check_weights
 from sft.data import Rows
 from sft.distributed import whole_model
-from sft.sources import packs_eval, splits
+from sft.sources import splits
 
 
 class NotFiniteError(UserError):
@@ -118,12 +117,16 @@ class SFTRecipeTrainer(SFTTrainer):
     Each override of a private method says why nothing public does the same.
     """
 
-    eval_bytes: int | None = None  # the length of the text to evaluate on
+    eval_predicted: tuple[int, int] | None = None  # of whole texts to evaluate on: see `count_predicted`
     eval_sums: torch.Tensor | int = 0  # over the batches of an evaluation: the loss of all tokens, and their number
 
     def __init__(self, *args, **kwargs) -> None:
         with refusing("the recipe", ValueError):  # a special token that the tokenizer lacks, keys that exclude others
             super().__init__(*args, **kwargs)
+        check_length(self)
+        is_plain = self.args.loss_type == "nll" and self.args.label_smoothing_factor == 0 and not self.aux_loss_enabled
+        if not is_plain:  # bits per byte need the plain loss of the tokens
+            self.eval_predicted = None
         self.args.logging_nan_inf_filter = False  # the mean of an evaluation would leave out what is NaN
         self.finite = StopAtNaN(self.accelerator)
         self.add_callback(self.finite)
@@ -175,27 +178,23 @@ class SFTRecipeTrainer(SFTTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         # TRL cuts and drops rows silently, and takes tokenized rows as they are. So it prepares them in two steps, and
         # `check_cut` counts whole rows between the two. TRL has no public function that tokenizes rows.
+        cut_to = None if splits(args, packing) else args.max_length
+        is_whole_text = dataset_name == "eval" and cut_to is None and "text" in dataset.column_names
+        if is_whole_text:
+            size = sum(len(text.encode()) for text in dataset["text"])
         whole = copy.copy(args)
         whole.max_length = None
         whole.shuffle_dataset = False
         with refusing("a row: the chat template does not take it", TemplateError):
             dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
-        cut_to = None if splits(args, packing) else args.max_length
         if isinstance(dataset, IterableDataset):
             dataset = check_learned(dataset, cut_to)
         with args.main_process_first():  # the other processes find its count in the cache
             check_cut(dataset_name, dataset, cut_to, args.dataset_num_proc)
-        return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
-
-    @cached_property
-    def eval_predicted(self) -> tuple[int, int]:
-        """Count the tokens of the evaluation rows that are predicted, and their bytes.
-
-        The first token of each packed document, and of each piece of a long one, is not predicted.
-        """
-        first = first_tokens(self.eval_dataset)
-        unpredicted = sum(bytes_of_token(self.processing_class, token) for token in first)
-        return sum(map(len, self.eval_dataset["labels"])) - len(first), self.eval_bytes - unpredicted
+        dataset = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
+        if is_whole_text:
+            self.eval_predicted = count_predicted(dataset, size, processing_class)
+        return dataset
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         self.eval_sums = 0
@@ -203,7 +202,7 @@ class SFTRecipeTrainer(SFTTrainer):
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Log, with the loss of an evaluation, that of plain text in bits per byte, which tokenizers do not change."""
-        if self.eval_bytes and "eval_loss" in logs:
+        if self.eval_predicted and "eval_loss" in logs:
             # `eval_loss` is a mean over rows of the means over the tokens of their batches.
             loss, tokens = self.accelerator.reduce(self.eval_sums).tolist()
             predicted_tokens, predicted_bytes = self.eval_predicted
@@ -214,7 +213,7 @@ class SFTRecipeTrainer(SFTTrainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self.eval_bytes and loss is not None:
+        if self.eval_predicted and loss is not None:
             tokens = (inputs["labels"][..., 1:] != -100).sum().to(loss.device)
             self.eval_sums = self.eval_sums + torch.stack((loss.double() * tokens, tokens.double()))
         return loss, *others
@@ -287,15 +286,14 @@ def check_length(trainer: SFTTrainer) -> None:
             )
 
 
-def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:
-    """Count the bytes of the text to evaluate on, or return None for other rows and for text that TRL cuts.
+def count_predicted(rows: Dataset, size: int, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Count the predicted tokens of texts of `size` bytes, and the bytes of these tokens.
 
-    TRL cuts no text without `max_length`, or if packing splits long texts.
+    The first token of each packed document, and of each piece of a long one, is not predicted. `rows` are tokenized.
     """
-    is_whole = args.max_length is None or splits(args, packs_eval(args))
-    if rows is None or "text" not in rows.column_names or not is_whole:
-        return None
-    return sum(len(text.encode()) for text in rows["text"])
+    first = first_tokens(rows)
+    unpredicted = sum(bytes_of_token(tokenizer, token) for token in first)
+    return sum(map(len, rows["labels"])) - len(first), size - unpredicted
 
 
 def first_tokens(rows: Dataset) -> list[int]:

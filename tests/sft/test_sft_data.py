@@ -25,7 +25,7 @@ from sft.data import check_chat_template, hold_out_first, load_rows, to_messages
 from sft.data import training_rows as rows_of_data
 from sft.make_tokenizer import train_tokenizer
 from sft.sources import data_of, sources
-from sft.trainer import SFTRecipeTrainer, bytes_of_token, check_length
+from sft.trainer import SFTRecipeTrainer, bytes_of_token
 
 
 CONVERSATIONS = [
@@ -233,8 +233,8 @@ def test_plain_text_needs_an_end_token(tmp_path):
     assert len(trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset) == 1
 
 
-def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> SFTRecipeTrainer:
-    model = IHAForCausalLM(small_config(vocab_size=len(tokenizer)))
+def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None, **fields) -> SFTRecipeTrainer:
+    model = IHAForCausalLM(small_config(vocab_size=len(tokenizer), **fields))
     return SFTRecipeTrainer(
         model=model, args=args, train_dataset=rows, eval_dataset=eval_rows, processing_class=tokenizer
     )
@@ -477,7 +477,6 @@ def test_bits_per_byte_are_those_of_all_tokens(tmp_path):
     _, args = run_of(path, tmp_path, max_length=None, assistant_only_loss=False, per_device_eval_batch_size=1)
     rows = Dataset.from_dict({"text": texts})
     trainer = trainer_of(args, rows, tokenizer, rows)
-    trainer.eval_bytes = sum(map(len, texts))
     expected = 0.0
     for row in trainer.eval_dataset:
         tokens = torch.tensor(row["input_ids"])[None]
@@ -489,7 +488,7 @@ def test_bits_per_byte_are_those_of_all_tokens(tmp_path):
     bits = trainer.evaluate()["eval_bits_per_byte"]
     assert seen[-1]["eval_bits_per_byte"] == bits  # as a tracker sees it
     # The first byte of each text is not predicted.
-    assert bits == pytest.approx(expected / math.log(2) / (trainer.eval_bytes - len(texts)), rel=1e-5)
+    assert bits == pytest.approx(expected / math.log(2) / (sum(map(len, texts)) - len(texts)), rel=1e-5)
 
 
 @pytest.mark.parametrize("max_length", [16, 100])
@@ -502,9 +501,9 @@ def test_bits_per_byte_do_not_depend_on_the_length_of_rows(max_length, tmp_path)
     rows = Dataset.from_dict({"text": [text]})
     trainer = trainer_of(args, rows, tokenizer, rows)
     torch.nn.init.zeros_(trainer.model.get_output_embeddings().weight)
-    trainer.eval_bytes = len(text.encode())
-    pieces = -(-(trainer.eval_bytes + 1) // max_length)  # with the end of the text
-    predicted = trainer.eval_bytes - pieces
+    size = len(text.encode())
+    pieces = -(-(size + 1) // max_length)  # with the end of the text
+    predicted = size - pieces
     bits = trainer.evaluate()["eval_bits_per_byte"]
     # The end of the text is predicted too, and has no bytes.
     assert bits == pytest.approx(math.log2(len(tokenizer)) * (predicted + 1) / predicted, rel=1e-5)
@@ -549,8 +548,7 @@ def test_a_text_that_is_shorter_than_a_row_is_noted(tmp_path, capsys):
 def test_rows_beyond_the_models_context_are_refused(tmp_path):
     path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}]), byte_tokenizer()
     _, args = run_of(path, tmp_path, max_length=None, assistant_only_loss=False)
-    trainer = trainer_of(args, Dataset.from_dict({"text": ["a", "b" * 200]}), tokenizer)
-    check_length(trainer)
-    trainer.model.config.max_position_embeddings = 200
+    rows = Dataset.from_dict({"text": ["a", "b" * 200]})
+    trainer_of(args, rows, tokenizer, max_position_embeddings=201)
     with pytest.raises(UserError, match="a row has 201 tokens, and the model 200 positions: set max_length"):
-        check_length(trainer)
+        trainer_of(args, rows, tokenizer, max_position_embeddings=200)

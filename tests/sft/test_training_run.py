@@ -599,7 +599,7 @@ def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):
         model, tokenizer = train.prepare_model(start, train.run_config(start, run, args), run, args)
         rows = train.training_rows(train.data_of(run, args), run, args, tokenizer)
         trainer = train.build_trainer(run, args, model, tokenizer, None, rows)
-        assert (trainer.eval_bytes is not None) == has_bits
+        assert (trainer.eval_predicted is not None) == has_bits
 
 
 def test_weights_in_half_precision_that_would_not_learn_are_said(tiny, rows_file, tmp_path, capsys):
