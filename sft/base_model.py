@@ -29,13 +29,13 @@ from iha.checkpoints import (
 from iha.errors import UserError, one_line, refusing
 from iha.kinds import is_interleaved, own_modules, virtual_tokens_per_token
 from iha.sources import Source, find_source
-from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, set_mixing_scale
+from modeling_iha import IHAConfig, interleave_heads, set_mixing_scale
 from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import SCALE, RunArguments
 from sft.data import rendering
-from sft.make_model import config_of, start_tokenizer
+from sft.make_model import config_of, random_model, start_tokenizer
 
 
 # Cores that keep packed documents apart, besides the flash cores.
@@ -195,34 +195,41 @@ def _check_reach(config: IHAConfig, length: int) -> None:
         )
 
 
-def load_base_model(source: Source, run: RunArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """Load the run's base model in `run.dtype` with the `config` that `run_config` returned.
+def load_base_model(start: Start, config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> PreTrainedModel:
+    """Load the run's base model in `run.dtype` with the `config` that `run_config` returned, or draw its weights.
 
     Interleave its heads if the recipe asks for it (`interleaves`). Raise `UserError`.
     """
-    must_interleave = interleaves(config, run)
+    dtype = getattr(torch, run.dtype)
     if run.attn_implementation is not None:
         # The model then rejects a core that is not installed before its weights are read.
         config._attn_implementation = run.attn_implementation
-    model = load_model(source, getattr(torch, run.dtype), config)
+    if start.source is None:
+        return random_model(config, args.seed).to(dtype)
+    must_interleave = interleaves(config, run)
+    model = load_model(start.source, dtype, config)
     if must_interleave:
-        layers = run.interleaved_layers
-        window = run.interleaved_window
-        arguments = {"collapse": run.collapse, "mixing_scale": run.mixing_scale}
-        with refusing("num_pseudo_heads, interleaved_layers, interleaved_window", ValueError):
-            if layers is not None:
-                arguments["layers"] = "paper" if layers == ["paper"] else [int(layer) for layer in layers]
-            arguments["sliding_window"] = window if window in (None, "paper") else int(window)
-            given = {name: value for name, value in arguments.items() if value is not None}
-            interleave_heads(model, run.num_pseudo_heads, **given)
+        _interleave(model, run, args.distributed_state.print)
     return model
 
 
-def random_model(run: RunArguments, config: IHAConfig, seed: int) -> IHAForCausalLM:
-    """Build a model with random weights. For the same seed, `sft.make_model` writes the same weights."""
-    config._attn_implementation = run.attn_implementation
-    torch.manual_seed(seed)
-    return IHAForCausalLM(config).to(getattr(torch, run.dtype))
+def _interleave(model: PreTrainedModel, run: RunArguments, say: Callable) -> None:
+    """Interleave the heads of a plain base model as the recipe says, and print how. Raise `UserError`."""
+    layers = run.interleaved_layers
+    window = run.interleaved_window
+    with refusing("num_pseudo_heads, interleaved_layers, interleaved_window", ValueError):
+        if layers is not None:
+            layers = "paper" if layers == ["paper"] else [int(layer) for layer in layers]
+        if window not in (None, "paper"):
+            window = int(window)
+        keys = {"collapse": run.collapse, "mixing_scale": run.mixing_scale, "layers": layers, "sliding_window": window}
+        given = {name: value for name, value in keys.items() if value is not None}
+        interleave_heads(model, run.num_pseudo_heads, **given)
+    decoder = model.config.get_text_config(decoder=True)
+    say(
+        f"Interleaved {len(decoder.interleaved_layers)} of {decoder.num_hidden_layers} layers, P = "
+        f"{run.num_pseudo_heads}, window {decoder.interleaved_window or 'none'}."
+    )
 
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
@@ -272,10 +279,7 @@ def prepare_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model that a run trains, and its tokenizer with the recipe's chat template. Raise `UserError`."""
     say = args.distributed_state.print
-    must_interleave = interleaves(config, run)
-    model = (
-        random_model(run, config, args.seed) if start.source is None else load_base_model(start.source, run, config)
-    )
+    model = load_base_model(start, config, run, args)
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
         model.generation_config.validate(strict=True)
     decoder = model.config.get_text_config(decoder=True)
@@ -286,11 +290,6 @@ def prepare_model(
         if virtual_tokens_per_token(model.config) == 1:
             raise UserError("recompute_virtual_tokens: the model has no virtual tokens; remove the key.")
         decoder.recompute_virtual_tokens = run.recompute_virtual_tokens
-    if must_interleave:
-        layers = len(decoder.interleaved_layers)
-        total = decoder.num_hidden_layers
-        window = decoder.interleaved_window or "none"
-        say(f"Interleaved {layers} of {total} layers, P = {run.num_pseudo_heads}, window {window}.")
     if args.device.type == "cpu":
         half = torch.bfloat16 if args.bf16 else torch.float16
         note_slow_dtype(half if args.bf16 or args.fp16 else model.dtype)
