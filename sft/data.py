@@ -47,9 +47,6 @@ WEIGHT_KEYS = ("weight", "train")
 UNREAD_COLUMNS = ("tools", "chat_template_kwargs", "image", "images", "video", "videos", "audio", "audios")
 TURNS = List({"role": Value("string"), "content": Value("string")})
 Rows = Dataset | IterableDataset
-# Takes the first row of a source. Returns the function that converts a row, whose second argument names the row in
-# errors, and the columns of converted rows.
-Schema = Callable[[dict], tuple[Callable[[dict, str], dict], Features]]
 
 
 # One row
@@ -137,7 +134,8 @@ def _to_prompt_turns(row: dict, where: str) -> dict:
 def schema_of(first: dict) -> tuple[Callable[[dict, str], dict], Features]:
     """Return the function that converts the rows of a source with this first row, and the columns of its results.
 
-    Raise `UserError` for a row without a column that is read.
+    The second argument of the function names the row in errors. Raise `UserError` for a row without a column that is
+    read.
     """
     held = {name for name, value in first.items() if value is not None}
     if not held & {*TURN_KEYS, "text", "completion"}:
@@ -169,7 +167,6 @@ def load_rows(
     split: str = "train",
     config: str | None = None,
     streaming: bool = False,
-    schema: Schema = schema_of,
     text_column: str = "text",
 ) -> Rows:
     """Load and convert the rows of a source, which the datasets library caches.
@@ -180,7 +177,6 @@ def load_rows(
         split: a split of the dataset. A file has only "train".
         config: a configuration of the dataset, or None for its default one.
         streaming: whether rows are read as they are used.
-        schema: chooses how rows are converted (see `Schema`).
         text_column: the column of plain text. Text files have no columns.
 
     Raise `UserError` for a missing or empty source and for a bad row.
@@ -207,7 +203,7 @@ def load_rows(
         rows = rows.select_columns(text_column).rename_column(text_column, "text")
         first = {"text": first[text_column]}
     with refusing(name, UserError):
-        convert, features = schema(first)
+        convert, features = schema_of(first)
     read = {*features, "system"}
     if "messages" in features:
         read |= TURN_KEYS.keys()
@@ -232,16 +228,22 @@ def rendering(what: str) -> AbstractContextManager[None]:
     return refusing(f"{what}: the chat template does not take it", Exception)
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:
-    """Reject a tokenizer without a chat template.
+def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> None:
+    """Reject a tokenizer that cannot encode rows with these columns so that the end of an answer is learned.
 
-    If the loss is on the assistant's text only (`assistant_only`), reject a template that does not mark this text
-    together with its end-of-turn token.
+    If the loss is on the assistant's text only, its chat template must mark this text together with its end-of-turn
+    token. Raise `UserError`.
     """
+    if are_texts(features):
+        if args.assistant_only_loss:
+            raise UserError("assistant_only_loss is for chats, and these rows are plain text: set it to false.")
+        if tokenizer.eos_token is None and args.eos_token is None:
+            raise UserError("the tokenizer has no end token, with which each text ends: set eos_token.")
+        return
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: set chat_template_path (see sft/chat_templates).")
     with rendering("a question and its answer"):
-        learns_to_stop = not assistant_only or is_chat_template_stop_token_trained(tokenizer)
+        learns_to_stop = not args.assistant_only_loss or is_chat_template_stop_token_trained(tokenizer)
     if not learns_to_stop:
         raise UserError(
             "assistant_only_loss needs a chat template whose {% generation %} block holds the assistant's text and an "
@@ -251,16 +253,6 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool
 
 
 # The rows of a run
-
-
-def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> None:
-    """Reject a tokenizer whose chat template does not take these rows. Raise `UserError`."""
-    if not are_texts(features):
-        check_chat_template(tokenizer, args.assistant_only_loss)
-    elif args.assistant_only_loss:
-        raise UserError("assistant_only_loss is for chats, and these rows are plain text: set it to false.")
-    elif tokenizer.eos_token is None and args.eos_token is None:
-        raise UserError("the tokenizer has no end token, with which each text ends: set eos_token.")
 
 
 def are_texts(features: Features) -> bool:
@@ -287,7 +279,9 @@ def training_rows(
         if held_out is not None:
             # A streamed dataset must not be downloaded, and to load one split as a whole would download all splits.
             is_streamed = run.dataset_streaming and held_out.name == run.dataset_name
-            eval_rows = read_all(load_rows(*held_out, streaming=is_streamed, **column))
+            eval_rows = load_rows(*held_out, streaming=is_streamed, **column)
+            if is_streamed:
+                eval_rows = Dataset.from_list(list(eval_rows), features=eval_rows.features)
             if eval_rows.features != parts[0].features:
                 raise UserError(
                     f"the rows of {held_out.name} to evaluate on have the columns {', '.join(eval_rows.features)}, "
@@ -297,13 +291,6 @@ def training_rows(
     if isinstance(rows, IterableDataset):
         return hold_out_first(rows, int(run.eval_size))
     return split_rows(rows, run, args)
-
-
-def read_all(rows: Rows) -> Dataset:
-    """Read a stream to its end, and return a dataset as it is."""
-    if isinstance(rows, IterableDataset):
-        return Dataset.from_list(list(rows), features=rows.features)
-    return rows
 
 
 def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset | None]:

@@ -21,7 +21,7 @@ from modeling_iha import IHAForCausalLM
 from sft import train
 from sft.arguments import RecipeParser, RunArguments
 from sft.checkpoints import checkpoint_to_resume
-from sft.data import check_chat_template, hold_out_first, load_rows, to_messages
+from sft.data import check_template, hold_out_first, load_rows, to_messages
 from sft.data import training_rows as rows_of_data
 from sft.make_tokenizer import train_tokenizer
 from sft.sources import data_of, sources
@@ -176,19 +176,21 @@ def test_labels_cover_the_assistants_text_and_its_end_of_turn_token(template, me
     assert row["labels"] == labels
 
 
-def test_a_template_that_would_not_teach_the_model_to_stop_is_refused():
+def test_a_template_that_would_not_teach_the_model_to_stop_is_refused(tmp_path):
+    _, args = run_of("rows.jsonl", tmp_path, assistant_only_loss=True)
+    chats = Dataset.from_list([{"messages": CONVERSATIONS[0]}]).features
     without_chatml = byte_tokenizer(special=("<|endoftext|>", "</s>"))
     without_chatml.chat_template = (TEMPLATES / "chatml.jinja").read_text(encoding="utf-8")
     for tokenizer in (byte_tokenizer(), without_chatml):  # whose template marks nothing
         with pytest.raises(UserError, match="end-of-turn"):
-            check_chat_template(tokenizer, assistant_only=True)
+            check_template(chats, tokenizer, args)
     for template, named in (
         (None, "has no chat template"),
         ("{% generation %}{{ 1 / 0 }}{% endgeneration %}", "does not take it: division by zero"),
     ):
         tokenizer.chat_template = template
         with pytest.raises(UserError, match=named):
-            check_chat_template(tokenizer, assistant_only=True)
+            check_template(chats, tokenizer, args)
 
 
 @pytest.mark.parametrize("packing", [False, True])
