@@ -45,19 +45,12 @@ INTERLEAVING_KEYS = ("interleaved_layers", "interleaved_window", "collapse")
 
 
 class Start(NamedTuple):
-    """Hold what a run starts from.
+    """Hold what a run starts from."""
 
-    Attributes:
-        name: what errors call it.
-        config: its configuration, without the changes of the recipe.
-        source: where the checkpoint is, or None for random weights.
-        tokenizer: that of random weights, or None, as a checkpoint has its own.
-    """
-
-    name: str
-    config: PreTrainedConfig
-    source: Source | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    name: str  # for errors
+    config: PreTrainedConfig  # without the changes of the recipe
+    source: Source | None = None  # of the checkpoint; None for random weights
+    tokenizer: PreTrainedTokenizerBase | None = None  # for random weights; a checkpoint has its own
 
 
 def find_start(run: RunArguments) -> Start:

@@ -33,17 +33,11 @@ class RowSource(NamedTuple):
 
 
 class RunData(NamedTuple):
-    """Hold where a run reads its rows.
+    """Hold where a run reads its rows."""
 
-    Attributes:
-        parts: the sources to train on, several in a mixture.
-        shares: the share of the tokens of each.
-        held_out: the source to evaluate on, or None if rows are held out, or if the run does not evaluate.
-    """
-
-    parts: list[RowSource]
-    shares: list[float]
-    held_out: RowSource | None
+    parts: list[RowSource]  # to train on, several in a mixture
+    shares: list[float]  # of the tokens, one for each part
+    held_out: RowSource | None  # to evaluate on; None if rows are held out, or if the run does not evaluate
 
 
 def data_of(run: RunArguments, args: SFTConfig) -> RunData:
