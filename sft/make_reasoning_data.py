@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Sequence
 
+from iha.arguments import fields_of
 from iha.errors import UserError, check_packages, refusing, run_cli
 from iha.files import check_output_file, expanded, read_jsonl, write_jsonl
 from iha.thoughts import after_thoughts
@@ -17,17 +18,6 @@ EXAMPLE = """example:
 """
 
 
-def option(text: str) -> tuple[str, object]:
-    """Split `name=value`, and parse the value if it is JSON."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -38,7 +28,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--generator", default="chain_sum", help="reasoning-gym generator (default chain_sum)")
     parser.add_argument(
         "--options",
-        type=option,
         nargs="*",
         action="extend",
         default=[],
@@ -50,10 +39,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--prompts", action="store_true", help="write rows without answers, for `trl grpo`")
     args = parser.parse_args(argv)
-    names = [name for name, _ in args.options]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise UserError(f"--options: {', '.join(sorted(twice))} given twice: give each option once.")
+    args.options = fields_of(args.options)
     return args
 
 
@@ -124,16 +110,10 @@ def extract_solution(reply: str) -> str:
     return numbers[-1] if numbers else said.strip()
 
 
-class Entry(TypedDict):
-    """Hold the part of reasoning-gym's entry that is read here."""
-
-    question: str
-
-
 class Made(TypedDict):
-    """Hold the part of this command's row that is read here."""
+    """Hold the part of a row of --exclude that is read here."""
 
-    entry: Entry
+    entry: TypedDict("Entry", {"question": str})
 
 
 def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set[str]) -> list[dict]:
@@ -194,7 +174,7 @@ def write_rows(args: argparse.Namespace) -> None:
         raise UserError(f"--seed {args.seed}: expected at least 0.")
     check_output_file(args.out)
     excluded = {row["entry"]["question"] for row in read_jsonl(args.exclude, Made)} if args.exclude else set()
-    rows = make_rows(args.rows, args.seed, args.generator, dict(args.options), excluded)
+    rows = make_rows(args.rows, args.seed, args.generator, args.options, excluded)
     write_jsonl(args.out, [as_prompt(row) for row in rows] if args.prompts else rows)
     print(f"{len(rows)} rows of {args.generator}: {args.out}")
 
