@@ -213,31 +213,6 @@ def check_rows(rows: list[dict], trust_rows: bool = False) -> list[list[dict]]:
     return prompts
 
 
-def score(
-    model,
-    tokenizer,
-    rows: list[dict],
-    prompts: list[list[dict]],
-    batch_size: int = 16,
-    max_new_tokens: int = 96,
-    parts: list[str] | None = None,
-) -> dict:
-    """Return how a model answers rows of make_reasoning_data.py: `summary`, its "replies", and "parts".
-
-    "parts" has a summary of each part, by the names in `parts`, one for each row; by default a part is the rows of a
-    generator. `prompts` are those of `check_rows`. Raise `UserError` for a tokenizer and prompts that
-    `generate_replies` rejects.
-    """
-    replies = generate_replies(model, tokenizer, prompts, batch_size, max_new_tokens)
-    right = [is_right(reply, row["generator"], row["entry"]) for reply, row in zip(replies, rows, strict=True)]
-    losses = answer_losses(model, tokenizer, prompts, [row["conversations"][-1]["value"] for row in rows])
-    of_parts: dict[str, list] = {}
-    for part, *answer in zip(parts or [row["generator"] for row in rows], right, losses, strict=True):
-        of_parts.setdefault(part, []).append(answer)
-    summaries = {part: summary(*zip(*answers)) for part, answers in of_parts.items()}
-    return summary(right, losses) | {"replies": replies, "parts": summaries}
-
-
 def summary(right: Sequence[bool], losses: Sequence[float]) -> dict[str, float | None]:
     """Return the accuracy, by `is_right`, and the mean loss in nats of the rows' own answers, with standard errors."""
     rows = len(right)
@@ -258,22 +233,35 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 def score_model(args: argparse.Namespace) -> dict:
-    """Score the model and rows of the command line, print the accuracy and return `score`'s result."""
+    """Score the model on the rows of the command line, and print the accuracy of each part.
+
+    A part is a file, or the rows of a generator if there is one file. Return what --json writes: the `summary` of all
+    rows, the "replies", and the summaries of the "parts".
+    """
     files = {file: read_rows(file, args.limit) for file in args.data}
     rows = [row for of_file in files.values() for row in of_file]
-    parts = [file for file, of_file in files.items() for _ in of_file] if len(files) > 1 else None
     prompts = check_rows(rows, args.trust_rows)
     source = find_source(args.model)
     model = load_model(source).to("cuda" if torch.cuda.is_available() else "cpu")
     if model.device.type == "cpu":
         note_slow_dtype(model.dtype)
     tokenizer = load_tokenizer(source, vocabulary_of(model.config))
-    result = score(model, tokenizer, rows, prompts, args.batch_size, args.max_new_tokens, parts)
+    replies = generate_replies(model, tokenizer, prompts, args.batch_size, args.max_new_tokens)
+    right = [is_right(reply, row["generator"], row["entry"]) for reply, row in zip(replies, rows, strict=True)]
+    losses = answer_losses(model, tokenizer, prompts, [row["conversations"][-1]["value"] for row in rows])
+    parts = [row["generator"] for row in rows]
+    if len(files) > 1:
+        parts = [file for file, of_file in files.items() for _ in of_file]
+    of_parts: dict[str, list] = {}
+    for part, *answer in zip(parts, right, losses, strict=True):
+        of_parts.setdefault(part, []).append(answer)
+    summaries = {part: summary(*zip(*answers)) for part, answers in of_parts.items()}
+    result = summary(right, losses) | {"replies": replies, "parts": summaries}
     if args.json is not None:
         write_json(args.json, result)
-    found = result["parts"] if len(result["parts"]) > 1 else {}
-    for name, each in {**found, "all": result}.items():
-        title = f"{name}: " if found else ""
+    shown = summaries if len(summaries) > 1 else {}
+    for name, each in {**shown, "all": result}.items():
+        title = f"{name}: " if shown else ""
         print(f"{title}{each['correct']} of {each['rows']}: {each['accuracy']:.1%}")
     return result
 
