@@ -24,7 +24,6 @@ from iha.hub.checkpoint_checks import checkpoint_files
 from iha.hub.push_to_hub import completed_card
 from iha.sources import find_source
 from sft import make_model, results, train
-from sft import run as sft_run
 from sft.arguments import RecipeParser
 from sft.checkpoints import RECORD, newest_whole_checkpoint
 from sft.record import compare_records
@@ -378,7 +377,7 @@ def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, m
         next(self.model.parameters()).data[0] = torch.nan
 
     monkeypatch.setattr(SFTRecipeTrainer, "_maybe_log_save_evaluate", lambda *_, **__: None)
-    monkeypatch.setattr(sft_run, "write_curves", lambda *_: None)
+    monkeypatch.setattr(train, "write_curves", lambda *_: None)
     train_it = SFTRecipeTrainer.train
     monkeypatch.setattr(SFTRecipeTrainer, "train", lambda self, **kwargs: (train_it(self, **kwargs), spoil(self)))
     with pytest.raises(UserError, match="embed_tokens.weight of the model at step 1 holds NaN"):
