@@ -3,14 +3,11 @@
 import shutil
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator, PartialState
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from iha.checkpoints import check_finite
 from iha.errors import UserError
 from iha.files import whole_file
 
@@ -125,11 +122,3 @@ def find_best_checkpoint(args: TrainingArguments, state: TrainerState) -> None:
     if not best.is_dir():
         raise UserError(f"load_best_model_at_end: {best}, the best checkpoint so far, is lost: put it back.")
     state.best_model_checkpoint = str(best)
-
-
-def check_weights(model: torch.nn.Module, step: int) -> None:
-    """Raise `UserError` if a weight of the model holds NaN or infinity."""
-    local = (
-        (name, value.to_local() if isinstance(value, DTensor) else value) for name, value in model.named_parameters()
-    )
-    check_finite(local, f"the model at step {step}")

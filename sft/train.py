@@ -32,7 +32,6 @@ from sft.base_model import find_start, lora_config, prepare_model, run_config, s
 from sft.checkpoints import (
     RECORD,
     check_holds_no_model,
-    check_weights,
     checkpoint_to_resume,
     clear_later_checkpoints,
     newest_whole_checkpoint,
@@ -146,7 +145,6 @@ def train(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments, checkpoin
         raise UserError(
             f"Training ended after {steps} of {trainer.state.max_steps} steps, so there is no final model. {reason}"
         )
-    check_weights(trainer.model, steps)
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is None:
         trainer.accelerator.print(
             f"Warning: no evaluation gave a number for {args.metric_for_best_model}, so final/ has the last weights "

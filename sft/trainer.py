@@ -24,7 +24,7 @@ from trl import SFTTrainer
 from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
 from modeling_iha.mixing_weights import trained_mixing
-from sft.checkpoints import RECORD, WholeCheckpoints, check_weights
+from sft.checkpoints import RECORD, WholeCheckpoints
 from sft.data import Rows
 from sft.distributed import whole_model
 from sft.sources import splits
@@ -155,13 +155,11 @@ class SFTRecipeTrainer(SFTTrainer):
     # Checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # Trainer begins a checkpoint by this call. One that it saves over is incomplete until it is marked again.
-        check_weights(self.model, self.state.global_step)
         directory = output_dir or self.args.output_dir
-        if self.args.should_save:
-            Path(directory, RECORD).unlink(missing_ok=True)
         model = whole_model(self)
         if self.args.should_save:
+            # Trainer begins a checkpoint by this call. One that it saves over is incomplete until it is marked again.
+            Path(directory, RECORD).unlink(missing_ok=True)
             # Trainer resumes by the names of the model, and would silently leave out weights under other names.
             names = {} if isinstance(model, PeftModel) else {"save_original_format": False}
             model.save_pretrained(directory, **names)
