@@ -289,20 +289,12 @@ def count_predicted(rows: Dataset, size: int, tokenizer: PreTrainedTokenizerBase
 
     The first token of each packed document, and of each piece of a long one, is not predicted. `rows` are tokenized.
     """
-    first = first_tokens(rows)
+    first = []
+    for row in rows.with_format("numpy"):
+        starts = np.cumsum([0, *row.get("seq_lengths", [])[:-1]])
+        first += row["input_ids"][starts].tolist()
     unpredicted = sum(bytes_of_token(tokenizer, token) for token in first)
     return sum(map(len, rows["labels"])) - len(first), size - unpredicted
-
-
-def first_tokens(rows: Dataset) -> list[int]:
-    """Return the first token of each document in tokenized rows, which may be packed."""
-    if "seq_lengths" not in rows.column_names:
-        return [tokens[0] for tokens in rows["input_ids"]]
-    first = []
-    for row in rows.select_columns(["input_ids", "seq_lengths"]):
-        starts = np.cumsum([0, *row["seq_lengths"][:-1]])
-        first += [row["input_ids"][start] for start in starts]
-    return first
 
 
 def bytes_of_token(tokenizer: PreTrainedTokenizerBase, token: int) -> int:
