@@ -347,46 +347,42 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     config = get_peft_config(run)
     if config is None:
         return None
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     targets = config.target_modules or "all-linear"
     if targets != "all-linear":
         targets = {targets} if isinstance(targets, str) else set(targets)
-        unknown = targets - names
+    named = set() if targets == "all-linear" else targets
+    for key, names in (("lora_target_modules", named), ("lora_modules_to_save", config.modules_to_save or ())):
+        unknown = set(names) - modules  # PEFT ignores them silently
         if unknown:
-            raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
-        if "lm_head" in targets:
-            raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
-    unknown = set(config.modules_to_save or ()) - names  # PEFT ignores them silently
-    if unknown:
-        raise UserError(f"lora_modules_to_save: the model has no module named {', '.join(sorted(unknown))}.")
+            raise UserError(f"{key}: the model has no module named {', '.join(sorted(unknown))}.")
+    if "lm_head" in named:
+        raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
     parameters = [name for name, _ in model.named_parameters()]
     for target in config.target_parameters or ():
         if not any(f".{name}".endswith(f".{target}") for name in parameters):
             raise UserError(f"lora_target_parameters: the model has no parameter named {target}.")
-    tied = _tied_embedding(model)
-    if tied is not None:
-        _check_tied("lora_target_modules", () if targets == "all-linear" else targets, tied)
-        _check_tied("lora_target_parameters", config.target_parameters or (), f"{tied}.weight")
+    _check_tied(model, {"lora_target_modules": named, "lora_target_parameters": config.target_parameters or ()})
     config.target_modules = targets
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
     return config
 
 
-def _tied_embedding(model: PreTrainedModel) -> str | None:
-    """Return the name of the input embedding if it is the output head too, and `None` otherwise."""
+def _check_tied(model: PreTrainedModel, targets: dict[str, Iterable[str]]) -> None:
+    """Reject an adapter of the input embedding if this is the output head too. Raise `UserError`.
+
+    `targets` are modules or parameters, by the keys of the recipe that name them.
+    """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     # The weights decide: a multimodal configuration has two fields for this, and they may differ.
     if head is None or head.weight is not embedding.weight:
-        return None
-    return next(name for name, module in model.named_modules() if module is embedding)
-
-
-def _check_tied(key: str, targets: Iterable[str], tied: str) -> None:
-    """Reject targets of an adapter that name `tied`, which is tied to the output head. Raise `UserError`."""
-    wrong = [target for target in targets if f".{tied}".endswith(f".{target}")]
-    if wrong:
-        raise UserError(
-            f"{key}: {', '.join(wrong)} is tied to the output head, which would get the adapter only in the merge: "
-            "remove the name."
-        )
+        return
+    tied = next(name for name, module in model.named_modules() if module is embedding)
+    for key, names in targets.items():
+        wrong = [name for name in names if f".{tied}".endswith(f".{name.removesuffix('.weight')}")]
+        if wrong:
+            raise UserError(
+                f"{key}: {', '.join(wrong)} is tied to the output head, which would get the adapter only in the "
+                "merge: remove the name."
+            )

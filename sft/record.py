@@ -146,13 +146,21 @@ def compare_records(record: Record, checkpoint: Path) -> None:
         )
     kept = read_json(checkpoint / RECORD, Record)
     _refuse_changes(kept, record, checkpoint)
-    _print_changes(kept, record)
+    if kept["held_out"] != record["held_out"]:
+        print("Note: the rows to evaluate on differ from those of before.", flush=True)
+    if kept["processes"] != record["processes"]:
+        print(f"Note: this run began with {kept['processes']} processes and continues with {record['processes']}.")
+    for section in ("recipe", "versions"):
+        for name, now in record[section].items():
+            then = kept[section].get(name)
+            if _as_words(then) != _as_words(now):
+                print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
 
 
 def _refuse_changes(kept: Record, record: Record, checkpoint: Path) -> None:
     """Raise `UserError` if a run that went on from `checkpoint`, with the record `kept`, would be another one."""
     for section in ("base_model", "data"):
-        if _without_name(kept[section]) != _without_name(record[section]):
+        if kept[section] | {"name": None} != record[section] | {"name": None}:
             raise UserError(
                 f"{checkpoint} belongs to a run with another {section}, {kept[section]['name']}: choose another "
                 "output_dir, or give this run what it began with."
@@ -177,19 +185,6 @@ def _refuse_changes(kept: Record, record: Record, checkpoint: Path) -> None:
         )
 
 
-def _print_changes(kept: Record, record: Record) -> None:
-    """Print what differs between a record that is kept and that of the run that goes on."""
-    if kept["held_out"] != record["held_out"]:
-        print("Note: the rows to evaluate on differ from those of before.", flush=True)
-    if kept["processes"] != record["processes"]:
-        print(f"Note: this run began with {kept['processes']} processes and continues with {record['processes']}.")
-    for section in ("recipe", "versions"):
-        for name, now in record[section].items():
-            then = kept[section].get(name)
-            if _as_words(then) != _as_words(now):
-                print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
-
-
 def fixed_keys(record: Record) -> list[str]:
     """Return the keys of a recipe that a resumed run may not change."""
     recipe = record["recipe"]
@@ -201,10 +196,6 @@ def fixed_keys(record: Record) -> list[str]:
     if recipe.get("dataset_streaming"):
         names.append("dataloader_num_workers")  # each reads files of the stream of its own
     return names
-
-
-def _without_name(section: Section) -> Section:
-    return {name: value for name, value in section.items() if name != "name"}
 
 
 def _as_words(value: Any) -> list[str]:
