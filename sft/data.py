@@ -169,16 +169,9 @@ def load_rows(
     streaming: bool = False,
     text_column: str = "text",
 ) -> Rows:
-    """Load and convert the rows of a source, which the datasets library caches.
+    """Load and convert the rows of a source (see `RowSource`), which the datasets library caches.
 
-    Args:
-        name: a .jsonl, .parquet or .txt file, also compressed by gzip, or a directory or id on the Hub that
-            `load_dataset` takes. A .txt file, also one of a directory, is one document.
-        split: a split of the dataset. A file has only "train".
-        config: a configuration of the dataset, or None for its default one.
-        streaming: whether rows are read as they are used.
-        text_column: the column of plain text. Text files have no columns.
-
+    A stream is read as it is used. A .txt file, also one of a directory, is one document, and has no `text_column`.
     Raise `UserError` for a missing or empty source and for a bad row.
     """
     check_source(name, split)
@@ -352,14 +345,8 @@ def mix(
 ) -> Dataset:
     """Return rows of all parts in a random order, until the first is used up, each part with its share of the tokens.
 
-    A row is drawn from a part with a probability proportional to share / mean length of its rows.
-
-    Args:
-        parts: rows that `load_rows` returned, all of one schema.
-        shares: the parts' shares of the tokens, which add up to 1.
-        tokenizer: counts the tokens.
-        max_length: tokens to which a row is cut later, or None if no row is cut.
-        seed: determines the order.
+    A row is drawn from a part with a probability proportional to share / mean length of its rows, in tokens. Rows are
+    later cut to `max_length`, if it is given. Raise `UserError` for parts of several schemas.
     """
     if any(part.features != parts[0].features for part in parts):
         raise UserError("a mixture needs rows of one schema: all messages, all text or all prompts with completions.")
