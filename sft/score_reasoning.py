@@ -114,32 +114,25 @@ def correctness(completions: list[list[dict]], generator: list[str], entry: list
     return [float(is_right(*each)) for each in zip(replies, generator, entries, strict=True)]
 
 
-def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int) -> None:
-    """Reject chat prompts that leave no room for `new_tokens` more tokens in the model's positions."""
-    lengths = []
-    for number, prompt in enumerate(prompts, 1):
-        with rendering(f"row {number}"):
-            encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-        lengths.append(len(encoded["input_ids"]))
-    longest = max(lengths)
-    positions = positions_of(model.config)
-    if positions is not None and longest + new_tokens > positions:
-        raise UserError(
-            f"the longest prompt has {longest} tokens and its reply may have {new_tokens} more, but the model has "
-            f"only {positions} positions: generate fewer tokens or leave long prompts out."
-        )
-
-
 @torch.inference_mode()
 def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: int, max_new_tokens: int) -> list[str]:
     """Return the model's greedy replies to chat prompts, in batches padded on the left.
 
-    Raise `UserError`: see `check_positions`.
+    Raise `UserError` for prompts that leave no room for `max_new_tokens` more tokens in the model's positions.
     """
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    check_positions(model, tokenizer, prompts, max_new_tokens)
-    texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+    texts = []
+    for number, prompt in enumerate(prompts, 1):
+        with rendering(f"row {number}"):
+            texts.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
+    longest = max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+    positions = positions_of(model.config)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise UserError(
+            f"the longest prompt has {longest} tokens and its reply may have {max_new_tokens} more, but the model has "
+            f"only {positions} positions: generate fewer tokens or leave long prompts out."
+        )
     # `generate` takes from the model's settings what its arguments leave open, and with a penalty for repetition it
     # would not be greedy.
     model.generation_config = end_tokens_alone(model, tokenizer)
