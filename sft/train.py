@@ -105,10 +105,7 @@ def build_trainer(
     adapters: LoraConfig | None,
     rows: tuple[Rows, Dataset | None],
 ) -> SFTRecipeTrainer:
-    """Build the trainer of a recipe from its model, its adapters, and the rows to train and to evaluate on.
-
-    Raise `UserError`.
-    """
+    """Build the trainer of a recipe from its model, its adapters, and its rows. Raise `UserError`."""
     train_rows, eval_rows = rows
     if not are_texts(train_rows.features):
         stop_at_end_of_turn(model, tokenizer, args.distributed_state.print)
