@@ -1,6 +1,9 @@
 """Answer reasoning rows greedily with a model, and score the replies by reasoning-gym's own verifiers.
 
 The file of --json also has the loss of the rows' own answers: it tells models apart that are too small to answer.
+
+example:
+  python -m sft.score_reasoning outputs/demo/sft/final test.jsonl --limit 50
 """
 
 import argparse
@@ -18,15 +21,8 @@ from iha.errors import UserError, check_packages, run_cli, time_limit
 from iha.files import check_output_file, expanded, open_regular, read_jsonl, write_json
 
 
-EXAMPLE = """example:
-  python -m sft.score_reasoning outputs/demo/sft/final test.jsonl --limit 50
-"""
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="model directory, GGUF file or id on the Hub")
     parser.add_argument("data", nargs="+", help="files of rows made by make_reasoning_data.py, each scored apart")
     parser.add_argument("--limit", type=int, help="use the first LIMIT rows of each file only")
