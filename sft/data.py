@@ -36,7 +36,7 @@ ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assi
 # A column of a row -> the names under which its turns hold the role and the text.
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 Text = Annotated[str, MinLen(0)]  # a bound makes pydantic read the text, and reject half of a surrogate pair
-Role = Literal["system", "user", "human", "assistant", "gpt"]
+Role = Literal[*ROLES]
 Messages = Annotated[list[TypedDict("Message", {"role": Role, "content": Text})], MinLen(1)]
 Conversation = Annotated[list[TypedDict("Turn", {"from": Role, "value": Text})], MinLen(1)]
 # Keys of a turn that a chat template may render and `to_messages` does not read.

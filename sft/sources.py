@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from contextlib import AbstractContextManager
+from itertools import product
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -30,6 +31,17 @@ class RowSource(NamedTuple):
     name: str
     split: str = "train"
     config: str | None = None
+
+    @property
+    def slices(self) -> list[str]:
+        """Return the parts of the split, which may be a sum of slices, such as train[:10%]+test."""
+        return [part.strip() for part in self.split.split("+")]
+
+    @property
+    def place(self) -> str | Path:
+        """Return a canonical path, so that aliases of a file compare equal, or an id on the Hub."""
+        path = Path(self.name)
+        return path.resolve() if path.exists() else self.name
 
 
 class RunData(NamedTuple):
@@ -219,22 +231,14 @@ def _share_rows(one: RowSource, other: RowSource) -> bool:
 
     Two different slices of a split are not compared, and neither is the default configuration with its name.
     """
-    if (_place(one), one.config) != (_place(other), other.config):
+    if (one.place, one.config) != (other.place, other.config):
         return False
-    for part in one.split.split("+"):  # a split may be a sum of slices, such as train[:10%]+test
-        for other_part in other.split.split("+"):
-            slices = (part.strip(), other_part.strip())
-            names = {split.partition("[")[0] for split in slices}
-            has_whole = any("[" not in split for split in slices)
-            if (len(names) == 1 or "all" in names) and (has_whole or slices[0] == slices[1]):
-                return True
+    for slices in product(one.slices, other.slices):
+        names = {each.partition("[")[0] for each in slices}
+        has_whole = any("[" not in each for each in slices)
+        if (len(names) == 1 or "all" in names) and (has_whole or slices[0] == slices[1]):
+            return True
     return False
-
-
-def _place(source: RowSource) -> str | Path:
-    """Return where a dataset is, in one way for all names of a file."""
-    path = Path(source.name)
-    return path.resolve() if path.exists() else source.name
 
 
 def check_split(source: RowSource, key: str, or_else: str = "") -> None:
@@ -243,7 +247,7 @@ def check_split(source: RowSource, key: str, or_else: str = "") -> None:
     `key` is the key of the recipe that names the split, and `or_else` is another way out. Raise `UserError`, which
     lists what there is.
     """
-    name, split, config = source
+    name, _, config = source
     if names_file(name):
         return
     with loading(name, config):
@@ -251,9 +255,8 @@ def check_split(source: RowSource, key: str, or_else: str = "") -> None:
             known = get_dataset_split_names(name, config)
         except SplitsNotFoundError:  # for archives that cannot be streamed: `load_rows` will read them whole
             return
-    # A split may be a sum of slices, such as train[:10%]+test.
-    parts = [part.partition("[")[0].strip() for part in split.split("+")]
-    for part in parts:
+    for each in source.slices:
+        part = each.partition("[")[0]
         if part not in (*known, "all"):
             raise UserError(
                 f"dataset {name!r} has no split {part!r}: set {key} to one of {', '.join(known)}{or_else}."

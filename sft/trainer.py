@@ -46,8 +46,8 @@ class StopAtNaN(TrainerCallback):
         self.loss: torch.Tensor | float = 0.0
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        loss, self.loss = self.loss, 0.0
-        self.check(state, "loss", loss)
+        self.check(state, "loss", self.loss)
+        self.loss = 0.0
         # In float16 a norm is sometimes infinite, and the scaler skips such a step by itself.
         if self.accelerator.scaler is None:
             gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
@@ -139,9 +139,8 @@ class SFTRecipeTrainer(SFTTrainer):
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers chooses by names, and would decay vectors such as those of differential attention's lambda.
         of_mixing = {id(value) for value in trained_mixing(model)}
-        vectors = {name for name, value in model.named_parameters() if value.dim() < 2}
-        mixing = {name for name, value in model.named_parameters() if id(value) in of_mixing}
-        return [name for name in super().get_decay_parameter_names(model) if name not in vectors | mixing]
+        matrices = {name for name, value in model.named_parameters() if value.dim() > 1 and id(value) not in of_mixing}
+        return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
     def create_model_card(self, *_, **__) -> None:
         """Write nothing: TRL's card knows neither the data nor the base model, and final/ has a card of the run."""
