@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
@@ -271,7 +270,7 @@ def _check_order(args: SFTConfig) -> None:
 
 def _check_saves(args: SFTConfig) -> None:
     """Reject `load_best_model_at_end` where the best evaluation may have no checkpoint. Raise `UserError`."""
-    by_steps = args.save_strategy == SaveStrategy.STEPS and args.eval_strategy == IntervalStrategy.STEPS
+    by_steps = args.save_strategy == "steps" and args.eval_strategy == "steps"
     if args.load_best_model_at_end and by_steps and args.save_steps != args.eval_steps:
         raise UserError(
             f"load_best_model_at_end with save_steps={args.save_steps:g} and eval_steps={args.eval_steps:g}: the best "
