@@ -20,23 +20,15 @@ from iha.files import read_text
 
 MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads. They would silently do nothing, or break what a recipe promises.
+_BIT_KEYS = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
+_PUSH_KEYS = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_always_push")
+_REPOSITORY_KEYS = ("hub_private_repo", "hub_revision")
+_LOADING_KEYS = ("model_revision", "model_init_kwargs", "lora_task_type", "ignore_bias_buffers")
 UNUSED_KEYS = (
-    "model_revision",
-    "load_in_8bit",
-    "load_in_4bit",
-    "bnb_4bit_quant_type",
-    "use_bnb_nested_quant",
-    "bnb_4bit_quant_storage",
-    "lora_task_type",
-    "ignore_bias_buffers",
-    "model_init_kwargs",
-    "hub_token",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_strategy",
-    "hub_private_repo",
-    "hub_always_push",
-    "hub_revision",
+    *_BIT_KEYS,
+    *_PUSH_KEYS,
+    *_REPOSITORY_KEYS,
+    *_LOADING_KEYS,
     "trust_remote_code",  # the code of checkpoints of this package is the package
     "save_only_model",  # such a checkpoint cannot be resumed
     "ignore_data_skip",  # a resumed run would repeat rows

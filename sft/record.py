@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from iha.errors import UserError
 from iha.files import current_commit, read_json, write_json
 from sft.arguments import UNUSED_KEYS, RunArguments
-from sft.base_model import Start, identify_start
+from sft.base_model import INTERLEAVING_KEYS, Start, identify_start
 from sft.checkpoints import RECORD
 from sft.sources import MIXTURES, RunData, check_splits, identify_data
 
@@ -34,63 +34,30 @@ class Record(TypedDict):
 
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-# Keys that a record leaves out: paths on this machine, keys that other sections record, and keys that nothing reads.
-_UNRECORDED = {
-    "model_name_or_path",
-    "tokenizer",
-    "dataset_name",
-    "eval_dataset_name",
-    "output_dir",
-    "logging_dir",
-    "run_name",
-    "resume_from_checkpoint",
-    "chat_template_path",
-    *UNUSED_KEYS,
-}
-# Keys of a recipe that a resumed run may not change.
+# Keys that a record leaves out: those that other sections record, paths on this machine, and keys that nothing reads.
+_SOURCE_KEYS = ("model_name_or_path", "tokenizer", "dataset_name", "eval_dataset_name", "chat_template_path")
+_PATH_KEYS = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
+_UNRECORDED = {*_SOURCE_KEYS, *_PATH_KEYS, *UNUSED_KEYS}
+# Keys of a recipe that a resumed run may not change. The checkpoint holds the optimizer with the rates that the run
+# began with, and the weights of this model and these adapters. Other rows, or the same ones in another order, would be
+# repeated or skipped.
+_OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
+_MODEL_KEYS = ("num_pseudo_heads", *INTERLEAVING_KEYS, "mixing_scale", "dtype")
+_LENGTH_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window")
+_ADAPTER_KEYS = ("use_peft", "lora_r", "lora_alpha", "use_rslora", "use_dora")
+_ADAPTED_KEYS = ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
+_SPLIT_KEYS = ("dataset_config", "dataset_train_split", "dataset_streaming", "eval_size", "seed", "data_seed")
+_ORDER_KEYS = ("shuffle_dataset", "train_sampling_strategy", "accelerator_config", "dataloader_drop_last")
+_TEXT_KEYS = ("packing", "packing_strategy", "chat_template", "eos_token", "pad_token")
 FIXED_KEYS = (
-    # The checkpoint holds the optimizer with the rates that the run began with.
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "optim",
-    "optim_args",
-    # It holds the weights of this model.
-    "num_pseudo_heads",
-    "interleaved_layers",
-    "interleaved_window",
-    "collapse",
-    "mixing_scale",
-    "dtype",
-    "rope_theta",
-    "max_position_embeddings",
-    "sliding_window",
-    "use_peft",
-    "lora_r",
-    "lora_alpha",
-    "lora_target_modules",
-    "lora_target_parameters",
-    "lora_modules_to_save",
-    "use_rslora",
-    "use_dora",
-    # Other rows, or the same ones in another order, would be repeated or skipped.
-    "dataset_config",
-    "dataset_train_split",
-    "dataset_streaming",
-    "eval_size",
-    "seed",
-    "data_seed",
-    "packing",
-    "packing_strategy",
-    "shuffle_dataset",
-    "train_sampling_strategy",
-    "accelerator_config",
-    "dataloader_drop_last",
-    "chat_template",
-    "eos_token",
-    "pad_token",
+    *_OPTIMIZER_KEYS,
+    *_MODEL_KEYS,
+    *_LENGTH_KEYS,
+    *_ADAPTER_KEYS,
+    *_ADAPTED_KEYS,
+    *_SPLIT_KEYS,
+    *_ORDER_KEYS,
+    *_TEXT_KEYS,
 )
 
 
