@@ -12,15 +12,7 @@ from typing import Annotated, Literal
 import numpy as np
 from accelerate import PartialState
 from annotated_types import MinLen
-from datasets import (
-    Dataset,
-    Features,
-    IterableDataset,
-    List,
-    Value,
-    interleave_datasets,
-    load_dataset,
-)
+from datasets import Dataset, Features, IterableDataset, List, Value, interleave_datasets, load_dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 from trl.chat_template_utils import is_chat_template_stop_token_trained
@@ -163,11 +155,7 @@ def holds_text_files(name: str) -> bool:
 
 
 def load_rows(
-    name: str,
-    split: str = "train",
-    config: str | None = None,
-    streaming: bool = False,
-    text_column: str = "text",
+    name: str, split: str = "train", config: str | None = None, streaming: bool = False, text_column: str = "text"
 ) -> Rows:
     """Load and convert the rows of a source (see `RowSource`), which the datasets library caches.
 
@@ -281,18 +269,18 @@ def training_rows(
                     f"and those to train on {', '.join(parts[0].features)}, so their losses would not compare."
                 )
             return rows, eval_rows
+    if run.eval_size == 0:
+        return rows, None
     if isinstance(rows, IterableDataset):
         return hold_out_first(rows, int(run.eval_size))
     return split_rows(rows, run, args)
 
 
-def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset | None]:
+def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset]:
     """Return a stream without its first `size` rows and those that ask the same, and the first rows.
 
     Raise `UserError` if no other row is left.
     """
-    if size == 0:
-        return rows, None
     held_out = list(rows.take(size + 1))
     if len(held_out) <= size:
         raise UserError(
@@ -305,14 +293,12 @@ def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, D
     return others, Dataset.from_list(held_out[:-1], features=rows.features)
 
 
-def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset | None]:
-    """Return rows to train on and `run.eval_size` held-out rows or None.
+def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset]:
+    """Return rows to train on, and `run.eval_size` held-out rows.
 
     A row that asks the same as a held-out row (`question_of`) is left out of training. Raise `UserError` if none is
     left.
     """
-    if run.eval_size == 0:
-        return rows, None
     size = run.eval_size if run.eval_size < 1 else int(run.eval_size)
     with refusing(f"eval_size={run.eval_size:g} is too large for {len(rows)} rows: lower it", ValueError):
         parts = rows.train_test_split(test_size=size, seed=args.seed)
@@ -337,11 +323,7 @@ def question_of(row: dict) -> str:
 
 
 def mix(
-    parts: list[Dataset],
-    shares: list[float],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
-    seed: int,
+    parts: list[Dataset], shares: list[float], tokenizer: PreTrainedTokenizerBase, max_length: int | None, seed: int
 ) -> Dataset:
     """Return rows of all parts in a random order, until the first is used up, each part with its share of the tokens.
 
