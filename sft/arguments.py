@@ -40,7 +40,6 @@ UNUSED_KEYS = (
 )
 # Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
-SCALE = "scale"  # the value of sliding_window that scales windows with the context
 # Bounds of numbers, which the trainers do not check before they train.
 ABOVE_0 = ("mixing_scale", "rope_theta", "peak_tflops")
 LEAST = {

@@ -7,12 +7,13 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, get_peft_config
 
@@ -33,7 +34,7 @@ from modeling_iha import IHAConfig, interleave_heads, set_mixing_scale
 from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import core_of
-from sft.arguments import SCALE, RunArguments
+from sft.arguments import RunArguments
 from sft.data import rendering
 from sft.make_model import config_of, random_model, start_tokenizer
 
@@ -70,7 +71,7 @@ def identify_start(start: Start, seed: int) -> dict[str, str]:
     return {"name": f"preset {start.name}", "sha256": hashlib.sha256(content.encode()).hexdigest()}
 
 
-def run_config(start: Start, run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
+def run_config(start: Start, run: RunArguments, args: SFTConfig) -> PreTrainedConfig:
     """Return the configuration of the run's base model with the changes of the recipe, without weights.
 
     The trained checkpoint keeps it. Raise `UserError` for a recipe that does not fit the model.
@@ -93,7 +94,7 @@ def run_config(start: Start, run: RunArguments, args: TrainingArguments) -> PreT
         config.validate()
     except Exception as error:  # huggingface_hub wraps a validator's exception in a class of its own
         raise UserError(f"The recipe does not fit {start.name}: {one_line(error.__cause__ or error)}") from error
-    _settle_pseudo_heads(start, run, args.distributed_state.print)
+    _settle_pseudo_heads(start, run)
     if run.peak_tflops is not None and not (isinstance(config, IHAConfig) and args.max_length):
         raise UserError(
             "peak_tflops needs an IHAForCausalLM and max_length, from which the cost model counts FLOPs: set "
@@ -119,7 +120,7 @@ def _windows(start: Start, run: RunArguments) -> dict[str, int]:
     has_sliding_layers = isinstance(start.config, IHAConfig) or "sliding_attention" in layer_types
     if run.sliding_window is None:
         return {}
-    if run.sliding_window != SCALE:
+    if run.sliding_window != "scale":
         with refusing("sliding_window", ValueError):
             window = int(run.sliding_window)
         if window < 2:
@@ -144,7 +145,7 @@ def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
     return is_plain and run.num_pseudo_heads is not None
 
 
-def _settle_pseudo_heads(start: Start, run: RunArguments, say: Callable) -> None:
+def _settle_pseudo_heads(start: Start, run: RunArguments) -> None:
     """Leave out the recipe's P for a start that keeps its own. Raise `UserError` for one on the command line."""
     if interleaves(start.config, run):
         return
@@ -155,7 +156,9 @@ def _settle_pseudo_heads(start: Start, run: RunArguments, say: Callable) -> None
                 f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {start.name} has {found}: give the "
                 "plain base model, whose heads the run then interleaves, or correct the recipe."
             )
-        say(f"Note: num_pseudo_heads={run.num_pseudo_heads} is for plain base models: {start.name} keeps its {found}.")
+        PartialState().print(
+            f"Note: num_pseudo_heads={run.num_pseudo_heads} is for plain base models: {start.name} keeps its {found}."
+        )
         run.num_pseudo_heads = None
     given = [key for key in INTERLEAVING_KEYS if getattr(run, key) is not None]
     if given:
@@ -202,11 +205,11 @@ def load_base_model(start: Start, config: PreTrainedConfig, run: RunArguments, a
     must_interleave = interleaves(config, run)
     model = load_model(start.source, dtype, config)
     if must_interleave:
-        _interleave(model, run, args.distributed_state.print)
+        _interleave(model, run)
     return model
 
 
-def _interleave(model: PreTrainedModel, run: RunArguments, say: Callable) -> None:
+def _interleave(model: PreTrainedModel, run: RunArguments) -> None:
     """Interleave the heads of a plain base model as the recipe says, and print how. Raise `UserError`."""
     layers = run.interleaved_layers
     window = run.interleaved_window
@@ -219,7 +222,7 @@ def _interleave(model: PreTrainedModel, run: RunArguments, say: Callable) -> Non
         given = {name: value for name, value in keys.items() if value is not None}
         interleave_heads(model, run.num_pseudo_heads, **given)
     decoder = model.config.get_text_config(decoder=True)
-    say(
+    PartialState().print(
         f"Interleaved {len(decoder.interleaved_layers)} of {decoder.num_hidden_layers} layers, P = "
         f"{run.num_pseudo_heads}, window {decoder.interleaved_window or 'none'}."
     )
@@ -271,7 +274,6 @@ def prepare_model(
     start: Start, config: PreTrainedConfig, run: RunArguments, args: SFTConfig
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model that a run trains, and its tokenizer with the recipe's chat template. Raise `UserError`."""
-    say = args.distributed_state.print
     model = load_base_model(start, config, run, args)
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
         model.generation_config.validate(strict=True)
@@ -286,11 +288,13 @@ def prepare_model(
     if args.device.type == "cpu":
         half = torch.bfloat16 if args.bf16 else torch.float16
         note_slow_dtype(half if args.bf16 or args.fp16 else model.dtype)
-    _warn_of_rounded_steps(model, run, say)
+    _warn_of_rounded_steps(model, run)
     if start.source is None:
         tokenizer = start.tokenizer
         vocabulary = f"{len(tokenizer):,} tokens of {run.tokenizer}" if run.tokenizer else "single bytes"
-        say(f"Random weights: {run.preset}, {model.num_parameters():,} parameters, seed {args.seed}, {vocabulary}.")
+        PartialState().print(
+            f"Random weights: {run.preset}, {model.num_parameters():,} parameters, seed {args.seed}, {vocabulary}."
+        )
     else:
         tokenizer = load_tokenizer(start.source, vocabulary_of(model.config))
     if tokenizer.eos_token is None and tokenizer.pad_token is None:
@@ -301,28 +305,27 @@ def prepare_model(
     return model, tokenizer
 
 
-def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments, say: Callable) -> None:
+def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments) -> None:
     """Print a warning where weights in half precision are trained, which round small steps away."""
     if model.dtype.itemsize == 4:
         return
     least = torch.finfo(model.dtype).eps / 4  # half of the distance of two numbers below 1
     advice = "is rounded away: set dtype to float32, and bf16 to true for a GPU."
     if not run.use_peft:
-        say(f"Warning: in {run.dtype} weights a step below {least:.1g} times a weight {advice}")
+        PartialState().print(f"Warning: in {run.dtype} weights a step below {least:.1g} times a weight {advice}")
         return
-    say(
+    PartialState().print(
         f"Warning: the final model has the adapters merged into {run.dtype} weights, where a change below {least:.1g} "
         f"times a weight {advice}"
     )
     if getattr(model.config.get_text_config(decoder=True), "mixing_scale", 1) == 1 and trained_mixing(model):
-        say(f"Warning: in {run.dtype} a step below {least:.1g} on a weight of the mixing, which is near 1, {advice}")
+        PartialState().print(
+            f"Warning: in {run.dtype} a step below {least:.1g} on a weight of the mixing, which is near 1, {advice}"
+        )
 
 
-def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, say: Callable) -> None:
-    """Have `model` stop at the token with which its chat template ends the assistant's last turn.
-
-    Print a note with `say` if there is no such token.
-    """
+def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have `model` stop at the token with which its chat template ends the assistant's last turn, or print a note."""
     answer = "This is an answer."
     turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": answer}]
     with rendering("a question and its answer"):
@@ -331,7 +334,9 @@ def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     added = {token for text, token in tokenizer.get_added_vocab().items() if text.strip()}
     ends = [token for token in tokenizer(after_answer, add_special_tokens=False)["input_ids"] if token in added]
     if not found or not ends:
-        say("Note: the chat template ends a turn with no special token, so the final model may go on after it.")
+        PartialState().print(
+            "Note: the chat template ends a turn with no special token, so the final model may go on after it."
+        )
         return
     known = end_tokens(model.generation_config)
     if ends[0] not in known:

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+from trl import SFTConfig
 from typing_extensions import TypedDict
 
 from iha.errors import UserError
@@ -61,9 +61,7 @@ FIXED_KEYS = (
 )
 
 
-def write_record(
-    data: RunData, start: Start, run: RunArguments, args: TrainingArguments, checkpoint: Path | None
-) -> None:
+def write_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig, checkpoint: Path | None) -> None:
     """Record in a run's `output_dir` what it is made of.
 
     Raise `UserError` if it would go on from a checkpoint of a run on another model or other data.
@@ -76,7 +74,7 @@ def write_record(
     write_json(Path(args.output_dir) / RECORD, record)
 
 
-def make_record(data: RunData, start: Start, run: RunArguments, args: TrainingArguments) -> Record:
+def make_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig) -> Record:
     """Return what the run is made of, as JSON values.
 
     Raise `UserError` for a model or data that do not exist.

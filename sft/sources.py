@@ -11,7 +11,6 @@ from typing import Annotated, NamedTuple
 from annotated_types import Gt, MinLen
 from datasets import get_dataset_split_names, load_dataset_builder
 from datasets.inspect import SplitsNotFoundError
-from transformers import TrainingArguments
 from trl import SFTConfig
 from typing_extensions import TypedDict
 
@@ -126,7 +125,7 @@ def _check_evaluation(run: RunArguments, args: SFTConfig) -> None:
         )
 
 
-def evaluates(args: TrainingArguments) -> bool:
+def evaluates(args: SFTConfig) -> bool:
     """Return whether a recipe asks for an evaluation during training."""
     return args.eval_strategy != "no" or args.eval_on_start
 
@@ -144,10 +143,9 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
 
     The file holds a list of `{path: NAME, share: NUMBER}`. Raise `UserError` if the shares do not add up to 1.
     """
-    file = Path(dataset_name)
     if suffix_of(dataset_name) not in MIXTURES:
         return [(dataset_name, 1.0)]
-    entries = read_yaml(file, Annotated[list[Part], MinLen(1)])
+    entries = read_yaml(dataset_name, Annotated[list[Part], MinLen(1)])
     total = sum(entry["share"] for entry in entries)
     if abs(total - 1) > 1e-6:
         raise UserError(f"{dataset_name}: the shares add up to {total:g}: expected 1.")

@@ -108,7 +108,7 @@ def build_trainer(
     """Build the trainer of a recipe from its model, its adapters, and its rows. Raise `UserError`."""
     train_rows, eval_rows = rows
     if not are_texts(train_rows.features):
-        stop_at_end_of_turn(model, tokenizer, args.distributed_state.print)
+        stop_at_end_of_turn(model, tokenizer)
     trainer = SFTRecipeTrainer(
         model=model,
         args=args,
