@@ -114,12 +114,12 @@ def run_config(start: Start, run: RunArguments, args: SFTConfig) -> PreTrainedCo
 
 def _windows(start: Start, run: RunArguments) -> dict[str, int]:
     """Return the windows that a recipe gives a model, in tokens, by their fields. Raise `UserError`."""
+    if run.sliding_window is None:
+        return {}
     text_config = start.config.get_text_config(decoder=True)
     # Without sliding layers `validate` rejects a window of an IHA model, and no other.
     layer_types = getattr(text_config, "layer_types", None) or ["sliding_attention"]
     has_sliding_layers = isinstance(start.config, IHAConfig) or "sliding_attention" in layer_types
-    if run.sliding_window is None:
-        return {}
     if run.sliding_window != "scale":
         with refusing("sliding_window", ValueError):
             window = int(run.sliding_window)
@@ -133,7 +133,9 @@ def _windows(start: Start, run: RunArguments) -> dict[str, int]:
     positions = positions_of(start.config)
     if run.max_position_embeddings is None or positions is None:
         raise UserError("sliding_window: scale lets windows grow with max_position_embeddings: set that key too.")
-    fields = ["interleaved_window", *(["sliding_window"] if has_sliding_layers else [])]
+    fields = ["interleaved_window"]
+    if has_sliding_layers:
+        fields.append("sliding_window")
     windows = {name: getattr(text_config, name, None) for name in fields}
     longer = run.max_position_embeddings / positions
     return {name: max(2, int(tokens * longer)) for name, tokens in windows.items() if tokens is not None}
@@ -202,9 +204,8 @@ def load_base_model(start: Start, config: PreTrainedConfig, run: RunArguments, a
         config._attn_implementation = run.attn_implementation
     if start.source is None:
         return random_model(config, args.seed).to(dtype)
-    must_interleave = interleaves(config, run)
     model = load_model(start.source, dtype, config)
-    if must_interleave:
+    if interleaves(config, run):
         _interleave(model, run)
     return model
 
