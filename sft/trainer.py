@@ -25,7 +25,6 @@ from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
 from modeling_iha.mixing_weights import trained_mixing
 from sft.checkpoints import RECORD, WholeCheckpoints
-from sft.data import Rows
 from sft.distributed import whole_model
 from sft.sources import splits
 
@@ -186,8 +185,9 @@ class SFTRecipeTrainer(SFTTrainer):
             dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
         if isinstance(dataset, IterableDataset):
             dataset = check_learned(dataset, cut_to)
-        with args.main_process_first():  # the other processes find its count in the cache
-            check_cut(dataset_name, dataset, cut_to, args.dataset_num_proc)
+        elif cut_to is not None:
+            with args.main_process_first():  # the other processes find its count in the cache
+                check_cut(dataset_name, dataset, cut_to, args.dataset_num_proc)
         dataset = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
         if is_whole_text:
             self.eval_predicted = count_predicted(dataset, size, processing_class)
@@ -219,14 +219,12 @@ class SFTRecipeTrainer(SFTTrainer):
 # Tokenized rows
 
 
-def check_cut(name: str, rows: Rows, max_length: int | None, num_proc: int | None = None) -> None:
+def check_cut(name: str, rows: Dataset, max_length: int, num_proc: int | None) -> None:
     """Print how much TRL cuts from tokenized rows. `name` is TRL's name of the dataset: "train" or "eval".
 
     The rows of a stream cannot be counted: see `check_learned`. Raise `UserError` for rows with nothing to learn
     within `max_length`: TRL drops them silently, and packed they learn nothing.
     """
-    if max_length is None or isinstance(rows, IterableDataset):
-        return
 
     def count(row: dict) -> dict:
         return {"tokens": len(row["labels"]), "is_empty": (row["labels"][:max_length] == -100).all()}
