@@ -69,13 +69,11 @@ def peak_memory(device: torch.device) -> int:
 class CountTokens(TrainerCallback):
     """Log `tokens_per_second` since the last log, and continue the count of a resumed run, which TRL starts anew.
 
-    Log `minutes_left` too, by the steps since the last log and without evaluations.
-
-    If `peak_tokens_per_second`, the rate of all devices at their peak, is given, log `model_flops_utilization` too.
-    `peak_memory_gb` is the most memory so far (`peak_memory`).
+    Log too `minutes_left`, by the steps since the last log and without evaluations, `peak_memory_gb`, the most memory
+    so far (`peak_memory`), and `model_flops_utilization`, if there is a peak to compare with.
     """
 
-    peak_tokens_per_second: float | None = None
+    peak_tokens_per_second: float | None = None  # of all devices together
     time = 0.0  # of the last log; an evaluation may come before training
 
     def on_train_begin(self, args, state, control, **kwargs):
