@@ -57,7 +57,8 @@ def workplace(tmp_path_factory) -> Path:
         saved(IHAForCausalLM(preset_config(**geometry)), models / name)
     for name in INTERLEAVED:
         saved(decoder(name), models / name)
-    saved(IHAForCausalLM(preset_config(attention_kinds="paired_heads", output_gate="per_head", **window)), models / "paired")
+    paired = preset_config(attention_kinds="paired_heads", output_gate="per_head", **window)
+    saved(IHAForCausalLM(paired), models / "paired")
     with pytest.warns(UserWarning, match="are paired"):
         saved(pair_heads(decoder("llama"), 2), models / "paired_llama")
     write_jsonl(place / "rows.jsonl", training_rows(20))
