@@ -354,10 +354,8 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     if config is None:
         return None
     modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    targets = config.target_modules or "all-linear"
-    if targets != "all-linear":
-        targets = {targets} if isinstance(targets, str) else set(targets)
-    named = set() if targets == "all-linear" else targets
+    named = config.target_modules or "all-linear"
+    named = {named} - {"all-linear"} if isinstance(named, str) else set(named)
     for key, names in (("lora_target_modules", named), ("lora_modules_to_save", config.modules_to_save or ())):
         unknown = set(names) - modules  # PEFT ignores them silently
         if unknown:
@@ -369,7 +367,7 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
         if not any(f".{name}".endswith(f".{target}") for name in parameters):
             raise UserError(f"lora_target_parameters: the model has no parameter named {target}.")
     _check_tied(model, {"lora_target_modules": named, "lora_target_parameters": config.target_parameters or ()})
-    config.target_modules = targets
+    config.target_modules = named or "all-linear"
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
     return config
 
