@@ -190,11 +190,13 @@ class RecipeParser(TrlParser):
             raise UserError(f"There is no key {name!r}{similar(name, known)}. --help lists all.")
 
     def set_defaults_with_config(self, **config) -> list[str]:
+        """Check the keys of a YAML file, which TRL hands over here."""
         for name in config:
             self._check_key(name)
         return super().set_defaults_with_config(**config)
 
     def parse_known_args(self, args=None, namespace=None) -> tuple[Namespace, list[str]]:
+        """Check the keys of the command line, and turn bf16 off where there is none. TRL calls this."""
         namespace, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             if word.startswith("--"):

@@ -94,7 +94,6 @@ def run_config(start: Start, run: RunArguments, args: SFTConfig) -> PreTrainedCo
         config.validate()
     except Exception as error:  # huggingface_hub wraps a validator's exception in a class of its own
         raise UserError(f"The recipe does not fit {start.name}: {one_line(error.__cause__ or error)}") from error
-    _settle_pseudo_heads(start, run)
     if run.peak_tflops is not None and not (isinstance(config, IHAConfig) and args.max_length):
         raise UserError(
             "peak_tflops needs an IHAForCausalLM and max_length, from which the cost model counts FLOPs: set "
@@ -117,15 +116,15 @@ def _windows(start: Start, run: RunArguments) -> dict[str, int]:
     if run.sliding_window is None:
         return {}
     text_config = start.config.get_text_config(decoder=True)
-    # Without sliding layers `validate` rejects a window of an IHA model, and no other.
     layer_types = getattr(text_config, "layer_types", None) or ["sliding_attention"]
-    has_sliding_layers = isinstance(start.config, IHAConfig) or "sliding_attention" in layer_types
+    # The `validate` of an IHA model itself rejects a window that no layer has.
+    takes_window = isinstance(start.config, IHAConfig) or "sliding_attention" in layer_types
     if run.sliding_window != "scale":
         with refusing("sliding_window", ValueError):
             window = int(run.sliding_window)
         if window < 2:
             raise UserError(f"sliding_window={window}: expected at least 2.")
-        if not has_sliding_layers:
+        if not takes_window:
             raise UserError(
                 f"sliding_window: {start.name} has no sliding layers, so it has no effect; remove the key."
             )
@@ -134,7 +133,7 @@ def _windows(start: Start, run: RunArguments) -> dict[str, int]:
     if run.max_position_embeddings is None or positions is None:
         raise UserError("sliding_window: scale lets windows grow with max_position_embeddings: set that key too.")
     fields = ["interleaved_window"]
-    if has_sliding_layers:
+    if takes_window:
         fields.append("sliding_window")
     windows = {name: getattr(text_config, name, None) for name in fields}
     longer = run.max_position_embeddings / positions
@@ -147,7 +146,7 @@ def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
     return is_plain and run.num_pseudo_heads is not None
 
 
-def _settle_pseudo_heads(start: Start, run: RunArguments) -> None:
+def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
     """Leave out the recipe's P for a start that keeps its own. Raise `UserError` for one on the command line."""
     if interleaves(start.config, run):
         return

@@ -55,11 +55,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
-    """Reject complete checkpoints later than the one to resume from. Raise `UserError`.
+    """Remove the incomplete checkpoints that are later than the one to resume from, which a stopped save left.
 
-    The rotation of checkpoints would take the one with the most steps for the newest, and remove those of this run. If
-    the run resumes in this directory, later checkpoints that a stopped save left incomplete are removed. Directories
-    in that of a new run may be somebody else's and are left alone.
+    Raise `UserError` for complete ones: the rotation of checkpoints would take the one with the most steps for the
+    newest, and remove those of this run. Directories in that of a new run may be somebody else's and are left alone.
     """
     later = checkpoints_after(0 if checkpoint is None else step_of(checkpoint), output)
     whole = sorted(path.name for path in later if (path / RECORD).exists())

@@ -28,7 +28,7 @@ from iha.files import new_directory, read_json, sole_writer
 from iha.kinds import is_ours
 from iha.model_cost import flops_of_a_token
 from sft.arguments import RecipeParser, RunArguments
-from sft.base_model import find_start, lora_config, prepare_model, run_config, stop_at_end_of_turn
+from sft.base_model import find_start, lora_config, prepare_model, run_config, settle_pseudo_heads, stop_at_end_of_turn
 from sft.checkpoints import (
     RECORD,
     check_holds_no_model,
@@ -182,6 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = data_of(run, args)
     with begun(run, args) as checkpoint:
         start = find_start(run)
+        settle_pseudo_heads(start, run)
         config = run_config(start, run, args)
         write_record(data, start, run, args, checkpoint)
         model, tokenizer = prepare_model(start, config, run, args)

@@ -16,7 +16,7 @@ from iha.errors import UserError
 from iha.model_cost import model
 from modeling_iha import IHAConfig, interleave_heads
 from sft.arguments import RecipeParser
-from sft.base_model import find_start, rope_reach, run_config
+from sft.base_model import find_start, rope_reach, run_config, settle_pseudo_heads
 from sft.train import USAGE
 
 
@@ -34,11 +34,13 @@ CONFIGS = {
 
 
 def checked(tmp_path, kind, **keys):
-    """Call `run_config` with a recipe and a directory that holds a config.json and no weights."""
+    """Return the config of a run by a recipe and a directory that holds a config.json and no weights."""
     CONFIGS[kind].save_pretrained(tmp_path / "model")
     arguments = sizes(tmp_path / "model", "rows.jsonl", tmp_path / "run", **keys)
     run, args = RecipeParser(USAGE).parse(["--config", recipe("demo"), *arguments])
-    return run_config(find_start(run), run, args)
+    start = find_start(run)
+    settle_pseudo_heads(start, run)
+    return run_config(start, run, args)
 
 
 def test_the_recipe_sets_positions_rope_base_and_window(tmp_path):
@@ -78,7 +80,9 @@ def test_the_recipes_p_is_left_to_a_checkpoint_that_has_another(tmp_path, capsys
     file = tmp_path / "recipe.yaml"
     file.write_text("num_pseudo_heads: 5\nuse_cpu: true\n")
     run, args = RecipeParser(USAGE).parse(["--config", str(file), *words])
-    assert run_config(find_start(run), run, args).num_pseudo_heads == 2
+    start = find_start(run)
+    settle_pseudo_heads(start, run)
+    assert run_config(start, run, args).num_pseudo_heads == 2
     assert run.num_pseudo_heads is None and "keeps its 2" in capsys.readouterr().out
 
 

@@ -308,7 +308,8 @@ def test_a_second_run_in_one_directory_is_refused(tmp_path, monkeypatch):
         monkeypatch.setattr(
             train, "prepare_model", lambda start, config, run, args: (None, entered.append(args.output_dir))
         )
-        for name in ("find_start", "run_config", "lora_config", "training_rows", "build_trainer", "train"):
+        steps = "find_start settle_pseudo_heads run_config lora_config training_rows build_trainer train"
+        for name in steps.split():
             monkeypatch.setattr(train, name, lambda *_: None)
         monkeypatch.setattr(SFTConfig, "process_index", 1)
         train.main(arguments)
