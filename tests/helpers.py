@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Pre
 from transformers.activations import ACT2FN
 
 from iha.errors import ROOT, run_cli
-from modeling_iha import IHAConfig, IHAForCausalLM, virtual_tokens
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads, virtual_tokens
 from modeling_iha.configuration_iha import OPTIONS_CLASSES
 from modeling_iha.mixing_weights import mixing_parameters
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
@@ -229,6 +229,23 @@ def decoder(name, core="sdpa", **fields):
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**fields), attn_implementation=core).eval()
 
 
+def in_window(window):
+    """Return the fields of a config whose layers all have a window of so many tokens, or none."""
+    return {"layer_types": "sliding_attention", "sliding_window": window} if window else {}
+
+
+# Every way to virtual heads, as functions of a window in tokens.
+WAYS = {
+    "iha": lambda window=None: random_model(small_config(**in_window(window))),
+    "paired_heads": lambda window=None: random_model(
+        small_config(attention_kinds="paired_heads", **in_window(window))
+    ),
+    "interleaved": lambda window=None: train_mixing(interleave_heads(decoder("llama"), 2, None, window)),
+    "some interleaved": lambda window=None: train_mixing(interleave_heads(decoder("llama"), 2, [0, 2], window)),
+    "paired": lambda window=None: pair_heads(decoder("llama"), 2, sliding_window=window),
+}
+
+
 def train_mixing(model, size=0.3):
     """Move what mixes heads by about `size`, as training does."""
     generator = torch.Generator().manual_seed(3)
@@ -404,9 +421,9 @@ def assert_custom_masks_mean_padding(model):
     assert_close(torch.cat(logits, dim=1)[real], expected)
 
 
-def loss_and_gradients(model, input_ids, **inputs):
+def loss_and_gradients(model, input_ids, use_cache=False, **inputs):
     model.zero_grad()
-    loss = model(input_ids, labels=input_ids, use_cache=False, **inputs).loss
+    loss = model(input_ids, labels=input_ids, use_cache=use_cache, **inputs).loss
     loss.backward()
     return loss.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
 

@@ -113,22 +113,6 @@ def test_packed_documents_are_separate_on_every_core(cpu_cores, core):
     assert relative_error(packed, apart) < FP32
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("kind", ["mha", "paired_heads", "iha"])
-def test_activation_checkpointing(kind, reentrant):
-    model = random_model(small_config(attention_kinds=kind, **ADDITIONS["both"])).train()
-    input_ids = random_ids(2, 9)
-
-    def all_gradients():
-        model.zero_grad()
-        model(input_ids, labels=input_ids, use_cache=False).loss.backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    expected = all_gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_gradients_match(all_gradients(), expected, FP32)
-
-
 def test_compiled():
     torch._dynamo.reset()
     model = random_model(small_config(**PAIRED))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_close, decoder, random_ids, random_model, small_config, train_mixing
+from helpers import WAYS, assert_close, decoder, random_ids
 from stand_in_gpu import GpuTensor, gpus, move
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -33,17 +33,6 @@ CALLS = {
     "lengths": {"position_ids": POSITIONS, **LENGTHS},
 }
 PACKED = ("positions", "lengths")
-MODELS = {
-    "iha": lambda window: random_model(small_config(num_pseudo_heads=2, **window_of(window))),
-    "paired_heads": lambda window: random_model(small_config(attention_kinds="paired_heads", **window_of(window))),
-    "in place": lambda window: train_mixing(interleave_heads(decoder("llama"), 2, sliding_window=window)),
-    "in place, some layers": lambda window: train_mixing(interleave_heads(decoder("llama"), 2, [0, 2], window)),
-    "paired in place": lambda window: pair_heads(decoder("llama"), 2, sliding_window=window),
-}
-
-
-def window_of(window):
-    return {"layer_types": "sliding_attention", "sliding_window": window} if window else {}
 
 
 class Squares(TorchDispatchMode):
@@ -72,9 +61,9 @@ def inputs_of(call):
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WAYS)
 def test_a_training_step_makes_no_square(name, window, call):
-    model, inputs = MODELS[name](window).train(), inputs_of(call)
+    model, inputs = WAYS[name](window).train(), inputs_of(call)
     with Squares(LENGTH) as squares:
         model(**inputs, labels=inputs["input_ids"]).loss.backward()
     assert not squares.found
@@ -87,10 +76,10 @@ def test_a_training_step_makes_no_square(name, window, call):
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WAYS)
 @torch.no_grad()
 def test_a_row_is_what_its_documents_are_alone(name, window, call):
-    model, inputs = MODELS[name](window), inputs_of(call)
+    model, inputs = WAYS[name](window), inputs_of(call)
     found = model(**inputs).logits
     for row, ids in enumerate(inputs["input_ids"]):
         real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))[row].bool()
@@ -99,10 +88,10 @@ def test_a_row_is_what_its_documents_are_alone(name, window, call):
         assert_close(found[row][real], expected)
 
 
-@pytest.mark.parametrize("name", ["iha", "in place", "in place, some layers"])
+@pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
 def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
     """Only padding adds features to heads."""
-    model, calls = MODELS[name](WINDOW), []
+    model, calls = WAYS[name](WINDOW), []
     hide = sdpa_in_blocks.hide_padding
     monkeypatch.setattr(sdpa_in_blocks, "hide_padding", lambda *args: calls.append(1) or hide(*args))
     for call in CALLS:
@@ -114,10 +103,10 @@ def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
 @pytest.mark.one_of(3)
 @pytest.mark.parametrize("call", [call for call in CALLS if call != "positions"])
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", [name for name in MODELS if "paired" not in name])
+@pytest.mark.parametrize("name", [name for name in WAYS if "paired" not in name])
 def test_compiled_code_makes_no_square(name, window, call):
     """Only documents on a CPU break the graph, because they are computed one by one."""
-    model, inputs, squares = MODELS[name](window), inputs_of(call), []
+    model, inputs, squares = WAYS[name](window), inputs_of(call), []
 
     def keep(graph, _):
         for node in graph.graph.nodes:
@@ -136,9 +125,9 @@ def test_compiled_code_makes_no_square(name, window, call):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("call", ["ones", "left padding"])
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WAYS)
 def test_a_prompt_makes_no_square(name, window, call, cache):
-    model, mask = MODELS[name](window), CALLS[call]["attention_mask"]
+    model, mask = WAYS[name](window), CALLS[call]["attention_mask"]
     options = {"max_new_tokens": 2, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
     ids = random_ids(2, LENGTH)
     with Squares(LENGTH) as squares:
@@ -197,11 +186,11 @@ def varlen_stand_in(query, key, value, cu_seq_q, *args, scale, window_size, **kw
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", ["iha", "in place", "in place, some layers"])
+@pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
 def test_a_forward_waits_at_most_once_for_a_gpu(name, window, call, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, total_memory=2**40))
     monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", varlen_stand_in)
-    model = MODELS[name](window).to(torch.bfloat16)
+    model = WAYS[name](window).to(torch.bfloat16)
     device = torch.device("cuda", 0)
     move(model, device)
     inputs = {

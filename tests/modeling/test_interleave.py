@@ -701,27 +701,6 @@ def test_compilation_makes_no_more_graphs_than_the_base():
     assert_close(found[1], expected)
 
 
-@EVERY
-def test_checkpointing_changes_no_gradient(name):
-    model = train_mixing(interleave_heads(decoder(name), 2)).train()
-    loss, expected = loss_and_gradients(model, random_ids(2, 9))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    again, gradients = loss_and_gradients(model, random_ids(2, 9))
-    assert_close(again, loss)
-    assert_gradients_match(gradients, {name: g.double() for name, g in expected.items()}, 1e-5)
-
-
-@EVERY
-def test_checkpointing_keeps_packed_documents_apart(name):
-    """Pass no `use_cache`: a base that checkpoints makes no cache, without which Transformers finds the documents."""
-    model = train_mixing(interleave_heads(decoder(name), 2)).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    tokens = random_ids(1, 12)
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    packed = model(tokens, position_ids=positions).logits[:, 5:]
-    assert_close(packed, model(tokens[:, 5:]).logits)
-
-
 @pytest.mark.parametrize("layers", [[0, 1], None])
 def test_padded_rows_are_decoded_on_flash_beyond_a_given_window(cpu_cores, layers):
     """Generate past the window of some layers, whose caches are shorter than the mask of padding."""

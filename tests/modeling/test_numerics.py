@@ -8,7 +8,6 @@ from helpers import (
     EVERY_KIND,
     HYBRID,
     assert_close,
-    loss_and_gradients,
     random_ids,
     random_model,
     set_core,
@@ -83,29 +82,6 @@ def test_rope_rounds_once():
 
 
 # Training
-
-
-@pytest.mark.parametrize(
-    ("inputs", "use_reentrant"), [("plain", True), ("padded", False), ("packed", True), ("autocast", False)]
-)
-def test_gradient_checkpointing_changes_no_gradient(inputs, use_reentrant):
-    """Show the recomputed forward the same padding, documents and autocast dtype."""
-    model = random_model(hybrid_config()).train()
-    input_ids = random_ids(1, 8)
-    arguments = {
-        "plain": {},
-        "padded": {"attention_mask": torch.tensor([[0, 0] + [1] * 6])},
-        "packed": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
-        "autocast": {},
-    }[inputs]
-    with torch.autocast("cpu", torch.bfloat16, enabled=inputs == "autocast"):
-        _, expected = loss_and_gradients(model, input_ids, **arguments)
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        assert all(layer.gradient_checkpointing for layer in model.model.layers)
-        _, actual = loss_and_gradients(model, input_ids, **arguments)
-    for name in expected:
-        assert expected[name].abs().max() > 0, name
-        assert_close(actual[name], expected[name])
 
 
 def test_trainer_accumulates_to_one_batch(tmp_path):
