@@ -234,16 +234,19 @@ def in_window(window):
     return {"layer_types": "sliding_attention", "sliding_window": window} if window else {}
 
 
-# Every way to virtual heads, as functions of a window in tokens.
+# Every way to virtual heads: functions of a window in tokens, and of fields of the configuration or of the base.
 WAYS = {
-    "iha": lambda window=None: random_model(small_config(**in_window(window))),
-    "paired_heads": lambda window=None: random_model(
-        small_config(attention_kinds="paired_heads", **in_window(window))
-    ),
-    "interleaved": lambda window=None: train_mixing(interleave_heads(decoder("llama"), 2, None, window)),
-    "some interleaved": lambda window=None: train_mixing(interleave_heads(decoder("llama"), 2, [0, 2], window)),
-    "paired": lambda window=None: pair_heads(decoder("llama"), 2, sliding_window=window),
+    "iha": lambda window=None, **fields: random_model(small_config(**in_window(window), **fields)),
+    "paired_heads": lambda window=None, **fields: WAYS["iha"](window, attention_kinds="paired_heads", **fields),
+    "interleaved": lambda window=None, **fields: interleaved("llama", window, **fields),
+    "some interleaved": lambda window=None, **fields: interleaved("llama", window, [0, 2], **fields),
+    "paired": lambda window=None, **fields: pair_heads(decoder("llama", **fields), 2, sliding_window=window),
 }
+
+
+def interleaved(name, window=None, layers=None, num_pseudo_heads=2, **fields):
+    """Return a decoder of Transformers whose heads are interleaved, with a trained mixing."""
+    return train_mixing(interleave_heads(decoder(name, **fields), num_pseudo_heads, layers, window))
 
 
 def train_mixing(model, size=0.3):

@@ -113,15 +113,6 @@ def test_packed_documents_are_separate_on_every_core(cpu_cores, core):
     assert relative_error(packed, apart) < FP32
 
 
-def test_compiled():
-    torch._dynamo.reset()
-    model = random_model(small_config(**PAIRED))
-    input_ids = random_ids(2, 9)
-    expected = uncached_logits(model, input_ids)
-    model.compile(backend="eager", fullgraph=True)
-    assert relative_error(uncached_logits(model, input_ids), expected) < FP32
-
-
 def test_saved_and_generated(tmp_path):
     """The other side of `from_pretrained` reads the fields, and greedy tokens of a batch are those without a cache."""
     model = random_model(small_config(**PAIRED))

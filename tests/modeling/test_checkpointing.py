@@ -10,16 +10,13 @@ from helpers import (
     WAYS,
     assert_close,
     assert_gradients_match,
-    decoder,
+    interleaved,
     loss_and_gradients,
     packing,
     random_ids,
     random_model,
     small_config,
-    train_mixing,
 )
-
-from modeling_iha import interleave_heads
 
 
 BOTH = {"output_gate": "elementwise", "exclusive_attention": True}
@@ -31,10 +28,6 @@ def hybrid():
 
 def with_both(kind):
     return random_model(small_config(attention_kinds=kind, **BOTH))
-
-
-def interleaved(name):
-    return train_mixing(interleave_heads(decoder(name), 2))
 
 
 MODELS = {

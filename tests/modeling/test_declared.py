@@ -100,28 +100,6 @@ def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
         assert bool(calls) == ("padding" in call)
 
 
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("call", [call for call in CALLS if call != "positions"])
-@pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", [name for name in WAYS if "paired" not in name])
-def test_compiled_code_makes_no_square(name, window, call):
-    """Only documents on a CPU break the graph, because they are computed one by one."""
-    model, inputs, squares = WAYS[name](window), inputs_of(call), []
-
-    def keep(graph, _):
-        for node in graph.graph.nodes:
-            found = tree_leaves(node.meta.get("example_value"))
-            squares.extend(each.shape for each in found if isinstance(each, torch.Tensor) and is_square(each, LENGTH))
-        return graph.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        actual = torch.compile(model, backend=keep, fullgraph=call != "lengths")(**inputs).logits
-        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        assert_close(actual[real], model(**inputs).logits[real])
-    assert not squares
-
-
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("call", ["ones", "left padding"])
 @pytest.mark.parametrize("window", [None, WINDOW])

@@ -685,22 +685,6 @@ def test_layers_may_be_offloaded(name, tmp_path):
     assert_close(logits(loaded, input_ids=tokens), expected)
 
 
-def test_compilation_makes_no_more_graphs_than_the_base():
-    def compiled(model):
-        graphs = []
-        torch._dynamo.reset()
-        backend = lambda module, _: graphs.append(module) or module.forward  # noqa: E731
-        with torch.no_grad():
-            found = torch.compile(model, backend=backend)(input_ids=random_ids(2, 9), use_cache=False).logits
-        return len(graphs), found
-
-    model = decoder("gemma3_text", num_hidden_layers=2)  # a window and a global layer
-    graphs, expected = compiled(model)
-    found = compiled(interleave_heads(model, 2))
-    assert found[0] <= graphs
-    assert_close(found[1], expected)
-
-
 @pytest.mark.parametrize("layers", [[0, 1], None])
 def test_padded_rows_are_decoded_on_flash_beyond_a_given_window(cpu_cores, layers):
     """Generate past the window of some layers, whose caches are shorter than the mask of padding."""
