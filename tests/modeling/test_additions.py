@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import (
     EVERY_KIND,
-    FP32,
     FP64,
     assert_attention_matches,
     assert_gradients_match,
@@ -98,19 +97,6 @@ def test_cache(mechanism, name, form):
     expected = uncached_logits(model, input_ids)
     for cache in (None, StaticCache(config=model.config, max_cache_len=11), DynamicCache()):
         assert relative_error(logits_in_chunks(model, input_ids, chunks, cache), expected) < FP64
-
-
-@pytest.mark.parametrize("core", ["eager", "sdpa", "flash_attention_2", "flex_attention"])
-def test_packed_documents_are_separate_on_every_core(cpu_cores, core):
-    model = random_model(small_config(**PAIRED))
-    set_core(model, core)
-    input_ids = random_ids(1, 9)
-    of_model, _ = packing((4, 5))
-    lengths = {f"cu_seq_lens_{side}": torch.tensor([0, 4, 9]).int() for side in "qk"}
-    lengths |= {f"max_length_{side}": 5 for side in "qk"}
-    packed = uncached_logits(model, input_ids, **of_model, **lengths)
-    apart = torch.cat([uncached_logits(model, document) for document in (input_ids[:, :4], input_ids[:, 4:])], dim=1)
-    assert relative_error(packed, apart) < FP32
 
 
 def test_saved_and_generated(tmp_path):

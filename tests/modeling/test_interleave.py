@@ -17,6 +17,7 @@ from helpers import (
     assert_custom_masks_mean_padding,
     assert_gradients_match,
     decoder,
+    interleaved,
     loss_and_gradients,
     random_ids,
     random_model,
@@ -47,7 +48,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.distributed import DistributedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
@@ -62,7 +63,6 @@ from modeling_iha import (
     remove_interleaving,
     token_attentions,
 )
-from modeling_iha.interleaved_attention import register_core
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from modeling_iha.modeling_interleaved import HOOK, MIXING_MODULES, tasks
 from modeling_iha.transformers_versions import CACHE
@@ -699,100 +699,12 @@ def test_padded_rows_are_decoded_on_flash_beyond_a_given_window(cpu_cores, layer
     assert_close(torch.stack(generated[1].logits), torch.stack(generated[0].logits))
 
 
-@pytest.mark.parametrize(("window", "windows"), [(4, [8, 8, 6]), (9, [12, 18, 6])])
-def test_flash_cores_get_virtual_lengths(window, windows, monkeypatch):
-    """Record what a flash core is called with: on a CPU none runs. The smaller of two windows counts."""
-    calls = []
-
-    def record(module, query, key, value, attention_mask, **kwargs):
-        calls.append((module.config._attn_implementation, attention_mask, kwargs))
-        return query.transpose(1, 2), None
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", record)
-    model = interleave_heads(decoder("gemma3_text"), 2, layers=[0, 1], sliding_window=window)
-    model.config._attn_implementation = register_core("flash_attention_2")
-    inputs = padded(length=9)
-    bounds = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "max_length_q": 5}
-    model(**inputs, **bounds, use_cache=False)
-    names, masks, options = zip(*calls)
-    assert set(names) == {"flash_attention_2"}
-    assert [mask.shape[1] for mask in masks] == [18, 18, 9]
-    assert masks[0].equal(inputs["attention_mask"].bool().repeat_interleave(2, dim=1))
-    assert masks[2].equal(inputs["attention_mask"].bool())
-    assert [each.get("sliding_window") for each in options] == windows
-    assert [each["cu_seq_lens_q"].tolist() for each in options] == [[0, 8, 18], [0, 8, 18], [0, 4, 9]]
-    assert [each["max_length_q"] for each in options] == [10, 10, 5]
-
-
-@pytest.fixture
-def sdpa_masks(monkeypatch):
-    """Record the sizes [queries, keys] of the masks that Transformers makes for SDPA."""
-    sizes, make = [], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-
-    def watched(**kwargs):
-        mask = make(**kwargs)
-        sizes.extend([] if mask is None else [list(mask.shape[-2:])])
-        return mask
-
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", watched)
-    return sizes
-
-
-def rows_of(case, length=200):
-    """Return two rows, in one of the ways in which a dense mask stands for less."""
-    inputs, two = padded(length=length), torch.cat((torch.arange(13), torch.arange(length - 13)))
-    return {
-        "whole": {"input_ids": inputs["input_ids"]},
-        "left padding": inputs,
-        "right padding": {name: value.flip(1) for name, value in inputs.items()},
-        "packed": {"input_ids": inputs["input_ids"], "position_ids": two.expand(2, -1)},
-    }[case]
-
-
-def real_logits(model, inputs):
-    """Return finite logits with zeros for padding."""
-    found = model(**inputs, use_cache=False).logits
-    assert found.isfinite().all()
-    return found * inputs.get("attention_mask", torch.ones(found.shape[:2]))[..., None]
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("case", ["whole", "left padding", "right padding", "packed"])
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("name", ["gemma3_text", "llama4_text", "mistral"])
-def test_windows_and_padding_need_no_dense_mask_on_sdpa(name, window, case, sdpa_masks):
-    """Compare with the eager core, which has a mask of 600 x 600 virtual tokens."""
-    model = train_mixing(interleave_heads(decoder(name), 3, layers=[0, 1], sliding_window=window))
-    eager, inputs = copy.deepcopy(model), rows_of(case)  # layer 2 has the base's window or chunks too
-    eager.set_attn_implementation("eager")
-    sdpa_masks.clear()
-    found = real_logits(model, inputs)
-    gradients = torch.autograd.grad(found.square().sum(), list(model.parameters()))
-    # Transformers makes a dense mask for chunks.
-    if name != "llama4_text":
-        assert not sdpa_masks
-    assert_close(found, expected := real_logits(eager, inputs))
-    expected = torch.autograd.grad(expected.square().sum(), list(eager.parameters()))
-    for gradient, other in zip(gradients, expected, strict=True):
-        assert_close(gradient, other, 1e-4)
-    if window is None and case != "right padding":  # which Transformers warns of
-        greedy = {"max_new_tokens": 5, "do_sample": False}
-        inputs.pop("position_ids", None)
-        assert model.generate(**inputs, **greedy).equal(eager.generate(**inputs, **greedy))
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_holes_need_no_dense_mask_and_images_have_one(window, sdpa_masks):
-    """Hide a token between others, and let image tokens see each other both ways."""
-    model = train_mixing(interleave_heads(decoder("llama"), 3, layers=[0, 1], sliding_window=window))
+def test_images_have_a_dense_mask(window):
+    """Let image tokens see each other both ways."""
+    model = interleaved("llama", window, [0, 1], 3)
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
-    hole = padded(length=60)
-    hole["attention_mask"][1, 20:22] = 0
-    sdpa_masks.clear()
-    assert_close(real_logits(model, hole), real_logits(eager, hole))
-    assert not sdpa_masks
-
     images = torch.full((1, 60), -1)
     images[0, 10:17] = images[0, 30:34] = 0  # parts of one block, which see each other
     real = (torch.arange(60) >= 4)[None]

@@ -9,7 +9,6 @@ from accelerate.utils import send_to_device
 from helpers import (
     CORES,
     GEOMETRIES,
-    IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
     assert_custom_masks_mean_padding,
@@ -50,19 +49,6 @@ def positions(attention_mask):
 
 
 # Padding
-
-
-@pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
-@pytest.mark.parametrize("core", CORES)
-@torch.no_grad()
-def test_padding_changes_no_row(core, geometry):
-    model = geometry_model(geometry, core)
-    rows, pads = [random_ids(1, n, seed=n) for n in (3, 8, 1, 5)], [(5, 0), (0, 0), (3, 4), (0, 3)]
-    padded = torch.cat([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, pads)])
-    attention_mask = (padded != 0).long()
-    logits = model(padded, attention_mask=attention_mask, position_ids=positions(attention_mask)).logits
-    for row, of_row, real in zip(rows, logits, attention_mask.bool()):
-        assert_close(of_row[real], model(row).logits[0])
 
 
 @pytest.mark.one_of(4)
@@ -269,14 +255,6 @@ def packing_error(model, rows=1, **inputs):
     separate = torch.cat([model(document).logits for document in documents], dim=1)
     packed = model(torch.cat(documents, dim=1).expand(rows, -1), **inputs).logits
     return ((packed - separate).abs().max() / separate.abs().max()).item()
-
-
-@pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
-@pytest.mark.parametrize("core", CORES)
-def test_packed_equals_separate(core, geometry):
-    """Pass everything that a padding-free collator gives; `PACKINGS` has interleaved positions."""
-    model = geometry_model(geometry, core, pseudo_positions="shared")
-    assert packing_error(model, position_ids=POSITIONS, use_cache=False, **CU_SEQ_LENS) < 1e-5
 
 
 # What declares the documents, and the cores that keep them apart by it.
