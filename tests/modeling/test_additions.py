@@ -12,20 +12,17 @@ from helpers import (
     assert_gradients_match,
     gradients,
     greedy,
-    logits_in_chunks,
     packing,
     padding,
     random_ids,
     random_model,
     reference_logits,
     relative_error,
-    set_core,
     small_config,
-    uncached_logits,
 )
 from mechanism_checks import all_mechanisms
 from torch.nn.functional import normalize
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM
 
 from modeling_iha import IHAForCausalLM
 
@@ -80,23 +77,6 @@ def test_model(kind, name):
     expected, weights = reference_logits(model, input_ids)
     assert relative_error(logits, expected) < FP64
     assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP64)
-
-
-@pytest.mark.parametrize(
-    ("mechanism", "name", "form"),
-    [(mechanism, name, form) for mechanism, name in FULLEST for form in mechanism.forms()],
-    ids=str,
-)
-def test_cache(mechanism, name, form):
-    """Feed chunks, most of them single tokens, through caches. A static cache is longer than its tokens."""
-    config = mechanism.hybrid_config(**ADDITIONS[name])
-    model = random_model(config, dtype=torch.float64)
-    if form is not None:
-        set_core(model, form)
-    input_ids, chunks = random_ids(2, 8), [1, 4, 1, 1, 1]
-    expected = uncached_logits(model, input_ids)
-    for cache in (None, StaticCache(config=model.config, max_cache_len=11), DynamicCache()):
-        assert relative_error(logits_in_chunks(model, input_ids, chunks, cache), expected) < FP64
 
 
 def test_saved_and_generated(tmp_path):

@@ -21,12 +21,10 @@ from helpers import (
     loss_and_gradients,
     random_ids,
     random_model,
-    set_core,
     small_config,
     train_mixing,
 )
 from helpers import uncached_logits as logits
-from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AttentionInterface,
@@ -685,20 +683,6 @@ def test_layers_may_be_offloaded(name, tmp_path):
     assert_close(logits(loaded, input_ids=tokens), expected)
 
 
-@pytest.mark.parametrize("layers", [[0, 1], None])
-def test_padded_rows_are_decoded_on_flash_beyond_a_given_window(cpu_cores, layers):
-    """Generate past the window of some layers, whose caches are shorter than the mask of padding."""
-    model = train_mixing(interleave_heads(decoder("llama"), 2, layers=layers, sliding_window=4))
-    inputs = padded(length=9)
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "output_logits": True}
-    generated = []
-    for core in ("sdpa", "flash_attention_2"):
-        model.set_attn_implementation(core)
-        generated.append(model.generate(**inputs, **options, return_dict_in_generate=True))
-    assert torch.equal(generated[0].sequences, generated[1].sequences)
-    assert_close(torch.stack(generated[1].logits), torch.stack(generated[0].logits))
-
-
 @pytest.mark.parametrize("window", [None, 4])
 def test_images_have_a_dense_mask(window):
     """Let image tokens see each other both ways."""
@@ -789,30 +773,6 @@ def test_attention_in_both_directions_is_refused(way, window):
             model.config.is_causal = False
         with pytest.raises(ValueError, match="is_causal=False: interleaved heads are causal"):
             model(random_ids(1, 9), **arguments)
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("core", ["sdpa", "base", "eager"])
-@pytest.mark.parametrize(("layers", "lengths"), [(None, [5, 5, 5]), ([0, 2], [5, 47, 5]), ([1], [47, 5, 47])])
-def test_a_given_window_shortens_the_cache(layers, lengths, core):
-    """Compare tokens and logits from the cache, also one filled in parts, with those computed without one."""
-    model = train_mixing(interleave_heads(decoder("llama"), 2, layers=layers, sliding_window=5))
-    set_core(model, core)
-    for inputs in (padded(), {"input_ids": random_ids(1, 27)}):
-        greedy = {"max_new_tokens": 21, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-        uncached = model.generate(**inputs, **greedy, use_cache=False)
-        expected = uncached.sequences
-        for options in ({}, {"prefill_chunk_size": 4}, {"cache_implementation": "static"}):
-            generated = model.generate(**inputs, **greedy, **options, disable_compile=True)
-            assert generated.sequences.equal(expected)
-            assert_close(torch.stack(generated.logits), torch.stack(uncached.logits))
-            if "cache_implementation" not in options:
-                assert [layer.keys.shape[2] for layer in generated[CACHE].layers] == lengths
-    drafts = [{"prompt_lookup_num_tokens": 3}]
-    if Version(transformers.__version__) >= Version("5.18"):  # 5.17 hands over more keys than masks
-        drafts += [{"assistant_model": interleave_heads(decoder("llama"), 2, layers=layers, sliding_window=5)}]
-    for options in drafts:  # rejected ones leave the cache
-        assert model.generate(**inputs, **greedy, **options).sequences.equal(expected)
 
 
 def test_datasets_hashes_a_loaded_model(tmp_path):

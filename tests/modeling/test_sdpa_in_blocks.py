@@ -13,7 +13,6 @@ from functorch.compile import make_boxed_func
 from helpers import (
     assert_close,
     decoder,
-    greedy,
     largest_saved_tensor,
     logits_and_gradients,
     logits_in_chunks,
@@ -158,24 +157,6 @@ def test_dropout_drops_in_training_alone(blocks):
     assert (logits[0] - logits[1]).abs().max() > 0.01 and blocks
     logits[0].sum().backward()
     assert all(weight.grad.isfinite().all() for weight in model.parameters())
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("prompt", [10, 230])
-@pytest.mark.parametrize("name", PLAIN)
-def test_generation(name, prompt, cache):
-    """Generate past the window, alone and in a batch with padding."""
-    model, tokens = model_of(name, window=16), random_ids(1, prompt)
-    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
-    expected = greedy(model_of(name, window=16), tokens, 12)
-    ones = torch.ones_like(tokens)
-    assert torch.equal(model.generate(tokens, attention_mask=ones, **options), expected)
-    batch = torch.cat((torch.nn.functional.pad(tokens[:, 4:], (4, 0)), tokens))
-    mask = torch.ones_like(batch)
-    mask[0, :4] = 0
-    generated = model.generate(batch, attention_mask=mask, **options)
-    assert torch.equal(generated[1:], expected)
-    assert torch.equal(generated[:1, 4:], greedy(model_of(name, window=16), tokens[:, 4:], 12))
 
 
 @pytest.mark.parametrize("name", PLAIN)
