@@ -484,19 +484,19 @@ def gradients(output, leaves):
 # Kernels
 
 
-def compiled_kernels(launch, architecture, calls, cache):
+def compiled_kernels(architecture, calls, cache):
     """Return what compile_kernels.py prints: the registers and the memory of each kernel of each call."""
     environment = {"TRITON_CACHE_DIR": str(cache), "TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
     environment |= {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, ROOT / "tests" / "compile_kernels.py", json.dumps([architecture, launch, calls])]
+    command = [sys.executable, ROOT / "tests" / "compile_kernels.py", json.dumps([architecture, calls])]
     answer = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout)
 
 
-def traced_kernels(kind, what):
-    """Return what trace_kernels.py prints: the number of graphs, and how often they launch each kernel."""
-    command = [sys.executable, ROOT / "tests" / "trace_kernels.py", json.dumps([kind, what])]
+def traced_kernels(*cases):
+    """Return what trace_kernels.py prints of cases: the number of graphs, and how often they launch each kernel."""
+    command = [sys.executable, ROOT / "tests" / "trace_kernels.py", json.dumps(cases)]
     environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     answer = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr

@@ -1,7 +1,7 @@
-"""Compare the Triton kernels of one new token with `attend_new_token` in float64, count their launches, compile them.
+"""Compare the Triton kernels of one new token with `attend_new_token` in float64, and count their launches.
 
 On a machine without a GPU they run in Triton's interpreter (conftest.py), which multiplies the bits of bfloat16: there
-half precision is float16. Compiling them needs no GPU.
+half precision is float16.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import compiled_kernels, decoder, geometry_model, random_ids, set_core, traced_kernels, train_mixing
+from helpers import decoder, geometry_model, random_ids, set_core, train_mixing
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
@@ -365,38 +365,3 @@ def test_gradients_float32_and_long_heads_take_the_plain_formula(monkeypatch):
         assert kernels_decode(query)
         assert not kernels_decode(query.float())
         assert not kernels_decode(query.repeat(1, 1, 1, 17))
-
-
-# Compilation
-
-
-@needs_triton
-@pytest.mark.one_of(1)
-@pytest.mark.parametrize("kind", ["iha", "paired_heads", "interleaved"])
-def test_compiled_decoding_takes_the_kernels(kind):
-    """Find both kernels in each of two layers, in one graph for all tokens (and one for an empty cache)."""
-    traced = traced_kernels(kind, "decoding")
-    assert traced["graphs"] <= 2
-    assert traced["launches"] == dict.fromkeys(("chunks_kernel", "sum_kernel"), 2 * traced["graphs"])
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("architecture", "shapes"),
-    [
-        (90, [[20, 20, 4, 128, True]]),
-        *(pytest.param(architecture, "all", marks=pytest.mark.slow) for architecture in (80, 90, 120)),
-    ],
-)
-def test_no_kernel_spills_registers(architecture, shapes, tmp_path):
-    """Compile what launches compile on A100, H100 and consumer Blackwell, whose programs share at most 99 KiB.
-
-    A shape is heads, groups, P, head_dim, and whether the pseudo-heads rotate, or null for paired heads."""
-    if shapes == "all":
-        heads = [[20, 20, 2, 128, True], [20, 20, 20, 128, True], [32, 8, 2, 64, False], [64, 64, 2, 128, True]]
-        heads += [[16, 8, 2, 128, True], [32, 8, 4, 96, True], [8, 8, 4, 32, True], [9, 3, 3, 80, False]]
-        shapes = [*heads, [20, 20, 4, 128, None], [32, 8, 2, 64, None], [32, 8, 4, 96, None], [8, 8, 4, 32, None]]
-    compiled = compiled_kernels("decoding", architecture, shapes, cache=tmp_path)
-    assert len(compiled) == 2 * len(shapes)
-    for kernel in compiled:
-        assert kernel["registers"] > 0 and kernel["spilled"] == 0 and kernel["shared"] <= 99 * 1024, kernel
