@@ -128,23 +128,3 @@ def test_a_config_without_the_fields_adds_nothing():
     old = type(config).from_dict(saved)
     assert old.output_gate is None and old.exclusive_attention is False
     assert not [name for name in IHAForCausalLM(old).state_dict() if "output_gate" in name]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"output_gate": "per_token"}, "output_gate"),
-        ({"output_gate": True}, "output_gate"),
-        ({"exclusive_attention": "yes"}, "exclusive_attention"),
-        (
-            {"exclusive_attention": True, "attention_kinds": "hyper"},
-            "exclusive_attention=True with attention kind 'hyper'",
-        ),
-        ({"exclusive_attention": True, "attention_kinds": "simplicial"}, "tuples of tokens: set it to False"),
-        ({"exclusive_attentions": True}, "did you mean 'exclusive_attention'"),
-        ({"attention_kinds": "gated"}, "attention_kinds has 2 entries, of 'gated'"),
-    ],
-)
-def test_config_errors(fields, words):
-    with pytest.raises(Exception, match=words):
-        small_config(**fields)

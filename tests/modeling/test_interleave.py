@@ -349,50 +349,52 @@ def test_layers_and_windows_of_the_paper():
     assert model.config.interleaved_window == 256 // (2 * 2**2)
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
-        (lambda: decoder("llama"), {"num_pseudo_heads": "2"}, "is '2': expected an integer of at least 2"),
-        (lambda: decoder("llama"), {"mixing_scale": 0}, "mixing_scale is 0: expected a number above 0"),
-        (lambda: decoder("llama"), {"mixing_scale": float("nan")}, "mixing_scale is nan: expected"),
-        (lambda: decoder("llama"), {"layers": 1}, "layers is 1: expected"),
-        (lambda: decoder("llama"), {"layers": [True, False]}, "some of the attention layers"),
-        (lambda: decoder("llama"), {"layers": iter([3])}, "some of the attention layers"),
-        (lambda: decoder("llama"), {"collapse": "sum"}, 'expected "per_head" or "all_heads"'),
-        (lambda: decoder("llama"), {"layers": [3]}, r"some of the attention layers \[0, 1, 2\] of llama"),
-        (lambda: decoder("llama"), {"layers": []}, "some of the attention layers"),
-        (lambda: decoder("llama"), {"sliding_window": 1}, "at least 2 tokens"),
-        (lambda: decoder("llama"), {"sliding_window": 4096}, "4096, longer than the context of 256 tokens"),
-        (lambda: interleave_heads(decoder("llama"), 2), {}, "interleaved already"),
-        (lambda: decoder("llama").model.layers[0], {}, "LlamaDecoderLayer is not a model of Transformers"),
-        (sharded_llama, {}, "FSDPLlamaForCausalLM is not a model of Transformers or .* before PEFT, FSDP"),
-        (lambda: with_sharded_layer(decoder("llama")), {}, "FSDPLlamaDecoderLayer is not a model of Transformers"),
-        (
-            lambda: TextGenerationPipeline(decoder("llama"), byte_tokenizer()),
-            {},
-            "TextGenerationPipeline is not a model of Transformers",
-        ),
-        (lambda: get_peft_model(decoder("llama"), LoraConfig()), {}, "before PEFT, FSDP"),
-        (
-            lambda: IHAForCausalLM(IHAConfig(**SIZES)),
-            {},
-            "heads of this model are interleaved already",
-        ),
-        (
-            lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_ff=32, num_layers=1)),
-            {},
-            "t5 has an encoder",
-        ),
-    ],
-)
-def test_what_is_refused(make, options, message):
+def llama():
+    return decoder("llama")
+
+
+BOTH_REJECT = [
+    (llama, {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
+    (llama, {"num_pseudo_heads": "2"}, "is '2': expected an integer of at least 2"),
+    (llama, {"layers": 1}, "layers is 1: expected"),
+    (llama, {"layers": [True, False]}, "some of the attention layers"),
+    (llama, {"layers": iter([3])}, "some of the attention layers"),
+    (llama, {"layers": [3]}, r"some of the attention layers \[0, 1, 2\] of llama"),
+    (llama, {"layers": []}, "some of the attention layers"),
+    (llama, {"sliding_window": 1}, "at least 2 tokens"),
+    (llama, {"sliding_window": 4096}, "4096, longer than the context of 256 tokens"),
+    (lambda: interleave_heads(llama(), 2), {}, "interleaved already"),
+    (lambda: paired(llama()), {}, "interleaved already"),
+    (lambda: IHAForCausalLM(IHAConfig(**SIZES)), {}, "heads of this model are interleaved already"),
+    (lambda: llama().model.layers[0], {}, "LlamaDecoderLayer is not a model of Transformers"),
+    (sharded_llama, {}, "FSDPLlamaForCausalLM is not a model of Transformers or .* before PEFT, FSDP"),
+    (lambda: with_sharded_layer(llama()), {}, "FSDPLlamaDecoderLayer is not a model of Transformers"),
+    (lambda: TextGenerationPipeline(llama(), byte_tokenizer()), {}, "TextGenerationPipeline is not a model"),
+    (lambda: get_peft_model(llama(), LoraConfig()), {}, "before PEFT, FSDP"),
+    (lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_ff=32, num_layers=1)), {}, "t5 has an encoder"),
+]
+REJECTED = [
+    *((change, *case) for change in (interleave_heads, pair_heads) for case in BOTH_REJECT),
+    (interleave_heads, llama, {"mixing_scale": 0}, "mixing_scale is 0: expected a number above 0"),
+    (interleave_heads, llama, {"mixing_scale": float("nan")}, "mixing_scale is nan: expected"),
+    (interleave_heads, llama, {"collapse": "sum"}, 'expected "per_head" or "all_heads"'),
+    (pair_heads, llama, {"num_pseudo_heads": 4}, "4: expected a divisor of the 4 query heads and 2 key/value heads"),
+    (pair_heads, llama, {"sliding_window": "paper"}, "'paper': expected at least 2 tokens, None"),
+    (pair_heads, lambda: decoder("gpt_oss", "eager"), {}, "GptOssAttention has an attention sink for each head"),
+]
+
+
+@pytest.mark.parametrize(("change", "make", "options", "message"), REJECTED)
+def test_what_is_rejected_stays_as_it_was(change, make, options, message):
     made = make()
     model = getattr(made, "model", made)
-    names, config = set(model.state_dict()), getattr(model, "config", None)
-    with pytest.raises(ValueError, match=message):
-        interleave_heads(made, **{"num_pseudo_heads": 2, **options})
-    assert set(model.state_dict()) == names and getattr(model, "config", None) is config
+    names, kind, config = set(model.state_dict()), type(model), getattr(model, "config", None)
+    fields = config and config.to_dict()
+    with pytest.raises(ValueError, match=message) as error:
+        change(made, **{"num_pseudo_heads": 2, **options})
+    assert "\n" not in str(error.value)
+    assert set(model.state_dict()) == names and type(model) is kind
+    assert getattr(model, "config", None) is config and (config and config.to_dict()) == fields
 
 
 @pytest.mark.parametrize(

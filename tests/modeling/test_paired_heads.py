@@ -175,15 +175,6 @@ def test_attentions_over_tokens_beside_a_layer_without_weights():
     torch.testing.assert_close(maps.sum(-1), torch.ones(1, 4, 5))
 
 
-@pytest.mark.parametrize(("heads", "groups", "num_pseudo_heads"), [(4, 2, 4), (6, 6, 4), (4, 2, None)])
-def test_groups_that_do_not_divide_the_heads_are_refused(heads, groups, num_pseudo_heads):
-    with pytest.raises(Exception) as error:
-        config_of(heads, groups, num_pseudo_heads)
-    message = str(error.value).splitlines()[-1]
-    assert f"num_pseudo_heads={num_pseudo_heads or heads} does not divide num_key_value_heads={groups}: " in message
-    assert message.endswith("so choose a divisor.")
-
-
 # Any decoder
 
 
@@ -246,38 +237,6 @@ def test_a_saved_decoder_loads_where_the_package_is_not_installed(tmp_path):
     assert {place: torch.tensor(logits).equal(expected[place]) for place, logits in result.items()} == dict.fromkeys(
         expected, True
     )
-
-
-REFUSED = {
-    "groups": ("llama", {"num_pseudo_heads": 4}, "4: expected a divisor of the 4 query heads and 2 key/value heads"),
-    "one": ("llama", {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
-    "window": ("llama", {"num_pseudo_heads": 2, "sliding_window": 1}, "sliding_window is 1: expected at least 2"),
-    "context": ("llama", {"num_pseudo_heads": 2, "sliding_window": 4096}, "longer than the context of 256 tokens"),
-    "word": ("llama", {"num_pseudo_heads": 2, "sliding_window": "paper"}, "'paper': expected at least 2 tokens, None"),
-    "layers": ("llama", {"num_pseudo_heads": 2, "layers": [7]}, r"layers is \[7\]: expected"),
-    "sinks": ("gpt_oss", {"num_pseudo_heads": 2}, "GptOssAttention has an attention sink for each head"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_paired_is_left_as_it_was(case):
-    name, options, message = REFUSED[case]
-    model, input_ids = decoder(name, core="eager" if name == "gpt_oss" else "sdpa"), random_ids(2, 9)
-    expected, model_class = uncached_logits(model, input_ids), type(model)
-    config, fields = model.config, model.config.to_dict()
-    with pytest.raises(ValueError, match=message) as error:
-        pair_heads(model, **options)
-    assert "\n" not in str(error.value)
-    assert type(model) is model_class and model.config is config and config.to_dict() == fields
-    assert torch.equal(uncached_logits(model, input_ids), expected)
-
-
-def test_heads_that_are_interleaved_are_not_paired():
-    model = interleave_heads(decoder("llama"), 2)
-    with pytest.raises(ValueError, match="interleaved already"):
-        pair_heads(model, 2)
-    with pytest.raises(ValueError, match="interleaved already"):
-        interleave_heads(paired("llama"), 2)
 
 
 def test_a_probe_that_differs_is_noticed(monkeypatch):
