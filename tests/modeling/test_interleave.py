@@ -1,9 +1,7 @@
 """Test `interleave_heads`: the model computes what it computed, learns as a plain loop does, and comes back."""
 
 import copy
-import json
 import pickle
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -62,7 +60,7 @@ from modeling_iha import (
     token_attentions,
 )
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
-from modeling_iha.modeling_interleaved import HOOK, MIXING_MODULES, tasks
+from modeling_iha.modeling_interleaved import HOOK, MIXING_MODULES
 from modeling_iha.transformers_versions import CACHE
 from sft.make_tokenizer import byte_tokenizer
 
@@ -514,72 +512,6 @@ def test_decoder_beside_an_encoder(name, tmp_path):
 
 
 # Checkpoints
-
-
-LOAD = """
-import pickle
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
-tokens = torch.tensor(request["tokens"])
-result = {}
-for place in request["places"]:
-    model, info = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, output_loading_info=True)
-    missing = [*info["missing_keys"], *info["unexpected_keys"]]
-    logits = [model(input_ids=tokens, use_cache=False).logits.tolist()]
-    model.generate(tokens, max_new_tokens=2, do_sample=False)
-    model.save_pretrained(place + "-again")
-    again = AutoModelForCausalLM.from_pretrained(place + "-again", trust_remote_code=True, attn_implementation="eager")
-    again = pickle.loads(pickle.dumps(again))
-    logits += [again(input_ids=tokens, use_cache=False).logits.tolist()]
-    for task in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
-        if type(model.config).__bases__[1] not in task._model_mapping:
-            continue  # Transformers has no such head
-        head, info = task.from_pretrained(place, trust_remote_code=True, output_loading_info=True)
-        missing += [name for name in info["missing_keys"] if not name.startswith("score.")]
-        head.save_pretrained(place + "-head")
-        task.from_pretrained(place + "-head", trust_remote_code=True)
-    try:
-        AutoModelForCausalLM.from_pretrained(place, trust_remote_code=False)
-        trusted = "loaded"
-    except ValueError as error:
-        trusted = str(error)
-    result[place] = {"logits": logits, "missing": missing, "trusted": trusted}
-"""
-
-
-def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
-    """Load one of each decoder, and one whose config was saved alone, as mergekit does."""
-    tokens, expected = random_ids(2, 11), {}
-    for name in DECODERS:
-        model = train_mixing(interleave_heads(decoder(name), 2, layers=[0, 1]))
-        expected[str(tmp_path / name)] = logits(model, input_ids=tokens)
-        model.save_pretrained(tmp_path / name)
-        assert {path.name for path in (tmp_path / name).glob("*.py")} == {
-            "modeling_interleaved.py",
-            "virtual_tokens.py",
-            "sdpa_in_blocks.py",
-            "interleaved_attention.py",
-            "interleaving.py",
-            "triton_kernels.py",
-            "mixing.py",
-            "pairing.py",
-            "transformers_versions.py",
-        }
-    alone = tmp_path / "alone"
-    AutoConfig.from_pretrained(tmp_path / "llama", trust_remote_code=True).save_pretrained(alone)
-    shutil.copy(tmp_path / "llama" / "model.safetensors", alone)
-    expected[str(alone)] = expected[str(tmp_path / "llama")]
-    answers = run_in_clean_process(LOAD, {"tokens": tokens.tolist(), "places": list(expected)})
-    config = json.loads((tmp_path / "llama" / "config.json").read_text())
-    assert (config["model_type"], config["base_model_type"]) == ("interleaved", "llama")
-    assert config["architectures"] == ["InterleavedLlamaForCausalLM"]
-    assert set(config["auto_map"]) == {"AutoConfig", *tasks(LlamaConfig)}
-    for place, answer in answers.items():
-        assert answer["missing"] == []
-        for found in answer["logits"]:
-            assert_close(torch.tensor(found), expected[place])
-        assert "trust_remote_code=True" in answer["trusted"]
-    assert answers.keys() == expected.keys()
 
 
 def test_classifier_is_interleaved_in_place_and_loaded(tmp_path):

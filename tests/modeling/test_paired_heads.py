@@ -1,6 +1,5 @@
 """Test paired heads beyond what every kind is asked: Algorithm 1, layouts, masks for each head, and any decoder."""
 
-import json
 import warnings
 
 import pytest
@@ -20,9 +19,8 @@ from helpers import (
 )
 from peft import LoraConfig, get_peft_model
 from references import reference_attention
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 
-from iha.processes import run_in_clean_process
 from modeling_iha import (
     IHAConfig,
     IHAForCausalLM,
@@ -31,7 +29,6 @@ from modeling_iha import (
     load_adapter,
     pair_heads,
     paired_decoders,
-    remove_interleaving,
     save_adapter,
     token_attentions,
 )
@@ -204,39 +201,6 @@ def test_any_decoder_is_paired_in_place(name):
     for core in ("sdpa", "base"):
         set_core(model, core)
         assert_close(logits_in_chunks(model, input_ids, [4, 1, 1, 3]), logits)
-
-
-LOADED = """
-import torch
-from transformers import AutoModelForCausalLM
-result = {}
-for place in request["places"]:
-    model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
-    with torch.no_grad():
-        result[place] = model(torch.tensor(request["tokens"]), use_cache=False).logits.tolist()
-    model.save_pretrained(place + "-again")
-    again = AutoModelForCausalLM.from_pretrained(place + "-again", trust_remote_code=True)
-    output = again(torch.tensor(request["tokens"]), labels=torch.tensor(request["tokens"]))
-    output.loss.backward()
-    assert output.logits.tolist() == result[place]
-"""
-
-
-def test_a_saved_decoder_loads_where_the_package_is_not_installed(tmp_path):
-    input_ids, expected = random_ids(2, 9), {}
-    for name in ("llama", "gemma3_text", "qwen3_moe"):
-        place, model = str(tmp_path / name), paired(name)
-        model.save_pretrained(place)
-        assert json.loads((tmp_path / name / "config.json").read_text())["virtual_heads"] == "paired"
-        expected[place] = uncached_logits(model, input_ids)
-        loaded = AutoModelForCausalLM.from_pretrained(place)
-        assert torch.equal(uncached_logits(loaded, input_ids), expected[place])
-        with pytest.raises(ValueError, match="are paired, and the plain model would compute something else"):
-            remove_interleaving(loaded)
-    result = run_in_clean_process(LOADED, {"places": list(expected), "tokens": input_ids.tolist()})
-    assert {place: torch.tensor(logits).equal(expected[place]) for place, logits in result.items()} == dict.fromkeys(
-        expected, True
-    )
 
 
 def test_a_probe_that_differs_is_noticed(monkeypatch):
