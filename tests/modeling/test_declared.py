@@ -37,8 +37,12 @@ CALLS = {
     "lengths": {"position_ids": POSITIONS, **LENGTHS},
 }
 PACKED = ("positions", "lengths")
-# Decoders of which a layer is plain, and which have windows of their own.
-MODELS = WAYS | {name: partial(interleaved, name, layers=[0, 1]) for name in ("gemma3_text", "mistral")}
+MODELS = {
+    **WAYS,
+    **{kind: partial(WAYS["iha"], attention_kinds=kind) for kind in ("mha", "diff")},
+    # Decoders of which a layer is plain, and which have windows of their own.
+    **{name: partial(interleaved, name, layers=[0, 1]) for name in ("gemma3_text", "mistral")},
+}
 
 
 class Squares(TorchDispatchMode):

@@ -370,47 +370,6 @@ def test_packing_on_top_of_a_cache_is_refused(core):
         model(random_ids(1, 10), position_ids=POSITIONS, **{CACHE: cache})
 
 
-@torch.no_grad()
-def masks_of(core, geometry, length, **inputs):
-    """Return the masks that the layers of a P = 2 model are given for one row of `length` tokens."""
-    model, masks = random_model(small_config(**GEOMETRIES[geometry])), []
-    set_core(model, core)
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
-        )
-    model(random_ids(1, length), **inputs)
-    return masks
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_causal_attention_over_the_whole_input_builds_no_mask(cached):
-    cache = {CACHE: StaticCache(config=small_config(), max_cache_len=400)} if cached else {"use_cache": False}
-    assert masks_of("sdpa", "global", 300, **cache) == [None, None]
-    masks = masks_of("sdpa", "global", 10, attention_mask=ONES, use_cache=cached)
-    assert [mask.shape for mask in masks] == [(1, 10), (1, 10)]  # in tokens, and nobody looks at it
-    assert masks_of(FLASH, "hybrid", 300, use_cache=cached) == [None] * 4
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("geometry", ["window", "window_mha", "diff", "paired_heads"])
-def test_windows_and_documents_build_no_dense_mask_on_sdpa(geometry, packed):
-    """Documents are read from the positions, and a padding mask stays [batch, keys]."""
-    positions = {"position_ids": torch.cat([torch.arange(n) for n in (250, 50)])[None]} if packed else {}
-    masks = masks_of("sdpa", geometry, 300, use_cache=False, **positions)
-    has_window = [kind == "sliding_attention" for kind in small_config(**GEOMETRIES[geometry]).layer_types]
-    assert [mask is None for mask, window in zip(masks, has_window) if window] == [True] * sum(has_window)
-    real = torch.ones(1, 300).long()
-    real[0, :20] = 0
-    masks = masks_of("sdpa", geometry, 300, attention_mask=real, use_cache=False)
-    assert all(mask.ndim == 2 for mask, window in zip(masks, has_window) if window)
-
-
-def test_a_window_that_reaches_every_token_is_no_window(monkeypatch):
-    monkeypatch.setitem(GEOMETRIES, "wide", {"layer_types": "sliding_attention", "sliding_window": 11})
-    assert masks_of("sdpa", "wide", 10, use_cache=False) == [None, None]
-
-
 def test_a_copied_block_mask_is_refused_by_layers_that_are_not_interleaved():
     """Copy as the hooks of accelerate do: the mask that it carries for the plain layers is lost."""
     mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 128, 128, device="cpu")
