@@ -213,18 +213,6 @@ def test_models_of_one_configuration_object_are_interleaved_one_by_one():
     assert (model.config.num_pseudo_heads, plain.config.num_pseudo_heads) == (2, 3)
 
 
-def test_the_check_leaves_models_of_the_same_configuration_alone():
-    """Run a model with a window in the middle of the check, as another thread does."""
-    model, tokens, found = decoder("gemma3_text", sliding_window=12), random_ids(1, 20), []
-    plain = type(model)(model.config).eval()
-    expected = logits(plain, input_ids=tokens)
-    layer = model.model.layers[0]
-    hook = layer.register_forward_pre_hook(lambda *_: found.append(logits(plain, input_ids=tokens)))
-    interleave_heads(model, 2)
-    hook.remove()
-    assert found and all(each.equal(expected) for each in found)
-
-
 def test_attention_of_others_is_left_alone(monkeypatch):
     """Set an item of the registry, as sequence-parallel libraries do, and run another model in the middle."""
     stock, other, lengths = ALL_ATTENTION_FUNCTIONS["sdpa"], decoder("llama"), []

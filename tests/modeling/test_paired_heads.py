@@ -1,7 +1,5 @@
 """Test paired heads beyond what every kind is asked: Algorithm 1, layouts, masks for each head, and any decoder."""
 
-import warnings
-
 import pytest
 import torch
 from helpers import (
@@ -17,7 +15,6 @@ from helpers import (
     small_config,
     uncached_logits,
 )
-from peft import LoraConfig, get_peft_model
 from references import reference_attention
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -25,11 +22,8 @@ from modeling_iha import (
     IHAConfig,
     IHAForCausalLM,
     in_place,
-    interleave_heads,
-    load_adapter,
     pair_heads,
     paired_decoders,
-    save_adapter,
     token_attentions,
 )
 from modeling_iha import probes as probing
@@ -234,21 +228,3 @@ def test_a_lack_of_memory_is_no_fault_of_the_model_type(probes, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         pair_heads(model, 2)
     assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "sdpa")
-
-
-# Adapters
-
-
-def test_an_adapter_loads_on_the_plain_base_in_one_call(tmp_path):
-    model = paired("llama", layers=[0, 2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # there is no mixing that could be left frozen
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    expected = uncached_logits(adapted, random_ids(2, 9))
-    save_adapter(adapted, tmp_path)
-    assert not (tmp_path / "interleaving.safetensors").exists()
-    with pytest.raises(ValueError, match="interleaved otherwise"):
-        load_adapter(interleave_heads(decoder("llama"), 2, layers=[0, 2]), tmp_path)
-    with pytest.warns(UserWarning, match="are paired"):
-        loaded = load_adapter(decoder("llama"), tmp_path)
-    assert torch.equal(uncached_logits(loaded, random_ids(2, 9)), expected)
