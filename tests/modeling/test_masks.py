@@ -314,9 +314,6 @@ def test_a_mask_may_cover_tokens_to_come(core):
     cache = StaticCache(config=model.config, max_cache_len=16)
     longer = torch.cat((padding, to_come), dim=1)
     assert_close(model(**inputs, attention_mask=longer, **{CACHE: cache}).logits[padding.bool()], expected)
-    inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
-    with pytest.raises(ValueError, match="Packed documents"):
-        model(**inputs, attention_mask=torch.cat((torch.ones_like(padding), to_come), dim=1))
 
 
 @torch.no_grad()
@@ -328,25 +325,24 @@ def test_a_mask_without_the_newest_tokens_is_refused_on_a_static_cache():
         model(input_ids[:, 3:], attention_mask=ONES[:, :6], position_ids=torch.arange(3, 7)[None], **{CACHE: cache})
 
 
-@pytest.mark.parametrize("core", MASKED_CORES)
-@torch.no_grad()
-def test_documents_with_padding_between_them_are_refused(core):
-    """Each document may be padded, so that no restart lies between two real tokens."""
-    model = geometry_model("global", core)
-    padding = torch.tensor([[1, 1, 1, 0, 1, 1, 1]])
-    inputs = {"input_ids": random_ids(1, 7), "attention_mask": padding, "use_cache": False}
-    with pytest.raises(ValueError, match="Packed documents"):
-        model(**inputs, position_ids=torch.tensor([[0, 1, 2, 0, 0, 1, 2]]))
-    model(**inputs, position_ids=positions(padding))  # one document with a hole
+# The positions and the mask of documents that Transformers would join.
+JOINED = {
+    "of one token": ([0, 0], [1, 1]),  # no position is lower than the one before
+    "with padding between them": ([0, 1, 2, 0, 0, 1, 2], [1, 1, 1, 0, 1, 1, 1]),
+    "before tokens to come": ([0, 1, 2, 3, 0, 1, 2, 3], [1] * 8 + [0] * 8),
+}
 
 
+@pytest.mark.parametrize("case", JOINED)
 @pytest.mark.parametrize("core", MASKED_CORES)
 @torch.no_grad()
-def test_documents_of_one_token_are_refused_with_a_mask(core):
-    """Take two such documents: their positions are equal, and no position is lower than the one before."""
-    model = geometry_model("global", core)
+def test_documents_are_refused_with_a_mask(core, case):
+    joined, mask = (torch.tensor([each]) for each in JOINED[case])
+    model, input_ids = geometry_model("global", core), random_ids(1, joined.shape[1])
     with pytest.raises(ValueError, match="Packed documents"):
-        model(random_ids(1, 2), attention_mask=torch.ones(1, 2), position_ids=torch.tensor([[0, 0]]))
+        model(input_ids, attention_mask=mask, position_ids=joined)
+    if case == "with padding between them":
+        model(input_ids, attention_mask=mask, position_ids=positions(mask))  # one document with a hole
 
 
 @pytest.mark.parametrize("core", CORES)

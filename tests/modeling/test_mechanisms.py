@@ -322,6 +322,7 @@ def test_remote_code(tmp_path):
     input_ids, expected, directories = random_ids(2, 5), {}, {}
     configs = {name: mechanism.hybrid_config() for name, mechanism in OF_EACH_KIND.items()}
     configs |= {"all": small_config(**EVERY_KIND), "local_rope": small_config(num_pseudo_heads=3, **LOCAL_ROPE)}
+    configs["additions"] = small_config(output_gate="elementwise", exclusive_attention=True)
     for name, config in configs.items():
         model = random_model(config)
         model.save_pretrained(tmp_path / name)

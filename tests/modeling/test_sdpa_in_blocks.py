@@ -147,18 +147,6 @@ def test_chunked_attention_is_left_to_sdpa(blocks):
     assert not blocks
 
 
-def test_dropout_drops_in_training_alone(blocks):
-    model = model_of("mistral", attention_dropout=0.5)
-    input_ids = random_ids(2, 230)
-    expected = uncached_logits(model_of("mistral"), input_ids)
-    assert torch.equal(uncached_logits(model, input_ids), expected)
-    model.train()
-    logits = [model(input_ids, use_cache=False).logits for _ in range(2)]
-    assert (logits[0] - logits[1]).abs().max() > 0.01 and blocks
-    logits[0].sum().backward()
-    assert all(weight.grad.isfinite().all() for weight in model.parameters())
-
-
 @pytest.mark.parametrize("name", PLAIN)
 def test_chunks_on_a_cache(name):
     """Take chunks and single tokens after more tokens than a window and a block, also on a cache that keeps all."""
