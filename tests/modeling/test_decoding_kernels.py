@@ -92,13 +92,45 @@ def check(heads, query, key, value, mask):
 # Results
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def scattered(query, key, value):
+    """Return a cache that stores tokens first, and one whose features are not adjacent."""
+    key = key.transpose(1, 2).contiguous().transpose(1, 2)
+    return query, key, value.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+# heads, groups, P, head_dim, keys, batch; what `mask_of` is given; how the states differ from those of `draw`
+CASES = [
+    (
+        (4, 2, 3, 16, 70, 2),
+        {"window": 69, "padding": (0, 5)},
+        None,
+    ),  # the oldest key is too far from some pseudo-heads
+    ((1, 1, 20, 16, 66, 1), {"window": 65}, None),
+    ((5, 5, 2, 80, 1, 1), {}, None),
+    ((4, 2, 2, 16, 40, 1), {"num_heads": 4}, None),
+    ((4, 2, 2, 16, 150, 1), {}, lambda query, key, value: (query * 300, key, value)),  # beyond any exponential
+    ((4, 2, 2, 16, 70, 2), {}, scattered),
+    ((4, 2, 2, 16, 70, 1), {}, lambda query, key, value: (query, key, value[..., :6])),
+    *(slow((20, 20, size, 128, 150, 1), {"window": 149}, None) for size in (2, 4, 20)),
+    slow((20, 20, 2, 128, 150, 1), {}, None),
+]
+
+
 @needs_triton
+@pytest.mark.one_of(2)
 @in_each_dtype
-def test_groups_a_window_and_padding(dtype):
-    """Hide the oldest key from the pseudo-heads that it is too far from, and the padding of the second row."""
-    mask = mask_of(3, 70, window=69, padding=(0, 5))
-    assert mask[0, 0, :, :3].tolist() == [[False, True, True], [False, False, True], [False] * 3]
-    check(*draw(4, 2, 3, 16, 70, batch=2, dtype=dtype), mask)
+@pytest.mark.parametrize(("sizes", "given", "change"), CASES)
+def test_sizes_masks_and_states(sizes, given, change, dtype):
+    heads, *states = draw(*sizes, dtype=dtype)
+    mask = mask_of(sizes[2], sizes[4], **given)
+    states = change(*states) if change else states
+    check(heads, *states, mask)
+    if "num_heads" in given:
+        check(heads, *states, additive(mask, -torch.inf))
 
 
 @needs_triton
@@ -123,24 +155,6 @@ def test_keys_in_chunks(programs, head_dim, monkeypatch):
 
 
 @needs_triton
-def test_twenty_pseudo_heads():
-    check(*draw(1, 1, 20, 16, 66), mask_of(20, 66, window=65))
-
-
-@needs_triton
-@in_each_dtype
-def test_one_key(dtype):
-    check(*draw(5, 5, 2, 80, 1, dtype=dtype), mask_of(2, 1))
-
-
-@needs_triton
-def test_a_mask_for_each_head():
-    mask = mask_of(2, 40, num_heads=4)
-    check(*draw(4, 2, 2, 16, 40), mask)
-    check(*draw(4, 2, 2, 16, 40), additive(mask, -torch.inf))
-
-
-@needs_triton
 def test_a_pseudo_head_that_sees_nothing():
     """Sum the values for it, as the plain formula does (in float64 that takes their mean)."""
     heads, *states = draw(4, 2, 2, 16, 70)
@@ -149,27 +163,6 @@ def test_a_pseudo_head_that_sees_nothing():
     with torch.no_grad():
         actual, plain = decode(*states, mask, 0.1, *heads), heads.attend_new_token(*states, mask, 0.1)
     assert plain.isfinite().all() and (actual - plain).abs().max() < 4 * TOLERANCE[HALF] * plain.abs().max()
-
-
-@needs_triton
-def test_scores_that_no_exponential_holds():
-    heads, query, key, value = draw(4, 2, 2, 16, 150)
-    check(heads, query * 300, key, value, mask_of(2, 150))
-
-
-@needs_triton
-def test_keys_and_values_that_are_views():
-    """Read a cache that stores tokens first, and one whose features are not adjacent."""
-    heads, query, key, value = draw(4, 2, 2, 16, 70, batch=2)
-    key = key.transpose(1, 2).contiguous().transpose(1, 2)
-    value = value.transpose(2, 3).contiguous().transpose(2, 3)
-    check(heads, query, key, value, mask_of(2, 70))
-
-
-@needs_triton
-def test_values_that_are_shorter_than_keys():
-    heads, query, key, value = draw(4, 2, 2, 16, 70)
-    check(heads, query, key, value[..., :6], mask_of(2, 70))
 
 
 # heads, groups, P, head_dim, keys, batch
@@ -204,14 +197,6 @@ def test_two_runs_are_equal():
     heads, *states = draw(4, 2, 3, 16, 300)
     mask = mask_of(3, 300)
     assert torch.equal(decode(*states, mask, 0.1, *heads), decode(*states, mask, 0.1, *heads))
-
-
-@pytest.mark.slow
-@needs_triton
-@in_each_dtype
-@pytest.mark.parametrize(("num_pseudo_heads", "window"), [(2, 149), (4, 149), (20, 149), (2, None)])
-def test_the_heads_of_the_paper(num_pseudo_heads, window, dtype):
-    check(*draw(20, 20, num_pseudo_heads, 128, 150, dtype=dtype), mask_of(num_pseudo_heads, 150, window))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
