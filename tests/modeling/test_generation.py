@@ -39,9 +39,9 @@ def cache_bytes(model, input_ids):
 
 
 @pytest.mark.parametrize(("positions", "dtype"), [("interleaved", torch.float32), ("shared", torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 5])
-def test_cache_bytes_are_llamas(num_pseudo_heads, positions, dtype):
-    config = small_config(num_pseudo_heads=num_pseudo_heads, pseudo_positions=positions)
+@pytest.mark.parametrize(("kind", "num_pseudo_heads"), [("iha", 1), ("iha", 2), ("iha", 5), ("paired_heads", 2)])
+def test_cache_bytes_are_llamas(kind, num_pseudo_heads, positions, dtype):
+    config = small_config(attention_kinds=kind, num_pseudo_heads=num_pseudo_heads, pseudo_positions=positions)
     shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     llama_config = LlamaConfig(num_key_value_heads=2, **{field: getattr(config, field) for field in shared})
     model, llama = random_model(config, dtype=dtype), random_model(llama_config, LlamaForCausalLM, dtype=dtype)

@@ -11,6 +11,7 @@ from datasets.fingerprint import Hasher
 from helpers import DECODER_SIZES as SIZES
 from helpers import (
     DECODERS,
+    WAYS,
     assert_close,
     assert_custom_masks_mean_padding,
     assert_gradients_match,
@@ -591,20 +592,6 @@ def test_small_steps_are_kept_and_decay_pulls_to_the_start(dtype):
     assert all(torch.allclose(value, start[name], atol=1e-7) for name, value in state_with_values(model).items())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_layers_may_be_offloaded(name, tmp_path):
-    model, tokens = train_mixing(interleave_heads(decoder(name), 2)), random_ids(2, 9)
-    expected = logits(model, input_ids=tokens)
-    model.save_pretrained(tmp_path / "model")
-    places = {f"model.{part}": "cpu" for part, _ in model.model.named_children() if part != "layers"}
-    places |= {"lm_head": "cpu", **{f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(3)}}
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", trust_remote_code=True, device_map=places, offload_folder=str(tmp_path / "offload")
-    )
-    assert loaded.model.layers[1].self_attn.q_mix.weight.is_meta
-    assert_close(logits(loaded, input_ids=tokens), expected)
-
-
 @pytest.mark.parametrize("window", [None, 4])
 def test_images_have_a_dense_mask(window):
     """Let image tokens see each other both ways."""
@@ -764,23 +751,34 @@ def test_a_model_without_mixing_has_no_mixing_parameters():
     assert mixing_parameters(frozen) == []
 
 
-@pytest.mark.parametrize("way", ["interleave_heads", "IHAForCausalLM"])
+@pytest.mark.parametrize("way", WAYS)
 def test_attention_maps_are_reduced_to_tokens(way):
-    """Take the maps of a prompt, and of a token after it in the cache, in models of both ways."""
-    plain = decoder("llama", attn_implementation="eager")
-    model = interleave_heads(plain, 3, layers=[0]) if way == "interleave_heads" else random_model(small_config())
+    """Take the maps of a prompt, and of a token after it in the cache. A pseudo-head of "iha" is a head of its own."""
+    model, tokens = WAYS[way](), random_ids(2, 6)
     model.set_attn_implementation("eager")
-    tokens = random_ids(2, 6)
     prompt = model(tokens[:, :5], output_attentions=True, use_cache=True)
-    last = model(tokens[:, 5:], past_key_values=prompt.past_key_values, output_attentions=True)
+    last = model(tokens[:, 5:], **{CACHE: prompt[CACHE]}, output_attentions=True)
     for output, queries, keys in ((prompt, 5, 5), (last, 1, 6)):
         for weights, mapped in zip(output.attentions, token_attentions(output.attentions, queries, 4), strict=True):
-            assert mapped.shape == (*weights.shape[:2], queries, keys)
-            pseudo_heads = weights.shape[-1] // keys
-            pair = weights[0, 1, :pseudo_heads, :pseudo_heads]  # of the first query and the first key
-            torch.testing.assert_close(mapped[0, 1, 0, 0], pair.sum() / pseudo_heads)
+            assert mapped.shape == (2, 4, queries, keys)
+            size = weights.shape[-1] // keys  # P, or 1 in a plain layer
+            of_tokens = weights.unflatten(-1, (keys, size)).sum(-1).unflatten(2, (queries, size))
+            is_paired = "paired" in way  # virtual head i, pseudo-head p is head p * H / P + i
+            expected = of_tokens.permute(0, 3, 1, 2, 4).flatten(1, 2) if is_paired else of_tokens.mean(3)
+            torch.testing.assert_close(mapped, expected)
             torch.testing.assert_close(mapped.sum(-1), torch.ones(mapped.shape[:-1]))
     assert prompt.attentions[0].shape[-1] > 5
+
+
+@pytest.mark.parametrize(("kinds", "layers"), [(["paired_heads", "mha"], 1), (["hyper", "paired_heads"], 2)])
+def test_attention_maps_of_some_layers(kinds, layers):
+    """A linear "hyper" layer returns none, and a forward leaves out layers beyond `num_hidden_layers`."""
+    model = random_model(small_config(attention_kinds=kinds, attention_options={"hyper": {"linear": True}}))
+    model.set_attn_implementation("eager")
+    model.config.num_hidden_layers = layers
+    (maps,) = token_attentions(model(random_ids(1, 5), output_attentions=True).attentions, 5, 4)
+    assert maps.shape == (1, 4, 5, 5)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(1, 4, 5))
 
 
 def test_the_fields_of_a_configuration_do_not_name_the_plain_base(tmp_path):

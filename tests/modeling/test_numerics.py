@@ -1,6 +1,7 @@
 """Hold the precision of dtypes, the arithmetic of training, and the ways in which weights come into a model."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from helpers import (
     EVERY_KIND,
     HYBRID,
     assert_close,
+    interleaved,
     random_ids,
     random_model,
     set_core,
@@ -126,14 +128,23 @@ def test_from_the_meta_device(layers, tmp_path):
     assert torch.equal(uncached_logits(empty.eval(), input_ids), expected)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+OFFLOADED = {
+    "hybrid": lambda: random_model(hybrid_config()),
+    "hybrid, tied": lambda: random_model(hybrid_config(tie_word_embeddings=True)),
+    "interleaved llama": partial(interleaved, "llama"),
+    "interleaved gemma3": partial(interleaved, "gemma3_text"),
+}
+
+
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
-def test_device_map_with_disk_offload(core, tied, tmp_path):
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_device_map_with_disk_offload(name, core, tmp_path):
     """Let accelerate keep layers on disk and bring them in for their forward, with a cache that stays."""
-    model = random_model(hybrid_config(tie_word_embeddings=tied))
+    model = OFFLOADED[name]()
     model.save_pretrained(tmp_path / "model")
-    modules = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.3", "model.norm", "lm_head"]
-    device_map = {**dict.fromkeys(modules, "cpu"), "model.layers.1": "disk", "model.layers.2": "disk"}
+    modules = [f"model.{part}" for part, _ in model.model.named_children() if part != "layers"]
+    device_map = dict.fromkeys([*modules, "lm_head"], "cpu")
+    device_map |= {f"model.layers.{i}": "disk" if i in (1, 2) else "cpu" for i in range(len(model.model.layers))}
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload", attn_implementation=core
     )

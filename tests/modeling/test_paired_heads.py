@@ -6,7 +6,6 @@ from helpers import (
     FP64_EXACT,
     assert_close,
     decoder,
-    geometry_model,
     logits_in_chunks,
     random_ids,
     random_model,
@@ -24,7 +23,6 @@ from modeling_iha import (
     in_place,
     pair_heads,
     paired_decoders,
-    token_attentions,
 )
 from modeling_iha import probes as probing
 from modeling_iha.pairing import PairedHeads
@@ -128,42 +126,6 @@ def test_training_copies_no_heads(monkeypatch):
     model = random_model(config_of(8, 4, 2, num_hidden_layers=1))
     model(random_ids(2, 9), use_cache=False)
     assert copied == [False] * 3
-
-
-def test_the_cache_has_llamas_bytes():
-    for kind in ("paired_heads", "mha"):
-        model = random_model(config_of(8, 4, 2, attention_kinds=kind))
-        cache = model(random_ids(2, 9), use_cache=True).past_key_values
-        assert {layer.keys.shape for layer in cache.layers} == {(2, 4, 9, 8)}
-        assert {layer.values.shape for layer in cache.layers} == {(2, 4, 9, 8)}
-
-
-def test_attentions_over_tokens():
-    """Compare the maps of `token_attentions` with the probabilities by which a head sees the tokens."""
-    model = geometry_model("paired_heads", core="eager")
-    attentions = model(random_ids(1, 5), output_attentions=True).attentions
-    assert attentions[1].shape == (1, 2, 10, 10)  # virtual heads, virtual tokens
-    maps = token_attentions(attentions, 5, 4)
-    assert maps[1].shape == (1, 4, 5, 5)
-    for head in range(4):
-        i, p = head % 2, head // 2
-        for n in range(5):
-            seen = [attentions[1][0, i, 2 * n + p, 2 * m : 2 * m + 2].sum() for m in range(5)]
-            torch.testing.assert_close(maps[1][0, head, n], torch.stack(seen))
-    model.config.num_hidden_layers = 1  # the forward leaves out the other layers
-    attentions = model(random_ids(1, 5), output_attentions=True).attentions
-    torch.testing.assert_close(token_attentions(attentions, 5, 4), maps[:1])
-
-
-def test_attentions_over_tokens_beside_a_layer_without_weights():
-    """A linear "hyper" layer returns none, and Transformers leaves it out."""
-    options = {"hyper": {"linear": True}}
-    config = config_of(4, 2, 2, attention_kinds=["hyper", "paired_heads"], attention_options=options)
-    model = random_model(config)
-    model.set_attn_implementation("eager")
-    (maps,) = token_attentions(model(random_ids(1, 5), output_attentions=True).attentions, 5, 4)
-    assert maps.shape == (1, 4, 5, 5)
-    torch.testing.assert_close(maps.sum(-1), torch.ones(1, 4, 5))
 
 
 # Any decoder
