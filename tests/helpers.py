@@ -484,6 +484,17 @@ def gradients(output, leaves):
 # Kernels
 
 
+class CountedKernel:
+    """Take the place of a Triton kernel, list its launches, and launch it if it is given."""
+
+    def __init__(self, name, launched, kernel=None):
+        self.name, self.launched, self.kernel = name, launched, kernel
+
+    def __getitem__(self, grid):
+        self.launched.append(self.name)
+        return self.kernel[grid] if self.kernel else lambda *_, **__: None
+
+
 def compiled_kernels(architecture, calls, cache):
     """Return what compile_kernels.py prints: the registers and the memory of each kernel of each call."""
     environment = {"TRITON_CACHE_DIR": str(cache), "TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import decoder, geometry_model, random_ids, set_core, train_mixing
+from helpers import CountedKernel, decoder, geometry_model, random_ids, set_core, train_mixing
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
@@ -271,27 +271,18 @@ class Launches(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-class Kernel:
-    """Take the place of a kernel, and count its launches."""
-
-    def __init__(self, name, count):
-        self.name, self.count = name, count
-
-    def __getitem__(self, grid):
-        return lambda *_, **__: self.count.update([self.name])
-
-
 @pytest.fixture
 def launches(monkeypatch):
     """Return a function that counts the launches of another one without gradients."""
 
     @torch.no_grad()
     def launches(function):
+        launched = []
         with Launches() as mode:
             for name in ("chunks_kernel", "sum_kernel"):
-                monkeypatch.setattr(triton_kernels, name, Kernel(name, mode.count))
+                monkeypatch.setattr(triton_kernels, name, CountedKernel(name, launched))
             function()
-        return mode.count.total()
+        return mode.count.total() + len(launched)
 
     return launches
 
@@ -317,7 +308,7 @@ def test_launches(num_pseudo_heads, launches):
 def test_scores_are_not_kept(num_pseudo_heads, monkeypatch):
     """Allocate at most 5 MB for 65,536 keys, of which the scores would take 2.1 GB with P = 20."""
     for name in ("chunks_kernel", "sum_kernel"):
-        monkeypatch.setattr(triton_kernels, name, Kernel(name, Counter()))
+        monkeypatch.setattr(triton_kernels, name, CountedKernel(name, []))
     allocated = []
     new_empty = torch.Tensor.new_empty
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import (
     HYBRID,
+    CountedKernel,
     assert_close,
     compiled_kernels,
     decoder,
@@ -217,21 +218,12 @@ def test_one_launch_has_queries_keys_and_values(monkeypatch):
     launched = []
     for name in [name for name in vars(triton_kernels) if name.endswith("_kernel")]:
         kernel = getattr(triton_kernels, name)
-        monkeypatch.setattr(triton_kernels, name, CountedKernel(kernel, name, launched))
+        monkeypatch.setattr(triton_kernels, name, CountedKernel(name, launched, kernel))
     states, mixes = attention_inputs(4, 2, 2, 3, 8)
     virtual = expand(states, mixes, tables(2, 8))
     assert launched == ["expand_kernel"]
     torch.autograd.backward(virtual, [torch.ones_like(each) for each in virtual])
     assert launched[1:] == ["expand_backward_states_kernel", "expand_backward_alpha_kernel"]
-
-
-class CountedKernel:
-    def __init__(self, kernel, name, launched):
-        self.kernel, self.name, self.launched = kernel, name, launched
-
-    def __getitem__(self, grid):
-        self.launched.append(self.name)
-        return self.kernel[grid]
 
 
 def models():
