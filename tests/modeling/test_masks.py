@@ -139,41 +139,40 @@ def test_a_custom_mask_on_a_static_cache_raises_an_error(geometry):
         model(random_ids(1, 9), attention_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool), **{CACHE: cache})
 
 
-@pytest.mark.parametrize("kind", ["mha", "iha", "paired_heads"])
-@pytest.mark.parametrize("core", ["base", *MASKED_CORES])
-@torch.no_grad()
-def test_a_mask_that_hides_a_token_from_itself(core, kind):
-    """Compare chunks on a cache with the whole input: the last key that a query sees is not its own then."""
-    if core == "base" and kind == "mha":
-        pytest.skip("it has no separate form for one new token")
-    model = random_model(small_config(attention_kinds=kind, num_pseudo_heads=2))
-    set_core(model, core)
-    input_ids = random_ids(1, 12)
+def hiding():
+    """Hide two tokens from themselves: the last key that a query sees is not its own then."""
     visible = torch.ones(12, 12, dtype=torch.bool).tril()
     visible[8, 7:9] = False
     visible[11, 10:12] = False
-    expected = model(input_ids, attention_mask=visible[None, None], use_cache=False).logits
-    cache = DynamicCache(config=model.config)
-    for tokens in (slice(0, 6), slice(6, 11), slice(11, 12)):
-        mask = visible[None, None, tokens, : tokens.stop]
-        assert_close(model(input_ids[:, tokens], attention_mask=mask, **{CACHE: cache}).logits, expected[:, tokens])
+    return visible
 
 
-@pytest.mark.parametrize("core", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", ["mha", "iha", "paired_heads", "dcmha"])
+def alibi():
+    """Return an additive mask that is not 0 where a pair is visible."""
+    distance = torch.arange(12)[:, None] - torch.arange(12.0)
+    return torch.where(distance >= 0, -0.5 * distance, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize(
+    ("make_mask", "kind", "core"),
+    [
+        *((hiding, kind, core) for kind in ("mha", "iha", "paired_heads") for core in MASKED_CORES),
+        *((alibi, kind, core) for kind in ("mha", "iha", "paired_heads", "dcmha") for core in ("eager", "sdpa")),
+        *((mask, kind, "base") for mask in (hiding, alibi) for kind in ("iha", "paired_heads")),
+    ],
+)
 @torch.no_grad()
-def test_a_bias_on_visible_pairs_is_added_on_a_cache_too(core, kind):
-    """Pass an additive mask that is not 0 where a pair is visible, as ALiBi would, at once and in chunks."""
+def test_a_mask_means_the_same_on_a_cache(make_mask, kind, core):
+    """Compare chunks on a cache with the whole input."""
     model = random_model(small_config(attention_kinds=kind, num_pseudo_heads=2))
     set_core(model, core)
-    input_ids = random_ids(1, 9)
-    distance = torch.arange(9)[:, None] - torch.arange(9.0)
-    mask = torch.where(distance >= 0, -0.5 * distance, torch.finfo(torch.float32).min)[None, None]
+    input_ids, mask = random_ids(1, 12), make_mask()[None, None]
     expected = model(input_ids, attention_mask=mask, use_cache=False).logits
     assert (expected - model(input_ids, use_cache=False).logits).abs().max() > 0.01
-    cache = model(input_ids[:, :5], attention_mask=mask[:, :, :5, :5], use_cache=True)[CACHE]
-    rest = model(input_ids[:, 5:], attention_mask=mask[:, :, 5:], **{CACHE: cache}).logits
-    assert_close(rest, expected[:, 5:])
+    cache = DynamicCache(config=model.config)
+    for tokens in (slice(0, 6), slice(6, 11), slice(11, 12)):
+        chunk = {"attention_mask": mask[:, :, tokens, : tokens.stop], CACHE: cache}
+        assert_close(model(input_ids[:, tokens], **chunk).logits, expected[:, tokens])
 
 
 @pytest.mark.parametrize("kind", ["talking_heads", "hyper"])
