@@ -95,6 +95,7 @@ def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
         assert bool(calls) == ("padding" in call or call == "hole")
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("call", ["ones", "left padding"])
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -116,6 +117,7 @@ def varlen_stand_in(query, key, value, cu_seq_q, *args, scale, window_size, **kw
     return query.clone()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
