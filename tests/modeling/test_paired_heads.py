@@ -14,7 +14,6 @@ from helpers import (
     small_config,
     uncached_logits,
 )
-from references import reference_attention
 from transformers import DynamicCache, LlamaForCausalLM
 
 from modeling_iha import (
@@ -78,18 +77,6 @@ def test_it_is_algorithm_1_with_fixed_mixing(cpu_cores, heads, positions, core):
     chunks = [1, 4, 1, 1, 2]
     expected = logits_in_chunks(iha, input_ids, chunks)
     assert relative_error(logits_in_chunks(model, input_ids, chunks), expected) < FP64_EXACT
-
-
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_so_says_the_reference(heads):
-    model = random_model(config_of(*heads, num_hidden_layers=1), dtype=torch.float64)
-    iha = as_algorithm_1(model)
-    hidden_states = torch.randn(1, 4, 8 * heads[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    outputs = [
-        reference_attention(each.config, 0)(hidden_states, each.model.layers[0].self_attn.state_dict())
-        for each in (model, iha)
-    ]
-    assert relative_error(*outputs) < FP64_EXACT
 
 
 @pytest.mark.parametrize("core", ["eager", "sdpa", "base"])
