@@ -14,9 +14,9 @@ from huggingface_hub.utils import validate_repo_id
 from pydantic import BeforeValidator, Field
 from typer import Argument, BadParameter, Option
 
-from iha.conversion.arguments import KINDS, check_layers
+from iha.conversion.arguments import KINDS, Layers
 from iha.errors import UserError, one_line
-from iha.files import check_new_directory, check_output_file, checked, expanded
+from iha.files import check_new_directory, check_output_file, checked, expanded, new_directory
 from iha.sources import find_source
 
 
@@ -97,15 +97,16 @@ def convert(
 
     example: iha convert HuggingFaceTB/SmolLM2-135M-Instruct smollm2-iha --num-pseudo-heads 2
     """
-    check_layers(num_pseudo_heads, schedule, window, kind, output_gate)
+    layers = Layers(num_pseudo_heads, schedule, window, kind, options, output_gate)
     if kind != "iha" and value_offsets is not None:
         raise UserError(f"kind {kind!r} has no pseudo-heads, whose values could differ: leave out --value-offsets.")
-    check_new_directory(destination)
-    found = find_source(source)
-    from iha.conversion.convert_llama_to_iha import llama_to_iha
+    with new_directory(destination) as directory:
+        found = find_source(source)
+        from iha.conversion.convert_llama_to_iha import llama_to_iha
 
-    layers = (num_pseudo_heads, schedule, window, kind, options)
-    llama_to_iha(found, destination, dtype, layers, output_gate, value_offsets or "balanced", seed, mixing_scale)
+        converted = llama_to_iha(found, layers, dtype, value_offsets or "balanced", seed, mixing_scale)
+        converted.write(directory, expanded(destination).name)
+    print(f"Wrote {destination}, {converted.summary}")
 
 
 @checked
@@ -118,11 +119,13 @@ def convert_dcformer(source: SourceName, destination: Destination) -> None:
 
     example: python -m conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha
     """
-    check_new_directory(destination)
-    found = find_source(source)
-    from iha.conversion.convert_dcformer_to_iha import dcformer_to_iha
+    with new_directory(destination) as directory:
+        found = find_source(source)
+        from iha.conversion.convert_dcformer_to_iha import dcformer_to_iha
 
-    dcformer_to_iha(found, destination)
+        converted = dcformer_to_iha(found)
+        converted.write(directory, expanded(destination).name)
+    print(f"Wrote {destination}, {converted.summary}")
 
 
 @checked
@@ -131,11 +134,13 @@ def convert_diffllama(source: SourceName, destination: Destination, dtype: Dtype
 
     example: python -m conversion_scripts.convert_diffllama_to_iha kajuma/DiffLlama-0.3B-handcut diff-iha
     """
-    check_new_directory(destination)
-    found = find_source(source)
-    from iha.conversion.convert_diffllama_to_iha import diffllama_to_iha
+    with new_directory(destination) as directory:
+        found = find_source(source)
+        from iha.conversion.convert_diffllama_to_iha import diffllama_to_iha
 
-    diffllama_to_iha(found, destination, dtype)
+        converted = diffllama_to_iha(found, dtype)
+        converted.write(directory, expanded(destination).name)
+    print(f"Wrote {destination}, {converted.summary}")
 
 
 @checked
@@ -148,11 +153,13 @@ def convert_back(source: SourceName, destination: Destination, dtype: Dtype = "a
 
     example: python -m conversion_scripts.convert_iha_to_llama smollm2-iha smollm2-again
     """
-    check_new_directory(destination)
-    found = find_source(source)
-    from iha.conversion.convert_iha_to_llama import iha_to_stock
+    with new_directory(destination) as directory:
+        found = find_source(source)
+        from iha.conversion.convert_iha_to_llama import iha_to_stock
 
-    iha_to_stock(found, destination, dtype)
+        converted = iha_to_stock(found, dtype)
+        converted.write(directory, expanded(destination).name)
+    print(f"Wrote {destination}, {converted.summary}")
 
 
 @checked
@@ -204,7 +211,7 @@ def push(
     ] = None,
     trust_code: TrustCode = False,
     dry_run: Annotated[
-        bool, Option("--dry-run", help="run all checks, print what would be uploaded, stay off the network")
+        bool, Option("--dry-run", help="run all checks that need no network, and print what would be uploaded")
     ] = False,
 ) -> str | None:
     """Publish a saved model directory on the Hugging Face Hub: only the files of the checkpoint, in one commit.

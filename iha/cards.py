@@ -41,6 +41,8 @@ MAX_CARD = 2**20  # bytes
 NOT_EVALUATED = "Not evaluated."
 FINAL = "final"  # the directory of a run that `sft.train` saves the final model in
 FROM_SCRATCH = "trained-from-scratch"  # the tag of a model without a base model
+
+
 # The parts of a results.json of `python -m evaluation.run` that cards and comparisons read
 
 
@@ -149,11 +151,12 @@ def render_card(
     """
     name = one_printable_line(name)
     tags = ["custom_code", "iha"]
-    if "iha" in described(config).attention_kinds:
+    shown = described(config)
+    if "iha" in shown.attention_kinds:
         tags.append("interleaved-head-attention")
     if from_scratch:
         tags.append(FROM_SCRATCH)
-    metadata = ModelCardData(
+    data = ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=tags,
@@ -166,26 +169,23 @@ def render_card(
     with torch.device("meta"):
         model = AutoModel.from_config(config)
     modules = own_modules(model)
-    config = described(config)
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
-    positions = positions_of(config)
+    positions = positions_of(shown)
     length = min(16384, positions or 16384)
     # The recipe states these keys, and a checkpoint may need others.
-    recipe_keys = [f"--max_length {length}", f"--num_pseudo_heads {virtual_tokens_per_token(config)}"]
+    recipe_keys = [f"--max_length {length}", f"--num_pseudo_heads {virtual_tokens_per_token(shown)}"]
     if not trained_mixing(model):
         recipe_keys.append("--mixing_scale 1")
-    kinds = {kind: companion_of(kind) for kind in dict.fromkeys(config.attention_kinds)}
-    additions = additions_of(config)
-    mechanisms = [f'- "{kind}": {known.card.format(config=config)}' for kind, known in kinds.items()]
-    mechanisms += [f"- in every layer {addition.card.format(config=config)}" for addition in additions]
+    kinds = {kind: companion_of(kind) for kind in dict.fromkeys(shown.attention_kinds)}
+    additions = additions_of(shown)
+    mechanisms = [f'- "{kind}": {known.card.format(config=shown)}' for kind, known in kinds.items()]
+    mechanisms += [f"- in every layer {addition.card.format(config=shown)}" for addition in additions]
     papers = [known.paper for known in (*kinds.values(), *additions) if known.paper]
-    of_all_tokens = {
-        kind for kind, each in zip(config.attention_kinds, config.layer_types) if each == "full_attention"
-    }
+    of_all_tokens = {kind for kind, each in zip(shown.attention_kinds, shown.layer_types) if each == "full_attention"}
     virtual = {kind: known for kind, known in kinds.items() if kind in of_all_tokens and known.times_pairs}
     return str(
         ModelCard.from_template(
-            metadata,
+            data,
             template_path=str(TEMPLATE),
             title=markdown(name),
             python_name=json.dumps(name, ensure_ascii=False),
@@ -193,15 +193,15 @@ def render_card(
             recipe_keys=" ".join(recipe_keys),
             adapters=" ".join(adapters),
             mechanisms="\n".join(mechanisms),
-            schedule=schedule(config),
+            schedule=drawn_layers(shown),
             details=details.strip(),
             evaluation=NOT_EVALUATED,
-            costs=_costs(config),
+            costs=_costs(shown),
             context=positions and f"{positions:,}",
-            is_iha=isinstance(config, IHAConfig),
+            is_iha=isinstance(shown, IHAConfig),
             in_vllm=all(known.served_by_vllm for known in (*kinds.values(), *additions)),
             kinds=list(kinds),
-            times_pairs={kind: known.times_pairs(config) for kind, known in virtual.items()},
+            times_pairs={kind: known.times_pairs(shown) for kind, known in virtual.items()},
             weights_license=license and markdown(license_name or license),
             papers="\n".join(dict.fromkeys(f"- {paper}" for paper in papers)),
         )
@@ -218,8 +218,8 @@ def source_license(source: str) -> dict[str, str]:
     A card that cannot be read states nothing, because a stranger's card is no reason to fail.
     """
     if not source.endswith(".gguf"):
-        stated = {name: _stated(source, name) for name in LICENSE_KEYS}
-        return {name: value for name, value in stated.items() if value is not None}
+        card = _metadata_of(source)
+        return {name: one_printable_line(card[name]) for name in LICENSE_KEYS if isinstance(card.get(name), str)}
     from gguf import GGUFReader  # here: a plain installation lacks it
 
     try:
@@ -231,19 +231,16 @@ def source_license(source: str) -> dict[str, str]:
 
 def source_base_model(source: str) -> str | None:
     """Return the Hub id `source` itself, or the base model that the card of a local directory names, or `None`."""
-    return _stated(source, "base_model") if Path(source).exists() else source
+    if not Path(source).exists():
+        return source
+    stated = _metadata_of(source).get("base_model")
+    return one_printable_line(stated) if isinstance(stated, str) else None
 
 
 def is_from_scratch(source: str) -> bool:
     """Return whether the card of a local directory says that its model was trained from scratch."""
     tags = _metadata_of(source).get("tags") if Path(source).is_dir() else None
     return isinstance(tags, list) and FROM_SCRATCH in tags
-
-
-def _stated(source: str, name: str) -> str | None:
-    """Return a text of the metadata of a checkpoint's card, or `None`."""
-    value = _metadata_of(source).get(name)
-    return one_printable_line(value) if isinstance(value, str) else None
 
 
 def _metadata_of(source: str) -> dict:
@@ -268,7 +265,7 @@ def source_name(source: str) -> str:
     return one_printable_line(path.parent.name if path.name == FINAL else path.name)
 
 
-def schedule(config: IHAConfig) -> str:
+def drawn_layers(config: Any) -> str:
     """Draw the layers in text: a row for each kind of layer, a column for each layer."""
     layers = list(zip(config.attention_kinds, config.layer_types))
     reach = {"full_attention": "all tokens", "sliding_attention": f"window of {config.sliding_window} tokens"}

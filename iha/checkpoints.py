@@ -65,7 +65,7 @@ class _Index(TypedDict):
 
 
 @contextmanager
-def _refusing(what: str) -> Iterator[None]:
+def _reporting(what: str) -> Iterator[None]:
     """Turn any exception of the block into a `UserError` that says `what` and why, and silence Transformers' warnings.
 
     The type of the exception depends on the library that reads a damaged checkpoint.
@@ -90,7 +90,7 @@ def load_config(source: Source) -> Any:
     check_no_adapter(source)
     if source.gguf_file is None:
         load_config_dict(source)
-    with _refusing(f"{source} has no usable configuration"):
+    with _reporting(f"{source} has no usable configuration"):
         config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
         unread = _unread(str(source.path), config) if source.gguf_file else []
     if unread:
@@ -128,7 +128,7 @@ def _unread(file: str, config: PreTrainedConfig) -> list[str]:
 
 def load_config_dict(source: Source) -> dict:
     """Return the entries of the config.json of a directory or a Hub id of any model. Raise `UserError`."""
-    with _refusing(f"{source} has no usable configuration"):
+    with _reporting(f"{source} has no usable configuration"):
         if source.path is not None and not os.path.lexists(source.path / CONFIG_NAME):
             raise UserError(f"it holds no {CONFIG_NAME}.")
         entries = read_json(str(cached_file(source.location, CONFIG_NAME, revision=source.revision)))
@@ -149,7 +149,7 @@ def check_no_adapter(source: Source) -> None:
 
     Raise `UserError`.
     """
-    with _refusing(f"{source} has no usable configuration"):
+    with _reporting(f"{source} has no usable configuration"):
         adapter = _optional_file(source, "adapter_config.json")
     if adapter is not None:
         raise UserError(
@@ -164,7 +164,7 @@ def load_generation_config(source: Source) -> GenerationConfig | None:
 
     Raise `UserError` for a file that cannot be read, which Transformers would ignore without a warning.
     """
-    with _refusing(f"{source} has no usable {GENERATION_CONFIG_NAME}"):
+    with _reporting(f"{source} has no usable {GENERATION_CONFIG_NAME}"):
         file = _optional_file(source, GENERATION_CONFIG_NAME)
         return None if file is None else GenerationConfig.from_dict(read_json(file))
 
@@ -190,7 +190,7 @@ def load_weights(source: Source) -> dict[str, torch.Tensor]:
     are read. Raise `UserError`.
     """
     files = weight_files(source)
-    with _refusing(f"The weights of {source} cannot be read"):
+    with _reporting(f"The weights of {source} cannot be read"):
         weights = {key: tensor for path in files for key, tensor in load_state_dict(path).items()}
     if not files:
         raise UserError(
@@ -204,7 +204,7 @@ def weight_files(source: Source) -> list[str]:
 
     Raise `UserError` for an index that contradicts them.
     """
-    with _refusing(f"The weights of {source} cannot be read"):
+    with _reporting(f"The weights of {source} cannot be read"):
         _check_index(source)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
             if (file := _optional_file(source, name)) is not None:
@@ -230,8 +230,8 @@ def load_model(source: Source, dtype="auto", config: PreTrainedConfig | None = N
     """Return the causal language model in `source`, of the class that its config names, on CPU, in eval mode.
 
     It comes from a directory, a Hub id or a GGUF file, which is dequantised, and `config` replaces its own.
-    Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns) or are not
-    finite in that dtype, or if there is a generation config that cannot be read.
+    Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns), are not
+    finite in that dtype or are there twice, or if there is a generation config that cannot be read.
     """
     arguments: dict[str, Any] = source.arguments
     config = config or load_config(source)
@@ -239,7 +239,8 @@ def load_model(source: Source, dtype="auto", config: PreTrainedConfig | None = N
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     else:
         load_generation_config(source)
-    with _refusing(f"{source} cannot be loaded"):
+        _check_index(source)
+    with _reporting(f"{source} cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
             config=config,
@@ -354,7 +355,7 @@ def load_tokenizer(source: Source, vocab_size: int) -> PreTrainedTokenizerBase:
     """
     if lacks_tokenizer(source):
         raise UserError(f"{source} holds no tokenizer: save one next to the weights (tokenizer.save_pretrained).")
-    with _refusing(f"{source} has no usable tokenizer"):
+    with _reporting(f"{source} has no usable tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
         # This is a class of Transformers, even if the source names other code.
         tokenizer.init_kwargs.pop("auto_map", None)
@@ -422,7 +423,7 @@ def fingerprint(source: Source) -> str:
 def _commit(source: Source) -> str:
     """Return the commit of a Hub id, which is part of the path of a cached file. Raise `UserError`."""
     names = (CONFIG_NAME, "tokenizer_config.json", "tokenizer.json")  # a repository may hold a tokenizer alone
-    with _refusing(f"{source} names no commit"):
+    with _reporting(f"{source} names no commit"):
         for name in names:
             commit = extract_commit_hash(_optional_file(source, name), None)
             if commit is not None:

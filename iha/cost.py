@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from iha.arguments import check_cost, cost_arguments
 from iha.checkpoints import load_config
+from iha.conversion.arguments import Layers
 from iha.conversion.convert_llama_to_iha import iha_config
 from iha.conversion.shared import new_config, preset_config
 from iha.errors import UserError, run_cli
@@ -34,7 +35,7 @@ def changed(config: IHAConfig, **fields) -> IHAConfig:
 
 def plain(source: PreTrainedConfig) -> IHAConfig:
     """Return the config of "mha" layers that cost what a base does. Raise `UserError` for an unknown architecture."""
-    return with_mha(iha_config(source, num_pseudo_heads=1))
+    return with_mha(iha_config(source, Layers(1)))
 
 
 def of_interleaved(source: PreTrainedConfig, fields: dict) -> IHAConfig:
@@ -95,7 +96,7 @@ def settings_of(
         elif num_pseudo_heads is None:
             settings = changed(plain(source), **fields)
         else:
-            settings = iha_config(source, num_pseudo_heads, "hybrid" if window else "global", window)
+            settings = iha_config(source, Layers(num_pseudo_heads, "hybrid" if window else "global", window))
     if (num_pseudo_heads or 1) > 1 and virtual_tokens_per_token(settings) == 1:
         raise UserError(f"--num-pseudo-heads {num_pseudo_heads}: no layer of this model has pseudo-heads.")
     if window is not None and "sliding_attention" not in settings.layer_types:

@@ -7,6 +7,7 @@ what each command runs, and when.
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import CONFIG_NAME
 
@@ -51,7 +52,7 @@ def foreign_code(directory: Path) -> list[str]:
     `auto_map` of the config, the tokenizer or a processor leads to, the files of this package's names that those
     import, `custom_generate`, and code of other repositories. Raise `UserError`.
     """
-    configs = {path.name: read_json(path) for path in sorted(directory.glob("*config.json"))}
+    configs = read_configs(directory)
     config = configs.get(CONFIG_NAME, {})
     if config.get("model_type") == MODEL_TYPE:
         known = imported_code("modeling_interleaved.py")
@@ -59,18 +60,14 @@ def foreign_code(directory: Path) -> list[str]:
         kinds = config.get("attention_kinds", [])
         known = shipped_code(kinds if isinstance(kinds, list) else [kinds])
     elsewhere = []
-    modules = set()
     for name, entries in configs.items():
         elsewhere += [f"{entry} in {name}" for entry in code_elsewhere(entries)]
-        for reference in references(entries):
-            if "--" in reference:
-                elsewhere.append(f"{reference} in {name}")
-            else:
-                modules.add(f"{reference.rpartition('.')[0]}.py")
+        elsewhere += [f"{reference} in {name}" for reference in _references(entries) if "--" in reference]
+    modules = named_modules(configs)
     # Our files import only files of ours, so a load reaches no others.
     there = {name: (directory / name).read_bytes() for name in known if (directory / name).is_file()}
     strangers = modules - known.keys()
-    absent = modules & known.keys() - there.keys()
+    absent = (modules & known.keys()) - there.keys()
     changed = {name for name, content in there.items() if content != known[name]}
     files = sorted(strangers | absent | changed)
     if (directory / CUSTOM_GENERATE).exists():
@@ -89,8 +86,19 @@ def code_elsewhere(entries: dict) -> list[str]:
     return [f"{key} {value!r}" for key, value in kernels] + [key for key in entries if key == "configuration_files"]
 
 
-def references(entries: dict) -> Iterator[str]:
-    """Yield the classes that `auto_map` names, at any depth: a tokenizer has two."""
+def read_configs(directory: Path) -> dict[str, Any]:
+    """Return the contents of the files of a directory that may name code, by file. Raise `UserError`."""
+    return {path.name: read_json(path) for path in sorted(directory.glob("*config.json"))}
+
+
+def named_modules(configs: dict[str, Any]) -> set[str]:
+    """Return the files of a checkpoint that an `auto_map` of its `read_configs` leads to."""
+    own = {name for entries in configs.values() for name in _references(entries) if "--" not in name}
+    return {f"{name.rpartition('.')[0]}.py" for name in own}
+
+
+def _references(entries: object) -> Iterator[str]:
+    """Yield the classes that `auto_map` names, at any depth. The entry of a tokenizer is a list of two."""
     for key, value in _entries(entries):
         if key == "auto_map":
             classes = value.values() if isinstance(value, dict) else [value]

@@ -7,41 +7,28 @@ from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.utils import is_torch_bf16_gpu_available
-from trl import ModelConfig, ScriptArguments, TrlParser
+from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from iha.arguments import preset_names
 from iha.errors import UserError, refusing, similar
 from iha.files import read_text
 
 
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-
 MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads. They would silently do nothing, or break what a recipe promises.
+_BIT_KEYS = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
+_PUSH_KEYS = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_always_push")
+_REPOSITORY_KEYS = ("hub_private_repo", "hub_revision")
+_LOADING_KEYS = ("model_revision", "model_init_kwargs", "lora_task_type", "ignore_bias_buffers")
 UNUSED_KEYS = (
-    "model_revision",
-    "load_in_8bit",
-    "load_in_4bit",
-    "bnb_4bit_quant_type",
-    "use_bnb_nested_quant",
-    "bnb_4bit_quant_storage",
-    "lora_task_type",
-    "ignore_bias_buffers",
-    "model_init_kwargs",
-    "hub_token",
-    "push_to_hub",
-    "hub_model_id",
-    "hub_strategy",
-    "hub_private_repo",
-    "hub_always_push",
-    "hub_revision",
+    *_BIT_KEYS,
+    *_PUSH_KEYS,
+    *_REPOSITORY_KEYS,
+    *_LOADING_KEYS,
     "trust_remote_code",  # the code of checkpoints of this package is the package
     "save_only_model",  # such a checkpoint cannot be resumed
     "ignore_data_skip",  # a resumed run would repeat rows
@@ -53,7 +40,6 @@ UNUSED_KEYS = (
 )
 # Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
-SCALE = "scale"  # the value of sliding_window that scales windows with the context
 # Bounds of numbers, which the trainers do not check before they train.
 ABOVE_0 = ("mixing_scale", "rope_theta", "peak_tflops")
 LEAST = {
@@ -120,8 +106,9 @@ class RunArguments(ScriptArguments, ModelConfig):
         "Peak of one device in TFLOP/s, in the type it computes in (H100, bf16: 989): the run logs its utilization."
     )
 
-    # The keys that the command line names. (Without an annotation it is no key itself.)
-    on_command_line = frozenset()
+    # What `RecipeParser.parse` finds. (Without an annotation they are no keys themselves.)
+    on_command_line = frozenset()  # the keys that the command line names
+    chat_template = None  # the text of chat_template_path
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,13 +132,13 @@ class RunArguments(ScriptArguments, ModelConfig):
 class RecipeParser(TrlParser):
     """Parse `--config FILE [--key value ...]` as TRL does."""
 
-    def __init__(self, config_class: "type[TrainingArguments]", usage: str) -> None:
-        super().__init__((RunArguments, config_class), usage=usage.replace("%", "%%"), allow_abbrev=False)
+    def __init__(self, usage: str) -> None:
+        super().__init__((RunArguments, SFTConfig), usage=usage.replace("%", "%%"), allow_abbrev=False)
         for action in self._actions:
             if action.dest in UNUSED_KEYS:
                 action.help = SUPPRESS  # `parse` rejects these
 
-    def parse(self, argv: Sequence[str] | None) -> "tuple[RunArguments, TrainingArguments]":
+    def parse(self, argv: Sequence[str] | None) -> tuple[RunArguments, SFTConfig]:
         """Return the keys of `argv`, or of the command line if it is None.
 
         Raise `UserError` for a key that is unknown, unused or excluded by another, and for a number out of range.
@@ -161,35 +148,37 @@ class RecipeParser(TrlParser):
             raise UserError("--config: give the recipe's file.")
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
-        if args.chat_template_path is not None:  # TRL reads it too
-            args.chat_template_path = os.path.expanduser(args.chat_template_path)
+        if args.chat_template_path is not None:
+            args.chat_template_path = os.path.expanduser(args.chat_template_path)  # TRL reads it too
+            run.chat_template = _read_template(args.chat_template_path)
         if self.bf16_is_off:
             args.distributed_state.print(
                 "Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32."
             )
         _choose_start(run, words)
-        for name, declared in (RunArguments.__dataclass_fields__ | type(args).__dataclass_fields__).items():
-            if name in UNUSED_KEYS and _value(name, run, args) != declared.default:
+        values = vars(args) | vars(run)
+        for name, declared in (RunArguments.__dataclass_fields__ | SFTConfig.__dataclass_fields__).items():
+            if name in UNUSED_KEYS and values[name] != declared.default:
                 instead = " To publish the result, use conversion_scripts.push_to_hub." if "hub" in name else ""
                 raise UserError(f"{name} is not used here: remove the key.{instead}")
         for name in ABOVE_0:
-            value = _value(name, run, args)
+            value = values[name]
             if value is not None and not 0 < value < math.inf:
                 raise UserError(f"{name}={value:g}: expected a number above 0.")
         for name, least in LEAST.items():
-            value = _value(name, run, args)
+            value = values[name]
             if value is not None and not least <= value < math.inf:
                 raise UserError(f"{name}={value:g}: expected at least {least}.")
-        self._check_choices(run, args)
+        self._check_choices(values)
         _check_adapters(run)
         _check_order(args)
         _check_saves(args)
         return run, args
 
-    def _check_choices(self, run: RunArguments, args: "TrainingArguments") -> None:
+    def _check_choices(self, values: dict[str, Any]) -> None:
         """Reject values of a recipe's file that the command line would reject. Raise `UserError`."""
         for action in self._actions:
-            value = _value(action.dest, run, args)
+            value = values.get(action.dest)
             for each in value if isinstance(value, list) else [value]:
                 if action.choices and each is not None and each not in action.choices:
                     raise UserError(f"{action.dest}={each}: expected one of {', '.join(map(str, action.choices))}.")
@@ -216,11 +205,6 @@ class RecipeParser(TrlParser):
         if cannot:
             namespace.bf16 = False
         return namespace, unknown
-
-
-def _value(name: str, run: RunArguments, args: "TrainingArguments") -> Any:
-    """Return the value of a recipe's key, or None if neither of the two has it."""
-    return getattr(run, name) if hasattr(run, name) else getattr(args, name, None)
 
 
 def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
@@ -260,7 +244,7 @@ def _check_adapters(run: RunArguments) -> None:
         )
 
 
-def _check_order(args: "TrainingArguments") -> None:
+def _check_order(args: SFTConfig) -> None:
     """Reject orders of the rows that a resumed run cannot go on with. Raise `UserError`."""
     # These two draw from the global random state, which is not that of the epoch's start when a run resumes.
     if args.train_sampling_strategy == "group_by_length":
@@ -275,9 +259,9 @@ def _check_order(args: "TrainingArguments") -> None:
         )
 
 
-def _check_saves(args: "TrainingArguments") -> None:
+def _check_saves(args: SFTConfig) -> None:
     """Reject `load_best_model_at_end` where the best evaluation may have no checkpoint. Raise `UserError`."""
-    by_steps = args.save_strategy == SaveStrategy.STEPS and args.eval_strategy == IntervalStrategy.STEPS
+    by_steps = args.save_strategy == "steps" and args.eval_strategy == "steps"
     if args.load_best_model_at_end and by_steps and args.save_steps != args.eval_steps:
         raise UserError(
             f"load_best_model_at_end with save_steps={args.save_steps:g} and eval_steps={args.eval_steps:g}: the best "
@@ -285,11 +269,8 @@ def _check_saves(args: "TrainingArguments") -> None:
         )
 
 
-def chat_template(args: "TrainingArguments") -> str | None:
-    """Return the text of the recipe's chat template, a .jinja file, or None if it names none. Raise `UserError`."""
-    if args.chat_template_path is None:
-        return None
-    path = os.path.expanduser(args.chat_template_path)
+def _read_template(path: str) -> str:
+    """Return the text of a chat template, a .jinja file. Raise `UserError`."""
     if Path(path).suffix != ".jinja":  # TRL would take the name of a model
         raise UserError(f"chat_template_path: {path} is not a .jinja file.")
     return read_text(path, MAX_TEMPLATE)

@@ -4,18 +4,22 @@ The configuration is checked before weights are read.
 """
 
 import copy
+import hashlib
+import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.generic import is_flash_attention_requested
 from trl import SFTConfig, get_peft_config
 
 from iha.checkpoints import (
     end_tokens,
+    fingerprint,
     load_config,
     load_model,
     load_tokenizer,
@@ -26,13 +30,13 @@ from iha.checkpoints import (
 from iha.errors import UserError, one_line, refusing
 from iha.kinds import is_interleaved, own_modules, virtual_tokens_per_token
 from iha.sources import Source, find_source
-from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, set_mixing_scale
+from modeling_iha import IHAConfig, interleave_heads, set_mixing_scale
 from modeling_iha.mixing_weights import trained_mixing
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import core_of
-from sft.arguments import SCALE, RunArguments, chat_template
+from sft.arguments import RunArguments
 from sft.data import rendering
-from sft.make_model import config_of, start_tokenizer
+from sft.make_model import config_of, random_model, start_tokenizer
 
 
 # Cores that keep packed documents apart, besides the flash cores.
@@ -42,19 +46,12 @@ INTERLEAVING_KEYS = ("interleaved_layers", "interleaved_window", "collapse")
 
 
 class Start(NamedTuple):
-    """Hold what a run starts from.
+    """Hold what a run starts from."""
 
-    Attributes:
-        name: what errors call it.
-        config: its configuration, without the changes of the recipe.
-        source: where the checkpoint is, or None for random weights.
-        tokenizer: that of random weights, or None, as a checkpoint has its own.
-    """
-
-    name: str
-    config: PreTrainedConfig
-    source: Source | None = None
-    tokenizer: PreTrainedTokenizerBase | None = None
+    name: str  # for errors
+    config: PreTrainedConfig  # without the changes of the recipe
+    source: Source | None = None  # of the checkpoint; None for random weights
+    tokenizer: PreTrainedTokenizerBase | None = None  # for random weights; a checkpoint has its own
 
 
 def find_start(run: RunArguments) -> Start:
@@ -66,7 +63,15 @@ def find_start(run: RunArguments) -> Start:
     return Start(str(source), load_config(source), source)
 
 
-def run_config(start: Start, run: RunArguments, args: TrainingArguments) -> PreTrainedConfig:
+def identify_start(start: Start, seed: int) -> dict[str, str]:
+    """Return the name of the checkpoint or random weights that a run starts from, and what tells them from others."""
+    if start.source is not None:
+        return {"name": start.name, "fingerprint": fingerprint(start.source)}
+    content = json.dumps([start.config.to_dict(), start.tokenizer.get_vocab(), seed], sort_keys=True, default=str)
+    return {"name": f"preset {start.name}", "sha256": hashlib.sha256(content.encode()).hexdigest()}
+
+
+def run_config(start: Start, run: RunArguments, args: SFTConfig) -> PreTrainedConfig:
     """Return the configuration of the run's base model with the changes of the recipe, without weights.
 
     The trained checkpoint keeps it. Raise `UserError` for a recipe that does not fit the model.
@@ -89,7 +94,7 @@ def run_config(start: Start, run: RunArguments, args: TrainingArguments) -> PreT
         config.validate()
     except Exception as error:  # huggingface_hub wraps a validator's exception in a class of its own
         raise UserError(f"The recipe does not fit {start.name}: {one_line(error.__cause__ or error)}") from error
-    _settle_pseudo_heads(start, run, args.distributed_state.print)
+    _settle_pseudo_heads(start, run)
     if run.peak_tflops is not None and not (isinstance(config, IHAConfig) and args.max_length):
         raise UserError(
             "peak_tflops needs an IHAForCausalLM and max_length, from which the cost model counts FLOPs: set "
@@ -109,13 +114,13 @@ def run_config(start: Start, run: RunArguments, args: TrainingArguments) -> PreT
 
 def _windows(start: Start, run: RunArguments) -> dict[str, int]:
     """Return the windows that a recipe gives a model, in tokens, by their fields. Raise `UserError`."""
+    if run.sliding_window is None:
+        return {}
     text_config = start.config.get_text_config(decoder=True)
     # Without sliding layers `validate` rejects a window of an IHA model, and no other.
     layer_types = getattr(text_config, "layer_types", None) or ["sliding_attention"]
     has_sliding_layers = isinstance(start.config, IHAConfig) or "sliding_attention" in layer_types
-    if run.sliding_window is None:
-        return {}
-    if run.sliding_window != SCALE:
+    if run.sliding_window != "scale":
         with refusing("sliding_window", ValueError):
             window = int(run.sliding_window)
         if window < 2:
@@ -128,7 +133,9 @@ def _windows(start: Start, run: RunArguments) -> dict[str, int]:
     positions = positions_of(start.config)
     if run.max_position_embeddings is None or positions is None:
         raise UserError("sliding_window: scale lets windows grow with max_position_embeddings: set that key too.")
-    fields = ["interleaved_window", *(["sliding_window"] if has_sliding_layers else [])]
+    fields = ["interleaved_window"]
+    if has_sliding_layers:
+        fields.append("sliding_window")
     windows = {name: getattr(text_config, name, None) for name in fields}
     longer = run.max_position_embeddings / positions
     return {name: max(2, int(tokens * longer)) for name, tokens in windows.items() if tokens is not None}
@@ -140,7 +147,7 @@ def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
     return is_plain and run.num_pseudo_heads is not None
 
 
-def _settle_pseudo_heads(start: Start, run: RunArguments, say: Callable) -> None:
+def _settle_pseudo_heads(start: Start, run: RunArguments) -> None:
     """Leave out the recipe's P for a start that keeps its own. Raise `UserError` for one on the command line."""
     if interleaves(start.config, run):
         return
@@ -151,7 +158,9 @@ def _settle_pseudo_heads(start: Start, run: RunArguments, say: Callable) -> None
                 f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {start.name} has {found}: give the "
                 "plain base model, whose heads the run then interleaves, or correct the recipe."
             )
-        say(f"Note: num_pseudo_heads={run.num_pseudo_heads} is for plain base models: {start.name} keeps its {found}.")
+        PartialState().print(
+            f"Note: num_pseudo_heads={run.num_pseudo_heads} is for plain base models: {start.name} keeps its {found}."
+        )
         run.num_pseudo_heads = None
     given = [key for key in INTERLEAVING_KEYS if getattr(run, key) is not None]
     if given:
@@ -184,34 +193,40 @@ def _check_reach(config: IHAConfig, length: int) -> None:
         )
 
 
-def load_base_model(source: Source, run: RunArguments, config: PreTrainedConfig) -> PreTrainedModel:
-    """Load the run's base model in `run.dtype` with the `config` that `run_config` returned.
+def load_base_model(start: Start, config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> PreTrainedModel:
+    """Load the run's base model in `run.dtype` with the `config` that `run_config` returned, or draw its weights.
 
     Interleave its heads if the recipe asks for it (`interleaves`). Raise `UserError`.
     """
-    must_interleave = interleaves(config, run)
+    dtype = getattr(torch, run.dtype)
     if run.attn_implementation is not None:
         # The model then rejects a core that is not installed before its weights are read.
         config._attn_implementation = run.attn_implementation
-    model = load_model(source, getattr(torch, run.dtype), config)
-    if must_interleave:
-        layers = run.interleaved_layers
-        window = run.interleaved_window
-        arguments = {"collapse": run.collapse, "mixing_scale": run.mixing_scale}
-        with refusing("num_pseudo_heads, interleaved_layers, interleaved_window", ValueError):
-            if layers is not None:
-                arguments["layers"] = "paper" if layers == ["paper"] else [int(layer) for layer in layers]
-            arguments["sliding_window"] = window if window in (None, "paper") else int(window)
-            given = {name: value for name, value in arguments.items() if value is not None}
-            interleave_heads(model, run.num_pseudo_heads, **given)
+    if start.source is None:
+        return random_model(config, args.seed).to(dtype)
+    model = load_model(start.source, dtype, config)
+    if interleaves(config, run):
+        _interleave(model, run)
     return model
 
 
-def random_model(run: RunArguments, config: IHAConfig, seed: int) -> IHAForCausalLM:
-    """Build a model with random weights. For the same seed, `sft.make_model` writes the same weights."""
-    config._attn_implementation = run.attn_implementation
-    torch.manual_seed(seed)
-    return IHAForCausalLM(config).to(getattr(torch, run.dtype))
+def _interleave(model: PreTrainedModel, run: RunArguments) -> None:
+    """Interleave the heads of a plain base model as the recipe says, and print how. Raise `UserError`."""
+    layers = run.interleaved_layers
+    window = run.interleaved_window
+    with refusing("num_pseudo_heads, interleaved_layers, interleaved_window", ValueError):
+        if layers is not None:
+            layers = "paper" if layers == ["paper"] else [int(layer) for layer in layers]
+        if window not in (None, "paper"):
+            window = int(window)
+        keys = {"collapse": run.collapse, "mixing_scale": run.mixing_scale, "layers": layers, "sliding_window": window}
+        given = {name: value for name, value in keys.items() if value is not None}
+        interleave_heads(model, run.num_pseudo_heads, **given)
+    decoder = model.config.get_text_config(decoder=True)
+    PartialState().print(
+        f"Interleaved {len(decoder.interleaved_layers)} of {decoder.num_hidden_layers} layers, P = "
+        f"{run.num_pseudo_heads}, window {decoder.interleaved_window or 'none'}."
+    )
 
 
 def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
@@ -260,12 +275,7 @@ def prepare_model(
     start: Start, config: PreTrainedConfig, run: RunArguments, args: SFTConfig
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model that a run trains, and its tokenizer with the recipe's chat template. Raise `UserError`."""
-    template = chat_template(args)
-    say = args.distributed_state.print
-    must_interleave = interleaves(config, run)
-    model = (
-        random_model(run, config, args.seed) if start.source is None else load_base_model(start.source, run, config)
-    )
+    model = load_base_model(start, config, run, args)
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
         model.generation_config.validate(strict=True)
     decoder = model.config.get_text_config(decoder=True)
@@ -276,51 +286,47 @@ def prepare_model(
         if virtual_tokens_per_token(model.config) == 1:
             raise UserError("recompute_virtual_tokens: the model has no virtual tokens; remove the key.")
         decoder.recompute_virtual_tokens = run.recompute_virtual_tokens
-    if must_interleave:
-        layers = len(decoder.interleaved_layers)
-        total = decoder.num_hidden_layers
-        window = decoder.interleaved_window or "none"
-        say(f"Interleaved {layers} of {total} layers, P = {run.num_pseudo_heads}, window {window}.")
     if args.device.type == "cpu":
         half = torch.bfloat16 if args.bf16 else torch.float16
         note_slow_dtype(half if args.bf16 or args.fp16 else model.dtype)
-    _warn_of_rounded_steps(model, run, say)
+    _warn_of_rounded_steps(model, run)
     if start.source is None:
         tokenizer = start.tokenizer
         vocabulary = f"{len(tokenizer):,} tokens of {run.tokenizer}" if run.tokenizer else "single bytes"
-        say(f"Random weights: {run.preset}, {model.num_parameters():,} parameters, seed {args.seed}, {vocabulary}.")
+        PartialState().print(
+            f"Random weights: {run.preset}, {model.num_parameters():,} parameters, seed {args.seed}, {vocabulary}."
+        )
     else:
         tokenizer = load_tokenizer(start.source, vocabulary_of(model.config))
     if tokenizer.eos_token is None and tokenizer.pad_token is None:
         raise UserError("the tokenizer has neither an end token nor a padding token: set its eos_token.")
-    if template is not None:
-        tokenizer.chat_template = template
+    if run.chat_template is not None:
+        tokenizer.chat_template = run.chat_template
     check_packing(model, args)
     return model, tokenizer
 
 
-def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments, say: Callable) -> None:
+def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments) -> None:
     """Print a warning where weights in half precision are trained, which round small steps away."""
     if model.dtype.itemsize == 4:
         return
     least = torch.finfo(model.dtype).eps / 4  # half of the distance of two numbers below 1
     advice = "is rounded away: set dtype to float32, and bf16 to true for a GPU."
     if not run.use_peft:
-        say(f"Warning: in {run.dtype} weights a step below {least:.1g} times a weight {advice}")
+        PartialState().print(f"Warning: in {run.dtype} weights a step below {least:.1g} times a weight {advice}")
         return
-    say(
+    PartialState().print(
         f"Warning: the final model has the adapters merged into {run.dtype} weights, where a change below {least:.1g} "
         f"times a weight {advice}"
     )
     if getattr(model.config.get_text_config(decoder=True), "mixing_scale", 1) == 1 and trained_mixing(model):
-        say(f"Warning: in {run.dtype} a step below {least:.1g} on a weight of the mixing, which is near 1, {advice}")
+        PartialState().print(
+            f"Warning: in {run.dtype} a step below {least:.1g} on a weight of the mixing, which is near 1, {advice}"
+        )
 
 
-def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, say: Callable) -> None:
-    """Have `model` stop at the token with which its chat template ends the assistant's last turn.
-
-    Print a note with `say` if there is no such token.
-    """
+def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have `model` stop at the token with which its chat template ends the assistant's last turn, or print a note."""
     answer = "This is an answer."
     turns = [{"role": "user", "content": "text"}, {"role": "assistant", "content": answer}]
     with rendering("a question and its answer"):
@@ -329,7 +335,9 @@ def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
     added = {token for text, token in tokenizer.get_added_vocab().items() if text.strip()}
     ends = [token for token in tokenizer(after_answer, add_special_tokens=False)["input_ids"] if token in added]
     if not found or not ends:
-        say("Note: the chat template ends a turn with no special token, so the final model may go on after it.")
+        PartialState().print(
+            "Note: the chat template ends a turn with no special token, so the final model may go on after it."
+        )
         return
     known = end_tokens(model.generation_config)
     if ends[0] not in known:
@@ -345,46 +353,40 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
     config = get_peft_config(run)
     if config is None:
         return None
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    targets = config.target_modules or "all-linear"
-    if targets != "all-linear":
-        targets = {targets} if isinstance(targets, str) else set(targets)
-        unknown = targets - names
+    modules = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    named = config.target_modules or "all-linear"
+    named = {named} - {"all-linear"} if isinstance(named, str) else set(named)
+    for key, names in (("lora_target_modules", named), ("lora_modules_to_save", config.modules_to_save or ())):
+        unknown = set(names) - modules  # PEFT ignores them silently
         if unknown:
-            raise UserError(f"lora_target_modules: the model has no module named {', '.join(sorted(unknown))}.")
-        if "lm_head" in targets:
-            raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
-    unknown = set(config.modules_to_save or ()) - names  # PEFT ignores them silently
-    if unknown:
-        raise UserError(f"lora_modules_to_save: the model has no module named {', '.join(sorted(unknown))}.")
+            raise UserError(f"{key}: the model has no module named {', '.join(sorted(unknown))}.")
+    if "lm_head" in named:
+        raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
     parameters = [name for name, _ in model.named_parameters()]
     for target in config.target_parameters or ():
         if not any(f".{name}".endswith(f".{target}") for name in parameters):
             raise UserError(f"lora_target_parameters: the model has no parameter named {target}.")
-    tied = _tied_embedding(model)
-    if tied is not None:
-        _check_tied("lora_target_modules", () if targets == "all-linear" else targets, tied)
-        _check_tied("lora_target_parameters", config.target_parameters or (), f"{tied}.weight")
-    config.target_modules = targets
+    _check_tied(model, {"lora_target_modules": named, "lora_target_parameters": config.target_parameters or ()})
+    config.target_modules = named or "all-linear"
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
     return config
 
 
-def _tied_embedding(model: PreTrainedModel) -> str | None:
-    """Return the name of the input embedding if it is the output head too, and `None` otherwise."""
+def _check_tied(model: PreTrainedModel, targets: dict[str, Iterable[str]]) -> None:
+    """Reject an adapter of the input embedding if this is the output head too. Raise `UserError`.
+
+    `targets` are modules or parameters, by the keys of the recipe that name them.
+    """
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     # The weights decide: a multimodal configuration has two fields for this, and they may differ.
     if head is None or head.weight is not embedding.weight:
-        return None
-    return next(name for name, module in model.named_modules() if module is embedding)
-
-
-def _check_tied(key: str, targets: Iterable[str], tied: str) -> None:
-    """Reject targets of an adapter that name `tied`, which is tied to the output head. Raise `UserError`."""
-    wrong = [target for target in targets if f".{tied}".endswith(f".{target}")]
-    if wrong:
-        raise UserError(
-            f"{key}: {', '.join(wrong)} is tied to the output head, which would get the adapter only in the merge: "
-            "remove the name."
-        )
+        return
+    tied = next(name for name, module in model.named_modules() if module is embedding)
+    for key, names in targets.items():
+        wrong = [name for name in names if f".{tied}".endswith(f".{name.removesuffix('.weight')}")]
+        if wrong:
+            raise UserError(
+                f"{key}: {', '.join(wrong)} is tied to the output head, which would get the adapter only in the "
+                "merge: remove the name."
+            )

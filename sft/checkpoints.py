@@ -3,14 +3,11 @@
 import shutil
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator, PartialState
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from iha.checkpoints import check_finite
 from iha.errors import UserError
 from iha.files import whole_file
 
@@ -76,7 +73,8 @@ def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
 class WholeCheckpoints(TrainerCallback):
     """Mark a checkpoint as complete once it is, and only then remove older ones. Check the one to resume from.
 
-    Raise `UserError` for a checkpoint of another kind of launch and for a lost best checkpoint.
+    Raise `UserError` for a checkpoint of another kind of launch, and for a lost best checkpoint: the run would
+    silently end with the last weights in its place.
     """
 
     def __init__(self, accelerator: Accelerator, limit: int | None) -> None:
@@ -86,7 +84,12 @@ class WholeCheckpoints(TrainerCallback):
     def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
         # A checkpoint holds the steps of logs, saves and evaluations. Those of this run count.
         state.compute_steps(args, state.max_steps)
-        find_best_checkpoint(args, state)
+        if args.load_best_model_at_end and state.best_global_step and state.best_model_checkpoint is None:
+            # Its path is not there any more, because the directory of the run was moved.
+            best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            if not best.is_dir():
+                raise UserError(f"load_best_model_at_end: {best}, the best checkpoint so far, is lost: put it back.")
+            state.best_model_checkpoint = str(best)
         if isinstance(lr_scheduler, ReduceLROnPlateau):
             return  # It counts evaluations, and there may have been none.
         # Transformers silently ignores the files of a launch that shards in another way.
@@ -112,24 +115,3 @@ class WholeCheckpoints(TrainerCallback):
             for path in checkpoints_after(0, args.output_dir):
                 if not path.samefile(best):
                     shutil.rmtree(path)
-
-
-def find_best_checkpoint(args: TrainingArguments, state: TrainerState) -> None:
-    """Find the best checkpoint of a resumed run, whose path is not there any more if its directory was moved.
-
-    Raise `UserError` if it is lost: the run would silently end with the last weights in its place.
-    """
-    if not (args.load_best_model_at_end and state.best_global_step) or state.best_model_checkpoint is not None:
-        return
-    best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-    if not best.is_dir():
-        raise UserError(f"load_best_model_at_end: {best}, the best checkpoint so far, is lost: put it back.")
-    state.best_model_checkpoint = str(best)
-
-
-def check_weights(model: torch.nn.Module, step: int) -> None:
-    """Raise `UserError` if a weight of the model holds NaN or infinity."""
-    local = (
-        (name, value.to_local() if isinstance(value, DTensor) else value) for name, value in model.named_parameters()
-    )
-    check_finite(local, f"the model at step {step}")

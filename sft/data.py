@@ -12,15 +12,7 @@ from typing import Annotated, Literal
 import numpy as np
 from accelerate import PartialState
 from annotated_types import MinLen
-from datasets import (
-    Dataset,
-    Features,
-    IterableDataset,
-    List,
-    Value,
-    interleave_datasets,
-    load_dataset,
-)
+from datasets import Dataset, Features, IterableDataset, List, Value, interleave_datasets, load_dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 from trl.chat_template_utils import is_chat_template_stop_token_trained
@@ -29,14 +21,14 @@ from typing_extensions import TypedDict
 from iha.errors import UserError, one_line, refusing
 from iha.files import typed
 from sft.arguments import RunArguments
-from sft.sources import READERS, RunData, check_source, holds_text_files, splits, suffix_of
+from sft.sources import READERS, RunData, check_source, is_one_row, splits, suffix_of
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 # A column of a row -> the names under which its turns hold the role and the text.
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 Text = Annotated[str, MinLen(0)]  # a bound makes pydantic read the text, and reject half of a surrogate pair
-Role = Literal["system", "user", "human", "assistant", "gpt"]
+Role = Literal[*ROLES]
 Messages = Annotated[list[TypedDict("Message", {"role": Role, "content": Text})], MinLen(1)]
 Conversation = Annotated[list[TypedDict("Turn", {"from": Role, "value": Text})], MinLen(1)]
 # Keys of a turn that a chat template may render and `to_messages` does not read.
@@ -47,9 +39,6 @@ WEIGHT_KEYS = ("weight", "train")
 UNREAD_COLUMNS = ("tools", "chat_template_kwargs", "image", "images", "video", "videos", "audio", "audios")
 TURNS = List({"role": Value("string"), "content": Value("string")})
 Rows = Dataset | IterableDataset
-# Takes the first row of a source. Returns the function that converts a row, whose second argument names the row in
-# errors, and the columns of converted rows.
-Schema = Callable[[dict], tuple[Callable[[dict, str], dict], Features]]
 
 
 # One row
@@ -137,7 +126,8 @@ def _to_prompt_turns(row: dict, where: str) -> dict:
 def schema_of(first: dict) -> tuple[Callable[[dict, str], dict], Features]:
     """Return the function that converts the rows of a source with this first row, and the columns of its results.
 
-    Raise `UserError` for a row without a column that is read.
+    The second argument of the function names the row in errors. Raise `UserError` for a row without a column that is
+    read.
     """
     held = {name for name, value in first.items() if value is not None}
     if not held & {*TURN_KEYS, "text", "completion"}:
@@ -157,25 +147,19 @@ def schema_of(first: dict) -> tuple[Callable[[dict, str], dict], Features]:
 # All rows of a source
 
 
+def holds_text_files(name: str) -> bool:
+    """Return whether a source is a text file, or a directory with text files and no other rows."""
+    if not Path(name).is_dir():
+        return is_one_row(name)
+    return {READERS.get(suffix_of(file.name)) for file in Path(name).rglob("*")} - {None} == {"text"}
+
+
 def load_rows(
-    name: str,
-    split: str = "train",
-    config: str | None = None,
-    streaming: bool = False,
-    schema: Schema = schema_of,
-    text_column: str = "text",
+    name: str, split: str = "train", config: str | None = None, streaming: bool = False, text_column: str = "text"
 ) -> Rows:
-    """Load and convert the rows of a source, which the datasets library caches.
+    """Load and convert the rows of a source (see `RowSource`), which the datasets library caches.
 
-    Args:
-        name: a .jsonl, .parquet or .txt file, also compressed by gzip, or a directory or id on the Hub that
-            `load_dataset` takes. A .txt file, also one of a directory, is one document.
-        split: a split of the dataset. A file has only "train".
-        config: a configuration of the dataset, or None for its default one.
-        streaming: whether rows are read as they are used.
-        schema: chooses how rows are converted (see `Schema`).
-        text_column: the column of plain text. Text files have no columns.
-
+    A stream is read as it is used. A .txt file, also one of a directory, is one document, and has no `text_column`.
     Raise `UserError` for a missing or empty source and for a bad row.
     """
     check_source(name, split)
@@ -200,7 +184,7 @@ def load_rows(
         rows = rows.select_columns(text_column).rename_column(text_column, "text")
         first = {"text": first[text_column]}
     with refusing(name, UserError):
-        convert, features = schema(first)
+        convert, features = schema_of(first)
     read = {*features, "system"}
     if "messages" in features:
         read |= TURN_KEYS.keys()
@@ -225,16 +209,22 @@ def rendering(what: str) -> AbstractContextManager[None]:
     return refusing(f"{what}: the chat template does not take it", Exception)
 
 
-def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> None:
-    """Reject a tokenizer without a chat template.
+def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> None:
+    """Reject a tokenizer that cannot encode rows with these columns so that the end of an answer is learned.
 
-    If the loss is on the assistant's text only (`assistant_only`), reject a template that does not mark this text
-    together with its end-of-turn token.
+    If the loss is on the assistant's text only, its chat template must mark this text together with its end-of-turn
+    token. Raise `UserError`.
     """
+    if are_texts(features):
+        if args.assistant_only_loss:
+            raise UserError("assistant_only_loss is for chats, and these rows are plain text: set it to false.")
+        if tokenizer.eos_token is None and args.eos_token is None:
+            raise UserError("the tokenizer has no end token, with which each text ends: set eos_token.")
+        return
     if tokenizer.chat_template is None:
         raise UserError("the tokenizer has no chat template: set chat_template_path (see sft/chat_templates).")
     with rendering("a question and its answer"):
-        learns_to_stop = not assistant_only or is_chat_template_stop_token_trained(tokenizer)
+        learns_to_stop = not args.assistant_only_loss or is_chat_template_stop_token_trained(tokenizer)
     if not learns_to_stop:
         raise UserError(
             "assistant_only_loss needs a chat template whose {% generation %} block holds the assistant's text and an "
@@ -244,16 +234,6 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, assistant_only: bool
 
 
 # The rows of a run
-
-
-def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> None:
-    """Reject a tokenizer whose chat template does not take these rows. Raise `UserError`."""
-    if not are_texts(features):
-        check_chat_template(tokenizer, args.assistant_only_loss)
-    elif args.assistant_only_loss:
-        raise UserError("assistant_only_loss is for chats, and these rows are plain text: set it to false.")
-    elif tokenizer.eos_token is None and args.eos_token is None:
-        raise UserError("the tokenizer has no end token, with which each text ends: set eos_token.")
 
 
 def are_texts(features: Features) -> bool:
@@ -280,32 +260,27 @@ def training_rows(
         if held_out is not None:
             # A streamed dataset must not be downloaded, and to load one split as a whole would download all splits.
             is_streamed = run.dataset_streaming and held_out.name == run.dataset_name
-            eval_rows = read_all(load_rows(*held_out, streaming=is_streamed, **column))
+            eval_rows = load_rows(*held_out, streaming=is_streamed, **column)
+            if is_streamed:
+                eval_rows = Dataset.from_list(list(eval_rows), features=eval_rows.features)
             if eval_rows.features != parts[0].features:
                 raise UserError(
                     f"the rows of {held_out.name} to evaluate on have the columns {', '.join(eval_rows.features)}, "
                     f"and those to train on {', '.join(parts[0].features)}, so their losses would not compare."
                 )
             return rows, eval_rows
+    if run.eval_size == 0:
+        return rows, None
     if isinstance(rows, IterableDataset):
         return hold_out_first(rows, int(run.eval_size))
     return split_rows(rows, run, args)
 
 
-def read_all(rows: Rows) -> Dataset:
-    """Read a stream to its end, and return a dataset as it is."""
-    if isinstance(rows, IterableDataset):
-        return Dataset.from_list(list(rows), features=rows.features)
-    return rows
-
-
-def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset | None]:
+def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset]:
     """Return a stream without its first `size` rows and those that ask the same, and the first rows.
 
     Raise `UserError` if no other row is left.
     """
-    if size == 0:
-        return rows, None
     held_out = list(rows.take(size + 1))
     if len(held_out) <= size:
         raise UserError(
@@ -318,14 +293,12 @@ def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, D
     return others, Dataset.from_list(held_out[:-1], features=rows.features)
 
 
-def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset | None]:
-    """Return rows to train on and `run.eval_size` held-out rows or None.
+def split_rows(rows: Dataset, run: RunArguments, args: SFTConfig) -> tuple[Dataset, Dataset]:
+    """Return rows to train on, and `run.eval_size` held-out rows.
 
     A row that asks the same as a held-out row (`question_of`) is left out of training. Raise `UserError` if none is
     left.
     """
-    if run.eval_size == 0:
-        return rows, None
     size = run.eval_size if run.eval_size < 1 else int(run.eval_size)
     with refusing(f"eval_size={run.eval_size:g} is too large for {len(rows)} rows: lower it", ValueError):
         parts = rows.train_test_split(test_size=size, seed=args.seed)
@@ -350,22 +323,12 @@ def question_of(row: dict) -> str:
 
 
 def mix(
-    parts: list[Dataset],
-    shares: list[float],
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
-    seed: int,
+    parts: list[Dataset], shares: list[float], tokenizer: PreTrainedTokenizerBase, max_length: int | None, seed: int
 ) -> Dataset:
     """Return rows of all parts in a random order, until the first is used up, each part with its share of the tokens.
 
-    A row is drawn from a part with a probability proportional to share / mean length of its rows.
-
-    Args:
-        parts: rows that `load_rows` returned, all of one schema.
-        shares: the parts' shares of the tokens, which add up to 1.
-        tokenizer: counts the tokens.
-        max_length: tokens to which a row is cut later, or None if no row is cut.
-        seed: determines the order.
+    A row is drawn from a part with a probability proportional to share / mean length of its rows, in tokens. Rows are
+    later cut to `max_length`, if it is given. Raise `UserError` for parts of several schemas.
     """
     if any(part.features != parts[0].features for part in parts):
         raise UserError("a mixture needs rows of one schema: all messages, all text or all prompts with completions.")

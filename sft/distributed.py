@@ -5,8 +5,10 @@ import os
 from accelerate import ParallelismConfig, init_empty_weights
 from accelerate.utils import DistributedType
 from peft import PeftModel, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from iha.checkpoints import check_finite
 from iha.errors import UserError, refusing
 
 
@@ -15,11 +17,6 @@ CONFIGS = "sft/accelerate_configs"
 
 def _flag(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("true", "1")
-
-
-def asks_for_fsdp(args: TrainingArguments) -> bool:
-    """Return whether the recipe or the launcher asks for FSDP."""
-    return bool(args.fsdp) or _flag("ACCELERATE_USE_FSDP")
 
 
 def check_launch(args: TrainingArguments) -> None:
@@ -49,15 +46,16 @@ def check_launch(args: TrainingArguments) -> None:
         )
     if args.deepspeed or _flag("ACCELERATE_USE_DEEPSPEED"):
         raise UserError(f"DeepSpeed is not supported: use FSDP2, which shards the same things ({CONFIGS}/fsdp2.yaml).")
-    if asks_for_fsdp(args) and resolved in (DistributedType.NO, DistributedType.MULTI_CPU):
+    asks_for_fsdp = args.fsdp or _flag("ACCELERATE_USE_FSDP")
+    if asks_for_fsdp and resolved in (DistributedType.NO, DistributedType.MULTI_CPU):
         raise UserError(
             f"FSDP would silently train unsharded without accelerators ({resolved}): use {CONFIGS}/ddp.yaml on the "
             "CPU and single.yaml for one process."
         )
     version = (args.fsdp_plugin_args or {}).get("fsdp_version") or int(os.environ.get("FSDP_VERSION", 1))
-    if asks_for_fsdp(args) and version != 2:
+    if asks_for_fsdp and version != 2:
         raise UserError(f"FSDP version {version}: expected 'fsdp_version: 2', as in {CONFIGS}/fsdp2.yaml.")
-    if asks_for_fsdp(args) and _flag("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+    if asks_for_fsdp and _flag("FSDP_CPU_RAM_EFFICIENT_LOADING"):
         raise UserError(
             "fsdp_cpu_ram_efficient_loading: accelerate then shares no buffers, and the mixing has some: set it to "
             f"false, as in {CONFIGS}/fsdp2.yaml."
@@ -80,12 +78,17 @@ def whole_model(trainer: Trainer) -> PreTrainedModel | None:
     """Return the trained model with its whole weights, adapters included, in the class it was loaded as.
 
     Every process must call this. If the model is sharded, process 0 gets a copy on its CPU and the others get None.
+    Raise `UserError` if a weight is NaN or infinite.
 
     FSDP2 replaces the model's class by another. To save that class would write the code of PyTorch's FSDP into
     the checkpoint in place of the model's code.
     """
     accelerator = trainer.accelerator
     model = trainer.model
+    local = (
+        (name, value.to_local() if isinstance(value, DTensor) else value) for name, value in model.named_parameters()
+    )
+    check_finite(local, f"the model at step {trainer.state.global_step}")
     if accelerator.distributed_type != DistributedType.FSDP:
         return accelerator.unwrap_model(model)
     weights = accelerator.get_state_dict(trainer.model_wrapped)

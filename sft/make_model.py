@@ -6,7 +6,6 @@ example: python -m sft.make_model small-10m-paired-heads outputs/start --set num
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -42,22 +41,14 @@ def config_of(preset: str, tokenizer: PreTrainedTokenizerBase, changes: list[str
     return preset_config(preset, **fields)
 
 
-def write_start(dst: Path, config: IHAConfig, tokenizer: PreTrainedTokenizerBase, seed: int = 0, **card) -> int:
-    """Write a model with random weights, its tokenizer and a card, and return its number of parameters.
-
-    `card` are further arguments of `render_card`.
-    """
+def random_model(config: IHAConfig, seed: int) -> IHAForCausalLM:
+    """Build a model with random weights, in float32, which `seed` determines."""
     torch.manual_seed(seed)
-    model = IHAForCausalLM(config)
-    with new_directory(dst) as directory:
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-        (directory / "README.md").write_text(render_card(model.config, dst.name, **card), encoding="utf-8")
-    return model.num_parameters()
+    return IHAForCausalLM(config)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write a model. Raise `UserError`."""
+    """Write a model with random weights, its tokenizer and a card. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("preset", help="a name in configuration_iha, such as small-10m-paired-heads")
     parser.add_argument("dst", type=expanded, help="new directory")
@@ -67,9 +58,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights (default 0)")
     args = parser.parse_args(argv)
     tokenizer = start_tokenizer(args.tokenizer)
-    config = config_of(args.preset, tokenizer, args.set)
-    parameters = write_start(args.dst, config, tokenizer, args.seed, from_scratch=True, details=DETAILS)
-    print(f"Wrote {args.dst}, {parameters:,} parameters with random weights")
+    model = random_model(config_of(args.preset, tokenizer, args.set), args.seed)
+    card = render_card(model.config, args.dst.name, from_scratch=True, details=DETAILS)
+    with new_directory(args.dst) as directory:
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+        (directory / "README.md").write_text(card, encoding="utf-8")
+    print(f"Wrote {args.dst}, {model.num_parameters():,} parameters with random weights")
 
 
 if __name__ == "__main__":

@@ -1,68 +1,22 @@
-"""Make OpenThoughts-format reasoning rows whose answers are checked by reasoning-gym's own verifier."""
+"""Make OpenThoughts-format reasoning rows whose answers are checked by reasoning-gym's own verifier.
+
+examples:
+  python -m sft.make_reasoning_data train.jsonl --rows 400 --generator chain_sum --options min_terms=3 max_terms=4
+  python -m sft.make_reasoning_data test.jsonl --rows 50 --seed 1 --exclude train.jsonl \\
+      --generator chain_sum --options min_terms=3 max_terms=4
+"""
 
 import argparse
 import json
 import re
 from collections.abc import Sequence
 
+from typing_extensions import TypedDict
+
+from iha.arguments import fields_of
 from iha.errors import UserError, check_packages, refusing, run_cli
 from iha.files import check_output_file, expanded, read_jsonl, write_jsonl
 from iha.thoughts import after_thoughts
-
-
-EXAMPLE = """example:
-  python -m sft.make_reasoning_data train.jsonl --rows 400 --generator chain_sum --options min_terms=3 max_terms=4
-  python -m sft.make_reasoning_data test.jsonl --rows 50 --seed 1 --exclude train.jsonl \\
-      --generator chain_sum --options min_terms=3 max_terms=4
-"""
-
-
-def option(text: str) -> tuple[str, object]:
-    """Split `name=value`, and parse the value if it is JSON."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"expected NAME=VALUE, got {text!r}")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=expanded, help="the .jsonl file to write")
-    parser.add_argument("--rows", type=int, required=True, help="number of rows")
-    parser.add_argument("--seed", type=int, default=0, help="different seeds draw different entries (default 0)")
-    parser.add_argument("--generator", default="chain_sum", help="reasoning-gym generator (default chain_sum)")
-    parser.add_argument(
-        "--options",
-        type=option,
-        nargs="*",
-        action="extend",
-        default=[],
-        metavar="NAME=VALUE",
-        help="the generator's difficulty options",
-    )
-    parser.add_argument(
-        "--exclude", type=expanded, help="a file that this command wrote: its questions are not used again"
-    )
-    parser.add_argument("--prompts", action="store_true", help="write rows without answers, for `trl grpo`")
-    args = parser.parse_args(argv)
-    names = [name for name, _ in args.options]
-    twice = {name for name in names if names.count(name) > 1}
-    if twice:
-        raise UserError(f"--options: {', '.join(sorted(twice))} given twice: give each option once.")
-    return args
-
-
-if __name__ == "__main__":
-    ARGS = run_cli(parse_arguments)  # before the imports below, which take seconds
-    run_cli(lambda: check_packages("reasoning_gym"))
-
-import reasoning_gym
-from typing_extensions import TypedDict
 
 
 SYSTEM = "Think step by step, then give the solution."
@@ -124,16 +78,10 @@ def extract_solution(reply: str) -> str:
     return numbers[-1] if numbers else said.strip()
 
 
-class Entry(TypedDict):
-    """Hold the part of reasoning-gym's entry that is read here."""
-
-    question: str
-
-
 class Made(TypedDict):
-    """Hold the part of this command's row that is read here."""
+    """Hold the part of a row of --exclude that is read here."""
 
-    entry: Entry
+    entry: TypedDict("Entry", {"question": str})
 
 
 def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set[str]) -> list[dict]:
@@ -143,6 +91,8 @@ def make_rows(rows: int, seed: int, generator: str, options: dict, excluded: set
     verifier needs. Raise `UserError` for options that the generator cannot draw with, for a generator whose verifier
     rejects its own answer, and if there are fewer different questions.
     """
+    import reasoning_gym  # here, because it takes seconds
+
     draws = rows * DRAWS_PER_ROW
     what = f"generator {generator!r} with seed {seed} and options {options}"
     # Generators do not check all of their options, and each raises its own exceptions.
@@ -183,21 +133,36 @@ def as_prompt(row: dict) -> dict:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command with the words of a command line. Raise `UserError`."""
-    write_rows(parse_arguments(argv))
-
-
-def write_rows(args: argparse.Namespace) -> None:
-    """Write the file the command line asks for, whole or not at all. Raise `UserError`."""
+    """Write the file that a command line asks for, whole or not at all. Raise `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=expanded, help="the .jsonl file to write")
+    parser.add_argument("--rows", type=int, required=True, help="number of rows")
+    parser.add_argument("--seed", type=int, default=0, help="different seeds draw different entries (default 0)")
+    parser.add_argument("--generator", default="chain_sum", help="reasoning-gym generator (default chain_sum)")
+    parser.add_argument(
+        "--options",
+        nargs="*",
+        action="extend",
+        default=[],
+        metavar="NAME=VALUE",
+        help="the generator's difficulty options",
+    )
+    parser.add_argument(
+        "--exclude", type=expanded, help="a file that this command wrote: its questions are not used again"
+    )
+    parser.add_argument("--prompts", action="store_true", help="write rows without answers, for `trl grpo`")
+    args = parser.parse_args(argv)
+    options = fields_of(args.options)
+    check_packages("reasoning_gym")
     # Python draws the same numbers from a seed and its negative.
     if args.seed < 0:
         raise UserError(f"--seed {args.seed}: expected at least 0.")
     check_output_file(args.out)
     excluded = {row["entry"]["question"] for row in read_jsonl(args.exclude, Made)} if args.exclude else set()
-    rows = make_rows(args.rows, args.seed, args.generator, dict(args.options), excluded)
+    rows = make_rows(args.rows, args.seed, args.generator, options, excluded)
     write_jsonl(args.out, [as_prompt(row) for row in rows] if args.prompts else rows)
     print(f"{len(rows)} rows of {args.generator}: {args.out}")
 
 
 if __name__ == "__main__":
-    run_cli(lambda: write_rows(ARGS))
+    run_cli(main)

@@ -7,14 +7,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainingArguments
+from trl import SFTConfig
 from typing_extensions import TypedDict
 
-from iha.checkpoints import fingerprint
 from iha.errors import UserError
 from iha.files import current_commit, read_json, write_json
-from sft.arguments import UNUSED_KEYS, RunArguments, chat_template
-from sft.base_model import Start
+from sft.arguments import UNUSED_KEYS, RunArguments
+from sft.base_model import INTERLEAVING_KEYS, Start, identify_start
 from sft.checkpoints import RECORD
 from sft.sources import MIXTURES, RunData, check_splits, identify_data
 
@@ -35,69 +34,34 @@ class Record(TypedDict):
 
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
-# Keys that a record leaves out: paths on this machine, keys that other sections record, and keys that nothing reads.
-_UNRECORDED = {
-    "model_name_or_path",
-    "tokenizer",
-    "dataset_name",
-    "eval_dataset_name",
-    "output_dir",
-    "logging_dir",
-    "run_name",
-    "resume_from_checkpoint",
-    "chat_template_path",
-    *UNUSED_KEYS,
-}
-# Keys of a recipe that a resumed run may not change.
+# Keys that a record leaves out: those that other sections record, paths on this machine, and keys that nothing reads.
+_SOURCE_KEYS = ("model_name_or_path", "tokenizer", "dataset_name", "eval_dataset_name", "chat_template_path")
+_PATH_KEYS = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
+_UNRECORDED = {*_SOURCE_KEYS, *_PATH_KEYS, *UNUSED_KEYS}
+# Keys of a recipe that a resumed run may not change. The checkpoint holds the optimizer with the rates that the run
+# began with, and the weights of this model and these adapters. Other rows, or the same ones in another order, would be
+# repeated or skipped.
+_OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
+_MODEL_KEYS = ("num_pseudo_heads", *INTERLEAVING_KEYS, "mixing_scale", "dtype")
+_LENGTH_KEYS = ("rope_theta", "max_position_embeddings", "sliding_window")
+_ADAPTER_KEYS = ("use_peft", "lora_r", "lora_alpha", "use_rslora", "use_dora")
+_ADAPTED_KEYS = ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
+_SPLIT_KEYS = ("dataset_config", "dataset_train_split", "dataset_streaming", "eval_size", "seed", "data_seed")
+_ORDER_KEYS = ("shuffle_dataset", "train_sampling_strategy", "accelerator_config", "dataloader_drop_last")
+_TEXT_KEYS = ("packing", "packing_strategy", "chat_template", "eos_token", "pad_token")
 FIXED_KEYS = (
-    # The checkpoint holds the optimizer with the rates that the run began with.
-    "learning_rate",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "optim",
-    "optim_args",
-    # It holds the weights of this model.
-    "num_pseudo_heads",
-    "interleaved_layers",
-    "interleaved_window",
-    "collapse",
-    "mixing_scale",
-    "dtype",
-    "rope_theta",
-    "max_position_embeddings",
-    "sliding_window",
-    "use_peft",
-    "lora_r",
-    "lora_alpha",
-    "lora_target_modules",
-    "lora_target_parameters",
-    "lora_modules_to_save",
-    "use_rslora",
-    "use_dora",
-    # Other rows, or the same ones in another order, would be repeated or skipped.
-    "dataset_config",
-    "dataset_train_split",
-    "dataset_streaming",
-    "eval_size",
-    "seed",
-    "data_seed",
-    "packing",
-    "packing_strategy",
-    "shuffle_dataset",
-    "train_sampling_strategy",
-    "accelerator_config",
-    "dataloader_drop_last",
-    "chat_template",
-    "eos_token",
-    "pad_token",
+    *_OPTIMIZER_KEYS,
+    *_MODEL_KEYS,
+    *_LENGTH_KEYS,
+    *_ADAPTER_KEYS,
+    *_ADAPTED_KEYS,
+    *_SPLIT_KEYS,
+    *_ORDER_KEYS,
+    *_TEXT_KEYS,
 )
 
 
-def write_record(
-    data: RunData, start: Start, run: RunArguments, args: TrainingArguments, checkpoint: Path | None
-) -> None:
+def write_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig, checkpoint: Path | None) -> None:
     """Record in a run's `output_dir` what it is made of.
 
     Raise `UserError` if it would go on from a checkpoint of a run on another model or other data.
@@ -110,18 +74,18 @@ def write_record(
     write_json(Path(args.output_dir) / RECORD, record)
 
 
-def make_record(data: RunData, start: Start, run: RunArguments, args: TrainingArguments) -> Record:
+def make_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig) -> Record:
     """Return what the run is made of, as JSON values.
 
     Raise `UserError` for a model or data that do not exist.
     """
-    template = chat_template(args)
     check_splits(data, run)
     held_out = identify_data(run.eval_dataset_name) if run.eval_dataset_name else {}
     # `to_dict` masks what may be a password, and takes the names of special tokens for one.
     tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if hasattr(args, name)}
     keys = asdict(run) | args.to_dict() | tokens
     recipe = {name: value for name, value in keys.items() if name not in _UNRECORDED}
+    template = run.chat_template
     recipe["chat_template"] = None if template is None else hashlib.sha256(template.encode()).hexdigest()
     record = {
         "data": {"name": run.dataset_name, **identify_data(run.dataset_name, run.dataset_config)},
@@ -147,13 +111,21 @@ def compare_records(record: Record, checkpoint: Path) -> None:
         )
     kept = read_json(checkpoint / RECORD, Record)
     _refuse_changes(kept, record, checkpoint)
-    _print_changes(kept, record)
+    if kept["held_out"] != record["held_out"]:
+        print("Note: the rows to evaluate on differ from those of before.", flush=True)
+    if kept["processes"] != record["processes"]:
+        print(f"Note: this run began with {kept['processes']} processes and continues with {record['processes']}.")
+    for section in ("recipe", "versions"):
+        for name, now in record[section].items():
+            then = kept[section].get(name)
+            if _as_words(then) != _as_words(now):
+                print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
 
 
 def _refuse_changes(kept: Record, record: Record, checkpoint: Path) -> None:
     """Raise `UserError` if a run that went on from `checkpoint`, with the record `kept`, would be another one."""
     for section in ("base_model", "data"):
-        if _without_name(kept[section]) != _without_name(record[section]):
+        if kept[section] | {"name": None} != record[section] | {"name": None}:
             raise UserError(
                 f"{checkpoint} belongs to a run with another {section}, {kept[section]['name']}: choose another "
                 "output_dir, or give this run what it began with."
@@ -178,19 +150,6 @@ def _refuse_changes(kept: Record, record: Record, checkpoint: Path) -> None:
         )
 
 
-def _print_changes(kept: Record, record: Record) -> None:
-    """Print what differs between a record that is kept and that of the run that goes on."""
-    if kept["held_out"] != record["held_out"]:
-        print("Note: the rows to evaluate on differ from those of before.", flush=True)
-    if kept["processes"] != record["processes"]:
-        print(f"Note: this run began with {kept['processes']} processes and continues with {record['processes']}.")
-    for section in ("recipe", "versions"):
-        for name, now in record[section].items():
-            then = kept[section].get(name)
-            if _as_words(then) != _as_words(now):
-                print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
-
-
 def fixed_keys(record: Record) -> list[str]:
     """Return the keys of a recipe that a resumed run may not change."""
     recipe = record["recipe"]
@@ -204,10 +163,6 @@ def fixed_keys(record: Record) -> list[str]:
     return names
 
 
-def _without_name(section: Section) -> Section:
-    return {name: value for name, value in section.items() if name != "name"}
-
-
 def _as_words(value: Any) -> list[str]:
     """Return a value as the command line gives it: a number of a YAML file is a word there."""
     return [str(each) for each in (value if isinstance(value, list) else [value])]
@@ -217,11 +172,3 @@ def rows_of_a_step(record: Record) -> int:
     """Return how many rows all processes of a run take in a step."""
     recipe = record["recipe"]
     return recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"] * record["processes"]
-
-
-def identify_start(start: Start, seed: int) -> dict[str, str]:
-    """Return the name of the checkpoint or random weights that a run starts from, and what tells them from others."""
-    if start.source is not None:
-        return {"name": start.name, "fingerprint": fingerprint(start.source)}
-    content = json.dumps([start.config.to_dict(), start.tokenizer.get_vocab(), seed], sort_keys=True, default=str)
-    return {"name": f"preset {start.name}", "sha256": hashlib.sha256(content.encode()).hexdigest()}

@@ -30,11 +30,8 @@ def write_curves(history: list[dict], output_dir: Path) -> None:
 
     In loss.json the losses are called "train" and "eval".
     """
-    points = {
-        name: [[entry["step"], entry[name]] for entry in history if name in entry]
-        for panel in CURVES
-        for name in (panel, f"eval_{panel}")
-    }
+    names = [name for panel in CURVES for name in (panel, f"eval_{panel}")]
+    points = {name: [[entry["step"], entry[name]] for entry in history if name in entry] for name in names}
     losses = {"train": points["loss"], "eval": points["eval_loss"]}
     others = {name: values for name, values in points.items() if values and name not in ("loss", "eval_loss")}
     write_json(output_dir / "loss.json", losses | others)
@@ -43,11 +40,7 @@ def write_curves(history: list[dict], output_dir: Path) -> None:
 
 def draw(points: dict[str, list], path: Path) -> None:
     """Draw a panel for each of the `CURVES` that was logged."""
-    shown = []
-    for name in CURVES:
-        was_logged = points[name] or points[f"eval_{name}"]
-        if was_logged or name == "loss":
-            shown.append(name)
+    shown = [name for name in CURVES if points[name] or points[f"eval_{name}"]] or ["loss"]
     figure, all_axes = plots.panels("Curves of the run", len(shown), 2)
     for axes, panel in zip(all_axes, shown):
         for name in (panel, f"eval_{panel}"):

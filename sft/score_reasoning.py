@@ -1,6 +1,9 @@
 """Answer reasoning rows greedily with a model, and score the replies by reasoning-gym's own verifiers.
 
 The file of --json also has the loss of the rows' own answers: it tells models apart that are too small to answer.
+
+example:
+  python -m sft.score_reasoning outputs/demo/sft/final test.jsonl --limit 50
 """
 
 import argparse
@@ -18,15 +21,8 @@ from iha.errors import UserError, check_packages, run_cli, time_limit
 from iha.files import check_output_file, expanded, open_regular, read_jsonl, write_json
 
 
-EXAMPLE = """example:
-  python -m sft.score_reasoning outputs/demo/sft/final test.jsonl --limit 50
-"""
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="model directory, GGUF file or id on the Hub")
     parser.add_argument("data", nargs="+", help="files of rows made by make_reasoning_data.py, each scored apart")
     parser.add_argument("--limit", type=int, help="use the first LIMIT rows of each file only")
@@ -58,14 +54,7 @@ from reasoning_gym.factory import DATASETS
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from iha.checkpoints import (
-    end_tokens_alone,
-    load_model,
-    load_tokenizer,
-    note_slow_dtype,
-    positions_of,
-    vocabulary_of,
-)
+from iha.checkpoints import end_tokens_alone, load_model, load_tokenizer, note_slow_dtype, positions_of, vocabulary_of
 from iha.sources import find_source
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
@@ -114,32 +103,25 @@ def correctness(completions: list[list[dict]], generator: list[str], entry: list
     return [float(is_right(*each)) for each in zip(replies, generator, entries, strict=True)]
 
 
-def check_positions(model, tokenizer, prompts: list[list[dict]], new_tokens: int) -> None:
-    """Reject chat prompts that leave no room for `new_tokens` more tokens in the model's positions."""
-    lengths = []
-    for number, prompt in enumerate(prompts, 1):
-        with rendering(f"row {number}"):
-            encoded = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-        lengths.append(len(encoded["input_ids"]))
-    longest = max(lengths)
-    positions = positions_of(model.config)
-    if positions is not None and longest + new_tokens > positions:
-        raise UserError(
-            f"the longest prompt has {longest} tokens and its reply may have {new_tokens} more, but the model has "
-            f"only {positions} positions: generate fewer tokens or leave long prompts out."
-        )
-
-
 @torch.inference_mode()
 def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: int, max_new_tokens: int) -> list[str]:
     """Return the model's greedy replies to chat prompts, in batches padded on the left.
 
-    Raise `UserError`: see `check_positions`.
+    Raise `UserError` for prompts that leave no room for `max_new_tokens` more tokens in the model's positions.
     """
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    check_positions(model, tokenizer, prompts, max_new_tokens)
-    texts = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+    texts = []
+    for number, prompt in enumerate(prompts, 1):
+        with rendering(f"row {number}"):
+            texts.append(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
+    longest = max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+    positions = positions_of(model.config)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise UserError(
+            f"the longest prompt has {longest} tokens and its reply may have {max_new_tokens} more, but the model has "
+            f"only {positions} positions: generate fewer tokens or leave long prompts out."
+        )
     # `generate` takes from the model's settings what its arguments leave open, and with a penalty for repetition it
     # would not be greedy.
     model.generation_config = end_tokens_alone(model, tokenizer)
@@ -213,31 +195,6 @@ def check_rows(rows: list[dict], trust_rows: bool = False) -> list[list[dict]]:
     return prompts
 
 
-def score(
-    model,
-    tokenizer,
-    rows: list[dict],
-    prompts: list[list[dict]],
-    batch_size: int = 16,
-    max_new_tokens: int = 96,
-    parts: list[str] | None = None,
-) -> dict:
-    """Return how a model answers rows of make_reasoning_data.py: `summary`, its "replies", and "parts".
-
-    "parts" has a summary of each part, by the names in `parts`, one for each row; by default a part is the rows of a
-    generator. `prompts` are those of `check_rows`. Raise `UserError` for a tokenizer and prompts that
-    `generate_replies` rejects.
-    """
-    replies = generate_replies(model, tokenizer, prompts, batch_size, max_new_tokens)
-    right = [is_right(reply, row["generator"], row["entry"]) for reply, row in zip(replies, rows, strict=True)]
-    losses = answer_losses(model, tokenizer, prompts, [row["conversations"][-1]["value"] for row in rows])
-    of_parts: dict[str, list] = {}
-    for part, *answer in zip(parts or [row["generator"] for row in rows], right, losses, strict=True):
-        of_parts.setdefault(part, []).append(answer)
-    summaries = {part: summary(*zip(*answers)) for part, answers in of_parts.items()}
-    return summary(right, losses) | {"replies": replies, "parts": summaries}
-
-
 def summary(right: Sequence[bool], losses: Sequence[float]) -> dict[str, float | None]:
     """Return the accuracy, by `is_right`, and the mean loss in nats of the rows' own answers, with standard errors."""
     rows = len(right)
@@ -258,22 +215,35 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 
 def score_model(args: argparse.Namespace) -> dict:
-    """Score the model and rows of the command line, print the accuracy and return `score`'s result."""
+    """Score the model on the rows of the command line, and print the accuracy of each part.
+
+    A part is a file, or the rows of a generator if there is one file. Return what --json writes: the `summary` of all
+    rows, the "replies", and the summaries of the "parts".
+    """
     files = {file: read_rows(file, args.limit) for file in args.data}
     rows = [row for of_file in files.values() for row in of_file]
-    parts = [file for file, of_file in files.items() for _ in of_file] if len(files) > 1 else None
     prompts = check_rows(rows, args.trust_rows)
     source = find_source(args.model)
     model = load_model(source).to("cuda" if torch.cuda.is_available() else "cpu")
     if model.device.type == "cpu":
         note_slow_dtype(model.dtype)
     tokenizer = load_tokenizer(source, vocabulary_of(model.config))
-    result = score(model, tokenizer, rows, prompts, args.batch_size, args.max_new_tokens, parts)
+    replies = generate_replies(model, tokenizer, prompts, args.batch_size, args.max_new_tokens)
+    right = [is_right(reply, row["generator"], row["entry"]) for reply, row in zip(replies, rows, strict=True)]
+    losses = answer_losses(model, tokenizer, prompts, [row["conversations"][-1]["value"] for row in rows])
+    parts = [row["generator"] for row in rows]
+    if len(files) > 1:
+        parts = [file for file, of_file in files.items() for _ in of_file]
+    of_parts: dict[str, list] = {}
+    for part, *answer in zip(parts, right, losses, strict=True):
+        of_parts.setdefault(part, []).append(answer)
+    summaries = {part: summary(*zip(*answers)) for part, answers in of_parts.items()}
+    result = summary(right, losses) | {"replies": replies, "parts": summaries}
     if args.json is not None:
         write_json(args.json, result)
-    found = result["parts"] if len(result["parts"]) > 1 else {}
-    for name, each in {**found, "all": result}.items():
-        title = f"{name}: " if found else ""
+    shown = summaries if len(summaries) > 1 else {}
+    for name, each in {**shown, "all": result}.items():
+        title = f"{name}: " if shown else ""
         print(f"{title}{each['correct']} of {each['rows']}: {each['accuracy']:.1%}")
     return result
 

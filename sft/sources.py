@@ -4,13 +4,13 @@ import hashlib
 import json
 import os
 from contextlib import AbstractContextManager
+from itertools import product
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from annotated_types import Gt, MinLen
 from datasets import get_dataset_split_names, load_dataset_builder
 from datasets.inspect import SplitsNotFoundError
-from transformers import TrainingArguments
 from trl import SFTConfig
 from typing_extensions import TypedDict
 
@@ -31,19 +31,24 @@ class RowSource(NamedTuple):
     split: str = "train"
     config: str | None = None
 
+    @property
+    def slices(self) -> list[str]:
+        """Return the parts of the split, which may be a sum of slices, such as train[:10%]+test."""
+        return [part.strip() for part in self.split.split("+")]
+
+    @property
+    def place(self) -> str | Path:
+        """Return a canonical path, so that aliases of a file compare equal, or an id on the Hub."""
+        path = Path(self.name)
+        return path.resolve() if path.exists() else self.name
+
 
 class RunData(NamedTuple):
-    """Hold where a run reads its rows.
+    """Hold where a run reads its rows."""
 
-    Attributes:
-        parts: the sources to train on, several in a mixture.
-        shares: the share of the tokens of each.
-        held_out: the source to evaluate on, or None if rows are held out, or if the run does not evaluate.
-    """
-
-    parts: list[RowSource]
-    shares: list[float]
-    held_out: RowSource | None
+    parts: list[RowSource]  # to train on, several in a mixture
+    shares: list[float]  # of the tokens, one for each part
+    held_out: RowSource | None  # to evaluate on; None if rows are held out, or if the run does not evaluate
 
 
 def data_of(run: RunArguments, args: SFTConfig) -> RunData:
@@ -80,7 +85,7 @@ def data_of(run: RunArguments, args: SFTConfig) -> RunData:
         held_out = RowSource(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
     if held_out is not None:
         check_source(held_out.name, held_out.split)
-        _check_whole(held_out.name, args, packs_eval(args))
+        _check_whole(held_out.name, args, args.packing if args.eval_packing is None else args.eval_packing)
     return RunData(parts, [share for _, share in named], held_out)
 
 
@@ -120,7 +125,7 @@ def _check_evaluation(run: RunArguments, args: SFTConfig) -> None:
         )
 
 
-def evaluates(args: TrainingArguments) -> bool:
+def evaluates(args: SFTConfig) -> bool:
     """Return whether a recipe asks for an evaluation during training."""
     return args.eval_strategy != "no" or args.eval_on_start
 
@@ -138,10 +143,9 @@ def sources(dataset_name: str) -> list[tuple[str, float]]:
 
     The file holds a list of `{path: NAME, share: NUMBER}`. Raise `UserError` if the shares do not add up to 1.
     """
-    file = Path(dataset_name)
     if suffix_of(dataset_name) not in MIXTURES:
         return [(dataset_name, 1.0)]
-    entries = read_yaml(file, Annotated[list[Part], MinLen(1)])
+    entries = read_yaml(dataset_name, Annotated[list[Part], MinLen(1)])
     total = sum(entry["share"] for entry in entries)
     if abs(total - 1) > 1e-6:
         raise UserError(f"{dataset_name}: the shares add up to {total:g}: expected 1.")
@@ -160,13 +164,6 @@ def names_file(name: str) -> bool:
 def is_one_row(name: str) -> bool:
     """Return whether a source is a text file, which is one document."""
     return Path(name).is_file() and READERS.get(suffix_of(name)) == "text"
-
-
-def holds_text_files(name: str) -> bool:
-    """Return whether a source is a text file, or a directory with text files and no other rows."""
-    if not Path(name).is_dir():
-        return is_one_row(name)
-    return {READERS.get(suffix_of(file.name)) for file in Path(name).rglob("*")} - {None} == {"text"}
 
 
 def check_source(name: str, split: str) -> None:
@@ -204,11 +201,6 @@ def _note_short_file(name: str, args: SFTConfig) -> None:
         )
 
 
-def packs_eval(args: SFTConfig) -> bool:
-    """Return whether the rows to evaluate on are packed."""
-    return args.packing if args.eval_packing is None else args.eval_packing
-
-
 def splits(args: SFTConfig, packs: bool) -> bool:
     """Return whether long rows are split at `max_length` and not cut."""
     return packs and args.packing_strategy == "bfd_split"
@@ -237,22 +229,14 @@ def _share_rows(one: RowSource, other: RowSource) -> bool:
 
     Two different slices of a split are not compared, and neither is the default configuration with its name.
     """
-    if (_place(one), one.config) != (_place(other), other.config):
+    if (one.place, one.config) != (other.place, other.config):
         return False
-    for part in one.split.split("+"):  # a split may be a sum of slices, such as train[:10%]+test
-        for other_part in other.split.split("+"):
-            slices = (part.strip(), other_part.strip())
-            names = {split.partition("[")[0] for split in slices}
-            has_whole = any("[" not in split for split in slices)
-            if (len(names) == 1 or "all" in names) and (has_whole or slices[0] == slices[1]):
-                return True
+    for slices in product(one.slices, other.slices):
+        names = {each.partition("[")[0] for each in slices}
+        has_whole = any("[" not in each for each in slices)
+        if (len(names) == 1 or "all" in names) and (has_whole or slices[0] == slices[1]):
+            return True
     return False
-
-
-def _place(source: RowSource) -> str | Path:
-    """Return where a dataset is, in one way for all names of a file."""
-    path = Path(source.name)
-    return path.resolve() if path.exists() else source.name
 
 
 def check_split(source: RowSource, key: str, or_else: str = "") -> None:
@@ -261,7 +245,7 @@ def check_split(source: RowSource, key: str, or_else: str = "") -> None:
     `key` is the key of the recipe that names the split, and `or_else` is another way out. Raise `UserError`, which
     lists what there is.
     """
-    name, split, config = source
+    name, _, config = source
     if names_file(name):
         return
     with loading(name, config):
@@ -269,9 +253,8 @@ def check_split(source: RowSource, key: str, or_else: str = "") -> None:
             known = get_dataset_split_names(name, config)
         except SplitsNotFoundError:  # for archives that cannot be streamed: `load_rows` will read them whole
             return
-    # A split may be a sum of slices, such as train[:10%]+test.
-    parts = [part.partition("[")[0].strip() for part in split.split("+")]
-    for part in parts:
+    for each in source.slices:
+        part = each.partition("[")[0]
         if part not in (*known, "all"):
             raise UserError(
                 f"dataset {name!r} has no split {part!r}: set {key} to one of {', '.join(known)}{or_else}."

@@ -3,14 +3,16 @@
 examples/sft.py is the same pipeline on one page, without checks, records and resume.
 """
 
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
-from iha.errors import check_packages, run_cli
+from iha.errors import UserError, check_packages, run_cli
 
 
 if __name__ == "__main__":
@@ -21,14 +23,25 @@ from peft import LoraConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
+from iha.cards import FINAL
+from iha.files import new_directory, read_json, sole_writer
+from iha.kinds import is_ours
 from iha.model_cost import flops_of_a_token
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import find_start, lora_config, prepare_model, run_config, stop_at_end_of_turn
+from sft.checkpoints import (
+    RECORD,
+    check_holds_no_model,
+    checkpoint_to_resume,
+    clear_later_checkpoints,
+    newest_whole_checkpoint,
+)
 from sft.data import Rows, are_texts, training_rows
-from sft.record import write_record
-from sft.run import begun, train
-from sft.sources import data_of
-from sft.trainer import SFTRecipeTrainer, check_length, whole_text_bytes
+from sft.distributed import check_launch, whole_model
+from sft.record import Record, write_record
+from sft.results import card, write_curves
+from sft.sources import RunData, data_of
+from sft.trainer import NotFiniteError, SFTRecipeTrainer
 
 
 USAGE = """python -m sft.train --config sft/recipes/NAME/sft.yaml [--key value ...]
@@ -45,6 +58,45 @@ example:
 """
 
 
+@contextmanager
+def begun(run: RunArguments, args: SFTConfig) -> Iterator[Path | None]:
+    """Lock a run's `output_dir`, and yield the checkpoint to resume from, or None for a new run.
+
+    Raise `UserError` for a launch that would train something else, for a directory that holds a model, for a run that
+    has finished, and while another run writes there.
+    """
+    check_launch(args)
+    args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
+    args.dataloader_pin_memory &= args.device.type != "cpu"  # PyTorch warns at every epoch that it cannot
+    output = Path(args.output_dir)
+    check_holds_no_model(output)
+    # The main process holds the lock. The other processes of the run write next to it.
+    with sole_writer(output) if args.process_index == 0 else nullcontext():
+        if (output / FINAL).exists():
+            raise UserError(
+                f"{output / FINAL} exists: this run has finished. Choose another output_dir; to go on from the last "
+                f"checkpoint with more max_steps or num_train_epochs, move {FINAL} away."
+            )
+        checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, output)
+        if args.process_index == 0:
+            clear_later_checkpoints(output, checkpoint)
+        try:
+            yield checkpoint
+        except KeyboardInterrupt as interrupt:
+            if args.resume_from_checkpoint is None:
+                last = newest_whole_checkpoint(output)
+                start = "starts again: there is no checkpoint yet" if last is None else f"goes on from {last}"
+                interrupt.add_note(f"The same command {start}.")
+            raise
+        except NotFiniteError as error:
+            last = newest_whole_checkpoint(output)
+            where = "There is no checkpoint yet." if last is None else f"The last good checkpoint is {last}."
+            raise UserError(
+                f"Training stopped at {error} {where} Lower learning_rate, or check the data, and start in another "
+                "output_dir."
+            ) from error
+
+
 def build_trainer(
     run: RunArguments,
     args: SFTConfig,
@@ -53,13 +105,10 @@ def build_trainer(
     adapters: LoraConfig | None,
     rows: tuple[Rows, Dataset | None],
 ) -> SFTRecipeTrainer:
-    """Build the trainer of a recipe from its model, its adapters, and the rows to train and to evaluate on.
-
-    Raise `UserError`.
-    """
+    """Build the trainer of a recipe from its model, its adapters, and its rows. Raise `UserError`."""
     train_rows, eval_rows = rows
     if not are_texts(train_rows.features):
-        stop_at_end_of_turn(model, tokenizer, args.distributed_state.print)
+        stop_at_end_of_turn(model, tokenizer)
     trainer = SFTRecipeTrainer(
         model=model,
         args=args,
@@ -68,23 +117,68 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=adapters,
     )
-    check_length(trainer)
     if isinstance(trainer.train_dataset, IterableDataset):
         # Repeat the stream without end, so that a resume can skip the batches that were seen, however many passes they
         # took. TRL has packed the stream before: of a short stream that repeats, it would pack 1,000 rows at a time.
         trainer.train_dataset = trainer.train_dataset.repeat(None)
-    # Bits per byte need the plain loss of the tokens.
-    is_plain = args.loss_type == "nll" and args.label_smoothing_factor == 0 and not trainer.aux_loss_enabled
-    trainer.eval_bytes = whole_text_bytes(eval_rows, args) if is_plain else None
     if run.peak_tflops is not None:
         peak = run.peak_tflops * 1e12 * args.world_size
         trainer.count_tokens.peak_tokens_per_second = peak / flops_of_a_token(model.config, args.max_length)
     return trainer
 
 
+def train(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments, checkpoint: Path | None) -> None:
+    """Train from the start or from `checkpoint`, and save the final model."""
+    args = trainer.args
+    if checkpoint is not None:
+        trainer.accelerator.print(f"Resuming from {checkpoint}.")
+        args.eval_on_start = False  # the history of the checkpoint begins with that evaluation
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    steps = trainer.state.global_step
+    if steps < trainer.state.max_steps or steps == 0:
+        reason = "Give the same command again to continue."
+        if steps == 0:
+            reason = "Lower per_device_train_batch_size if the rows do not fill one batch, or raise max_steps."
+        raise UserError(
+            f"Training ended after {steps} of {trainer.state.max_steps} steps, so there is no final model. {reason}"
+        )
+    if args.load_best_model_at_end and trainer.state.best_model_checkpoint is None:
+        trainer.accelerator.print(
+            f"Warning: no evaluation gave a number for {args.metric_for_best_model}, so final/ has the last weights "
+            "and not the best ones."
+        )
+    save_final(trainer, data, run)
+    # DDP's reducer must go before the process group. The last object to hold the group destroys it and joins its
+    # threads. If that were the reducer, it would join them while it holds the GIL, and wait for ever for a thread that
+    # needs the GIL to release a tensor.
+    accelerator = trainer.accelerator
+    trainer.model_wrapped = None
+    accelerator.free_memory()
+    accelerator.end_training()
+
+
+def save_final(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments) -> None:
+    """Write the curves and the final model with its card. Every process must call this, and the main one writes."""
+    output = Path(trainer.args.output_dir)
+    model = whole_model(trainer)
+    if trainer.args.process_index != 0:
+        return
+    record = read_json(output / RECORD, Record)  # raises an error if the directory was removed
+    write_curves(trainer.state.log_history, output)
+    with new_directory(output / FINAL) as directory:
+        model = model.merge_and_unload() if run.use_peft else model
+        model.save_pretrained(directory)
+        trainer.processing_class.save_pretrained(directory)
+        if is_ours(model.config):
+            shutil.copy(output / "curves.png", directory)
+            text = card(model.config, trainer, data.held_out, run, record)
+            (directory / "README.md").write_text(text, encoding="utf-8")
+    print(f"Final model: {output / FINAL}\nCurves:      loss.json and curves.png next to it")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe of supervised fine-tuning. Raise `UserError`."""
-    run, args = RecipeParser(SFTConfig, USAGE).parse(argv)
+    run, args = RecipeParser(USAGE).parse(argv)
     data = data_of(run, args)
     with begun(run, args) as checkpoint:
         start = find_start(run)

@@ -9,7 +9,6 @@ import re
 import resource
 import sys
 import time
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +19,14 @@ from jinja2 import TemplateError
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
 from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
 from modeling_iha.mixing_weights import trained_mixing
-from sft.checkpoints import RECORD, WholeCheckpoints, check_weights
-from sft.data import Rows
+from sft.checkpoints import RECORD, WholeCheckpoints
 from sft.distributed import whole_model
-from sft.sources import packs_eval, splits
+from sft.sources import splits
 
 
 class NotFiniteError(UserError):
@@ -47,8 +45,8 @@ class StopAtNaN(TrainerCallback):
         self.loss: torch.Tensor | float = 0.0
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        loss, self.loss = self.loss, 0.0
-        self.check(state, "loss", loss)
+        self.check(state, "loss", self.loss)
+        self.loss = 0.0
         # In float16 a norm is sometimes infinite, and the scaler skips such a step by itself.
         if self.accelerator.scaler is None:
             gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
@@ -71,13 +69,11 @@ def peak_memory(device: torch.device) -> int:
 class CountTokens(TrainerCallback):
     """Log `tokens_per_second` since the last log, and continue the count of a resumed run, which TRL starts anew.
 
-    Log `minutes_left` too, by the steps since the last log and without evaluations.
-
-    If `peak_tokens_per_second`, the rate of all devices at their peak, is given, log `model_flops_utilization` too.
-    `peak_memory_gb` is the most memory so far (`peak_memory`).
+    Log too `minutes_left`, by the steps since the last log and without evaluations, `peak_memory_gb`, the most memory
+    so far (`peak_memory`), and `model_flops_utilization`, if there is a peak to compare with.
     """
 
-    peak_tokens_per_second: float | None = None
+    peak_tokens_per_second: float | None = None  # of all devices together
     time = 0.0  # of the last log; an evaluation may come before training
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -118,12 +114,16 @@ class SFTRecipeTrainer(SFTTrainer):
     Each override of a private method says why nothing public does the same.
     """
 
-    eval_bytes: int | None = None  # the length of the text to evaluate on
+    eval_predicted: tuple[int, int] | None = None  # of whole texts to evaluate on: see `count_predicted`
     eval_sums: torch.Tensor | int = 0  # over the batches of an evaluation: the loss of all tokens, and their number
 
     def __init__(self, *args, **kwargs) -> None:
         with refusing("the recipe", ValueError):  # a special token that the tokenizer lacks, keys that exclude others
             super().__init__(*args, **kwargs)
+        check_length(self)
+        is_plain = self.args.loss_type == "nll" and self.args.label_smoothing_factor == 0 and not self.aux_loss_enabled
+        if not is_plain:  # bits per byte need the plain loss of the tokens
+            self.eval_predicted = None
         self.args.logging_nan_inf_filter = False  # the mean of an evaluation would leave out what is NaN
         self.finite = StopAtNaN(self.accelerator)
         self.add_callback(self.finite)
@@ -136,9 +136,8 @@ class SFTRecipeTrainer(SFTTrainer):
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers chooses by names, and would decay vectors such as those of differential attention's lambda.
         of_mixing = {id(value) for value in trained_mixing(model)}
-        vectors = {name for name, value in model.named_parameters() if value.dim() < 2}
-        mixing = {name for name, value in model.named_parameters() if id(value) in of_mixing}
-        return [name for name in super().get_decay_parameter_names(model) if name not in vectors | mixing]
+        matrices = {name for name, value in model.named_parameters() if value.dim() > 1 and id(value) not in of_mixing}
+        return [name for name in super().get_decay_parameter_names(model) if name in matrices]
 
     def create_model_card(self, *_, **__) -> None:
         """Write nothing: TRL's card knows neither the data nor the base model, and final/ has a card of the run."""
@@ -152,13 +151,11 @@ class SFTRecipeTrainer(SFTTrainer):
     # Checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        # Trainer begins a checkpoint by this call. One that it saves over is incomplete until it is marked again.
-        check_weights(self.model, self.state.global_step)
         directory = output_dir or self.args.output_dir
-        if self.args.should_save:
-            Path(directory, RECORD).unlink(missing_ok=True)
         model = whole_model(self)
         if self.args.should_save:
+            # Trainer begins a checkpoint by this call. One that it saves over is incomplete until it is marked again.
+            Path(directory, RECORD).unlink(missing_ok=True)
             # Trainer resumes by the names of the model, and would silently leave out weights under other names.
             names = {} if isinstance(model, PeftModel) else {"save_original_format": False}
             model.save_pretrained(directory, **names)
@@ -175,27 +172,24 @@ class SFTRecipeTrainer(SFTTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         # TRL cuts and drops rows silently, and takes tokenized rows as they are. So it prepares them in two steps, and
         # `check_cut` counts whole rows between the two. TRL has no public function that tokenizes rows.
+        cut_to = None if splits(args, packing) else args.max_length
+        is_whole_text = dataset_name == "eval" and cut_to is None and "text" in dataset.column_names
+        if is_whole_text:
+            size = sum(len(text.encode()) for text in dataset["text"])
         whole = copy.copy(args)
         whole.max_length = None
         whole.shuffle_dataset = False
         with refusing("a row: the chat template does not take it", TemplateError):
             dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
-        cut_to = None if splits(args, packing) else args.max_length
         if isinstance(dataset, IterableDataset):
             dataset = check_learned(dataset, cut_to)
-        with args.main_process_first():  # the other processes find its count in the cache
-            check_cut(dataset_name, dataset, cut_to, args.dataset_num_proc)
-        return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
-
-    @cached_property
-    def eval_predicted(self) -> tuple[int, int]:
-        """Count the tokens of the evaluation rows that are predicted, and their bytes.
-
-        The first token of each packed document, and of each piece of a long one, is not predicted.
-        """
-        first = first_tokens(self.eval_dataset)
-        unpredicted = sum(bytes_of_token(self.processing_class, token) for token in first)
-        return sum(map(len, self.eval_dataset["labels"])) - len(first), self.eval_bytes - unpredicted
+        elif cut_to is not None:
+            with args.main_process_first():  # the other processes find its count in the cache
+                check_cut(dataset_name, dataset, cut_to, args.dataset_num_proc)
+        dataset = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
+        if is_whole_text:
+            self.eval_predicted = count_predicted(dataset, size, processing_class)
+        return dataset
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         self.eval_sums = 0
@@ -203,7 +197,7 @@ class SFTRecipeTrainer(SFTTrainer):
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         """Log, with the loss of an evaluation, that of plain text in bits per byte, which tokenizers do not change."""
-        if self.eval_bytes and "eval_loss" in logs:
+        if self.eval_predicted and "eval_loss" in logs:
             # `eval_loss` is a mean over rows of the means over the tokens of their batches.
             loss, tokens = self.accelerator.reduce(self.eval_sums).tolist()
             predicted_tokens, predicted_bytes = self.eval_predicted
@@ -214,7 +208,7 @@ class SFTRecipeTrainer(SFTTrainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self.eval_bytes and loss is not None:
+        if self.eval_predicted and loss is not None:
             tokens = (inputs["labels"][..., 1:] != -100).sum().to(loss.device)
             self.eval_sums = self.eval_sums + torch.stack((loss.double() * tokens, tokens.double()))
         return loss, *others
@@ -223,14 +217,12 @@ class SFTRecipeTrainer(SFTTrainer):
 # Tokenized rows
 
 
-def check_cut(name: str, rows: Rows, max_length: int | None, num_proc: int | None = None) -> None:
+def check_cut(name: str, rows: Dataset, max_length: int, num_proc: int | None) -> None:
     """Print how much TRL cuts from tokenized rows. `name` is TRL's name of the dataset: "train" or "eval".
 
     The rows of a stream cannot be counted: see `check_learned`. Raise `UserError` for rows with nothing to learn
     within `max_length`: TRL drops them silently, and packed they learn nothing.
     """
-    if max_length is None or isinstance(rows, IterableDataset):
-        return
 
     def count(row: dict) -> dict:
         return {"tokens": len(row["labels"]), "is_empty": (row["labels"][:max_length] == -100).all()}
@@ -287,26 +279,17 @@ def check_length(trainer: SFTTrainer) -> None:
             )
 
 
-def whole_text_bytes(rows: Dataset | None, args: SFTConfig) -> int | None:
-    """Count the bytes of the text to evaluate on, or return None for other rows and for text that TRL cuts.
+def count_predicted(rows: Dataset, size: int, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Count the predicted tokens of texts of `size` bytes, and the bytes of these tokens.
 
-    TRL cuts no text without `max_length`, or if packing splits long texts.
+    The first token of each packed document, and of each piece of a long one, is not predicted. `rows` are tokenized.
     """
-    is_whole = args.max_length is None or splits(args, packs_eval(args))
-    if rows is None or "text" not in rows.column_names or not is_whole:
-        return None
-    return sum(len(text.encode()) for text in rows["text"])
-
-
-def first_tokens(rows: Dataset) -> list[int]:
-    """Return the first token of each document in tokenized rows, which may be packed."""
-    if "seq_lengths" not in rows.column_names:
-        return [tokens[0] for tokens in rows["input_ids"]]
     first = []
-    for row in rows.select_columns(["input_ids", "seq_lengths"]):
-        starts = np.cumsum([0, *row["seq_lengths"][:-1]])
-        first += [row["input_ids"][start] for start in starts]
-    return first
+    for row in rows.with_format("numpy"):
+        starts = np.cumsum([0, *row.get("seq_lengths", [])[:-1]])
+        first += row["input_ids"][starts].tolist()
+    unpredicted = sum(bytes_of_token(tokenizer, token) for token in first)
+    return sum(map(len, rows["labels"])) - len(first), size - unpredicted
 
 
 def bytes_of_token(tokenizer: PreTrainedTokenizerBase, token: int) -> int:

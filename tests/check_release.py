@@ -89,7 +89,7 @@ def check_package() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (CHECKOUT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
     for block in blocks[:2]:
         run("python", "-c", block)
-    for directory in ("smollm2-interleaved", "run/checkpoint-20"):
+    for directory in ("smollm2-interleaved", "first-run/checkpoint-20"):
         assert list(Path(directory).glob("*.safetensors")) and list(Path(directory).glob("modeling_*.py")), directory
     run("iha", "convert", SOURCE, "smollm2-iha", "--num-pseudo-heads", "2")
     assert "The conversion is exact up to rounding." in run("iha", "verify", SOURCE, "smollm2-iha")

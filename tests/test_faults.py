@@ -133,7 +133,12 @@ FAULTS = {
         ),
         "pointers of Git LFS": (lambda source: shards(source)[1].write_text(LFS), "of Git LFS: fetch it again"),
         "tied and different": (set_config("tie_word_embeddings", True), "its files hold two that differ"),
-        "whole file and index": (whole_file_beside, f"model.safetensors and {INDEX} disagree"),
+        "whole file and index": (
+            whole_file_beside,
+            f"model.safetensors and {INDEX} disagree",
+            "--dtype",
+            "float32",
+        ),
     },
     # No class checks a DCFormer, and numbers of one place broadcast.
     ("dcformer",): {

@@ -15,7 +15,7 @@ from iha.sources import Source
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 from .architectures import check_known
-from .shared import Converted, build, new_config, write_checkpoint
+from .shared import Converted, build, new_config
 
 
 # Field of a DCFormer's config -> IHA's, where the names differ, and those of the same name.
@@ -215,32 +215,24 @@ def convert_weights(weights: dict[str, torch.Tensor], config: IHAConfig) -> dict
 
 
 def convert_model(
-    source: dict, weights: dict[str, torch.Tensor], generation_config: GenerationConfig | None = None
+    config: IHAConfig, weights: dict[str, torch.Tensor], generation_config: GenerationConfig | None = None
 ) -> IHAForCausalLM:
-    """Return the model that computes what the official code does with the config.json `source` and its `weights`.
+    """Return the model that computes what the official code does with `weights`, with a config of `iha_config`.
 
-    It is in eval mode and in the narrowest dtype that represents every weight exactly. Raise `UserError` if config and
-    weights are not supported or do not fit each other.
+    It is in eval mode and in the narrowest dtype that represents every weight exactly. Raise `UserError` if the
+    weights are not supported or do not fit the config.
     """
-    config = iha_config(source)
     state = convert_weights(weights, config)
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values()))
     return build(IHAForCausalLM, config, state, dtype, generation_config)
 
 
-def dcformer_to_iha(source: Source, destination: str) -> None:
-    """Convert a DCFormer into the new directory `destination`.
-
-    Raise `UserError`, and leave nothing behind, if the source cannot be converted.
-    """
-
-    def make():
-        entries = load_config_dict(source)
-        # Loading takes long, so everything that can be rejected without weights is rejected first.
-        config = iha_config(entries)
-        generation_config = load_generation_config(source)
-        tokenizer = read_tokenizer(source, config.vocab_size)
-        model = convert_model(entries, load_weights(source), generation_config)
-        return Converted(model, tokenizer, "(dcformer)")
-
-    write_checkpoint(source, destination, make)
+def dcformer_to_iha(source: Source) -> Converted:
+    """Read and convert a DCFormer. Raise `UserError` if it cannot be converted."""
+    print(f"1 of 2: reading {source}", flush=True)
+    entries = load_config_dict(source)
+    config = iha_config(entries)  # rejects what it can before the weights are read, which takes long
+    generation_config = load_generation_config(source)
+    tokenizer = read_tokenizer(source, config.vocab_size)
+    model = convert_model(config, load_weights(source), generation_config)
+    return Converted(model, tokenizer, source, "(dcformer)")

@@ -8,12 +8,13 @@ import copy
 
 from transformers import DiffLlamaForCausalLM, PreTrainedConfig
 
+from iha.checkpoints import load_config
 from iha.errors import UserError
 from iha.sources import Source
 from modeling_iha import IHAConfig, IHAForCausalLM
 
 from .architectures import SHARED_FIELDS, check_fields
-from .shared import Converted, build, new_config, read_source, write_checkpoint
+from .shared import Converted, build, new_config, read_source
 
 
 def iha_config(source: PreTrainedConfig) -> IHAConfig:
@@ -29,23 +30,18 @@ def iha_config(source: PreTrainedConfig) -> IHAConfig:
     )
 
 
-def convert_model(source: DiffLlamaForCausalLM) -> IHAForCausalLM:
+def convert_model(source: DiffLlamaForCausalLM, config: IHAConfig) -> IHAForCausalLM:
     """Return the model that computes what `source` does, in eval mode and its dtype, with its weights' memory.
 
-    Raise `UserError` when the source is not supported.
+    `config` is that of `iha_config`.
     """
-    config = iha_config(source.config)
     return build(IHAForCausalLM, config, source.state_dict(), source.dtype, source.generation_config)
 
 
-def diffllama_to_iha(source: Source, destination: str, dtype: str) -> None:
-    """Convert a DiffLlama, with weights in `dtype`, into the new directory `destination`.
-
-    Raise `UserError`, and leave nothing behind, if the source cannot be converted.
-    """
-
-    def make():
-        model, tokenizer = read_source(source, iha_config, dtype)
-        return Converted(convert_model(model), tokenizer, "(diffllama)")
-
-    write_checkpoint(source, destination, make)
+def diffllama_to_iha(source: Source, dtype: str) -> Converted:
+    """Read a DiffLlama with weights in `dtype`, and convert it. Raise `UserError` if it cannot be converted."""
+    print(f"1 of 2: reading {source}", flush=True)
+    of_source = load_config(source)
+    config = iha_config(of_source)
+    model, tokenizer = read_source(source, of_source, dtype)
+    return Converted(convert_model(model, config), tokenizer, source, "(diffllama)")

@@ -5,6 +5,7 @@ import sys
 import torch
 from transformers import CONFIG_MAPPING, DiffLlamaConfig, DiffLlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from iha.checkpoints import load_config
 from iha.errors import UserError
 from iha.kinds import iha
 from iha.sources import Source
@@ -12,11 +13,11 @@ from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing_weights import state_with_values
 
 from .architectures import ARCHITECTURES, SHARED_FIELDS, Architecture, layer_windows, rope_layers
-from .shared import Converted, build, check_iha, new_config, read_source, write_checkpoint
+from .shared import Converted, build, check_iha, new_config, read_source
 
 
 @torch.no_grad()
-def check_layers(model: IHAForCausalLM) -> set[str]:
+def added_parameters(model: IHAForCausalLM) -> set[str]:
     """Return the names of the parameters that multi-head attention lacks.
 
     Raise a `UserError` that names the first layer or parameter by which `model` computes another attention.
@@ -115,7 +116,7 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     if "diff" in model.config.attention_kinds:
         diffllama = diffllama_config(model.config)
         return build(DiffLlamaForCausalLM, diffllama, model.state_dict(), model.dtype, model.generation_config)
-    added = check_layers(model)
+    added = added_parameters(model)
     architecture, config = stock_config(model)
     state = {name: tensor for name, tensor in state_with_values(model).items() if name not in added}
     state = {name: tensor for name, tensor in state.items() if not name.endswith(architecture.lacks)}
@@ -132,11 +133,10 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     return build(architecture.model_class, config, state, model.dtype, model.generation_config)
 
 
-def iha_to_stock(source: Source, destination: str, dtype: str) -> None:
-    """Convert an IHA checkpoint to a stock one in the new directory `destination`. Raise `UserError`."""
-
-    def make():
-        model, tokenizer = read_source(source, lambda config: check_iha(source, config), dtype)
-        return Converted(convert_back(model), tokenizer)
-
-    write_checkpoint(source, destination, make)
+def iha_to_stock(source: Source, dtype: str) -> Converted:
+    """Read an IHA checkpoint with weights in `dtype`, and convert it to a stock one. Raise `UserError`."""
+    print(f"1 of 2: reading {source}", flush=True)
+    config = load_config(source)
+    check_iha(source, config)
+    model, tokenizer = read_source(source, config, dtype)
+    return Converted(convert_back(model), tokenizer, source)

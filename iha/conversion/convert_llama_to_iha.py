@@ -9,13 +9,13 @@ import json
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from iha.checkpoints import load_config
 from iha.errors import UserError, refusing
 from iha.kinds import companion_of
 from iha.sources import Source
 from modeling_iha import IHAConfig, IHAForCausalLM, set_mixing_scale
 from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.mixing_weights import trained_mixing
-from modeling_iha.modeling_iha import ATTENTION_CLASSES
 
 from .architectures import (
     ARCHITECTURES,
@@ -25,35 +25,23 @@ from .architectures import (
     layer_windows,
     rope_layers,
 )
-from .arguments import check_layers
-from .shared import Converted, build, new_config, read_source, write_checkpoint
+from .arguments import Layers
+from .shared import Converted, build, new_config, read_source
 
 
-def iha_config(
-    source: PreTrainedConfig,
-    num_pseudo_heads: int | None = None,
-    schedule: str = "global",
-    window: int | None = None,
-    kind: str = "iha",
-    options: dict | None = None,
-    output_gate: str | None = None,
-) -> IHAConfig:
-    """Return the configuration of the converted model.
-
-    Raise `UserError` if the source or an argument does not allow one.
-    """
-    check_layers(num_pseudo_heads, schedule, window, kind, output_gate)
+def iha_config(source: PreTrainedConfig, layers: Layers) -> IHAConfig:
+    """Return the configuration of the converted model. Raise `UserError` if the source does not allow such layers."""
     architecture = check_source(source)
     context = source.max_position_embeddings
-    kinds = [kind]
+    kinds = [layers.kind]
     windows = layer_windows(source)
-    if num_pseudo_heads is not None and schedule == "hybrid":
+    if layers.schedule == "hybrid":
         # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
         kinds = ["iha", "iha", "iha", "iha", "mha"]
         try:
-            window = window or flop_matched_window(context, num_pseudo_heads)
+            window = layers.window or flop_matched_window(context, layers.num_pseudo_heads)
         except ValueError:
-            none = f"num_pseudo_heads={num_pseudo_heads} leaves no window of 2 tokens or more in {context}"
+            none = f"num_pseudo_heads={layers.num_pseudo_heads} leaves no window of 2 tokens or more in {context}"
             advice = "give --window, or fewer pseudo-heads"
             raise UserError(f"{none}, by the paper's N / (2 P^2) of the hybrid schedule: {advice}.") from None
         if window > context:
@@ -66,32 +54,24 @@ def iha_config(
         **architecture.settings(source),
         head_dim=getattr(source, "head_dim", None),
         attention_kinds=[kinds[i % len(kinds)] for i in range(source.num_hidden_layers)],
-        attention_options=None if options is None else {kind: options},
+        attention_options=None if layers.options is None else {layers.kind: layers.options},
         layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
         sliding_window=next((window for window in windows if window is not None), None),
         no_rope_layers=rope_layers(source),
-        num_pseudo_heads=num_pseudo_heads,
+        num_pseudo_heads=layers.num_pseudo_heads,
         pseudo_positions="shared",
-        output_gate=output_gate,
+        output_gate=layers.output_gate,
     )
 
 
-def exact_start(
-    config: IHAConfig, layer: int, generator: torch.Generator, value_offsets: str
-) -> dict[str, torch.Tensor]:
-    """Return by name the parameters of a layer's attention that multi-head attention lacks, at their exact start.
+def added_parameters(config: IHAConfig, kind: str, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
+    """Return by name the parameters of attention that multi-head attention lacks, at the exact start of a kind.
 
-    Mixing weights come with their own starts and scales, at scale 1 (see `Mixing`)."""
-    kind = config.attention_kinds[layer]
+    Each comes with its own start and scale, at scale 1, which only mixing weights have (see `Mixing`)."""
     start = companion_of(kind).start
-    if start is None:
-        return {}
-    started = start(config, generator, value_offsets)
-    for name, value in list(started.items()):
-        started |= {f"{name}_start": torch.zeros_like(value), f"{name}_scale": torch.ones(())}
-    with torch.device("meta"):
-        own = ATTENTION_CLASSES[kind].for_layer(config, layer).state_dict()
-    return {name: value for name, value in started.items() if name in own}
+    values = {} if start is None else start(config, generator)
+    starts = {f"{name}_start": torch.zeros_like(value) for name, value in values.items()}
+    return values | starts | {f"{name}_scale": torch.ones(()) for name in values}
 
 
 def half_open_gate(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -108,38 +88,35 @@ def half_open_gate(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dic
 
 def convert_model(
     source: PreTrainedModel,
-    num_pseudo_heads: int | None = None,
-    schedule: str = "global",
-    window: int | None = None,
-    kind: str = "iha",
-    options: dict | None = None,
+    config: IHAConfig,
     value_offsets: str = "balanced",
     seed: int = 0,
     mixing_scale: float | None = None,
-    output_gate: str | None = None,
 ) -> IHAForCausalLM:
     """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
 
-    The arguments are those of `iha.api.convert`. The result shares the memory of the weights of `source`: delete one
-    of the two, or copy it, before training. Raise `UserError` if the source is not supported or an argument does not
-    fit it.
+    `config` is that of `iha_config`, and the others are arguments of `iha.api.convert`. The result shares the memory
+    of the weights of `source`: delete one of the two, or copy it, before training. Raise `UserError`.
     """
-    config = iha_config(source.config, num_pseudo_heads, schedule, window, kind, options, output_gate)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed) if value_offsets == "balanced" else None
     state = source.state_dict()
     lacks = ARCHITECTURES[source.config.model_type].lacks
-    for i, layer_kind in enumerate(config.attention_kinds):
+    with torch.device("meta"):
+        known = IHAForCausalLM(config).state_dict().keys()
+    for i, kind in enumerate(config.attention_kinds):
         prefix = f"model.layers.{i}.self_attn."
         state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source.dtype) for name in lacks}
         of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        started = exact_start(config, i, generator, value_offsets)
-        started |= companion_of(layer_kind).from_mha(config, of_mha)
-        if output_gate is not None:
-            started |= half_open_gate(config, of_mha | started)
-        state |= {prefix + name: value.to(source.dtype) for name, value in started.items()}
+        added = added_parameters(config, kind, generator)
+        own = {name: value for name, value in added.items() if prefix + name in known}
+        own |= companion_of(kind).from_mha(config, of_mha)
+        if config.output_gate is not None:
+            own |= half_open_gate(config, of_mha | own)
+        state |= {prefix + name: value.to(source.dtype) for name, value in own.items()}
     model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
     has_mixing = bool(trained_mixing(model))
     if mixing_scale is not None and not has_mixing:
+        kind = config.attention_kinds[0]
         raise UserError(f"kind {kind!r} with these options has no weights that mix heads: leave out mixing_scale.")
     if has_mixing:
         mixing_scale = 40.0 if mixing_scale is None else mixing_scale
@@ -149,36 +126,26 @@ def convert_model(
 
 
 def llama_to_iha(
-    source: Source,
-    destination: str,
-    dtype: str,
-    layers: tuple[int | None, str, int | None, str, dict | None],
-    output_gate: str | None,
-    value_offsets: str,
-    seed: int,
-    mixing_scale: float | None,
-) -> None:
-    """Convert a checkpoint, and write it, its tokenizer and a model card into a new directory.
+    source: Source, layers: Layers, dtype: str, value_offsets: str, seed: int, mixing_scale: float | None
+) -> Converted:
+    """Read a checkpoint of Llama's family with weights in `dtype`, and convert it.
 
-    `layers` are the arguments of `iha_config` after the first. Raise `UserError`, and leave nothing behind, if the
-    source cannot be converted.
+    Raise `UserError` if it cannot be converted.
     """
-
-    num_pseudo_heads, schedule, _, kind, options = layers
-
-    def make():
-        model, tokenizer = read_source(source, lambda config: iha_config(config, *layers, output_gate), dtype)
-        converted = convert_model(model, *layers, value_offsets, seed, mixing_scale, output_gate)
-        config = converted.config
-        how = f"({model.config.model_type})"
-        if kind == "iha":
-            how += f" with {num_pseudo_heads} pseudo-heads and the {schedule} schedule"
-        else:
-            how += f" to attention of kind {kind!r}" + (f" with {json.dumps(options)}" if options else "")
-        if output_gate is not None:
-            how += f" with an output gate ({output_gate})"
-        if schedule == "hybrid":
-            how += f", whose windows are {config.sliding_window} of {config.max_position_embeddings} tokens"
-        return Converted(converted, tokenizer, how, exact_length(model.config, config))
-
-    write_checkpoint(source, destination, make)
+    print(f"1 of 2: reading {source}", flush=True)
+    of_source = load_config(source)
+    config = iha_config(of_source, layers)  # rejects what it can before the weights are read, which takes long
+    model, tokenizer = read_source(source, of_source, dtype)
+    converted = convert_model(model, config, value_offsets, seed, mixing_scale)
+    how = f"({of_source.model_type})"
+    if layers.kind == "iha":
+        how += f" with {layers.num_pseudo_heads} pseudo-heads and the {layers.schedule} schedule"
+    else:
+        how += f" to attention of kind {layers.kind!r}"
+    if layers.options:
+        how += f" with {json.dumps(layers.options)}"
+    if layers.output_gate is not None:
+        how += f" with an output gate ({layers.output_gate})"
+    if layers.schedule == "hybrid":
+        how += f", whose windows are {config.sliding_window} of {config.max_position_embeddings} tokens"
+    return Converted(converted, tokenizer, source, how, exact_length(of_source, config))

@@ -1,18 +1,17 @@
 """Hold what the converters share: how a source is read, how a model is built, and how a checkpoint is written."""
 
 import copy
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from iha.cards import markdown, render_card, source_license, source_name
-from iha.checkpoints import check_filled, load_config, load_model, note_rounding, read_tokenizer
+from iha.checkpoints import check_filled, load_model, note_rounding, read_tokenizer
 from iha.errors import UserError, one_line
-from iha.files import new_directory
 from iha.sources import Source
 from modeling_iha import IHAConfig
 
@@ -69,15 +68,11 @@ def build(
     return model
 
 
-def read_source(
-    source: Source, check: Callable[[PreTrainedConfig], object], dtype: str
-) -> tuple[Any, PreTrainedTokenizerBase | None]:
-    """Return the model, of the class that its config names, and the tokenizer of a checkpoint, if it has one.
+def read_source(source: Source, config: PreTrainedConfig, dtype: str) -> tuple[Any, PreTrainedTokenizerBase | None]:
+    """Return the model of a checkpoint, of the class that its `config` names, and its tokenizer if it has one.
 
-    Loading takes long, so `check` first rejects what the config alone shows. Raise `UserError`.
+    Raise `UserError`.
     """
-    config = load_config(source)
-    check(config)
     model = load_model(source, dtype, config)
     if dtype == "auto":
         note_rounding(source, model.dtype)
@@ -86,42 +81,49 @@ def read_source(
     return model, tokenizer
 
 
-class Converted(NamedTuple):
+@dataclass(frozen=True)
+class Converted:
     """Hold what a converter has made.
 
     Attributes:
         model: the converted model.
         tokenizer: that of the source, if it has one.
-        how: the source's type and what became of it, for the model card. A stock model has `None`, and gets no card.
+        how: what the source was and what became of it, in a sentence for people. A stock model has `None`, and gets
+            no card.
+        source: the checkpoint that was converted.
         exact_length: the longest sequence, in tokens, for which the conversion is exact, or `None` for any length.
     """
 
     model: Any
     tokenizer: PreTrainedTokenizerBase | None
+    source: Source
     how: str | None = None
     exact_length: int | None = None
 
-
-def write_checkpoint(source: Source, destination: str, make: Callable[[], Converted]) -> None:
-    """Write what `make` reads from `source` and converts into the new directory `destination`. Raise `UserError`."""
-    with new_directory(destination) as directory:
-        print(f"1 of 2: reading {source}", flush=True)
-        model, tokenizer, how, exact_length = make()
-        print(f"2 of 2: writing {type(model).__name__}", flush=True)
-        model.save_pretrained(directory)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(directory)
-        lengths = f"at most {exact_length} tokens; longer ones differ" if exact_length else "any length"
-        section = (
-            f"## Conversion\n\nConverted from {markdown(source_name(source.name))} {how}. Before any further training "
-            f"the model computes what its source does, up to rounding, for sequences of {lengths}."
+    @property
+    def text(self) -> str:
+        """Return what the model is, for people."""
+        lengths = f"at most {self.exact_length} tokens; longer ones differ" if self.exact_length else "any length"
+        return (
+            f"Converted from {source_name(self.source.name)} {self.how}. Before any further training the model "
+            f"computes what its source does, up to rounding, for sequences of {lengths}."
         )
-        if how is not None:
-            base_model = source.name if source.path is None else None
-            license: dict[str, Any] = source_license(str(source.path or source))
-            name = Path(destination).name
-            card = render_card(model.config, name, base_model=base_model, details=section, **license)
+
+    @property
+    def summary(self) -> str:
+        """Return what a command prints at its end."""
+        parameters = f"{self.model.num_parameters():,} parameters."
+        return parameters if self.how is None else f"{parameters}\n{self.text}"
+
+    def write(self, directory: Path, name: str) -> None:
+        """Write the checkpoint into an existing directory, with a card that calls it `name`."""
+        print(f"2 of 2: writing {type(self.model).__name__}", flush=True)
+        self.model.save_pretrained(directory)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)
+        if self.how is not None:
+            base_model = self.source.name if self.source.path is None else None
+            license: dict[str, Any] = source_license(str(self.source.path or self.source))
+            details = f"## Conversion\n\n{markdown(self.text)}"
+            card = render_card(self.model.config, name, base_model=base_model, details=details, **license)
             (directory / "README.md").write_text(card, encoding="utf-8")
-    print(f"Wrote {destination}, {model.num_parameters():,} parameters.")
-    if how is not None:
-        print(section.splitlines()[-1])

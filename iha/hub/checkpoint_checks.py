@@ -17,7 +17,6 @@ from transformers.utils import (
 
 from iha.checkpoints import (
     load_config,
-    load_config_dict,
     load_generation_config,
     load_model,
     load_tokenizer,
@@ -25,7 +24,7 @@ from iha.checkpoints import (
     weight_files,
 )
 from iha.errors import UserError, refusing
-from iha.foreign_code import references, refuse_foreign_code
+from iha.foreign_code import named_modules, read_configs, refuse_foreign_code
 from iha.processes import load_in_clean_process
 from iha.sources import Source, find_source
 
@@ -62,8 +61,8 @@ READ_BY_PEOPLE = ("LICENSE", "LICENSE.txt", "NOTICE", "README.md", "curves.png",
 def checkpoint_files(source: Source) -> tuple[list[str], list[str]]:
     """Return the names of a directory that make up the checkpoint, and those that do not (folders end in "/").
 
-    The checkpoint consists of the weights that a load reads, the Python files that the config's `auto_map` leads to,
-    and what Transformers and people read besides them. Raise `UserError` if `source` is not a saved model.
+    The checkpoint consists of the weights that a load reads, the Python files that an `auto_map` leads to, and
+    what Transformers and people read besides them. Raise `UserError` if `source` is not a saved model.
     """
     directory = Path(source.location)
     belongs = (*_code_files(source), *_weight_names(source), *READ_BY_LOADS, *READ_BY_PEOPLE)
@@ -76,14 +75,12 @@ def checkpoint_files(source: Source) -> tuple[list[str], list[str]]:
 
 
 def _code_files(source: Source) -> set[str]:
-    """Return the names of the modules in the config's `auto_map` and of all siblings that they import.
+    """Return the names of the modules that an `auto_map` leads to, and of all siblings that they import.
 
     Raise `UserError` if one is missing.
     """
-    entries = load_config_dict(source)
     directory = Path(source.location)
-    own = [reference for reference in references({"auto_map": entries.get("auto_map", {})}) if "--" not in reference]
-    modules = {directory / f"{reference.rpartition('.')[0]}.py" for reference in own}
+    modules = {directory / name for name in named_modules(read_configs(directory))}
     with refusing(f"The code of {directory} is incomplete", OSError):
         helpers = {Path(helper) for module in modules for helper in get_relative_import_files(module)}
     return {path.name for path in modules | helpers}
@@ -103,6 +100,7 @@ def check_checkpoint(directory: Path, name: str, trust_code: bool) -> dict:
     Code runs last, and only this package's, byte for byte, unless `trust_code`. Return what `load_in_clean_process`
     does. Raise `UserError`.
     """
+    directory = directory.resolve()  # as the clean process names it in its errors
     try:
         source = find_source(directory)
         refuse_foreign_code(directory, trust_code)

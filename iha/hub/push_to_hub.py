@@ -95,8 +95,8 @@ def completed_card(source: Source, repo_id: str, license: str | None, base_model
     """Return the model card in a directory, or a new one, with the license and base model that it lacks.
 
     A card of this package also gets the name `repo_id`. A `base_model` of "none" says that there is none, and so does
-    the tag of a card from scratch. Raise `UserError` if the card cannot be read, states neither, or states something
-    else.
+    the tag of a card from scratch. Raise `UserError` if the card cannot be read, lacks one of them that no option
+    gives, or states something else.
     """
     path = Path(source.location, "README.md")
     config = load_config(source)

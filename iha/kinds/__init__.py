@@ -34,9 +34,9 @@ class Companion:
         times_pairs: for a kind with virtual tokens, a function of the config that returns how many times the pairs of
             "mha" a layer over all tokens has.
         served_by_vllm: whether the plugin vllm_iha serves the kind.
-        start: a function of (config, generator, value offsets "balanced" or "none") that returns parameters of the
-            attention module by name, float32, with which a layer computes exactly multi-head attention. Without it no
-            checkpoint is converted to the kind.
+        start: a function of (config, generator) that returns parameters of the attention module by name, float32,
+            with which a layer computes exactly multi-head attention. Only "iha" goes without a generator. Without
+            this function no checkpoint is converted to the kind.
         from_mha: a function of (config, parameters of multi-head attention by name) that returns those of them that
             have another value at the exact start, by name. By default all keep their values.
         control: the name of the parameter whose sign the control of a verification reverses.
@@ -47,7 +47,7 @@ class Companion:
     cost: Callable[[IHAConfig, int, int | None, str], Cost] | None = None
     times_pairs: Callable[[IHAConfig], int] | None = None
     served_by_vllm: bool = False
-    start: Callable[[IHAConfig, torch.Generator, str], dict[str, torch.Tensor]] | None = None
+    start: Callable[[IHAConfig, torch.Generator | None], dict[str, torch.Tensor]] | None = None
     from_mha: Callable[[IHAConfig, dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda config, attention: {}
     control: str | None = None
 

@@ -11,7 +11,7 @@ from modeling_iha.attention_dcmha import CompositionWeights
 from . import Companion, mha
 
 
-def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
+def start(config: IHAConfig, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
     """Return compositions that change nothing; the generator draws their first projections as at any start."""
     options = config.options_of("dcmha")
     state = {}

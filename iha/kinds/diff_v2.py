@@ -15,7 +15,7 @@ from modeling_iha import IHAConfig
 from . import Companion, mha
 
 
-def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
+def start(config: IHAConfig, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
     """Return a lambda of one half."""
     return {"lambda_proj.weight": torch.zeros(config.num_attention_heads, config.hidden_size)}
 

@@ -11,12 +11,11 @@ from modeling_iha.mixing_weights import state_with_values
 from . import Companion
 
 
-def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
+def start(config: IHAConfig, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
     """Return the mixing and collapse that leave a layer's output unchanged (see modeling_iha/exact_start.py).
 
-    The value offsets "balanced" make the pseudo-heads differ; with "none" they are equal."""
-    offsets = generator if value_offsets == "balanced" else None
-    return exact_start(heads_of(config), config.num_pseudo_heads, config.pseudo_collapse, offsets)
+    Value offsets from the generator make the pseudo-heads differ. Without one they are equal."""
+    return exact_start(heads_of(config), config.num_pseudo_heads, config.pseudo_collapse, generator)
 
 
 def heads_of(config: IHAConfig) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from modeling_iha import IHAConfig
 from . import Companion, mha
 
 
-def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
+def start(config: IHAConfig, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
     """Return identity maps."""
     options = config.options_of("knocking_heads")
     d = config.head_dim

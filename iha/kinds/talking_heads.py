@@ -13,7 +13,7 @@ from . import Companion, mha
 MAPS = ("score_mix.weight", "weight_mix.weight")
 
 
-def start(config: IHAConfig, generator: torch.Generator, value_offsets: str) -> dict[str, torch.Tensor]:
+def start(config: IHAConfig, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
     """Return identity maps."""
     return {name: torch.eye(config.num_attention_heads) for name in MAPS}
 

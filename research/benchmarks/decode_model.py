@@ -13,7 +13,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from iha.checkpoints import load_model, smollm2_gguf
-from iha.conversion.convert_llama_to_iha import convert_model
+from iha.conversion.arguments import Layers
+from iha.conversion.convert_llama_to_iha import convert_model, iha_config
 from iha.errors import run_cli
 from iha.model_cost import attention
 from iha.sources import find_source
@@ -68,7 +69,7 @@ def main() -> None:
     args = PARSER.parse_args()
     logging.disable_progress_bar()
     llama = load_model(find_source(smollm2_gguf()), torch.float32)
-    iha = convert_model(llama, PSEUDO_HEADS)
+    iha = convert_model(llama, iha_config(llama.config, Layers(PSEUDO_HEADS)))
     rows = reported(measure(llama, iha, tokens, args.repeats) for tokens in args.tokens)
     setting = {"new_tokens": NEW_TOKENS, "checkpoint": "SmolLM2-135M-Instruct"}
     predicted_by = "values of weights and cache that are read"

@@ -46,7 +46,7 @@ from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
 from iha.conversion import convert_diffllama_to_iha as of_diffllama
 from iha.conversion import verify_conversion
 from iha.conversion.architectures import exact_length
-from iha.conversion.arguments import KINDS
+from iha.conversion.arguments import KINDS, Layers
 from iha.conversion.convert_iha_to_llama import convert_back
 from iha.conversion.convert_llama_to_iha import convert_model, iha_config
 from iha.errors import UserError
@@ -62,10 +62,17 @@ from research.experiments.model_types import MULTIMODAL, tiny_model
 # What is converted
 
 
-CONVERT = {
-    **dict.fromkeys(SOURCES, convert_model),
-    **dict.fromkeys(OTHER_SOURCES, of_diffllama.convert_model),
-}
+def convert(source, *layers, value_offsets="balanced", seed=0, mixing_scale=None, **more_layers):
+    """Convert a model of Llama's family to the layers of these arguments of `Layers`."""
+    config = iha_config(source.config, Layers(*layers, **more_layers))
+    return convert_model(source, config, value_offsets, seed, mixing_scale)
+
+
+def convert_diffllama(source):
+    return of_diffllama.convert_model(source, of_diffllama.iha_config(source.config))
+
+
+CONVERT = {**dict.fromkeys(SOURCES, convert), **dict.fromkeys(OTHER_SOURCES, convert_diffllama)}
 P3, TALKING_HEADS = {"num_pseudo_heads": 3}, {"kind": "talking_heads"}
 OTHER_KINDS = [{"kind": kind} for kind in KINDS if kind != "iha"]
 # "smollm3-sliding" has what a kind meets in a layer, whatever the architecture: another head_dim, windows, biases
@@ -130,7 +137,7 @@ def test_round_trip_returns_the_same_model(name, arguments):
 @pytest.mark.parametrize("kind", [arguments["kind"] for arguments in OTHER_KINDS])
 def test_nothing_is_dead_after_a_conversion(kind):
     """Expect gradients of the first projections of "dcmha" after a step, and of all else at once."""
-    model = convert_model(tiny_source(), kind=kind)
+    model = convert(tiny_source(), kind=kind)
     # Weights that share memory would learn as one, and cannot be saved.
     assert len({p.data_ptr() for p in model.parameters()}) == len(list(model.parameters()))
     for step in range(2):
@@ -142,7 +149,7 @@ def test_nothing_is_dead_after_a_conversion(kind):
 @pytest.mark.parametrize("name", ["mistral-sliding", "qwen3"])
 def test_hybrid_schedule_is_exact_up_to_its_window(name):
     source = tiny_source(name)
-    model = convert_model(source, 2, "hybrid", window=5)
+    model = convert(source, 2, "hybrid", window=5)
     config = model.config
     assert config.attention_kinds == ["iha", "iha", "iha", "iha", "mha", "iha"]
     assert config.layer_types == ["sliding_attention"] * 4 + ["full_attention", "sliding_attention"]
@@ -156,9 +163,9 @@ def test_hybrid_schedule_is_exact_up_to_its_window(name):
         assert restored.config.layer_types == config.layer_types
         assert_equal_logits(logits(restored), logits(model))
     else:  # the smaller window counts
-        assert exact_length(source.config, iha_config(source.config, 2, "hybrid", 9)) == 7
+        assert exact_length(source.config, iha_config(source.config, Layers(2, "hybrid", 9))) == 7
     # By default the window is the paper's.
-    assert iha_config(source.config, 2, "hybrid").sliding_window == 256 // (2 * 2**2)
+    assert iha_config(source.config, Layers(2, "hybrid")).sliding_window == 256 // (2 * 2**2)
 
 
 ORIGINAL = {"original_max_position_embeddings": 8}
@@ -176,14 +183,14 @@ def test_every_rope_type_is_carried_over(rope_type):
     plain = tiny_source(rope_parameters={"rope_theta": 100.0, "rope_type": "default"}, max_position_embeddings=12)
     expected = logits(source)
     assert (expected - logits(plain)).abs().max() > 1e-2, "the RoPE type makes no difference here"
-    assert_equal_logits(logits(convert_model(source, 3)), expected)
+    assert_equal_logits(logits(convert(source, 3)), expected)
 
 
 def test_offsets_balance_and_set_the_pseudo_heads_apart():
     source = tiny_source()
 
     def v_mix(layer=2, **arguments):
-        return convert_model(source, 3, **arguments).model.layers[layer].self_attn.v_mix.value()
+        return convert(source, 3, **arguments).model.layers[layer].self_attn.v_mix.value()
 
     mixing = v_mix(seed=1)
     offsets = mixing - torch.eye(2)[:, :, None]
@@ -197,7 +204,7 @@ def test_offsets_balance_and_set_the_pseudo_heads_apart():
 
 def test_conversion_makes_no_second_copy_of_the_weights():
     source = tiny_source("qwen2-tied")
-    model = convert_model(source, 2)
+    model = convert(source, 2)
     copies = dict(model.named_parameters())
     for name, parameter in source.named_parameters():
         assert copies[name].data_ptr() == parameter.data_ptr(), name
@@ -223,7 +230,7 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
     config = tiny_source().config
     config = change(config) or config
     with pytest.raises(UserError, match=message):
-        iha_config(config, 2)
+        iha_config(config, Layers(2))
 
 
 @pytest.mark.parametrize(
@@ -247,7 +254,7 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
 )
 def test_arguments_that_cannot_work_are_refused(arguments, message):
     with pytest.raises(UserError, match=message):
-        convert_model(tiny_source(), **arguments)
+        convert(tiny_source(), **arguments)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +297,7 @@ def test_a_whole_number_scales_the_mixing(tmp_path):
 
 
 def test_collapse_over_all_heads_goes_back():
-    model = convert_model(tiny_source(), 3)
+    model = convert(tiny_source(), 3)
     config = copy.deepcopy(model.config)
     config.pseudo_collapse, config.mixing_scale = "all_heads", 1.0
     wide = IHAForCausalLM(config).eval()
@@ -339,7 +346,7 @@ def test_a_qk_norm_keeps_the_mixing_of_queries_and_keys_from_being_folded():
     ],
 )
 def test_a_parameter_that_moved_is_named(name, step, moved):
-    model = convert_model(tiny_source(), **P3)
+    model = convert(tiny_source(), **P3)
     with torch.no_grad():
         for layer in (5, 3):
             getattr(model.model.layers[layer].self_attn, name).weight.view(-1)[1] += step / model.config.mixing_scale
@@ -366,7 +373,7 @@ def test_no_stock_architecture_is_refused(fields, message):
 
 
 def test_trained_output_bias_is_not_dropped():
-    model = convert_model(tiny_source("qwen2-sliding"), 2)
+    model = convert(tiny_source("qwen2-sliding"), 2)
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.bias[0] = 0.5
     restored = convert_back(model)
@@ -376,7 +383,7 @@ def test_trained_output_bias_is_not_dropped():
 
 @pytest.mark.parametrize(("dtype", "moved"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)])
 def test_a_fold_that_rounds_weights_is_announced(dtype, moved, capsys):
-    model = convert_model(tiny_source(dtype=dtype), 1)
+    model = convert(tiny_source(dtype=dtype), 1)
     for layer in model.model.layers if moved else ():
         torch.nn.init.normal_(layer.self_attn.v_mix.weight, std=0.01)
     convert_back(model)

@@ -4,7 +4,6 @@ They are compared with the loops of `references/dcmha.py`, which follow the rele
 DCFORMER_OFFICIAL_CODE names its folder, with the official code (pytorch/dcformer of Caiyun-AI/DCFormer).
 """
 
-import copy
 import importlib
 import json
 import os
@@ -33,19 +32,19 @@ def layer_windows(config):
 def test_mixed_dtypes_lose_no_digit():
     weights = released_weights(DCFORMER, torch.float32)
     weights["output.weight"] = weights["output.weight"].bfloat16()
-    model = convert_model(DCFORMER, dict(weights))
+    model = convert_model(iha_config(DCFORMER), dict(weights))
     assert model.dtype == torch.float32 and {tensor.dtype for tensor in model.parameters()} == {torch.float32}
     assert torch.equal(model.model.embed_tokens.weight, weights["tok_embeddings.weight"])
     assert torch.equal(model.lm_head.weight, weights["output.weight"].float())
-    assert convert_model(DCFORMER, released_weights(DCFORMER, torch.bfloat16)).dtype == torch.bfloat16
+    assert convert_model(iha_config(DCFORMER), released_weights(DCFORMER, torch.bfloat16)).dtype == torch.bfloat16
     weights = {name: tensor.half() for name, tensor in weights.items()} | {"output.weight": weights["output.weight"]}
-    assert convert_model(DCFORMER, weights).dtype == torch.float32  # neither half holds the other
+    assert convert_model(iha_config(DCFORMER), weights).dtype == torch.float32  # neither half holds the other
 
 
 @pytest.mark.parametrize("source", [DCFORMER, PLAIN, DCFORMER | {"window_size": None}], ids=["all", "plain", "global"])
 def test_converted_model_computes_what_the_released_one_does(source):
     weights = released_weights(source)
-    model = convert_model(source, weights)
+    model = convert_model(iha_config(source), weights)
     assert not model.training and model.dtype == torch.float64
     input_ids = random_ids(2, 9)
     expected = released_causal_lm(input_ids, weights, source, layer_windows(source))
@@ -68,7 +67,7 @@ def test_official_code(window, monkeypatch):
     )
     official = official_class(config).eval()
     official.load_state_dict(weights)
-    model = convert_model(source, weights)
+    model = convert_model(iha_config(source), weights)
     input_ids = random_ids(2, 33)
     positions = torch.arange(33).expand(2, -1)
     with torch.no_grad():
@@ -129,7 +128,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(change, message):
     weights = released_weights(DCFORMER)
     change(weights)
     with pytest.raises(UserError, match=message):
-        convert_model(DCFORMER, weights)
+        convert_model(iha_config(DCFORMER), weights)
 
 
 # The command
@@ -146,7 +145,7 @@ def test_command(form, tmp_path, cli):
     assert model.dtype == torch.float32 and model.config.eos_token_id == 2
     assert (model.generation_config.eos_token_id, model.generation_config.max_length) == ([2, 5], 33)
     input_ids = random_ids(1, 9)
-    expected = uncached_logits(convert_model(copy.deepcopy(DCFORMER), weights), input_ids)
+    expected = uncached_logits(convert_model(iha_config(DCFORMER), weights), input_ids)
     assert torch.equal(uncached_logits(model, input_ids), expected)
     card = (tmp_path / "converted" / "README.md").read_text()
     assert "Converted from source (dcformer)" in card and "dcmha" in card

@@ -120,6 +120,13 @@ def test_the_code_of_a_map_with_lists_is_listed(directory):
     entries["auto_map"] |= {"AutoTokenizer": ["modeling_iha.IHAModel", None], "AutoProcessor": "org/name--other.Class"}
     (directory / "config.json").write_text(json.dumps(entries))
     assert checkpoint_files(find_source(directory))[0] == names
+    tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
+    tokenizer["auto_map"] = {"AutoTokenizer": ["own_tokenizer.Tokenizer", None]}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (directory / "own_tokenizer.py").write_text("from .own_pieces import PIECES")
+    (directory / "own_pieces.py").write_text("PIECES = ()")
+    code = {"own_tokenizer.py", "own_pieces.py"}
+    assert set(checkpoint_files(find_source(directory))[0]) == {*names} | code
 
 
 def test_dry_run_prints_the_upload_and_stays_off_the_network(hub, push):

@@ -73,7 +73,7 @@ INPUTS = {"plain": {}, "positions": POSITIONS, "padded": padding(PADDED)[0], "pa
 def test_two_gpus(core, how, inputs, small_blocks):
     """Return the logits, gradients and tokens of a CPU where a model lies on two GPUs."""
     input_ids = random_ids(1 if inputs == "packed" else 2, LENGTH)
-    model = random_model(small_config(**EVERY_KIND, **WINDOW))
+    model = random_model(small_config(**EVERY_KIND, **WINDOW, output_gate="per_head"))
     model.set_attn_implementation(core)
     expected = run(model, input_ids, how, INPUTS[inputs])
     model.zero_grad()

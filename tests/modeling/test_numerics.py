@@ -128,9 +128,10 @@ def test_from_the_meta_device(layers, tmp_path):
     assert torch.equal(uncached_logits(empty.eval(), input_ids), expected)
 
 
+BOTH = {"output_gate": "elementwise", "exclusive_attention": True}
 OFFLOADED = {
     "hybrid": lambda: random_model(hybrid_config()),
-    "hybrid, tied": lambda: random_model(hybrid_config(tie_word_embeddings=True)),
+    "hybrid, tied": lambda: random_model(hybrid_config(tie_word_embeddings=True, **BOTH)),
     "interleaved llama": partial(interleaved, "llama"),
     "interleaved gemma3": partial(interleaved, "gemma3_text"),
 }

@@ -51,12 +51,14 @@ def workplace(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("distributed")
     models = place / "models"
     window = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-    for name, geometry in {"plain": {}, "tied": {"tie_word_embeddings": True}, "window": window}.items():
+    tied = {"tie_word_embeddings": True, "output_gate": "elementwise", "exclusive_attention": True}
+    for name, geometry in {"plain": {}, "tied": tied, "window": window}.items():
         torch.manual_seed(0)
         saved(IHAForCausalLM(preset_config(**geometry)), models / name)
     for name in INTERLEAVED:
         saved(decoder(name), models / name)
-    saved(IHAForCausalLM(preset_config(attention_kinds="paired_heads", **window)), models / "paired")
+    paired = preset_config(attention_kinds="paired_heads", output_gate="per_head", **window)
+    saved(IHAForCausalLM(paired), models / "paired")
     with pytest.warns(UserWarning, match="are paired"):
         saved(pair_heads(decoder("llama"), 2), models / "paired_llama")
     write_jsonl(place / "rows.jsonl", training_rows(20))

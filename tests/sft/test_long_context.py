@@ -10,7 +10,6 @@ from helpers import assert_close, random_ids, random_model
 from tiny_training import byte_tokenizer, recipe, sizes
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
-from trl import SFTConfig
 from trl.trainer.utils import add_fused_lm_head
 
 from iha.errors import UserError
@@ -38,7 +37,7 @@ def checked(tmp_path, kind, **keys):
     """Call `run_config` with a recipe and a directory that holds a config.json and no weights."""
     CONFIGS[kind].save_pretrained(tmp_path / "model")
     arguments = sizes(tmp_path / "model", "rows.jsonl", tmp_path / "run", **keys)
-    run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", recipe("demo"), *arguments])
+    run, args = RecipeParser(USAGE).parse(["--config", recipe("demo"), *arguments])
     return run_config(find_start(run), run, args)
 
 
@@ -67,7 +66,7 @@ def test_the_papers_windows_scaled_to_64k_keep_the_flops_of_global_attention(tmp
     for preset, window in (("iha", "scale"), ("iha", 10), ("global", "scale")):
         words = sizes(None, "rows", tmp_path, **keys, sliding_window=window, eval_strategy="no", eval_size=0)
         words += ["--preset", f"paper-2.4b-{preset}"]
-        run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", recipe("paper_sft"), *words])
+        run, args = RecipeParser(USAGE).parse(["--config", recipe("paper_sft"), *words])
         costs.append(model(run_config(find_start(run), run, args), 65536).prefill)
     scaled, unscaled, plain = costs
     assert scaled / plain == pytest.approx(1, abs=0.005) and unscaled / plain == pytest.approx(0.53, abs=0.005)
@@ -78,7 +77,7 @@ def test_the_recipes_p_is_left_to_a_checkpoint_that_has_another(tmp_path, capsys
     words = sizes(tmp_path / "model", "rows.jsonl", tmp_path / "run", eval_size=0, eval_strategy="no")
     file = tmp_path / "recipe.yaml"
     file.write_text("num_pseudo_heads: 5\nuse_cpu: true\n")
-    run, args = RecipeParser(SFTConfig, USAGE).parse(["--config", str(file), *words])
+    run, args = RecipeParser(USAGE).parse(["--config", str(file), *words])
     assert run_config(find_start(run), run, args).num_pseudo_heads == 2
     assert run.num_pseudo_heads is None and "keeps its 2" in capsys.readouterr().out
 

@@ -73,10 +73,10 @@ def test_the_final_model_stops_at_the_end_of_a_turn(only, rows_file, tmp_path):
 def test_a_template_without_an_end_of_turn_is_said(capsys):
     model, tokenizer = random_model(byte_config(eos_token_id=None)), byte_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    stop_at_end_of_turn(model, tokenizer, print)
+    stop_at_end_of_turn(model, tokenizer)
     assert "ends a turn with no special token" in capsys.readouterr().out
     tokenizer.add_tokens(["\n"])  # which the answer may contain
-    stop_at_end_of_turn(model, tokenizer, print)
+    stop_at_end_of_turn(model, tokenizer)
     assert "ends a turn with no special token" in capsys.readouterr().out
     assert end_tokens(model.generation_config) == []
     assert model.generation_config.eos_token_id is None

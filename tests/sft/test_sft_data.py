@@ -19,13 +19,13 @@ from trl import SFTConfig
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from sft import train
-from sft.arguments import RecipeParser, RunArguments, chat_template
+from sft.arguments import RecipeParser, RunArguments
 from sft.checkpoints import checkpoint_to_resume
-from sft.data import check_chat_template, hold_out_first, load_rows, to_messages
+from sft.data import check_template, hold_out_first, load_rows, to_messages
 from sft.data import training_rows as rows_of_data
 from sft.make_tokenizer import train_tokenizer
 from sft.sources import data_of, sources
-from sft.trainer import SFTRecipeTrainer, bytes_of_token, check_length
+from sft.trainer import SFTRecipeTrainer, bytes_of_token
 
 
 CONVERSATIONS = [
@@ -86,11 +86,11 @@ def test_a_home_directory_is_found_in_every_key(tmp_path, monkeypatch):
     assert (
         RunArguments(dataset_name="a", eval_dataset_name="~/rows.jsonl").eval_dataset_name == f"{tmp_path}/rows.jsonl"
     )
-    args = SFTConfig(output_dir="~/run", use_cpu=True, chat_template_path="~/template.jinja")
-    assert (args.output_dir, chat_template(args)) == (f"{tmp_path}/run", "text")
+    assert SFTConfig(output_dir="~/run", use_cpu=True).output_dir == f"{tmp_path}/run"
     assert checkpoint_to_resume("~/run/checkpoint-2", tmp_path) == tmp_path / "run" / "checkpoint-2"
     words = sizes("model", str(tmp_path / "rows.jsonl"), tmp_path / "run", chat_template_path="~/template.jinja")
-    _, args = RecipeParser(SFTConfig, "").parse(["--config", recipe("demo"), *words])
+    run, args = RecipeParser("").parse(["--config", recipe("demo"), *words])
+    assert run.chat_template == "text"
     assert args.chat_template_path == f"{tmp_path}/template.jinja"  # TRL reads it too
 
 
@@ -98,7 +98,7 @@ def test_one_name_is_a_list_and_unused_keys_are_not_offered(capsys):
     run = RunArguments(dataset_name="a", lora_modules_to_save="embed_tokens", lora_target_parameters="weight")
     assert (run.lora_modules_to_save, run.lora_target_parameters) == (["embed_tokens"], ["weight"])
     with pytest.raises(SystemExit):
-        RecipeParser(SFTConfig, "usage").parse(["--help"])
+        RecipeParser("usage").parse(["--help"])
     help = capsys.readouterr().out
     assert "--load_in_4bit" not in help and "--push_to_hub" not in help and "--learning_rate" in help
 
@@ -176,19 +176,21 @@ def test_labels_cover_the_assistants_text_and_its_end_of_turn_token(template, me
     assert row["labels"] == labels
 
 
-def test_a_template_that_would_not_teach_the_model_to_stop_is_refused():
+def test_a_template_that_would_not_teach_the_model_to_stop_is_refused(tmp_path):
+    _, args = run_of("rows.jsonl", tmp_path, assistant_only_loss=True)
+    chats = Dataset.from_list([{"messages": CONVERSATIONS[0]}]).features
     without_chatml = byte_tokenizer(special=("<|endoftext|>", "</s>"))
     without_chatml.chat_template = (TEMPLATES / "chatml.jinja").read_text(encoding="utf-8")
     for tokenizer in (byte_tokenizer(), without_chatml):  # whose template marks nothing
         with pytest.raises(UserError, match="end-of-turn"):
-            check_chat_template(tokenizer, assistant_only=True)
+            check_template(chats, tokenizer, args)
     for template, named in (
         (None, "has no chat template"),
         ("{% generation %}{{ 1 / 0 }}{% endgeneration %}", "does not take it: division by zero"),
     ):
         tokenizer.chat_template = template
         with pytest.raises(UserError, match=named):
-            check_chat_template(tokenizer, assistant_only=True)
+            check_template(chats, tokenizer, args)
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -233,8 +235,8 @@ def test_plain_text_needs_an_end_token(tmp_path):
     assert len(trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset) == 1
 
 
-def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None) -> SFTRecipeTrainer:
-    model = IHAForCausalLM(small_config(vocab_size=len(tokenizer)))
+def trainer_of(args: SFTConfig, rows: Dataset, tokenizer, eval_rows=None, **fields) -> SFTRecipeTrainer:
+    model = IHAForCausalLM(small_config(vocab_size=len(tokenizer), **fields))
     return SFTRecipeTrainer(
         model=model, args=args, train_dataset=rows, eval_dataset=eval_rows, processing_class=tokenizer
     )
@@ -296,7 +298,7 @@ def test_another_column_is_named_and_read_by_an_option(tmp_path):
         [row] = trainer_of(args, rows_of_run(run, args, tokenizer)[0], tokenizer).train_dataset
         assert tokenizer.decode(row["input_ids"]) == "abc<|im_end|>"
     words = sizes("model", path, tmp_path / "run", dataset_text_field="content")
-    assert RecipeParser(SFTConfig, "").parse(["--config", recipe("demo"), *words])[1].dataset_text_field == "content"
+    assert RecipeParser("").parse(["--config", recipe("demo"), *words])[1].dataset_text_field == "content"
 
 
 def test_columns_that_are_not_read_are_said(tmp_path, capsys):
@@ -477,7 +479,6 @@ def test_bits_per_byte_are_those_of_all_tokens(tmp_path):
     _, args = run_of(path, tmp_path, max_length=None, assistant_only_loss=False, per_device_eval_batch_size=1)
     rows = Dataset.from_dict({"text": texts})
     trainer = trainer_of(args, rows, tokenizer, rows)
-    trainer.eval_bytes = sum(map(len, texts))
     expected = 0.0
     for row in trainer.eval_dataset:
         tokens = torch.tensor(row["input_ids"])[None]
@@ -489,7 +490,7 @@ def test_bits_per_byte_are_those_of_all_tokens(tmp_path):
     bits = trainer.evaluate()["eval_bits_per_byte"]
     assert seen[-1]["eval_bits_per_byte"] == bits  # as a tracker sees it
     # The first byte of each text is not predicted.
-    assert bits == pytest.approx(expected / math.log(2) / (trainer.eval_bytes - len(texts)), rel=1e-5)
+    assert bits == pytest.approx(expected / math.log(2) / (sum(map(len, texts)) - len(texts)), rel=1e-5)
 
 
 @pytest.mark.parametrize("max_length", [16, 100])
@@ -502,9 +503,9 @@ def test_bits_per_byte_do_not_depend_on_the_length_of_rows(max_length, tmp_path)
     rows = Dataset.from_dict({"text": [text]})
     trainer = trainer_of(args, rows, tokenizer, rows)
     torch.nn.init.zeros_(trainer.model.get_output_embeddings().weight)
-    trainer.eval_bytes = len(text.encode())
-    pieces = -(-(trainer.eval_bytes + 1) // max_length)  # with the end of the text
-    predicted = trainer.eval_bytes - pieces
+    size = len(text.encode())
+    pieces = -(-(size + 1) // max_length)  # with the end of the text
+    predicted = size - pieces
     bits = trainer.evaluate()["eval_bits_per_byte"]
     # The end of the text is predicted too, and has no bytes.
     assert bits == pytest.approx(math.log2(len(tokenizer)) * (predicted + 1) / predicted, rel=1e-5)
@@ -549,8 +550,7 @@ def test_a_text_that_is_shorter_than_a_row_is_noted(tmp_path, capsys):
 def test_rows_beyond_the_models_context_are_refused(tmp_path):
     path, tokenizer = write_jsonl(tmp_path / "rows.jsonl", [{"text": "a"}]), byte_tokenizer()
     _, args = run_of(path, tmp_path, max_length=None, assistant_only_loss=False)
-    trainer = trainer_of(args, Dataset.from_dict({"text": ["a", "b" * 200]}), tokenizer)
-    check_length(trainer)
-    trainer.model.config.max_position_embeddings = 200
+    rows = Dataset.from_dict({"text": ["a", "b" * 200]})
+    trainer_of(args, rows, tokenizer, max_position_embeddings=201)
     with pytest.raises(UserError, match="a row has 201 tokens, and the model 200 positions: set max_length"):
-        check_length(trainer)
+        trainer_of(args, rows, tokenizer, max_position_embeddings=200)

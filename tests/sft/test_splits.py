@@ -6,7 +6,6 @@ import datasets
 import pytest
 from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, interrupted_at, recipe, sizes, write_jsonl
-from trl import SFTConfig
 
 from iha.errors import UserError
 from iha.files import read_json
@@ -69,7 +68,7 @@ def parsed(name: str, tmp_path: Path, **keys):
     words = {"model_name_or_path": "none", "dataset_name": name, "output_dir": tmp_path / "run", "use_cpu": "true"}
     words |= {"assistant_only_loss": "false", "report_to": "none", **keys}
     argv = [part for key, value in words.items() if value is not None for part in (f"--{key}", str(value))]
-    return RecipeParser(SFTConfig, "").parse(argv)
+    return RecipeParser("").parse(argv)
 
 
 def check(run, args) -> None:

@@ -24,7 +24,6 @@ from iha.hub.checkpoint_checks import checkpoint_files
 from iha.hub.push_to_hub import completed_card
 from iha.sources import find_source
 from sft import make_model, results, train
-from sft import run as sft_run
 from sft.arguments import RecipeParser
 from sft.checkpoints import RECORD, newest_whole_checkpoint
 from sft.record import compare_records
@@ -156,7 +155,7 @@ def test_what_the_trainer_refuses_is_one_line(key, value, named, tiny, tmp_path)
 def test_a_recipe_may_have_aliases_and_needs_a_file(tmp_path, tiny, rows_file):
     (tmp_path / "recipe.yaml").write_text("seed: &number 3\ndata_seed: *number\neval_size: null")
     words = ["--config", str(tmp_path / "recipe.yaml"), *sizes(tiny, rows_file, tmp_path, eval_size=None)]
-    run, args = RecipeParser(SFTConfig, "").parse(words)
+    run, args = RecipeParser("").parse(words)
     assert (args.data_seed, run.eval_size) == (3, 0)
     with pytest.raises(UserError, match="--config: give the recipe's file"):
         train.main(["--config"])
@@ -165,9 +164,9 @@ def test_a_recipe_may_have_aliases_and_needs_a_file(tmp_path, tiny, rows_file):
 def test_the_best_weights_need_a_checkpoint_of_each_evaluation(tiny, rows_file, tmp_path):
     keys = {"load_best_model_at_end": "true", "eval_strategy": "steps", "eval_on_start": "false", "eval_steps": 1}
     with pytest.raises(UserError, match="save_steps=2 and eval_steps=1: the best evaluation may have no checkpoint"):
-        RecipeParser(SFTConfig, "").parse(command(tiny, rows_file, tmp_path, **keys))
+        RecipeParser("").parse(command(tiny, rows_file, tmp_path, **keys))
     for saves in ({"save_steps": 1}, {"save_strategy": "best"}):
-        _, args = RecipeParser(SFTConfig, "").parse(command(tiny, rows_file, tmp_path, **keys, **saves))
+        _, args = RecipeParser("").parse(command(tiny, rows_file, tmp_path, **keys, **saves))
         assert args.load_best_model_at_end
 
 
@@ -378,7 +377,7 @@ def test_weights_that_are_not_numbers_are_not_saved(tiny, rows_file, tmp_path, m
         next(self.model.parameters()).data[0] = torch.nan
 
     monkeypatch.setattr(SFTRecipeTrainer, "_maybe_log_save_evaluate", lambda *_, **__: None)
-    monkeypatch.setattr(sft_run, "write_curves", lambda *_: None)
+    monkeypatch.setattr(train, "write_curves", lambda *_: None)
     train_it = SFTRecipeTrainer.train
     monkeypatch.setattr(SFTRecipeTrainer, "train", lambda self, **kwargs: (train_it(self, **kwargs), spoil(self)))
     with pytest.raises(UserError, match="embed_tokens.weight of the model at step 1 holds NaN"):
@@ -594,12 +593,12 @@ def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):
         arguments = command("unused", tmp_path / "rows.jsonl", tmp_path / "run", eval_size=2, **keys, **loss)
         model = arguments.index("--model_name_or_path")
         arguments[model : model + 2] = ["--preset", "tiny"]
-        run, args = RecipeParser(SFTConfig, "").parse(arguments)
+        run, args = RecipeParser("").parse(arguments)
         start = train.find_start(run)
         model, tokenizer = train.prepare_model(start, train.run_config(start, run, args), run, args)
         rows = train.training_rows(train.data_of(run, args), run, args, tokenizer)
         trainer = train.build_trainer(run, args, model, tokenizer, None, rows)
-        assert (trainer.eval_bytes is not None) == has_bits
+        assert (trainer.eval_predicted is not None) == has_bits
 
 
 def test_weights_in_half_precision_that_would_not_learn_are_said(tiny, rows_file, tmp_path, capsys):

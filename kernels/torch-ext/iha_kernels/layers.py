@@ -7,21 +7,25 @@ from .triton_kernels import collapse, expand, kernels_take
 
 
 class Expand(nn.Module):
-    """Return virtual tokens [batch, N * P, H, D] of heads [batch, M, N, D] by alpha [M, H, P].
+    """Return virtual queries, keys and values [batch, H or G, N * P, D] of ones [batch, M, N, D].
 
-    With tables `cos` and `sin` [P, D], whose halves are equal, pseudo-head p is rotated by RoPE's angle p."""
+    `mixes` are alpha of each, [M, H or G, P]. `rotation`, (cos, sin) [P, D] with equal halves, is of queries and keys.
+    """
 
     can_torch_compile = True
 
-    def forward(self, states, alpha, cos=None, sin=None):
-        if kernels_take(states, alpha):
-            return expand(states, alpha, None if cos is None else (cos, sin))
-        virtual = torch.einsum("bmnd,mhp->bnphd", states, alpha.to(states.dtype))
-        if cos is not None:
-            first, second = virtual.chunk(2, dim=-1)
-            turned = torch.cat((-second, first), dim=-1)
-            virtual = virtual * cos.to(states.dtype).unsqueeze(1) + turned * sin.to(states.dtype).unsqueeze(1)
-        return virtual.flatten(1, 2)
+    def forward(self, states, mixes, rotation=None):
+        if kernels_take(states[0], mixes[0]):
+            return expand(states, mixes, rotation)
+        return tuple(mix_and_rotate(*each) for each in zip(states, mixes, (rotation, rotation, None)))
+
+
+def mix_and_rotate(states, alpha, rotation):
+    virtual = torch.einsum("bmnd,mhp->bhnpd", states, alpha.to(states.dtype))
+    if rotation is not None:
+        first, second = virtual.chunk(2, dim=-1)
+        virtual = virtual * rotation[0] + torch.cat((-second, first), dim=-1) * rotation[1]
+    return virtual.flatten(2, 3).to(states.dtype)
 
 
 class Collapse(nn.Module):
