@@ -1,7 +1,7 @@
 """Compile the Triton kernels for an NVIDIA GPU, which need not be there, and print what they take as JSON.
 
-python tests/compile_kernels.py '[90, "mixing", [["bfloat16", 20, 20, 4, 128]]]' takes the architecture, the name of a
-launch, and the arguments of some of its calls. The launch runs as on a GPU, but Triton stops after compiling. It needs
+python tests/compile_kernels.py '[90, [["mixing", "bfloat16", 20, 20, 4, 128]]]' takes the architecture, and names of
+launches with their arguments. The launches run as on a GPU, but Triton stops after compiling. It needs
 TRITON_DUMP_PTXAS_LOG=1 and TRITON_ALWAYS_COMPILE=1. `compiled_kernels` in helpers.py starts it.
 """
 
@@ -73,7 +73,7 @@ def decoding(num_heads: int, groups: int, num_pseudo_heads: int, head_dim: int, 
 LAUNCHES = {"mixing": mixing, "decoding": decoding}
 
 
-def kernels(architecture: int, launch: str, calls: list) -> list[dict]:
+def kernels(architecture: int, calls: list) -> list[dict]:
     """Return the registers of each kernel, and the bytes of spilled ones and of shared memory, for each call."""
     found = []
     run = JITFunction.run
@@ -98,7 +98,8 @@ def kernels(architecture: int, launch: str, calls: list) -> list[dict]:
     driver.set_active(Driver(architecture))
     JITFunction.run = compile_only
     for call in calls:
-        LAUNCHES[launch](*call)
+        launch, *arguments = call
+        LAUNCHES[launch](*arguments)
     return found
 
 

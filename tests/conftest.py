@@ -99,18 +99,22 @@ def small_blocks(monkeypatch):
 # at the end.
 LONGEST = (
     "test_speedrun",
-    "test_interleave",
+    "test_triton_kernels",
+    "test_compile",
     "test_mechanisms",
     "test_readme",
     "test_conversion",
     "test_notebook",
     "test_distributed",
-    "test_compile",
+    "test_interleave",
     "test_protocol",
     "test_hub",
     "test_evaluation",
     "test_training_run",
-    "test_masks",
+    "test_decoding_kernels",
+    "test_cache",
+    "test_declared",
+    "test_saved",
     "test_adapters",
     "test_model_types",
     "test_cost",
@@ -121,12 +125,10 @@ LONGEST = (
     "test_interleaved",
     "test_commands",
     "test_replaced",
-    "test_generate_api",
     "test_push",
     "test_quantized",
     "test_recipes",
     "test_pull",
-    "test_generation",
 )
 
 

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, Pre
 from transformers.activations import ACT2FN
 
 from iha.errors import ROOT, run_cli
-from modeling_iha import IHAConfig, IHAForCausalLM, virtual_tokens
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads, virtual_tokens
 from modeling_iha.configuration_iha import OPTIONS_CLASSES
 from modeling_iha.mixing_weights import mixing_parameters
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
@@ -229,6 +229,26 @@ def decoder(name, core="sdpa", **fields):
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**fields), attn_implementation=core).eval()
 
 
+def in_window(window):
+    """Return the fields of a config whose layers all have a window of so many tokens, or none."""
+    return {"layer_types": "sliding_attention", "sliding_window": window} if window else {}
+
+
+# Every way to virtual heads: functions of a window in tokens, and of fields of the configuration or of the base.
+WAYS = {
+    "iha": lambda window=None, **fields: random_model(small_config(**in_window(window), **fields)),
+    "paired_heads": lambda window=None, **fields: WAYS["iha"](window, attention_kinds="paired_heads", **fields),
+    "interleaved": lambda window=None, **fields: interleaved("llama", window, **fields),
+    "some interleaved": lambda window=None, **fields: interleaved("llama", window, [0, 2], **fields),
+    "paired": lambda window=None, **fields: pair_heads(decoder("llama", **fields), 2, sliding_window=window),
+}
+
+
+def interleaved(name, window=None, layers=None, num_pseudo_heads=2, **fields):
+    """Return a decoder of Transformers whose heads are interleaved, with a trained mixing."""
+    return train_mixing(interleave_heads(decoder(name, **fields), num_pseudo_heads, layers, window))
+
+
 def train_mixing(model, size=0.3):
     """Move what mixes heads by about `size`, as training does."""
     generator = torch.Generator().manual_seed(3)
@@ -404,9 +424,9 @@ def assert_custom_masks_mean_padding(model):
     assert_close(torch.cat(logits, dim=1)[real], expected)
 
 
-def loss_and_gradients(model, input_ids, **inputs):
+def loss_and_gradients(model, input_ids, use_cache=False, **inputs):
     model.zero_grad()
-    loss = model(input_ids, labels=input_ids, use_cache=False, **inputs).loss
+    loss = model(input_ids, labels=input_ids, use_cache=use_cache, **inputs).loss
     loss.backward()
     return loss.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
 
@@ -464,19 +484,30 @@ def gradients(output, leaves):
 # Kernels
 
 
-def compiled_kernels(launch, architecture, calls, cache):
+class CountedKernel:
+    """Take the place of a Triton kernel, list its launches, and launch it if it is given."""
+
+    def __init__(self, name, launched, kernel=None):
+        self.name, self.launched, self.kernel = name, launched, kernel
+
+    def __getitem__(self, grid):
+        self.launched.append(self.name)
+        return self.kernel[grid] if self.kernel else lambda *_, **__: None
+
+
+def compiled_kernels(architecture, calls, cache):
     """Return what compile_kernels.py prints: the registers and the memory of each kernel of each call."""
     environment = {"TRITON_CACHE_DIR": str(cache), "TRITON_ALWAYS_COMPILE": "1", "TRITON_DUMP_PTXAS_LOG": "1"}
     environment |= {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, ROOT / "tests" / "compile_kernels.py", json.dumps([architecture, launch, calls])]
+    command = [sys.executable, ROOT / "tests" / "compile_kernels.py", json.dumps([architecture, calls])]
     answer = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout)
 
 
-def traced_kernels(kind, what):
-    """Return what trace_kernels.py prints: the number of graphs, and how often they launch each kernel."""
-    command = [sys.executable, ROOT / "tests" / "trace_kernels.py", json.dumps([kind, what])]
+def traced_kernels(*cases):
+    """Return what trace_kernels.py prints of cases: the number of graphs, and how often they launch each kernel."""
+    command = [sys.executable, ROOT / "tests" / "trace_kernels.py", json.dumps(cases)]
     environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
     answer = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr

@@ -1,6 +1,6 @@
 """Compile models with their Triton kernels without a GPU, and print what the graphs launch as JSON.
 
-python tests/trace_kernels.py '["iha", "decoding"]' takes the kind of a small model ("iha", "paired_heads",
+python tests/trace_kernels.py '[["iha", "decoding"]]' takes pairs of the kind of a small model ("iha", "paired_heads",
 "interleaved") and a pass ("decoding", "training"). Dynamo and AOTAutograd trace the kernels, because a stand-in for
 Triton's driver says that there is a GPU. A graph runs without its kernels, so its results mean nothing. The
 interpreter's tests compare results. `traced_kernels` in helpers.py starts it.
@@ -72,7 +72,7 @@ def model_of(kind: str) -> torch.nn.Module:
     return IHAForCausalLM(IHAConfig(**SIZES, attention_kinds=kind, num_pseudo_heads=2))
 
 
-def trace(kind: str, what: str) -> dict:
+def trace(model: torch.nn.Module, what: str) -> dict:
     """Return how many graphs there are for tokens of four positions or calls of two lengths, and what they launch."""
     graphs = []
 
@@ -80,11 +80,7 @@ def trace(kind: str, what: str) -> dict:
         graphs.append(graph)
         return make_boxed_func(WithoutKernels(graph).run)
 
-    model = model_of(kind)
-    for module in interleaving, triton_kernels:
-        module.kernels_take = lambda *_: True  # tensors of a CPU
-    driver.set_active(Driver())
-    _triton.has_triton = lambda *_: True
+    torch._dynamo.reset()
     compiled = torch.compile(model, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
     if what == "decoding":
         cache = StaticCache(model.config, max_cache_len=CACHE_LENGTH)
@@ -110,4 +106,9 @@ def launches_of(graphs: list) -> dict[str, int]:
     return found
 
 
-print(json.dumps(trace(*json.loads(sys.argv[1]))))
+cases = [(model_of(kind), what) for kind, what in json.loads(sys.argv[1])]
+for module in interleaving, triton_kernels:
+    module.kernels_take = lambda *_: True  # tensors of a CPU
+driver.set_active(Driver())
+_triton.has_triton = lambda *_: True
+print(json.dumps([trace(model, what) for model, what in cases]))

@@ -1,32 +1,22 @@
 """Compare what any kind may add to its heads, an output gate and exclusive self attention, with its reference.
 
-test_mechanisms.py has what the kinds must hold without additions. Both are computed between attention and the output
+test_mechanisms.py has what the kinds must hold without additions, and test_cache.py, test_alone.py and
+test_checkpointing.py have both. Both are computed between attention and the output
 projection, from the layer's input and the values of the new tokens, so what a core or a mask does there holds here."""
 
 import pytest
 import torch
 from helpers import (
     EVERY_KIND,
-    FP32,
     FP64,
     assert_attention_matches,
-    assert_gradients_match,
-    gradients,
-    greedy,
-    logits_in_chunks,
     packing,
     padding,
-    random_ids,
     random_model,
-    reference_logits,
-    relative_error,
-    set_core,
     small_config,
-    uncached_logits,
 )
 from mechanism_checks import all_mechanisms
 from torch.nn.functional import normalize
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from modeling_iha import IHAForCausalLM
 
@@ -71,84 +61,6 @@ def test_layer_without_grouped_queries_padded_and_packed(mechanism, name, inputs
     assert_attention_matches(config, FP64, dtype=torch.float64, length=9, inputs=arguments, seed=1)
 
 
-@pytest.mark.parametrize("name", ADDITIONS)
-@pytest.mark.parametrize("kind", ["mha", "iha", "paired_heads"])
-def test_model(kind, name):
-    config = small_config(attention_kinds=kind, **TWO_LAYERS, **ADDITIONS[name])
-    model = random_model(config, dtype=torch.float64)
-    input_ids = random_ids(2, 7)
-    logits = model(input_ids).logits
-    expected, weights = reference_logits(model, input_ids)
-    assert relative_error(logits, expected) < FP64
-    assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP64)
-
-
-@pytest.mark.parametrize(
-    ("mechanism", "name", "form"),
-    [(mechanism, name, form) for mechanism, name in FULLEST for form in mechanism.forms()],
-    ids=str,
-)
-def test_cache(mechanism, name, form):
-    """Feed chunks, most of them single tokens, through caches. A static cache is longer than its tokens."""
-    config = mechanism.hybrid_config(**ADDITIONS[name])
-    model = random_model(config, dtype=torch.float64)
-    if form is not None:
-        set_core(model, form)
-    input_ids, chunks = random_ids(2, 8), [1, 4, 1, 1, 1]
-    expected = uncached_logits(model, input_ids)
-    for cache in (None, StaticCache(config=model.config, max_cache_len=11), DynamicCache()):
-        assert relative_error(logits_in_chunks(model, input_ids, chunks, cache), expected) < FP64
-
-
-@pytest.mark.parametrize("core", ["eager", "sdpa", "flash_attention_2", "flex_attention"])
-def test_packed_documents_are_separate_on_every_core(cpu_cores, core):
-    model = random_model(small_config(**PAIRED))
-    set_core(model, core)
-    input_ids = random_ids(1, 9)
-    of_model, _ = packing((4, 5))
-    lengths = {f"cu_seq_lens_{side}": torch.tensor([0, 4, 9]).int() for side in "qk"}
-    lengths |= {f"max_length_{side}": 5 for side in "qk"}
-    packed = uncached_logits(model, input_ids, **of_model, **lengths)
-    apart = torch.cat([uncached_logits(model, document) for document in (input_ids[:, :4], input_ids[:, 4:])], dim=1)
-    assert relative_error(packed, apart) < FP32
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("kind", ["mha", "paired_heads", "iha"])
-def test_activation_checkpointing(kind, reentrant):
-    model = random_model(small_config(attention_kinds=kind, **ADDITIONS["both"])).train()
-    input_ids = random_ids(2, 9)
-
-    def all_gradients():
-        model.zero_grad()
-        model(input_ids, labels=input_ids, use_cache=False).loss.backward()
-        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-    expected = all_gradients()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_gradients_match(all_gradients(), expected, FP32)
-
-
-def test_compiled():
-    torch._dynamo.reset()
-    model = random_model(small_config(**PAIRED))
-    input_ids = random_ids(2, 9)
-    expected = uncached_logits(model, input_ids)
-    model.compile(backend="eager", fullgraph=True)
-    assert relative_error(uncached_logits(model, input_ids), expected) < FP32
-
-
-def test_saved_and_generated(tmp_path):
-    """The other side of `from_pretrained` reads the fields, and greedy tokens of a batch are those without a cache."""
-    model = random_model(small_config(**PAIRED))
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert (loaded.config.output_gate, loaded.config.exclusive_attention) == ("elementwise", True)
-    prompt = random_ids(2, 5)
-    tokens = loaded.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    assert torch.equal(tokens, greedy(model, prompt, 6))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_exclusive_outputs_leave_the_value_out(dtype):
     """See that nothing is left along the value, in half precision, and that a value of 0 gives no NaN."""
@@ -163,19 +75,10 @@ def test_exclusive_outputs_leave_the_value_out(dtype):
     assert torch.equal(heads[0, 0, :2], output[0, 0, :2].float())
 
 
-def test_a_model_starts_with_open_gates_and_learns():
+def test_a_model_starts_with_open_gates():
     torch.manual_seed(0)
-    model = IHAForCausalLM(small_config(**PAIRED)).train()
-    gate = model.model.layers[0].self_attn.output_gate
+    gate = IHAForCausalLM(small_config(**ADDITIONS["both"])).model.layers[0].self_attn.output_gate
     assert gate.weight.shape == (32, 32) and 0.01 < gate.weight.std() < 0.03 and gate.bias is None
-    input_ids = random_ids(2, 9)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = model(input_ids, labels=input_ids).loss
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.05
 
 
 def test_a_config_without_the_fields_adds_nothing():
@@ -187,23 +90,3 @@ def test_a_config_without_the_fields_adds_nothing():
     old = type(config).from_dict(saved)
     assert old.output_gate is None and old.exclusive_attention is False
     assert not [name for name in IHAForCausalLM(old).state_dict() if "output_gate" in name]
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"output_gate": "per_token"}, "output_gate"),
-        ({"output_gate": True}, "output_gate"),
-        ({"exclusive_attention": "yes"}, "exclusive_attention"),
-        (
-            {"exclusive_attention": True, "attention_kinds": "hyper"},
-            "exclusive_attention=True with attention kind 'hyper'",
-        ),
-        ({"exclusive_attention": True, "attention_kinds": "simplicial"}, "tuples of tokens: set it to False"),
-        ({"exclusive_attentions": True}, "did you mean 'exclusive_attention'"),
-        ({"attention_kinds": "gated"}, "attention_kinds has 2 entries, of 'gated'"),
-    ],
-)
-def test_config_errors(fields, words):
-    with pytest.raises(Exception, match=words):
-        small_config(**fields)

@@ -7,25 +7,31 @@ import copy
 import gc
 import shutil
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from helpers import (
+    WAYS,
     assert_close,
+    cumulative_lengths,
     decoder,
+    interleaved,
+    packing,
     random_ids,
     random_model,
     set_core,
     small_config,
-    train_mixing,
     uncached_logits,
 )
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, GenerationConfig
 from transformers.masking_utils import causal_mask_function, create_sliding_window_causal_mask
 
 from modeling_iha import interleave_heads, virtual_tokens
 from modeling_iha.configuration_iha import OPTIONS_CLASSES
+from modeling_iha.sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from modeling_iha.transformers_versions import CACHE
 
 
@@ -48,6 +54,8 @@ GEOMETRIES = {
     "paired": {
         "attention_kinds": ["paired_heads", "mha"],
         "num_pseudo_heads": 2,
+        "output_gate": "elementwise",
+        "exclusive_attention": True,
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 4,
     },
@@ -221,106 +229,117 @@ def test_generated_code():
         assert_close(p.grad, expected[name])
 
 
-# The first graph is for the first length, and the second for any.
-LENGTHS = (2000, 1970, 2013)
+# What a call declares
 
 
-@pytest.mark.parametrize(
-    ("kind", "inputs", "lengths"),
-    [
-        ("iha", "padded", LENGTHS[:1]),
-        *(slow("iha", each, LENGTHS) for each in ("plain", "packed", "padded")),
-        *(slow("mha", each, LENGTHS) for each in ("plain", "packed", "padded")),
-        *(slow("paired_heads", each, LENGTHS) for each in ("plain", "packed", "padded")),
-        *(slow(kind, "padded", LENGTHS[:1]) for kind in ("diff", "diff_v2", "knocking_heads")),
-    ],
-)
+# Models without a kind that needs the scores, as functions of a window. Decoders have the windows of their bases too.
+KINDS = ("iha", "mha", "paired_heads", "diff", "diff_v2", "knocking_heads")
+OWN = {kind: partial(WAYS["iha"], attention_kinds=kind, num_hidden_layers=1) for kind in KINDS}
+DECODERS = {
+    "interleaved": partial(WAYS["interleaved"], num_hidden_layers=1),
+    "some interleaved": partial(interleaved, "llama", layers=[0], num_hidden_layers=2),
+    "mistral": partial(interleaved, "mistral", num_hidden_layers=1),
+    "gemma3": partial(interleaved, "gemma3_text", num_hidden_layers=2),
+    "plain mistral": lambda window: decoder("mistral", SDPA_IN_BLOCKS, num_hidden_layers=1),
+    "plain gemma3": lambda window: decoder("gemma3_text", SDPA_IN_BLOCKS, num_hidden_layers=2),
+}
+CALLS = {
+    **{"nothing": lambda length: {}, "ones": lambda length: {"attention_mask": torch.ones(2, length).long()}},
+    "padded": lambda length: {"attention_mask": padded(length)},
+    "positions": lambda length: packing((201, length - 201), 2)[0],
+    "lengths": lambda length: packing((201, length - 201))[0] | cumulative_lengths((201, length - 201)),
+}
+LENGTHS = (300, 280, 290)  # the first graph is for the first length, and the second for any
+QUICK = [("iha", 20, "padded"), ("some interleaved", 20, "padded"), ("interleaved", 20, "lengths")]
+QUICK += [("gemma3", None, "nothing"), ("plain mistral", None, "ones")]
+# Compiled code cannot look for documents in positions: it joins those of other models, and makes ours dense masks.
+DECLARED = [
+    case if case in QUICK else slow(*case)
+    for case in product((*OWN, *DECODERS), (None, 20), CALLS)
+    if not (case[0] in DECODERS and case[2] == "positions")
+    if not ("plain" in case[0] and (case[1] or case[2] in ("nothing", "lengths")))
+]
+
+
+def padded(length):
+    real = torch.ones(2, length).long()
+    real[0, :130] = 0  # on the left
+    real[1, -3:] = 0  # on the right
+    real[1, 70:72] = 0  # and in the middle
+    return real
+
+
+def squares(graph):
+    """Return the shapes of tensors that have an entry for each pair of tokens; symbolic sizes have those of a call."""
+    found = []
+    for node in graph.graph.nodes:
+        for tensor in tree_leaves(node.meta.get("example_value")):
+            sizes = tensor.shape[-2:] if isinstance(tensor, torch.Tensor) else ()
+            shape = [size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes]
+            if len(shape) == 2 and min(shape) >= min(LENGTHS):
+                found.append(shape)
+    return found
+
+
+@pytest.mark.parametrize(("name", "window", "call"), DECLARED)
 @for_any_length
-def test_a_compiled_window_takes_no_dense_mask(kind, inputs, lengths):
-    """No compiled tensor has an entry for each pair of tokens, and two graphs serve every length."""
-    fields = {"attention_kinds": kind, "num_pseudo_heads": 2, "num_hidden_layers": 1}
-    model = random_model(small_config(**fields, layer_types="sliding_attention", sliding_window=4))
-    check_makes_no_dense_mask(model, inputs, lengths)
+@torch.no_grad()
+def test_a_compiled_call_makes_no_square(name, window, call):
+    """Two graphs serve every length. Only documents on a CPU break a graph, because they are computed one by one."""
+    model, found = (OWN | DECODERS)[name](window), []
+    is_whole = call != "lengths"
 
-
-@pytest.mark.parametrize(
-    ("name", "window", "inputs", "lengths"),
-    [
-        ("mistral", None, "padded", LENGTHS[:1]),  # it has a window of its own
-        slow("mistral", None, "real", LENGTHS),
-        slow("llama", 4, "padded", LENGTHS),
-        slow("llama", 4, "real", LENGTHS),
-    ],
-)
-@for_any_length
-def test_a_compiled_decoder_takes_no_dense_mask_for_a_window(name, window, inputs, lengths):
-    model = train_mixing(interleave_heads(decoder(name, num_hidden_layers=1), 2, sliding_window=window))
-    check_makes_no_dense_mask(model, inputs, lengths)
-
-
-def counting(entries):
-    """Return a backend that notes the entries of the largest tensor of each graph."""
-
-    def backend(graph, examples):
-        made = [node.meta.get("example_value") for node in graph.graph.nodes]
-        sizes = [tensor.numel() for tensor in made if isinstance(tensor, torch.Tensor)]
-        # In the graph for any length a size is symbolic, and its hint is that of the call that was traced.
-        entries.append(max(size.node.hint if isinstance(size, torch.SymInt) else size for size in sizes))
+    def keep(graph, _):
+        found.extend(squares(graph))
         return graph
 
-    return backend
+    compiled = torch.compile(model, fullgraph=is_whole, backend=keep)
+    for length in LENGTHS if is_whole else LENGTHS[:1]:
+        inputs = {"input_ids": random_ids(2 if is_whole else 1, length), "use_cache": False, **CALLS[call](length)}
+        logits = compiled(**inputs).logits
+        real = inputs.get("attention_mask", torch.ones(logits.shape[:2])).bool()
+        assert logits.isfinite().all()
+        assert_close(logits[real], model(**inputs).logits[real])
+    assert not found or call == "positions"
+    assert graphs() == 2 if is_whole else counters["graph_break"]
 
 
-def check_makes_no_dense_mask(model, inputs, lengths):
-    entries = []
-    compiled = torch.compile(model, fullgraph=True, backend=counting(entries))
-    for length in lengths:
-        input_ids, real = random_ids(2, length), torch.ones(2, length, dtype=torch.long)
-        given = {}
-        if inputs == "packed":
-            packed = torch.cat([torch.arange(201), torch.arange(length - 201)])
-            given = {"position_ids": packed[None].expand(2, -1)}
-        elif inputs == "padded":
-            real[0, :130] = 0  # on the left
-            real[1, -3:] = 0  # on the right
-            real[1, 700:702] = 0  # and in the middle
-        if inputs in ("real", "padded"):
-            given = {"attention_mask": real}
-        with torch.no_grad():
-            output = compiled(input_ids, use_cache=False, **given).logits
-        assert not output.isnan().any()
-        assert_close(output[real.bool()], uncached_logits(model, input_ids, **given)[real.bool()])
-    assert graphs() == len(entries) == min(2, len(lengths))
-    assert all(0 < count < min(lengths) ** 2 for count in entries)
-
-
-@pytest.mark.parametrize("name", [slow("mistral"), slow("llama4_text")])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "llama4_text"])
 def test_layers_and_chunks_of_a_compiled_decoder(name):
     """Compare with eager code where some layers are plain, padding lies anywhere, and Llama 4 attends in chunks."""
-    model = train_mixing(interleave_heads(decoder(name, num_hidden_layers=2), 2, layers=[1]))
-    input_ids = random_ids(2, 300)
-    real = torch.ones_like(input_ids)
-    real[0, :17] = 0
-    real[1, -3:] = 0
-    expected = uncached_logits(model, input_ids, attention_mask=real)
+    model = interleaved(name, layers=[1], num_hidden_layers=2)
+    inputs = {"input_ids": random_ids(2, 300), "attention_mask": padded(300)}
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        found = compiled(input_ids, attention_mask=real, use_cache=False).logits
-    assert_close(found[real.bool()], expected[real.bool()])
+    real = inputs["attention_mask"].bool()
+    assert_close(uncached_logits(compiled, **inputs)[real], uncached_logits(model, **inputs)[real])
 
 
-def test_compiled_layers_take_no_dense_mask_for_a_given_window():
-    """Compile the layers alone: their masks are made in eager code, and the window is the layers' own."""
-    model = train_mixing(interleave_heads(decoder("llama", num_hidden_layers=1), 2, sliding_window=4))
-    input_ids, real = random_ids(2, 300), torch.ones(2, 300, dtype=torch.long)
-    real[0, :130] = 0
-    expected = uncached_logits(model, input_ids, attention_mask=real)
-    entries = []
+def test_compiled_layers_share_their_code_and_take_no_dense_mask():
+    """Compile more layers than Dynamo compiles the same code for (eight). Their masks are made in eager code."""
+    model, found = WAYS["interleaved"](20, num_hidden_layers=10), []
+    inputs = {"input_ids": random_ids(2, LENGTHS[0]), "attention_mask": padded(LENGTHS[0])}
+    real = inputs["attention_mask"].bool()
+    expected = uncached_logits(model, **inputs)[real]
+
+    def keep(graph, _):
+        found.append(squares(graph))
+        return graph
+
     for layer in model.model.layers:
-        layer.compile(backend=counting(entries), fullgraph=True)
-    found = uncached_logits(model, input_ids, attention_mask=real)
-    assert_close(found[real.bool()], expected[real.bool()])
-    assert len(entries) == 1 and entries[0] < (2 * 300) ** 2
+        layer.compile(backend=keep, fullgraph=True)
+    assert_close(uncached_logits(model, **inputs)[real], expected)
+    assert found == [[]]
+
+
+@for_any_length
+def test_checkpointed_layers_are_compiled_as_a_whole():
+    model, tokens = WAYS["interleaved"](), random_ids(1, 9)
+    expected = uncached_logits(model, tokens)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert_close(compiled(input_ids=tokens, use_cache=False).logits.detach(), expected)
 
 
 def test_masks_that_compiled_code_cannot_know_stay_dense(small_blocks):

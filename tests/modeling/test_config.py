@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_ids, random_model, small_config
+from helpers import in_window, random_ids, random_model, small_config
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +29,15 @@ from modeling_iha.configuration_iha import AUTO_MAP
 
 def rope(rope_type, **parameters):
     return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 100.0, **parameters}}
+
+
+def of(kind, options=None, window=None, **fields):
+    """Return the fields of a config of layers of a kind, with its options and a window."""
+    return {"attention_kinds": kind, "attention_options": {kind: options or {}}, **in_window(window), **fields}
+
+
+def heads(kind, num_heads, groups, **fields):
+    return of(kind, num_attention_heads=num_heads, num_key_value_heads=groups, head_dim=8, **fields)
 
 
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
@@ -57,27 +66,57 @@ BAD = [
         {**LOCAL, "rope_parameters": {"full_attention": PLAIN, "sliding_attention": PLAIN, "factor": 2.0}},
         "rope_parameters.*no other key",
     ),
-    (
-        {
-            "attention_kinds": "dcmha",
-            "attention_options": {"dcmha": {"rank": 0, "gate": False, "base_map": True, "sides": "query"}},
-        },
-        "sides='query' with rank=0 and gate=False",
-    ),
     ({"initializer_range": -0.1}, "Value must be .*0.0 .*-0.1"),
-    *[
-        (
-            {"attention_kinds": "diff", "attention_options": {"diff": {"lambda_std_dev": value}}},
-            "lambda_std_dev.*number, at least 0",
-        )
-        for value in (float("nan"), float("inf"), -1)
-    ],
-    (
-        {"attention_kinds": "knocking_heads", "attention_options": {"knocking_heads": {"values": None}}},
-        "leaves multi-head attention: set one of them, or use kind 'mha'",
-    ),
     ({"no_rope_layers": [1, 2]}, "no_rope_layers.* 2: .*of 0, 1"),
     ({"no_rope_layers": [1, 0, 1]}, r"no_rope_layers has 3 entries.*one per layer \(2\)"),
+    # Options of a kind
+    (
+        of("dcmha", {"rank": 0, "gate": False, "base_map": True, "sides": "query"}),
+        "sides='query' with rank=0 and gate=False",
+    ),
+    (of("dcmha", {"num_groups": 3}), "num_groups=3.*does not divide num_attention_heads=4"),
+    (of("dcmha", {"rank": 0, "gate": False}), "composes nothing.*'mha'"),
+    *[
+        (of("diff", {"lambda_std_dev": value}), "lambda_std_dev.*number, at least 0")
+        for value in (float("nan"), float("inf"), -1)
+    ],
+    (of("diff", num_key_value_heads=1), "num_key_value_heads=1 is odd.*'diff'.*must be even"),
+    (heads("diff", 3, 3), "num_key_value_heads=3 is odd"),
+    (of("diff", attention_dropout=0.1), "attention_dropout=0.1.*'diff'.*set it to 0"),
+    (of("hyper", {"order": 4}), "order=4 with softmax, which is for order 3 only: set linear=True"),
+    (of("hyper", {"linear": True, "strict_order": True}), "linear=True.*strict_order must not be set"),
+    (of("hyper", {"linear": True, "windows": [2, 3]}, 3), "linear=True.*windows must not be set"),
+    (of("hyper", {"linear": True}, 3), "linear=True.*must be 'full_attention'"),
+    (of("hyper", {"windows": [2, 3]}), r"windows=\[2, 3\]; .* must be 'sliding_attention', with sliding_window=3"),
+    (
+        of("hyper", {"strict_order": True, "windows": [3, 1]}, 3),
+        "strict_order=True with a window of 1 token for k",
+    ),
+    (of("simplicial", {"sharing": True}), "unexpected keyword argument 'sharing'"),
+    (of("hyper_feature", {"orders": [1, 1.5, 1, 1]}), "Field 'orders' with value"),
+    (of("hyper_feature", {"orders": [1, 2]}), r"orders=\[1, 2\].*one for each of 4 heads"),
+    (of("hyper_feature", {"orders": 3}), "orders=3 and head_dim=8.*even"),
+    (of("hyper_feature", {"orders": 8}), "orders=8 and head_dim=8.*even"),
+    (
+        of("hyper_feature", {"orders": [1, 2, 2, 2]}),
+        r"orders=\[1, 2, 2, 2\] with num_key_value_heads=2; the 2 heads of a group",
+    ),
+    (of("knocking_heads", {"values": None}), "leaves multi-head attention: set one of them, or use kind 'mha'"),
+    *[
+        (
+            heads("paired_heads", num_heads, groups, num_pseudo_heads=p),
+            f"num_pseudo_heads={p or num_heads} does not divide num_key_value_heads={groups}: .*so choose a divisor.$",
+        )
+        for num_heads, groups, p in ((4, 2, 4), (6, 6, 4), (4, 2, None))
+    ],
+    # Additions to every kind
+    ({"output_gate": "per_token"}, "output_gate"),
+    ({"output_gate": True}, "output_gate"),
+    ({"exclusive_attention": "yes"}, "exclusive_attention"),
+    (of("hyper", exclusive_attention=True), "exclusive_attention=True with attention kind 'hyper'"),
+    (of("simplicial", exclusive_attention=True), "tuples of tokens: set it to False"),
+    ({"exclusive_attentions": True}, "did you mean 'exclusive_attention'"),
+    ({"attention_kinds": "gated"}, "attention_kinds has 2 entries, of 'gated'"),
 ]
 
 
@@ -100,6 +139,9 @@ GOOD = [
     {"attention_dropout": 0},
     {"attention_dropout": None},
     {"attention_dropout": None, "attention_kinds": "diff"},
+    {"attention_dropout": 0.1},
+    heads("mha", 3, 3),
+    {"num_key_value_heads": 1},
     {"initializer_range": 0.0},
     # Of released Llama checkpoints.
     {"pad_token_id": -1},

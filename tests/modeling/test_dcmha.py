@@ -165,21 +165,6 @@ def test_exact_start_from_llama(options):
         assert module.gate.weight.grad.abs().max() > 0
 
 
-# Rejections
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_groups": 3}, "num_groups=3.*does not divide num_attention_heads=4"),
-        ({"rank": 0, "gate": False}, "composes nothing.*'mha'"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options, message):
-    with pytest.raises(Exception, match=message):
-        dcmha_config(options=options)
-
-
 # The FFN of the released models
 
 

@@ -1,20 +1,21 @@
-"""Test what a call declares: no tensor has an entry for each pair of tokens, and packed rows equal their documents.
+"""Test that no tensor has an entry for each pair of tokens, whatever a call declares.
 
-This holds for a training step, for compiled code and for prompts, of an `IHAForCausalLM` and of a decoder in place.
-docs/SUPPORT.md has the exceptions.
+This holds for a training step and for prompts, of an `IHAForCausalLM` and of a decoder in place, and for compiled code
+(test_compile.py). docs/SUPPORT.md has the exceptions.
 """
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_close, decoder, random_ids, random_model, small_config, train_mixing
+from helpers import WAYS, assert_close, decoder, interleaved, random_ids
 from stand_in_gpu import GpuTensor, gpus, move
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from modeling_iha import interleave_heads, pair_heads, sdpa_in_blocks
+from modeling_iha import interleave_heads, sdpa_in_blocks
 
 
 LENGTH, WINDOW = 300, 20
@@ -24,26 +25,24 @@ LENGTHS = {"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": BOUNDS, "max_length_q": 169
 POSITIONS = torch.cat([torch.arange(n) for n in DOCUMENTS])[None]
 LEFT, RIGHT = torch.ones(2, LENGTH).long(), torch.ones(2, LENGTH).long()
 LEFT[0, :70] = RIGHT[1, -70:] = 0
+HOLE = torch.ones(2, LENGTH).long()
+HOLE[1, 20:22] = 0
 CALLS = {
     "nothing": {},
     "ones": {"attention_mask": torch.ones(2, LENGTH).long()},
     "left padding": {"attention_mask": LEFT, "position_ids": (LEFT.cumsum(-1) - 1).clamp(min=0)},
     "right padding": {"attention_mask": RIGHT},
+    "hole": {"attention_mask": HOLE},
     "positions": {"position_ids": POSITIONS},
     "lengths": {"position_ids": POSITIONS, **LENGTHS},
 }
 PACKED = ("positions", "lengths")
 MODELS = {
-    "iha": lambda window: random_model(small_config(num_pseudo_heads=2, **window_of(window))),
-    "paired_heads": lambda window: random_model(small_config(attention_kinds="paired_heads", **window_of(window))),
-    "in place": lambda window: train_mixing(interleave_heads(decoder("llama"), 2, sliding_window=window)),
-    "in place, some layers": lambda window: train_mixing(interleave_heads(decoder("llama"), 2, [0, 2], window)),
-    "paired in place": lambda window: pair_heads(decoder("llama"), 2, sliding_window=window),
+    **WAYS,
+    **{kind: partial(WAYS["iha"], attention_kinds=kind) for kind in ("mha", "diff")},
+    # Decoders of which a layer is plain, and which have windows of their own.
+    **{name: partial(interleaved, name, layers=[0, 1]) for name in ("gemma3_text", "mistral")},
 }
-
-
-def window_of(window):
-    return {"layer_types": "sliding_attention", "sliding_window": window} if window else {}
 
 
 class Squares(TorchDispatchMode):
@@ -84,107 +83,30 @@ def test_a_training_step_makes_no_square(name, window, call):
     assert squares.found
 
 
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_a_row_is_what_its_documents_are_alone(name, window, call):
-    model, inputs = MODELS[name](window), inputs_of(call)
-    found = model(**inputs).logits
-    for row, ids in enumerate(inputs["input_ids"]):
-        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))[row].bool()
-        parts = ids.split(DOCUMENTS) if call in PACKED else [ids[real]]
-        expected = torch.cat([model(part[None], use_cache=False).logits[0] for part in parts])
-        assert_close(found[row][real], expected)
-
-
-@pytest.mark.parametrize("name", ["iha", "in place", "in place, some layers"])
+@pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
 def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
     """Only padding adds features to heads."""
-    model, calls = MODELS[name](WINDOW), []
+    model, calls = WAYS[name](WINDOW), []
     hide = sdpa_in_blocks.hide_padding
     monkeypatch.setattr(sdpa_in_blocks, "hide_padding", lambda *args: calls.append(1) or hide(*args))
     for call in CALLS:
         calls.clear()
         model(**inputs_of(call))
-        assert bool(calls) == ("padding" in call)
+        assert bool(calls) == ("padding" in call or call == "hole")
 
 
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("call", [call for call in CALLS if call != "positions"])
-@pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", [name for name in MODELS if "paired" not in name])
-def test_compiled_code_makes_no_square(name, window, call):
-    """Only documents on a CPU break the graph, because they are computed one by one."""
-    model, inputs, squares = MODELS[name](window), inputs_of(call), []
-
-    def keep(graph, _):
-        for node in graph.graph.nodes:
-            found = tree_leaves(node.meta.get("example_value"))
-            squares.extend(each.shape for each in found if isinstance(each, torch.Tensor) and is_square(each, LENGTH))
-        return graph.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        actual = torch.compile(model, backend=keep, fullgraph=call != "lengths")(**inputs).logits
-        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        assert_close(actual[real], model(**inputs).logits[real])
-    assert not squares
-
-
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("call", ["ones", "left padding"])
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", WAYS)
 def test_a_prompt_makes_no_square(name, window, call, cache):
-    model, mask = MODELS[name](window), CALLS[call]["attention_mask"]
+    model, mask = WAYS[name](window), CALLS[call]["attention_mask"]
     options = {"max_new_tokens": 2, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
     ids = random_ids(2, LENGTH)
     with Squares(LENGTH) as squares:
-        found = model.generate(ids, attention_mask=mask, **options)
+        model.generate(ids, attention_mask=mask, **options)
     assert not squares.found
-    for row, real in enumerate(mask.bool()):
-        alone = ids[row][real][None]
-        assert torch.equal(model.generate(alone, **options)[0, -2:], found[row, -2:])
-
-
-# Static caches
-
-
-FAMILIES = {
-    "interleave_heads": lambda: interleave_heads(llama(), 2, layers="paper", sliding_window="paper"),
-    "pair_heads": lambda: pair_heads(decoder("llama"), 2, [0, 2], sliding_window=6),
-    "gemma3": lambda: interleave_heads(decoder("gemma3_text"), 2, [0, 2], sliding_window=6),
-    "mistral": lambda: interleave_heads(decoder("mistral"), 2, [0, 2], sliding_window=6),
-}
-
-
-def llama():
-    """Return a model like that of README's example: four of five layers get a window, of 8 tokens."""
-    return decoder("llama", num_hidden_layers=5, max_position_embeddings=64)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "num_beams": 2}, {"assistant_model": True}], ids=str
-)
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_static_cache_generates_what_a_dynamic_one_does(name, rows, options):
-    model = FAMILIES[name]()
-    if options.get("assistant_model"):
-        if rows == 2 or name in ("gemma3", "mistral"):
-            pytest.skip("Transformers drafts for a single row, and rejects sliding caches that are full")
-        options = {"assistant_model": llama()}
-    ids = random_ids(rows, 20)
-    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids), **options}
-    options |= {"return_dict_in_generate": True, "output_logits": True}
-    expected = model.generate(ids, **options)
-    found = model.generate(ids, cache_implementation="static", disable_compile=True, **options)
-    assert torch.equal(found.sequences, expected.sequences)
-    if options.keys().isdisjoint(("assistant_model", "num_beams")):
-        uncached = model(found.sequences[:, :-1], use_cache=False).logits[:, ids.shape[1] - 1 :]
-        assert_close(torch.stack(found.logits, dim=1), uncached.detach())
 
 
 # Waits
@@ -195,13 +117,14 @@ def varlen_stand_in(query, key, value, cu_seq_q, *args, scale, window_size, **kw
     return query.clone()
 
 
+@pytest.mark.one_of(2)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", ["iha", "in place", "in place, some layers"])
+@pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
 def test_a_forward_waits_at_most_once_for_a_gpu(name, window, call, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, total_memory=2**40))
     monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", varlen_stand_in)
-    model = MODELS[name](window).to(torch.bfloat16)
+    model = WAYS[name](window).to(torch.bfloat16)
     device = torch.device("cuda", 0)
     move(model, device)
     inputs = {

@@ -1,7 +1,7 @@
-"""Compare the Triton kernels of one new token with `attend_new_token` in float64, count their launches, compile them.
+"""Compare the Triton kernels of one new token with `attend_new_token` in float64, and count their launches.
 
 On a machine without a GPU they run in Triton's interpreter (conftest.py), which multiplies the bits of bfloat16: there
-half precision is float16. Compiling them needs no GPU.
+half precision is float16.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import compiled_kernels, decoder, geometry_model, random_ids, set_core, traced_kernels, train_mixing
+from helpers import CountedKernel, decoder, geometry_model, random_ids, set_core, train_mixing
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
@@ -92,13 +92,45 @@ def check(heads, query, key, value, mask):
 # Results
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def scattered(query, key, value):
+    """Return a cache that stores tokens first, and one whose features are not adjacent."""
+    key = key.transpose(1, 2).contiguous().transpose(1, 2)
+    return query, key, value.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+# heads, groups, P, head_dim, keys, batch; what `mask_of` is given; how the states differ from those of `draw`
+CASES = [
+    (
+        (4, 2, 3, 16, 70, 2),
+        {"window": 69, "padding": (0, 5)},
+        None,
+    ),  # the oldest key is too far from some pseudo-heads
+    ((1, 1, 20, 16, 66, 1), {"window": 65}, None),
+    ((5, 5, 2, 80, 1, 1), {}, None),
+    ((4, 2, 2, 16, 40, 1), {"num_heads": 4}, None),
+    ((4, 2, 2, 16, 150, 1), {}, lambda query, key, value: (query * 300, key, value)),  # beyond any exponential
+    ((4, 2, 2, 16, 70, 2), {}, scattered),
+    ((4, 2, 2, 16, 70, 1), {}, lambda query, key, value: (query, key, value[..., :6])),
+    *(slow((20, 20, size, 128, 150, 1), {"window": 149}, None) for size in (2, 4, 20)),
+    slow((20, 20, 2, 128, 150, 1), {}, None),
+]
+
+
 @needs_triton
+@pytest.mark.one_of(2)
 @in_each_dtype
-def test_groups_a_window_and_padding(dtype):
-    """Hide the oldest key from the pseudo-heads that it is too far from, and the padding of the second row."""
-    mask = mask_of(3, 70, window=69, padding=(0, 5))
-    assert mask[0, 0, :, :3].tolist() == [[False, True, True], [False, False, True], [False] * 3]
-    check(*draw(4, 2, 3, 16, 70, batch=2, dtype=dtype), mask)
+@pytest.mark.parametrize(("sizes", "given", "change"), CASES)
+def test_sizes_masks_and_states(sizes, given, change, dtype):
+    heads, *states = draw(*sizes, dtype=dtype)
+    mask = mask_of(sizes[2], sizes[4], **given)
+    states = change(*states) if change else states
+    check(heads, *states, mask)
+    if "num_heads" in given:
+        check(heads, *states, additive(mask, -torch.inf))
 
 
 @needs_triton
@@ -123,24 +155,6 @@ def test_keys_in_chunks(programs, head_dim, monkeypatch):
 
 
 @needs_triton
-def test_twenty_pseudo_heads():
-    check(*draw(1, 1, 20, 16, 66), mask_of(20, 66, window=65))
-
-
-@needs_triton
-@in_each_dtype
-def test_one_key(dtype):
-    check(*draw(5, 5, 2, 80, 1, dtype=dtype), mask_of(2, 1))
-
-
-@needs_triton
-def test_a_mask_for_each_head():
-    mask = mask_of(2, 40, num_heads=4)
-    check(*draw(4, 2, 2, 16, 40), mask)
-    check(*draw(4, 2, 2, 16, 40), additive(mask, -torch.inf))
-
-
-@needs_triton
 def test_a_pseudo_head_that_sees_nothing():
     """Sum the values for it, as the plain formula does (in float64 that takes their mean)."""
     heads, *states = draw(4, 2, 2, 16, 70)
@@ -149,27 +163,6 @@ def test_a_pseudo_head_that_sees_nothing():
     with torch.no_grad():
         actual, plain = decode(*states, mask, 0.1, *heads), heads.attend_new_token(*states, mask, 0.1)
     assert plain.isfinite().all() and (actual - plain).abs().max() < 4 * TOLERANCE[HALF] * plain.abs().max()
-
-
-@needs_triton
-def test_scores_that_no_exponential_holds():
-    heads, query, key, value = draw(4, 2, 2, 16, 150)
-    check(heads, query * 300, key, value, mask_of(2, 150))
-
-
-@needs_triton
-def test_keys_and_values_that_are_views():
-    """Read a cache that stores tokens first, and one whose features are not adjacent."""
-    heads, query, key, value = draw(4, 2, 2, 16, 70, batch=2)
-    key = key.transpose(1, 2).contiguous().transpose(1, 2)
-    value = value.transpose(2, 3).contiguous().transpose(2, 3)
-    check(heads, query, key, value, mask_of(2, 70))
-
-
-@needs_triton
-def test_values_that_are_shorter_than_keys():
-    heads, query, key, value = draw(4, 2, 2, 16, 70)
-    check(heads, query, key, value[..., :6], mask_of(2, 70))
 
 
 # heads, groups, P, head_dim, keys, batch
@@ -204,14 +197,6 @@ def test_two_runs_are_equal():
     heads, *states = draw(4, 2, 3, 16, 300)
     mask = mask_of(3, 300)
     assert torch.equal(decode(*states, mask, 0.1, *heads), decode(*states, mask, 0.1, *heads))
-
-
-@pytest.mark.slow
-@needs_triton
-@in_each_dtype
-@pytest.mark.parametrize(("num_pseudo_heads", "window"), [(2, 149), (4, 149), (20, 149), (2, None)])
-def test_the_heads_of_the_paper(num_pseudo_heads, window, dtype):
-    check(*draw(20, 20, num_pseudo_heads, 128, 150, dtype=dtype), mask_of(num_pseudo_heads, 150, window))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
@@ -286,27 +271,18 @@ class Launches(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-class Kernel:
-    """Take the place of a kernel, and count its launches."""
-
-    def __init__(self, name, count):
-        self.name, self.count = name, count
-
-    def __getitem__(self, grid):
-        return lambda *_, **__: self.count.update([self.name])
-
-
 @pytest.fixture
 def launches(monkeypatch):
     """Return a function that counts the launches of another one without gradients."""
 
     @torch.no_grad()
     def launches(function):
+        launched = []
         with Launches() as mode:
             for name in ("chunks_kernel", "sum_kernel"):
-                monkeypatch.setattr(triton_kernels, name, Kernel(name, mode.count))
+                monkeypatch.setattr(triton_kernels, name, CountedKernel(name, launched))
             function()
-        return mode.count.total()
+        return mode.count.total() + len(launched)
 
     return launches
 
@@ -332,7 +308,7 @@ def test_launches(num_pseudo_heads, launches):
 def test_scores_are_not_kept(num_pseudo_heads, monkeypatch):
     """Allocate at most 5 MB for 65,536 keys, of which the scores would take 2.1 GB with P = 20."""
     for name in ("chunks_kernel", "sum_kernel"):
-        monkeypatch.setattr(triton_kernels, name, Kernel(name, Counter()))
+        monkeypatch.setattr(triton_kernels, name, CountedKernel(name, []))
     allocated = []
     new_empty = torch.Tensor.new_empty
 
@@ -365,38 +341,3 @@ def test_gradients_float32_and_long_heads_take_the_plain_formula(monkeypatch):
         assert kernels_decode(query)
         assert not kernels_decode(query.float())
         assert not kernels_decode(query.repeat(1, 1, 1, 17))
-
-
-# Compilation
-
-
-@needs_triton
-@pytest.mark.one_of(1)
-@pytest.mark.parametrize("kind", ["iha", "paired_heads", "interleaved"])
-def test_compiled_decoding_takes_the_kernels(kind):
-    """Find both kernels in each of two layers, in one graph for all tokens (and one for an empty cache)."""
-    traced = traced_kernels(kind, "decoding")
-    assert traced["graphs"] <= 2
-    assert traced["launches"] == dict.fromkeys(("chunks_kernel", "sum_kernel"), 2 * traced["graphs"])
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("architecture", "shapes"),
-    [
-        (90, [[20, 20, 4, 128, True]]),
-        *(pytest.param(architecture, "all", marks=pytest.mark.slow) for architecture in (80, 90, 120)),
-    ],
-)
-def test_no_kernel_spills_registers(architecture, shapes, tmp_path):
-    """Compile what launches compile on A100, H100 and consumer Blackwell, whose programs share at most 99 KiB.
-
-    A shape is heads, groups, P, head_dim, and whether the pseudo-heads rotate, or null for paired heads."""
-    if shapes == "all":
-        heads = [[20, 20, 2, 128, True], [20, 20, 20, 128, True], [32, 8, 2, 64, False], [64, 64, 2, 128, True]]
-        heads += [[16, 8, 2, 128, True], [32, 8, 4, 96, True], [8, 8, 4, 32, True], [9, 3, 3, 80, False]]
-        shapes = [*heads, [20, 20, 4, 128, None], [32, 8, 2, 64, None], [32, 8, 4, 96, None], [8, 8, 4, 32, None]]
-    compiled = compiled_kernels("decoding", architecture, shapes, cache=tmp_path)
-    assert len(compiled) == 2 * len(shapes)
-    for kernel in compiled:
-        assert kernel["registers"] > 0 and kernel["spilled"] == 0 and kernel["shared"] <= 99 * 1024, kernel

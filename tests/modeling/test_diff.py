@@ -63,18 +63,3 @@ def test_lambda_starts_at_its_initial_value(options, expected):
     deviations = [p.std().item() for name, p in model.named_parameters() if "lambda_" in name]
     assert len(deviations) == 4 and deviations == pytest.approx([expected] * 4, rel=0.1)
     assert model.model.layers[0].self_attn.lambda_init == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"num_key_value_heads": 1}, "num_key_value_heads=1 is odd.*'diff'.*must be even"),
-        ({"num_attention_heads": 3, "head_dim": 8, "num_key_value_heads": 3}, "num_key_value_heads=3 is odd"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1.*'diff'.*set it to 0"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_split_is_refused(fields, message):
-    with pytest.raises(Exception, match=f"(?s){message}"):
-        small_config(attention_kinds="diff", **fields)
-    small_config(**fields)  # without such a layer there is nothing to split

@@ -1,19 +1,14 @@
-"""Generate with every cache, assistants, chat turns, chunked prefill, embeddings and streams.
+"""Generate with caches that are offloaded, quantised or kept for the next turn of a chat: see test_cache.py.
 
 The tokens are those of plain greedy decoding without a cache. Models are in float64, so equal means equal tokens.
 """
 
-from itertools import product
-
 import pytest
 import torch
 from helpers import (
-    IHA_GEOMETRIES,
-    OTHER_KINDS,
     assert_close,
     geometry_model,
     logits_in_chunks,
-    on_cores,
     random_ids,
     uncached_logits,
 )
@@ -29,8 +24,6 @@ from modeling_iha.transformers_versions import CACHE
 
 
 PROMPT, NEW = 9, 8
-# A global layer keeps everything and a window layer drops tokens; a prompt of 9 fills every window here.
-KEEPING_AND_DROPPING = ["global", "window", *IHA_GEOMETRIES, *OTHER_KINDS]
 
 
 def generate(model, input_ids=None, *, max_new_tokens=NEW, inputs=None, **options):
@@ -43,23 +36,6 @@ def generate(model, input_ids=None, *, max_new_tokens=NEW, inputs=None, **option
 
 
 # Caches
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 3, "num_return_sequences": 2}, {"do_sample": True, "top_k": 5, "num_return_sequences": 2}],
-    ids=["greedy", "beams", "sampling"],
-)
-@pytest.mark.parametrize(("core", "geometry"), on_cores(KEEPING_AND_DROPPING, ["sdpa", "base"]))
-def test_caches_and_prefills(core, geometry, options):
-    """Prefill at once and in chunks of 4, longer than some windows and shorter than others."""
-    model = geometry_model(geometry, core, torch.float64)
-    input_ids = random_ids(2, PROMPT)
-    expected = generate(model, input_ids, use_cache=False, **options)
-    for cache, chunk in ((None, 4), ("static", None)) if options else ((None, None), ("static", 4)):
-        cached = {"cache_implementation": cache, "disable_compile": True, "prefill_chunk_size": chunk}
-        assert torch.equal(generate(model, input_ids, **cached, **options), expected)
 
 
 class Stream:
@@ -112,35 +88,6 @@ def test_quantized_cache(geometry):
 
     output = generate(model, input_ids, cache_implementation="quantized", cache_config={"backend": "fp8"})
     assert output.shape == (2, 24 + NEW)
-
-
-# Rolling the cache back
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize(
-    ("draft", "geometry"),
-    [
-        *product(["prompt_lookup"], KEEPING_AND_DROPPING),
-        *product(["same_model", "other_model"], ["global", "hybrid", "dcmha"]),
-    ],
-)
-def test_assisted_decoding(geometry, draft, monkeypatch):
-    """Take drafts from the prompt, from a model that is always right, and from one that mostly is not."""
-    model = geometry_model(geometry, dtype=torch.float64)
-    input_ids = random_ids(1, 4).repeat(1, 3)
-    expected = generate(model, input_ids, use_cache=False, max_new_tokens=16)
-    cropped = []
-    crop = DynamicCache.crop
-    monkeypatch.setattr(DynamicCache, "crop", lambda self, n: (cropped.append(n), crop(self, n))[1])
-    if draft == "prompt_lookup":
-        actual = generate(model, input_ids, max_new_tokens=16, prompt_lookup_num_tokens=3)
-    else:
-        assistant = geometry_model(geometry, dtype=torch.float64, seed=0 if draft == "same_model" else 1)
-        actual = generate(model, input_ids, max_new_tokens=16, inputs={"assistant_model": assistant})
-    assert torch.equal(actual, expected)
-    assert cropped
-    assert draft == "same_model" or any(cropped)
 
 
 @pytest.mark.parametrize("padding", [0, 2])

@@ -1,24 +1,19 @@
-"""Generate with a cache and with padding, decode from base states, and train heads of tasks: nothing changes.
+"""Hold the size of a cache, the choice of the form of one new token, and the heads of tasks.
 
-What every kind must hold of this is in test_mechanisms.py, caches and modes of `generate` in test_generate_api.py.
-"""
+test_cache.py compares what is generated."""
 
 import pytest
 import torch
 from helpers import (
-    DECODING_CORES,
     HYBRID,
-    IHA_GEOMETRIES,
-    OTHER_KINDS,
     assert_close,
     geometry_model,
     logits_in_chunks,
-    on_cores,
     random_ids,
     random_model,
     small_config,
 )
-from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_iha import IHAForQuestionAnswering, IHAForSequenceClassification, IHAForTokenClassification
@@ -44,9 +39,9 @@ def cache_bytes(model, input_ids):
 
 
 @pytest.mark.parametrize(("positions", "dtype"), [("interleaved", torch.float32), ("shared", torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("num_pseudo_heads", [1, 2, 5])
-def test_cache_bytes_are_llamas(num_pseudo_heads, positions, dtype):
-    config = small_config(num_pseudo_heads=num_pseudo_heads, pseudo_positions=positions)
+@pytest.mark.parametrize(("kind", "num_pseudo_heads"), [("iha", 1), ("iha", 2), ("iha", 5), ("paired_heads", 2)])
+def test_cache_bytes_are_llamas(kind, num_pseudo_heads, positions, dtype):
+    config = small_config(attention_kinds=kind, num_pseudo_heads=num_pseudo_heads, pseudo_positions=positions)
     shared = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     llama_config = LlamaConfig(num_key_value_heads=2, **{field: getattr(config, field) for field in shared})
     model, llama = random_model(config, dtype=dtype), random_model(llama_config, LlamaForCausalLM, dtype=dtype)
@@ -63,43 +58,6 @@ def test_a_cache_cut_too_short_is_refused():
     logits_in_chunks(mha, random_ids(1, 5), [5], cache)
     with pytest.raises(ValueError, match="keeps one token too few for this model"):
         random_model(small_config(**window))(random_ids(1, 1), **{CACHE: cache})
-
-
-# generate()
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize(("core", "geometry"), on_cores([*IHA_GEOMETRIES, "global", *OTHER_KINDS], DECODING_CORES))
-def test_left_padded_batch_equals_each_row_alone(cpu_cores, core, geometry):
-    positions = "shared" if geometry == "global" else "interleaved"
-    model = geometry_model(geometry, core, pseudo_positions=positions)
-    rows = [random_ids(1, 3, seed=1), random_ids(1, 8, seed=2)]
-    longest = max(row.shape[1] for row in rows)
-    padded = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in rows])
-    options = GenerationConfig(
-        max_new_tokens=5, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
-    )
-    batch = model.generate(padded, attention_mask=(padded != 0).long(), generation_config=options)
-    for i, row in enumerate(rows):
-        alone = model.generate(row, attention_mask=torch.ones_like(row), generation_config=options)
-        assert torch.equal(batch.sequences[i, longest:], alone.sequences[0, row.shape[1] :])
-        assert_close(torch.stack(batch.logits)[:, i], torch.stack(alone.logits)[:, 0])
-
-
-@pytest.mark.parametrize("core", ["sdpa", "base"])
-@pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
-def test_padding_before_a_static_cache(geometry, core):
-    """Fill a static cache with all tokens, longer than they are, and with one at a time.
-
-    A token of padding that goes in by itself sees nothing, and its softmax has no score."""
-    model = geometry_model(geometry, core)
-    input_ids, mask = random_ids(2, 8), torch.tensor([[0] * 5 + [1] * 3, [1] * 8])
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(input_ids, attention_mask=mask, generation_config=GenerationConfig(**options))
-    options |= {"cache_implementation": "static", "disable_compile": True}
-    for chunk in (None, 1):
-        config = GenerationConfig(**options, prefill_chunk_size=chunk)
-        assert torch.equal(model.generate(input_ids, attention_mask=mask, generation_config=config), expected)
 
 
 # Decoding from base states

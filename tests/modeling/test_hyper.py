@@ -173,21 +173,3 @@ def test_weights_are_the_shares_of_the_first_key(case):
     if case == "strict":
         totals[..., 0] = 0
     assert_close(weights.sum(-1), totals, 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"order": 4}, "order=4 with softmax, which is for order 3 only: set linear=True"),
-        ({"linear": True, "strict_order": True}, "linear=True.*strict_order must not be set"),
-        ({"linear": True, "windows": [2, 3], "window": 3}, "linear=True.*windows must not be set"),
-        ({"linear": True, "window": 3}, "linear=True.*must be 'full_attention'"),
-        ({"windows": [2, 3]}, r"windows=\[2, 3\]; its layers must be 'sliding_attention', with sliding_window=3"),
-        ({"strict_order": True, "windows": [3, 1], "window": 3}, "strict_order=True with a window of 1 token for k"),
-        ({"kind": "simplicial", "sharing": True}, "unexpected keyword argument 'sharing'"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused(fields, message):
-    with pytest.raises(Exception, match=message):
-        hyper_config(**fields)

@@ -75,19 +75,3 @@ def test_order_1_is_multi_head_attention(core):
     actual, expected = uncached_logits(model, input_ids), uncached_logits(mha, input_ids)
     assert_close(actual, expected, 1e-6)
     assert core != "eager" or torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"orders": [1, 1.5, 1, 1]}, "Field 'orders' with value"),
-        ({"orders": [1, 2]}, r"orders=\[1, 2\].*one for each of 4 heads"),
-        ({"orders": 3}, "orders=3 and head_dim=8.*even"),
-        ({"orders": 8}, "orders=8 and head_dim=8.*even"),
-        ({"orders": [1, 2, 2, 2]}, r"orders=\[1, 2, 2, 2\] with num_key_value_heads=2; the 2 heads of a group"),
-    ],
-    ids=str,
-)
-def test_bad_options_are_refused(fields, message):
-    with pytest.raises(Exception, match=message):
-        hyper_feature_config(**fields)

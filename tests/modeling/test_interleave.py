@@ -1,9 +1,7 @@
 """Test `interleave_heads`: the model computes what it computed, learns as a plain loop does, and comes back."""
 
 import copy
-import json
 import pickle
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,19 +11,19 @@ from datasets.fingerprint import Hasher
 from helpers import DECODER_SIZES as SIZES
 from helpers import (
     DECODERS,
+    WAYS,
     assert_close,
     assert_custom_masks_mean_padding,
     assert_gradients_match,
     decoder,
+    interleaved,
     loss_and_gradients,
     random_ids,
     random_model,
-    set_core,
     small_config,
     train_mixing,
 )
 from helpers import uncached_logits as logits
-from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AttentionInterface,
@@ -47,7 +45,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.distributed import DistributedConfig
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
@@ -62,9 +60,8 @@ from modeling_iha import (
     remove_interleaving,
     token_attentions,
 )
-from modeling_iha.interleaved_attention import register_core
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
-from modeling_iha.modeling_interleaved import HOOK, MIXING_MODULES, tasks
+from modeling_iha.modeling_interleaved import HOOK, MIXING_MODULES
 from modeling_iha.transformers_versions import CACHE
 from sft.make_tokenizer import byte_tokenizer
 
@@ -217,18 +214,6 @@ def test_models_of_one_configuration_object_are_interleaved_one_by_one():
     assert (model.config.num_pseudo_heads, plain.config.num_pseudo_heads) == (2, 3)
 
 
-def test_the_check_leaves_models_of_the_same_configuration_alone():
-    """Run a model with a window in the middle of the check, as another thread does."""
-    model, tokens, found = decoder("gemma3_text", sliding_window=12), random_ids(1, 20), []
-    plain = type(model)(model.config).eval()
-    expected = logits(plain, input_ids=tokens)
-    layer = model.model.layers[0]
-    hook = layer.register_forward_pre_hook(lambda *_: found.append(logits(plain, input_ids=tokens)))
-    interleave_heads(model, 2)
-    hook.remove()
-    assert found and all(each.equal(expected) for each in found)
-
-
 def test_attention_of_others_is_left_alone(monkeypatch):
     """Set an item of the registry, as sequence-parallel libraries do, and run another model in the middle."""
     stock, other, lengths = ALL_ATTENTION_FUNCTIONS["sdpa"], decoder("llama"), []
@@ -351,50 +336,52 @@ def test_layers_and_windows_of_the_paper():
     assert model.config.interleaved_window == 256 // (2 * 2**2)
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (lambda: decoder("llama"), {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
-        (lambda: decoder("llama"), {"num_pseudo_heads": "2"}, "is '2': expected an integer of at least 2"),
-        (lambda: decoder("llama"), {"mixing_scale": 0}, "mixing_scale is 0: expected a number above 0"),
-        (lambda: decoder("llama"), {"mixing_scale": float("nan")}, "mixing_scale is nan: expected"),
-        (lambda: decoder("llama"), {"layers": 1}, "layers is 1: expected"),
-        (lambda: decoder("llama"), {"layers": [True, False]}, "some of the attention layers"),
-        (lambda: decoder("llama"), {"layers": iter([3])}, "some of the attention layers"),
-        (lambda: decoder("llama"), {"collapse": "sum"}, 'expected "per_head" or "all_heads"'),
-        (lambda: decoder("llama"), {"layers": [3]}, r"some of the attention layers \[0, 1, 2\] of llama"),
-        (lambda: decoder("llama"), {"layers": []}, "some of the attention layers"),
-        (lambda: decoder("llama"), {"sliding_window": 1}, "at least 2 tokens"),
-        (lambda: decoder("llama"), {"sliding_window": 4096}, "4096, longer than the context of 256 tokens"),
-        (lambda: interleave_heads(decoder("llama"), 2), {}, "interleaved already"),
-        (lambda: decoder("llama").model.layers[0], {}, "LlamaDecoderLayer is not a model of Transformers"),
-        (sharded_llama, {}, "FSDPLlamaForCausalLM is not a model of Transformers or .* before PEFT, FSDP"),
-        (lambda: with_sharded_layer(decoder("llama")), {}, "FSDPLlamaDecoderLayer is not a model of Transformers"),
-        (
-            lambda: TextGenerationPipeline(decoder("llama"), byte_tokenizer()),
-            {},
-            "TextGenerationPipeline is not a model of Transformers",
-        ),
-        (lambda: get_peft_model(decoder("llama"), LoraConfig()), {}, "before PEFT, FSDP"),
-        (
-            lambda: IHAForCausalLM(IHAConfig(**SIZES)),
-            {},
-            "heads of this model are interleaved already",
-        ),
-        (
-            lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_ff=32, num_layers=1)),
-            {},
-            "t5 has an encoder",
-        ),
-    ],
-)
-def test_what_is_refused(make, options, message):
+def llama():
+    return decoder("llama")
+
+
+BOTH_REJECT = [
+    (llama, {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
+    (llama, {"num_pseudo_heads": "2"}, "is '2': expected an integer of at least 2"),
+    (llama, {"layers": 1}, "layers is 1: expected"),
+    (llama, {"layers": [True, False]}, "some of the attention layers"),
+    (llama, {"layers": iter([3])}, "some of the attention layers"),
+    (llama, {"layers": [3]}, r"some of the attention layers \[0, 1, 2\] of llama"),
+    (llama, {"layers": []}, "some of the attention layers"),
+    (llama, {"sliding_window": 1}, "at least 2 tokens"),
+    (llama, {"sliding_window": 4096}, "4096, longer than the context of 256 tokens"),
+    (lambda: interleave_heads(llama(), 2), {}, "interleaved already"),
+    (lambda: paired(llama()), {}, "interleaved already"),
+    (lambda: IHAForCausalLM(IHAConfig(**SIZES)), {}, "heads of this model are interleaved already"),
+    (lambda: llama().model.layers[0], {}, "LlamaDecoderLayer is not a model of Transformers"),
+    (sharded_llama, {}, "FSDPLlamaForCausalLM is not a model of Transformers or .* before PEFT, FSDP"),
+    (lambda: with_sharded_layer(llama()), {}, "FSDPLlamaDecoderLayer is not a model of Transformers"),
+    (lambda: TextGenerationPipeline(llama(), byte_tokenizer()), {}, "TextGenerationPipeline is not a model"),
+    (lambda: get_peft_model(llama(), LoraConfig()), {}, "before PEFT, FSDP"),
+    (lambda: T5ForConditionalGeneration(T5Config(d_model=32, d_ff=32, num_layers=1)), {}, "t5 has an encoder"),
+]
+REJECTED = [
+    *((change, *case) for change in (interleave_heads, pair_heads) for case in BOTH_REJECT),
+    (interleave_heads, llama, {"mixing_scale": 0}, "mixing_scale is 0: expected a number above 0"),
+    (interleave_heads, llama, {"mixing_scale": float("nan")}, "mixing_scale is nan: expected"),
+    (interleave_heads, llama, {"collapse": "sum"}, 'expected "per_head" or "all_heads"'),
+    (pair_heads, llama, {"num_pseudo_heads": 4}, "4: expected a divisor of the 4 query heads and 2 key/value heads"),
+    (pair_heads, llama, {"sliding_window": "paper"}, "'paper': expected at least 2 tokens, None"),
+    (pair_heads, lambda: decoder("gpt_oss", "eager"), {}, "GptOssAttention has an attention sink for each head"),
+]
+
+
+@pytest.mark.parametrize(("change", "make", "options", "message"), REJECTED)
+def test_what_is_rejected_stays_as_it_was(change, make, options, message):
     made = make()
     model = getattr(made, "model", made)
-    names, config = set(model.state_dict()), getattr(model, "config", None)
-    with pytest.raises(ValueError, match=message):
-        interleave_heads(made, **{"num_pseudo_heads": 2, **options})
-    assert set(model.state_dict()) == names and getattr(model, "config", None) is config
+    names, kind, config = set(model.state_dict()), type(model), getattr(model, "config", None)
+    fields = config and config.to_dict()
+    with pytest.raises(ValueError, match=message) as error:
+        change(made, **{"num_pseudo_heads": 2, **options})
+    assert "\n" not in str(error.value)
+    assert set(model.state_dict()) == names and type(model) is kind
+    assert getattr(model, "config", None) is config and (config and config.to_dict()) == fields
 
 
 @pytest.mark.parametrize(
@@ -516,72 +503,6 @@ def test_decoder_beside_an_encoder(name, tmp_path):
 # Checkpoints
 
 
-LOAD = """
-import pickle
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
-tokens = torch.tensor(request["tokens"])
-result = {}
-for place in request["places"]:
-    model, info = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True, output_loading_info=True)
-    missing = [*info["missing_keys"], *info["unexpected_keys"]]
-    logits = [model(input_ids=tokens, use_cache=False).logits.tolist()]
-    model.generate(tokens, max_new_tokens=2, do_sample=False)
-    model.save_pretrained(place + "-again")
-    again = AutoModelForCausalLM.from_pretrained(place + "-again", trust_remote_code=True, attn_implementation="eager")
-    again = pickle.loads(pickle.dumps(again))
-    logits += [again(input_ids=tokens, use_cache=False).logits.tolist()]
-    for task in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
-        if type(model.config).__bases__[1] not in task._model_mapping:
-            continue  # Transformers has no such head
-        head, info = task.from_pretrained(place, trust_remote_code=True, output_loading_info=True)
-        missing += [name for name in info["missing_keys"] if not name.startswith("score.")]
-        head.save_pretrained(place + "-head")
-        task.from_pretrained(place + "-head", trust_remote_code=True)
-    try:
-        AutoModelForCausalLM.from_pretrained(place, trust_remote_code=False)
-        trusted = "loaded"
-    except ValueError as error:
-        trusted = str(error)
-    result[place] = {"logits": logits, "missing": missing, "trusted": trusted}
-"""
-
-
-def test_checkpoints_load_where_the_package_is_not_installed(tmp_path):
-    """Load one of each decoder, and one whose config was saved alone, as mergekit does."""
-    tokens, expected = random_ids(2, 11), {}
-    for name in DECODERS:
-        model = train_mixing(interleave_heads(decoder(name), 2, layers=[0, 1]))
-        expected[str(tmp_path / name)] = logits(model, input_ids=tokens)
-        model.save_pretrained(tmp_path / name)
-        assert {path.name for path in (tmp_path / name).glob("*.py")} == {
-            "modeling_interleaved.py",
-            "virtual_tokens.py",
-            "sdpa_in_blocks.py",
-            "interleaved_attention.py",
-            "interleaving.py",
-            "triton_kernels.py",
-            "mixing.py",
-            "pairing.py",
-            "transformers_versions.py",
-        }
-    alone = tmp_path / "alone"
-    AutoConfig.from_pretrained(tmp_path / "llama", trust_remote_code=True).save_pretrained(alone)
-    shutil.copy(tmp_path / "llama" / "model.safetensors", alone)
-    expected[str(alone)] = expected[str(tmp_path / "llama")]
-    answers = run_in_clean_process(LOAD, {"tokens": tokens.tolist(), "places": list(expected)})
-    config = json.loads((tmp_path / "llama" / "config.json").read_text())
-    assert (config["model_type"], config["base_model_type"]) == ("interleaved", "llama")
-    assert config["architectures"] == ["InterleavedLlamaForCausalLM"]
-    assert set(config["auto_map"]) == {"AutoConfig", *tasks(LlamaConfig)}
-    for place, answer in answers.items():
-        assert answer["missing"] == []
-        for found in answer["logits"]:
-            assert_close(torch.tensor(found), expected[place])
-        assert "trust_remote_code=True" in answer["trusted"]
-    assert answers.keys() == expected.keys()
-
-
 def test_classifier_is_interleaved_in_place_and_loaded(tmp_path):
     torch.manual_seed(0)
     model = LlamaForSequenceClassification(LlamaConfig(**SIZES)).eval()
@@ -671,165 +592,12 @@ def test_small_steps_are_kept_and_decay_pulls_to_the_start(dtype):
     assert all(torch.allclose(value, start[name], atol=1e-7) for name, value in state_with_values(model).items())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-def test_layers_may_be_offloaded(name, tmp_path):
-    model, tokens = train_mixing(interleave_heads(decoder(name), 2)), random_ids(2, 9)
-    expected = logits(model, input_ids=tokens)
-    model.save_pretrained(tmp_path / "model")
-    places = {f"model.{part}": "cpu" for part, _ in model.model.named_children() if part != "layers"}
-    places |= {"lm_head": "cpu", **{f"model.layers.{i}": "disk" if i == 1 else "cpu" for i in range(3)}}
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", trust_remote_code=True, device_map=places, offload_folder=str(tmp_path / "offload")
-    )
-    assert loaded.model.layers[1].self_attn.q_mix.weight.is_meta
-    assert_close(logits(loaded, input_ids=tokens), expected)
-
-
-def test_compilation_makes_no_more_graphs_than_the_base():
-    def compiled(model):
-        graphs = []
-        torch._dynamo.reset()
-        backend = lambda module, _: graphs.append(module) or module.forward  # noqa: E731
-        with torch.no_grad():
-            found = torch.compile(model, backend=backend)(input_ids=random_ids(2, 9), use_cache=False).logits
-        return len(graphs), found
-
-    model = decoder("gemma3_text", num_hidden_layers=2)  # a window and a global layer
-    graphs, expected = compiled(model)
-    found = compiled(interleave_heads(model, 2))
-    assert found[0] <= graphs
-    assert_close(found[1], expected)
-
-
-@EVERY
-def test_checkpointing_changes_no_gradient(name):
-    model = train_mixing(interleave_heads(decoder(name), 2)).train()
-    loss, expected = loss_and_gradients(model, random_ids(2, 9))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    again, gradients = loss_and_gradients(model, random_ids(2, 9))
-    assert_close(again, loss)
-    assert_gradients_match(gradients, {name: g.double() for name, g in expected.items()}, 1e-5)
-
-
-@EVERY
-def test_checkpointing_keeps_packed_documents_apart(name):
-    """Pass no `use_cache`: a base that checkpoints makes no cache, without which Transformers finds the documents."""
-    model = train_mixing(interleave_heads(decoder(name), 2)).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    tokens = random_ids(1, 12)
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    packed = model(tokens, position_ids=positions).logits[:, 5:]
-    assert_close(packed, model(tokens[:, 5:]).logits)
-
-
-@pytest.mark.parametrize("layers", [[0, 1], None])
-def test_padded_rows_are_decoded_on_flash_beyond_a_given_window(cpu_cores, layers):
-    """Generate past the window of some layers, whose caches are shorter than the mask of padding."""
-    model = train_mixing(interleave_heads(decoder("llama"), 2, layers=layers, sliding_window=4))
-    inputs = padded(length=9)
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "output_logits": True}
-    generated = []
-    for core in ("sdpa", "flash_attention_2"):
-        model.set_attn_implementation(core)
-        generated.append(model.generate(**inputs, **options, return_dict_in_generate=True))
-    assert torch.equal(generated[0].sequences, generated[1].sequences)
-    assert_close(torch.stack(generated[1].logits), torch.stack(generated[0].logits))
-
-
-@pytest.mark.parametrize(("window", "windows"), [(4, [8, 8, 6]), (9, [12, 18, 6])])
-def test_flash_cores_get_virtual_lengths(window, windows, monkeypatch):
-    """Record what a flash core is called with: on a CPU none runs. The smaller of two windows counts."""
-    calls = []
-
-    def record(module, query, key, value, attention_mask, **kwargs):
-        calls.append((module.config._attn_implementation, attention_mask, kwargs))
-        return query.transpose(1, 2), None
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", record)
-    model = interleave_heads(decoder("gemma3_text"), 2, layers=[0, 1], sliding_window=window)
-    model.config._attn_implementation = register_core("flash_attention_2")
-    inputs = padded(length=9)
-    bounds = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "max_length_q": 5}
-    model(**inputs, **bounds, use_cache=False)
-    names, masks, options = zip(*calls)
-    assert set(names) == {"flash_attention_2"}
-    assert [mask.shape[1] for mask in masks] == [18, 18, 9]
-    assert masks[0].equal(inputs["attention_mask"].bool().repeat_interleave(2, dim=1))
-    assert masks[2].equal(inputs["attention_mask"].bool())
-    assert [each.get("sliding_window") for each in options] == windows
-    assert [each["cu_seq_lens_q"].tolist() for each in options] == [[0, 8, 18], [0, 8, 18], [0, 4, 9]]
-    assert [each["max_length_q"] for each in options] == [10, 10, 5]
-
-
-@pytest.fixture
-def sdpa_masks(monkeypatch):
-    """Record the sizes [queries, keys] of the masks that Transformers makes for SDPA."""
-    sizes, make = [], ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
-
-    def watched(**kwargs):
-        mask = make(**kwargs)
-        sizes.extend([] if mask is None else [list(mask.shape[-2:])])
-        return mask
-
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", watched)
-    return sizes
-
-
-def rows_of(case, length=200):
-    """Return two rows, in one of the ways in which a dense mask stands for less."""
-    inputs, two = padded(length=length), torch.cat((torch.arange(13), torch.arange(length - 13)))
-    return {
-        "whole": {"input_ids": inputs["input_ids"]},
-        "left padding": inputs,
-        "right padding": {name: value.flip(1) for name, value in inputs.items()},
-        "packed": {"input_ids": inputs["input_ids"], "position_ids": two.expand(2, -1)},
-    }[case]
-
-
-def real_logits(model, inputs):
-    """Return finite logits with zeros for padding."""
-    found = model(**inputs, use_cache=False).logits
-    assert found.isfinite().all()
-    return found * inputs.get("attention_mask", torch.ones(found.shape[:2]))[..., None]
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("case", ["whole", "left padding", "right padding", "packed"])
 @pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("name", ["gemma3_text", "llama4_text", "mistral"])
-def test_windows_and_padding_need_no_dense_mask_on_sdpa(name, window, case, sdpa_masks):
-    """Compare with the eager core, which has a mask of 600 x 600 virtual tokens."""
-    model = train_mixing(interleave_heads(decoder(name), 3, layers=[0, 1], sliding_window=window))
-    eager, inputs = copy.deepcopy(model), rows_of(case)  # layer 2 has the base's window or chunks too
-    eager.set_attn_implementation("eager")
-    sdpa_masks.clear()
-    found = real_logits(model, inputs)
-    gradients = torch.autograd.grad(found.square().sum(), list(model.parameters()))
-    # Transformers makes a dense mask for chunks.
-    if name != "llama4_text":
-        assert not sdpa_masks
-    assert_close(found, expected := real_logits(eager, inputs))
-    expected = torch.autograd.grad(expected.square().sum(), list(eager.parameters()))
-    for gradient, other in zip(gradients, expected, strict=True):
-        assert_close(gradient, other, 1e-4)
-    if window is None and case != "right padding":  # which Transformers warns of
-        greedy = {"max_new_tokens": 5, "do_sample": False}
-        inputs.pop("position_ids", None)
-        assert model.generate(**inputs, **greedy).equal(eager.generate(**inputs, **greedy))
-
-
-@pytest.mark.parametrize("window", [None, 4])
-def test_holes_need_no_dense_mask_and_images_have_one(window, sdpa_masks):
-    """Hide a token between others, and let image tokens see each other both ways."""
-    model = train_mixing(interleave_heads(decoder("llama"), 3, layers=[0, 1], sliding_window=window))
+def test_images_have_a_dense_mask(window):
+    """Let image tokens see each other both ways."""
+    model = interleaved("llama", window, [0, 1], 3)
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
-    hole = padded(length=60)
-    hole["attention_mask"][1, 20:22] = 0
-    sdpa_masks.clear()
-    assert_close(real_logits(model, hole), real_logits(eager, hole))
-    assert not sdpa_masks
-
     images = torch.full((1, 60), -1)
     images[0, 10:17] = images[0, 30:34] = 0  # parts of one block, which see each other
     real = (torch.arange(60) >= 4)[None]
@@ -916,30 +684,6 @@ def test_attention_in_both_directions_is_refused(way, window):
             model(random_ids(1, 9), **arguments)
 
 
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("core", ["sdpa", "base", "eager"])
-@pytest.mark.parametrize(("layers", "lengths"), [(None, [5, 5, 5]), ([0, 2], [5, 47, 5]), ([1], [47, 5, 47])])
-def test_a_given_window_shortens_the_cache(layers, lengths, core):
-    """Compare tokens and logits from the cache, also one filled in parts, with those computed without one."""
-    model = train_mixing(interleave_heads(decoder("llama"), 2, layers=layers, sliding_window=5))
-    set_core(model, core)
-    for inputs in (padded(), {"input_ids": random_ids(1, 27)}):
-        greedy = {"max_new_tokens": 21, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-        uncached = model.generate(**inputs, **greedy, use_cache=False)
-        expected = uncached.sequences
-        for options in ({}, {"prefill_chunk_size": 4}, {"cache_implementation": "static"}):
-            generated = model.generate(**inputs, **greedy, **options, disable_compile=True)
-            assert generated.sequences.equal(expected)
-            assert_close(torch.stack(generated.logits), torch.stack(uncached.logits))
-            if "cache_implementation" not in options:
-                assert [layer.keys.shape[2] for layer in generated[CACHE].layers] == lengths
-    drafts = [{"prompt_lookup_num_tokens": 3}]
-    if Version(transformers.__version__) >= Version("5.18"):  # 5.17 hands over more keys than masks
-        drafts += [{"assistant_model": interleave_heads(decoder("llama"), 2, layers=layers, sliding_window=5)}]
-    for options in drafts:  # rejected ones leave the cache
-        assert model.generate(**inputs, **greedy, **options).sequences.equal(expected)
-
-
 def test_datasets_hashes_a_loaded_model(tmp_path):
     """Hash equal models alike, so that `Dataset.map` finds what it has computed with one."""
     models = {"iha": random_model(small_config()), "interleaved": interleave_heads(decoder("llama"), 2)}
@@ -1007,23 +751,34 @@ def test_a_model_without_mixing_has_no_mixing_parameters():
     assert mixing_parameters(frozen) == []
 
 
-@pytest.mark.parametrize("way", ["interleave_heads", "IHAForCausalLM"])
+@pytest.mark.parametrize("way", WAYS)
 def test_attention_maps_are_reduced_to_tokens(way):
-    """Take the maps of a prompt, and of a token after it in the cache, in models of both ways."""
-    plain = decoder("llama", attn_implementation="eager")
-    model = interleave_heads(plain, 3, layers=[0]) if way == "interleave_heads" else random_model(small_config())
+    """Take the maps of a prompt, and of a token after it in the cache. A pseudo-head of "iha" is a head of its own."""
+    model, tokens = WAYS[way](), random_ids(2, 6)
     model.set_attn_implementation("eager")
-    tokens = random_ids(2, 6)
     prompt = model(tokens[:, :5], output_attentions=True, use_cache=True)
-    last = model(tokens[:, 5:], past_key_values=prompt.past_key_values, output_attentions=True)
+    last = model(tokens[:, 5:], **{CACHE: prompt[CACHE]}, output_attentions=True)
     for output, queries, keys in ((prompt, 5, 5), (last, 1, 6)):
         for weights, mapped in zip(output.attentions, token_attentions(output.attentions, queries, 4), strict=True):
-            assert mapped.shape == (*weights.shape[:2], queries, keys)
-            pseudo_heads = weights.shape[-1] // keys
-            pair = weights[0, 1, :pseudo_heads, :pseudo_heads]  # of the first query and the first key
-            torch.testing.assert_close(mapped[0, 1, 0, 0], pair.sum() / pseudo_heads)
+            assert mapped.shape == (2, 4, queries, keys)
+            size = weights.shape[-1] // keys  # P, or 1 in a plain layer
+            of_tokens = weights.unflatten(-1, (keys, size)).sum(-1).unflatten(2, (queries, size))
+            is_paired = "paired" in way  # virtual head i, pseudo-head p is head p * H / P + i
+            expected = of_tokens.permute(0, 3, 1, 2, 4).flatten(1, 2) if is_paired else of_tokens.mean(3)
+            torch.testing.assert_close(mapped, expected)
             torch.testing.assert_close(mapped.sum(-1), torch.ones(mapped.shape[:-1]))
     assert prompt.attentions[0].shape[-1] > 5
+
+
+@pytest.mark.parametrize(("kinds", "layers"), [(["paired_heads", "mha"], 1), (["hyper", "paired_heads"], 2)])
+def test_attention_maps_of_some_layers(kinds, layers):
+    """A linear "hyper" layer returns none, and a forward leaves out layers beyond `num_hidden_layers`."""
+    model = random_model(small_config(attention_kinds=kinds, attention_options={"hyper": {"linear": True}}))
+    model.set_attn_implementation("eager")
+    model.config.num_hidden_layers = layers
+    (maps,) = token_attentions(model(random_ids(1, 5), output_attentions=True).attentions, 5, 4)
+    assert maps.shape == (1, 4, 5, 5)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(1, 4, 5))
 
 
 def test_the_fields_of_a_configuration_do_not_name_the_plain_base(tmp_path):

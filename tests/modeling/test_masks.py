@@ -9,7 +9,6 @@ from accelerate.utils import send_to_device
 from helpers import (
     CORES,
     GEOMETRIES,
-    IHA_GEOMETRIES,
     OTHER_KINDS,
     assert_close,
     assert_custom_masks_mean_padding,
@@ -50,19 +49,6 @@ def positions(attention_mask):
 
 
 # Padding
-
-
-@pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
-@pytest.mark.parametrize("core", CORES)
-@torch.no_grad()
-def test_padding_changes_no_row(core, geometry):
-    model = geometry_model(geometry, core)
-    rows, pads = [random_ids(1, n, seed=n) for n in (3, 8, 1, 5)], [(5, 0), (0, 0), (3, 4), (0, 3)]
-    padded = torch.cat([torch.nn.functional.pad(row, pad) for row, pad in zip(rows, pads)])
-    attention_mask = (padded != 0).long()
-    logits = model(padded, attention_mask=attention_mask, position_ids=positions(attention_mask)).logits
-    for row, of_row, real in zip(rows, logits, attention_mask.bool()):
-        assert_close(of_row[real], model(row).logits[0])
 
 
 @pytest.mark.one_of(4)
@@ -153,41 +139,40 @@ def test_a_custom_mask_on_a_static_cache_raises_an_error(geometry):
         model(random_ids(1, 9), attention_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool), **{CACHE: cache})
 
 
-@pytest.mark.parametrize("kind", ["mha", "iha", "paired_heads"])
-@pytest.mark.parametrize("core", ["base", *MASKED_CORES])
-@torch.no_grad()
-def test_a_mask_that_hides_a_token_from_itself(core, kind):
-    """Compare chunks on a cache with the whole input: the last key that a query sees is not its own then."""
-    if core == "base" and kind == "mha":
-        pytest.skip("it has no separate form for one new token")
-    model = random_model(small_config(attention_kinds=kind, num_pseudo_heads=2))
-    set_core(model, core)
-    input_ids = random_ids(1, 12)
+def hiding():
+    """Hide two tokens from themselves: the last key that a query sees is not its own then."""
     visible = torch.ones(12, 12, dtype=torch.bool).tril()
     visible[8, 7:9] = False
     visible[11, 10:12] = False
-    expected = model(input_ids, attention_mask=visible[None, None], use_cache=False).logits
-    cache = DynamicCache(config=model.config)
-    for tokens in (slice(0, 6), slice(6, 11), slice(11, 12)):
-        mask = visible[None, None, tokens, : tokens.stop]
-        assert_close(model(input_ids[:, tokens], attention_mask=mask, **{CACHE: cache}).logits, expected[:, tokens])
+    return visible
 
 
-@pytest.mark.parametrize("core", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", ["mha", "iha", "paired_heads", "dcmha"])
+def alibi():
+    """Return an additive mask that is not 0 where a pair is visible."""
+    distance = torch.arange(12)[:, None] - torch.arange(12.0)
+    return torch.where(distance >= 0, -0.5 * distance, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize(
+    ("make_mask", "kind", "core"),
+    [
+        *((hiding, kind, core) for kind in ("mha", "iha", "paired_heads") for core in MASKED_CORES),
+        *((alibi, kind, core) for kind in ("mha", "iha", "paired_heads", "dcmha") for core in ("eager", "sdpa")),
+        *((mask, kind, "base") for mask in (hiding, alibi) for kind in ("iha", "paired_heads")),
+    ],
+)
 @torch.no_grad()
-def test_a_bias_on_visible_pairs_is_added_on_a_cache_too(core, kind):
-    """Pass an additive mask that is not 0 where a pair is visible, as ALiBi would, at once and in chunks."""
+def test_a_mask_means_the_same_on_a_cache(make_mask, kind, core):
+    """Compare chunks on a cache with the whole input."""
     model = random_model(small_config(attention_kinds=kind, num_pseudo_heads=2))
     set_core(model, core)
-    input_ids = random_ids(1, 9)
-    distance = torch.arange(9)[:, None] - torch.arange(9.0)
-    mask = torch.where(distance >= 0, -0.5 * distance, torch.finfo(torch.float32).min)[None, None]
+    input_ids, mask = random_ids(1, 12), make_mask()[None, None]
     expected = model(input_ids, attention_mask=mask, use_cache=False).logits
     assert (expected - model(input_ids, use_cache=False).logits).abs().max() > 0.01
-    cache = model(input_ids[:, :5], attention_mask=mask[:, :, :5, :5], use_cache=True)[CACHE]
-    rest = model(input_ids[:, 5:], attention_mask=mask[:, :, 5:], **{CACHE: cache}).logits
-    assert_close(rest, expected[:, 5:])
+    cache = DynamicCache(config=model.config)
+    for tokens in (slice(0, 6), slice(6, 11), slice(11, 12)):
+        chunk = {"attention_mask": mask[:, :, tokens, : tokens.stop], CACHE: cache}
+        assert_close(model(input_ids[:, tokens], **chunk).logits, expected[:, tokens])
 
 
 @pytest.mark.parametrize("kind", ["talking_heads", "hyper"])
@@ -271,14 +256,6 @@ def packing_error(model, rows=1, **inputs):
     return ((packed - separate).abs().max() / separate.abs().max()).item()
 
 
-@pytest.mark.parametrize("geometry", IHA_GEOMETRIES)
-@pytest.mark.parametrize("core", CORES)
-def test_packed_equals_separate(core, geometry):
-    """Pass everything that a padding-free collator gives; `PACKINGS` has interleaved positions."""
-    model = geometry_model(geometry, core, pseudo_positions="shared")
-    assert packing_error(model, position_ids=POSITIONS, use_cache=False, **CU_SEQ_LENS) < 1e-5
-
-
 # What declares the documents, and the cores that keep them apart by it.
 PACKINGS = {
     "positions": ({"position_ids": POSITIONS, "use_cache": False}, CORES),
@@ -336,9 +313,6 @@ def test_a_mask_may_cover_tokens_to_come(core):
     cache = StaticCache(config=model.config, max_cache_len=16)
     longer = torch.cat((padding, to_come), dim=1)
     assert_close(model(**inputs, attention_mask=longer, **{CACHE: cache}).logits[padding.bool()], expected)
-    inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
-    with pytest.raises(ValueError, match="Packed documents"):
-        model(**inputs, attention_mask=torch.cat((torch.ones_like(padding), to_come), dim=1))
 
 
 @torch.no_grad()
@@ -350,25 +324,24 @@ def test_a_mask_without_the_newest_tokens_is_refused_on_a_static_cache():
         model(input_ids[:, 3:], attention_mask=ONES[:, :6], position_ids=torch.arange(3, 7)[None], **{CACHE: cache})
 
 
-@pytest.mark.parametrize("core", MASKED_CORES)
-@torch.no_grad()
-def test_documents_with_padding_between_them_are_refused(core):
-    """Each document may be padded, so that no restart lies between two real tokens."""
-    model = geometry_model("global", core)
-    padding = torch.tensor([[1, 1, 1, 0, 1, 1, 1]])
-    inputs = {"input_ids": random_ids(1, 7), "attention_mask": padding, "use_cache": False}
-    with pytest.raises(ValueError, match="Packed documents"):
-        model(**inputs, position_ids=torch.tensor([[0, 1, 2, 0, 0, 1, 2]]))
-    model(**inputs, position_ids=positions(padding))  # one document with a hole
+# The positions and the mask of documents that Transformers would join.
+JOINED = {
+    "of one token": ([0, 0], [1, 1]),  # no position is lower than the one before
+    "with padding between them": ([0, 1, 2, 0, 0, 1, 2], [1, 1, 1, 0, 1, 1, 1]),
+    "before tokens to come": ([0, 1, 2, 3, 0, 1, 2, 3], [1] * 8 + [0] * 8),
+}
 
 
+@pytest.mark.parametrize("case", JOINED)
 @pytest.mark.parametrize("core", MASKED_CORES)
 @torch.no_grad()
-def test_documents_of_one_token_are_refused_with_a_mask(core):
-    """Take two such documents: their positions are equal, and no position is lower than the one before."""
-    model = geometry_model("global", core)
+def test_documents_are_refused_with_a_mask(core, case):
+    joined, mask = (torch.tensor([each]) for each in JOINED[case])
+    model, input_ids = geometry_model("global", core), random_ids(1, joined.shape[1])
     with pytest.raises(ValueError, match="Packed documents"):
-        model(random_ids(1, 2), attention_mask=torch.ones(1, 2), position_ids=torch.tensor([[0, 0]]))
+        model(input_ids, attention_mask=mask, position_ids=joined)
+    if case == "with padding between them":
+        model(input_ids, attention_mask=mask, position_ids=positions(mask))  # one document with a hole
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -390,47 +363,6 @@ def test_packing_on_top_of_a_cache_is_refused(core):
     cache = model(random_ids(1, 3), use_cache=True)[CACHE]
     with pytest.raises(ValueError, match="Packed documents"):
         model(random_ids(1, 10), position_ids=POSITIONS, **{CACHE: cache})
-
-
-@torch.no_grad()
-def masks_of(core, geometry, length, **inputs):
-    """Return the masks that the layers of a P = 2 model are given for one row of `length` tokens."""
-    model, masks = random_model(small_config(**GEOMETRIES[geometry])), []
-    set_core(model, core)
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
-        )
-    model(random_ids(1, length), **inputs)
-    return masks
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_causal_attention_over_the_whole_input_builds_no_mask(cached):
-    cache = {CACHE: StaticCache(config=small_config(), max_cache_len=400)} if cached else {"use_cache": False}
-    assert masks_of("sdpa", "global", 300, **cache) == [None, None]
-    masks = masks_of("sdpa", "global", 10, attention_mask=ONES, use_cache=cached)
-    assert [mask.shape for mask in masks] == [(1, 10), (1, 10)]  # in tokens, and nobody looks at it
-    assert masks_of(FLASH, "hybrid", 300, use_cache=cached) == [None] * 4
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("geometry", ["window", "window_mha", "diff", "paired_heads"])
-def test_windows_and_documents_build_no_dense_mask_on_sdpa(geometry, packed):
-    """Documents are read from the positions, and a padding mask stays [batch, keys]."""
-    positions = {"position_ids": torch.cat([torch.arange(n) for n in (250, 50)])[None]} if packed else {}
-    masks = masks_of("sdpa", geometry, 300, use_cache=False, **positions)
-    has_window = [kind == "sliding_attention" for kind in small_config(**GEOMETRIES[geometry]).layer_types]
-    assert [mask is None for mask, window in zip(masks, has_window) if window] == [True] * sum(has_window)
-    real = torch.ones(1, 300).long()
-    real[0, :20] = 0
-    masks = masks_of("sdpa", geometry, 300, attention_mask=real, use_cache=False)
-    assert all(mask.ndim == 2 for mask, window in zip(masks, has_window) if window)
-
-
-def test_a_window_that_reaches_every_token_is_no_window(monkeypatch):
-    monkeypatch.setitem(GEOMETRIES, "wide", {"layer_types": "sliding_attention", "sliding_window": 11})
-    assert masks_of("sdpa", "wide", 10, use_cache=False) == [None, None]
 
 
 def test_a_copied_block_mask_is_refused_by_layers_that_are_not_interleaved():

@@ -12,7 +12,6 @@ from helpers import (
     BF16_GRADIENT,
     BF16_OUTPUT,
     CORES,
-    DECODING_CORES,
     EVERY_KIND,
     FP32,
     FP64,
@@ -191,19 +190,6 @@ def test_cache_in_blocks(small_blocks, mechanism, window):
     assert_cache(mechanism, window, [1, 9, 1, 6])
 
 
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("core", DECODING_CORES)
-@mechanisms
-def test_cache_on_core(cpu_cores, mechanism, core):
-    """Compare logits of chunks on a cache, on the core, with those of the whole input on the default core."""
-    if mechanism.is_refused_on(core) or (core == "base" and core not in mechanism.forms()):
-        pytest.skip(f"no layers of kind {mechanism.kind} on {core}: see test_core")
-    model, input_ids = random_model(mechanism.hybrid_config()), random_ids(2, LENGTH)
-    expected = uncached_logits(model, input_ids)
-    set_core(model, core)
-    assert_close(logits_in_chunks(model, input_ids, [3, 1, 2, 1]), expected)
-
-
 # Precision, training, checkpoints
 
 
@@ -336,6 +322,7 @@ def test_remote_code(tmp_path):
     input_ids, expected, directories = random_ids(2, 5), {}, {}
     configs = {name: mechanism.hybrid_config() for name, mechanism in OF_EACH_KIND.items()}
     configs |= {"all": small_config(**EVERY_KIND), "local_rope": small_config(num_pseudo_heads=3, **LOCAL_ROPE)}
+    configs["additions"] = small_config(output_gate="elementwise", exclusive_attention=True)
     for name, config in configs.items():
         model = random_model(config)
         model.save_pretrained(tmp_path / name)

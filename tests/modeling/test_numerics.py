@@ -1,6 +1,7 @@
 """Hold the precision of dtypes, the arithmetic of training, and the ways in which weights come into a model."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from helpers import (
     EVERY_KIND,
     HYBRID,
     assert_close,
-    loss_and_gradients,
+    interleaved,
     random_ids,
     random_model,
     set_core,
@@ -85,58 +86,21 @@ def test_rope_rounds_once():
 # Training
 
 
-@pytest.mark.parametrize(
-    ("inputs", "use_reentrant"), [("plain", True), ("padded", False), ("packed", True), ("autocast", False)]
-)
-def test_gradient_checkpointing_changes_no_gradient(inputs, use_reentrant):
-    """Show the recomputed forward the same padding, documents and autocast dtype."""
-    model = random_model(hybrid_config()).train()
-    input_ids = random_ids(1, 8)
-    arguments = {
-        "plain": {},
-        "padded": {"attention_mask": torch.tensor([[0, 0] + [1] * 6])},
-        "packed": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
-        "autocast": {},
-    }[inputs]
-    with torch.autocast("cpu", torch.bfloat16, enabled=inputs == "autocast"):
-        _, expected = loss_and_gradients(model, input_ids, **arguments)
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        assert all(layer.gradient_checkpointing for layer in model.model.layers)
-        _, actual = loss_and_gradients(model, input_ids, **arguments)
-    for name in expected:
-        assert expected[name].abs().max() > 0, name
-        assert_close(actual[name], expected[name])
-
-
-def test_trainer_accumulates_to_one_batch(tmp_path):
-    """Train with Transformers' Trainer on rows that train 8, 1, 5 and 3 tokens: 1 x 4 and 4 x 1 give the same."""
-    input_ids = random_ids(4, 9)
+def test_accumulated_gradients_are_those_of_one_batch(tmp_path):
+    """Give the number of labels of all rows, as Trainer does, to rows that train 8, 1, 5 and 3 tokens."""
+    model, input_ids = random_model(hybrid_config()), random_ids(4, 9)
+    assert Trainer(model, TrainingArguments(tmp_path, use_cpu=True, report_to="none")).model_accepts_loss_kwargs
     labels = input_ids.clone()
     for row, trained in enumerate((8, 1, 5, 3)):
         labels[row, : 9 - trained] = -100
-    data = [{"input_ids": i, "labels": label} for i, label in zip(input_ids, labels)]
-    weights = []
-    for accumulation in (1, 4):
-        arguments = TrainingArguments(
-            tmp_path / str(accumulation),
-            per_device_train_batch_size=4 // accumulation,
-            gradient_accumulation_steps=accumulation,
-            max_steps=2,
-            learning_rate=0.1,
-            optim="sgd",
-            lr_scheduler_type="constant",
-            use_cpu=True,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        model = random_model(hybrid_config())
-        Trainer(model, arguments, train_dataset=data).train()
-        weights.append(dict(model.named_parameters()))
-    start = dict(random_model(hybrid_config()).named_parameters())
-    for name, expected in weights[0].items():
-        assert not torch.equal(expected, start[name]), name
-        assert_close(weights[1][name], expected, 1e-5)
+    gradients = []
+    for rows in (4, 1):
+        model.zero_grad()
+        for ids, of_rows in zip(input_ids.split(rows), labels.split(rows)):
+            model(ids, labels=of_rows, num_items_in_batch=17).loss.backward()
+        gradients.append([weight.grad.clone() for weight in model.parameters()])
+    for actual, expected in zip(*gradients):
+        assert_close(actual, expected)
 
 
 # Weights
@@ -164,15 +128,24 @@ def test_from_the_meta_device(layers, tmp_path):
     assert torch.equal(uncached_logits(empty.eval(), input_ids), expected)
 
 
-@pytest.mark.parametrize("tied", [True, False])
+BOTH = {"output_gate": "elementwise", "exclusive_attention": True}
+OFFLOADED = {
+    "hybrid": lambda: random_model(hybrid_config()),
+    "hybrid, tied": lambda: random_model(hybrid_config(tie_word_embeddings=True, **BOTH)),
+    "interleaved llama": partial(interleaved, "llama"),
+    "interleaved gemma3": partial(interleaved, "gemma3_text"),
+}
+
+
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
-def test_device_map_with_disk_offload(core, tied, tmp_path):
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_device_map_with_disk_offload(name, core, tmp_path):
     """Let accelerate keep layers on disk and bring them in for their forward, with a cache that stays."""
-    additions = {"output_gate": "elementwise", "exclusive_attention": True} if tied else {}
-    model = random_model(hybrid_config(tie_word_embeddings=tied, **additions))
+    model = OFFLOADED[name]()
     model.save_pretrained(tmp_path / "model")
-    modules = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.3", "model.norm", "lm_head"]
-    device_map = {**dict.fromkeys(modules, "cpu"), "model.layers.1": "disk", "model.layers.2": "disk"}
+    modules = [f"model.{part}" for part, _ in model.model.named_children() if part != "layers"]
+    device_map = dict.fromkeys([*modules, "lm_head"], "cpu")
+    device_map |= {f"model.layers.{i}": "disk" if i in (1, 2) else "cpu" for i in range(len(model.model.layers))}
     loaded = AutoModelForCausalLM.from_pretrained(
         tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload", attn_implementation=core
     )

@@ -1,16 +1,11 @@
 """Test paired heads beyond what every kind is asked: Algorithm 1, layouts, masks for each head, and any decoder."""
 
-import json
-import warnings
-
 import pytest
 import torch
 from helpers import (
     FP64_EXACT,
     assert_close,
     decoder,
-    geometry_model,
-    greedy,
     logits_in_chunks,
     random_ids,
     random_model,
@@ -19,22 +14,14 @@ from helpers import (
     small_config,
     uncached_logits,
 )
-from peft import LoraConfig, get_peft_model
-from references import reference_attention
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM
 
-from iha.processes import run_in_clean_process
 from modeling_iha import (
     IHAConfig,
     IHAForCausalLM,
     in_place,
-    interleave_heads,
-    load_adapter,
     pair_heads,
     paired_decoders,
-    remove_interleaving,
-    save_adapter,
-    token_attentions,
 )
 from modeling_iha import probes as probing
 from modeling_iha.pairing import PairedHeads
@@ -92,18 +79,6 @@ def test_it_is_algorithm_1_with_fixed_mixing(cpu_cores, heads, positions, core):
     assert relative_error(logits_in_chunks(model, input_ids, chunks), expected) < FP64_EXACT
 
 
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_so_says_the_reference(heads):
-    model = random_model(config_of(*heads, num_hidden_layers=1), dtype=torch.float64)
-    iha = as_algorithm_1(model)
-    hidden_states = torch.randn(1, 4, 8 * heads[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    outputs = [
-        reference_attention(each.config, 0)(hidden_states, each.model.layers[0].self_attn.state_dict())
-        for each in (model, iha)
-    ]
-    assert relative_error(*outputs) < FP64_EXACT
-
-
 @pytest.mark.parametrize("core", ["eager", "sdpa", "base"])
 def test_a_mask_for_each_head(core):
     """Hide other keys from each head, in a whole input and for tokens on a cache."""
@@ -122,23 +97,6 @@ def test_a_mask_for_each_head(core):
     assert relative_error(torch.cat(logits[:3], dim=1), torch.cat(logits[3:], dim=1)) < FP64_EXACT
 
 
-def test_padding_on_dynamic_and_static_caches():
-    """Decode from left-padded prompts. The masks of a static cache reach beyond the tokens."""
-    model = random_model(config_of(8, 4, 2, **WINDOW))
-    set_core(model, "base")
-    input_ids, real = random_ids(2, 9), torch.ones(2, 9, dtype=torch.long)
-    real[0, :3] = 0
-    positions = (real.cumsum(-1) - 1).clamp_min(0)
-    expected = uncached_logits(model, input_ids, attention_mask=real, position_ids=positions)
-    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=12)):
-        logits = []
-        with torch.no_grad():
-            for first, last in ((0, 6), (6, 7), (7, 8), (8, 9)):
-                inputs = {"attention_mask": real[:, :last], "position_ids": positions[:, first:last]}
-                logits.append(model(input_ids[:, first:last], past_key_values=cache, **inputs).logits)
-        assert_close(torch.cat(logits, dim=1)[real.bool()], expected[real.bool()])
-
-
 # Layouts, models of several kinds
 
 
@@ -155,61 +113,6 @@ def test_training_copies_no_heads(monkeypatch):
     model = random_model(config_of(8, 4, 2, num_hidden_layers=1))
     model(random_ids(2, 9), use_cache=False)
     assert copied == [False] * 3
-
-
-def test_the_cache_has_llamas_bytes():
-    for kind in ("paired_heads", "mha"):
-        model = random_model(config_of(8, 4, 2, attention_kinds=kind))
-        cache = model(random_ids(2, 9), use_cache=True).past_key_values
-        assert {layer.keys.shape for layer in cache.layers} == {(2, 4, 9, 8)}
-        assert {layer.values.shape for layer in cache.layers} == {(2, 4, 9, 8)}
-
-
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_kinds_with_virtual_tokens_stand_in_one_model(cache):
-    kinds = {"attention_kinds": ["iha", "paired_heads", "mha", "talking_heads"], "num_hidden_layers": 4}
-    for types in ("sliding_attention", ["sliding_attention", "full_attention"]):
-        model = random_model(config_of(4, 2, 2, **kinds, layer_types=types, sliding_window=3))
-        prompt = random_ids(2, 5)
-        options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0, "cache_implementation": cache}
-        assert torch.equal(model.generate(prompt, **options), greedy(model, prompt, 9))
-
-
-def test_attentions_over_tokens():
-    """Compare the maps of `token_attentions` with the probabilities by which a head sees the tokens."""
-    model = geometry_model("paired_heads", core="eager")
-    attentions = model(random_ids(1, 5), output_attentions=True).attentions
-    assert attentions[1].shape == (1, 2, 10, 10)  # virtual heads, virtual tokens
-    maps = token_attentions(attentions, 5, 4)
-    assert maps[1].shape == (1, 4, 5, 5)
-    for head in range(4):
-        i, p = head % 2, head // 2
-        for n in range(5):
-            seen = [attentions[1][0, i, 2 * n + p, 2 * m : 2 * m + 2].sum() for m in range(5)]
-            torch.testing.assert_close(maps[1][0, head, n], torch.stack(seen))
-    model.config.num_hidden_layers = 1  # the forward leaves out the other layers
-    attentions = model(random_ids(1, 5), output_attentions=True).attentions
-    torch.testing.assert_close(token_attentions(attentions, 5, 4), maps[:1])
-
-
-def test_attentions_over_tokens_beside_a_layer_without_weights():
-    """A linear "hyper" layer returns none, and Transformers leaves it out."""
-    options = {"hyper": {"linear": True}}
-    config = config_of(4, 2, 2, attention_kinds=["hyper", "paired_heads"], attention_options=options)
-    model = random_model(config)
-    model.set_attn_implementation("eager")
-    (maps,) = token_attentions(model(random_ids(1, 5), output_attentions=True).attentions, 5, 4)
-    assert maps.shape == (1, 4, 5, 5)
-    torch.testing.assert_close(maps.sum(-1), torch.ones(1, 4, 5))
-
-
-@pytest.mark.parametrize(("heads", "groups", "num_pseudo_heads"), [(4, 2, 4), (6, 6, 4), (4, 2, None)])
-def test_groups_that_do_not_divide_the_heads_are_refused(heads, groups, num_pseudo_heads):
-    with pytest.raises(Exception) as error:
-        config_of(heads, groups, num_pseudo_heads)
-    message = str(error.value).splitlines()[-1]
-    assert f"num_pseudo_heads={num_pseudo_heads or heads} does not divide num_key_value_heads={groups}: " in message
-    assert message.endswith("so choose a divisor.")
 
 
 # Any decoder
@@ -233,7 +136,7 @@ def paired(name, **options):
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_any_decoder_is_paired_in_place(name):
-    """Compare with Algorithm 1, which the function does too, and chunks on a cache with the whole input."""
+    """Compare chunks on a cache with the whole input; the function itself compares with Algorithm 1."""
     plain, model, input_ids = decoder(name), paired(name), random_ids(2, 9)
     assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
     logits = uncached_logits(model, input_ids)
@@ -241,74 +144,6 @@ def test_any_decoder_is_paired_in_place(name):
     for core in ("sdpa", "base"):
         set_core(model, core)
         assert_close(logits_in_chunks(model, input_ids, [4, 1, 1, 3]), logits)
-    options = {"max_new_tokens": 8, "do_sample": False}
-    generated = model.generate(input_ids[:, :4], **options)
-    assert torch.equal(generated, greedy(model, input_ids[:, :4], 8))
-
-
-LOADED = """
-import torch
-from transformers import AutoModelForCausalLM
-result = {}
-for place in request["places"]:
-    model = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True)
-    with torch.no_grad():
-        result[place] = model(torch.tensor(request["tokens"]), use_cache=False).logits.tolist()
-    model.save_pretrained(place + "-again")
-    again = AutoModelForCausalLM.from_pretrained(place + "-again", trust_remote_code=True)
-    output = again(torch.tensor(request["tokens"]), labels=torch.tensor(request["tokens"]))
-    output.loss.backward()
-    assert output.logits.tolist() == result[place]
-"""
-
-
-def test_a_saved_decoder_loads_where_the_package_is_not_installed(tmp_path):
-    input_ids, expected = random_ids(2, 9), {}
-    for name in ("llama", "gemma3_text", "qwen3_moe"):
-        place, model = str(tmp_path / name), paired(name)
-        model.save_pretrained(place)
-        assert json.loads((tmp_path / name / "config.json").read_text())["virtual_heads"] == "paired"
-        expected[place] = uncached_logits(model, input_ids)
-        loaded = AutoModelForCausalLM.from_pretrained(place)
-        assert torch.equal(uncached_logits(loaded, input_ids), expected[place])
-        with pytest.raises(ValueError, match="are paired, and the plain model would compute something else"):
-            remove_interleaving(loaded)
-    result = run_in_clean_process(LOADED, {"places": list(expected), "tokens": input_ids.tolist()})
-    assert {place: torch.tensor(logits).equal(expected[place]) for place, logits in result.items()} == dict.fromkeys(
-        expected, True
-    )
-
-
-REFUSED = {
-    "groups": ("llama", {"num_pseudo_heads": 4}, "4: expected a divisor of the 4 query heads and 2 key/value heads"),
-    "one": ("llama", {"num_pseudo_heads": 1}, "expected an integer of at least 2"),
-    "window": ("llama", {"num_pseudo_heads": 2, "sliding_window": 1}, "sliding_window is 1: expected at least 2"),
-    "context": ("llama", {"num_pseudo_heads": 2, "sliding_window": 4096}, "longer than the context of 256 tokens"),
-    "word": ("llama", {"num_pseudo_heads": 2, "sliding_window": "paper"}, "'paper': expected at least 2 tokens, None"),
-    "layers": ("llama", {"num_pseudo_heads": 2, "layers": [7]}, r"layers is \[7\]: expected"),
-    "sinks": ("gpt_oss", {"num_pseudo_heads": 2}, "GptOssAttention has an attention sink for each head"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_paired_is_left_as_it_was(case):
-    name, options, message = REFUSED[case]
-    model, input_ids = decoder(name, core="eager" if name == "gpt_oss" else "sdpa"), random_ids(2, 9)
-    expected, model_class = uncached_logits(model, input_ids), type(model)
-    config, fields = model.config, model.config.to_dict()
-    with pytest.raises(ValueError, match=message) as error:
-        pair_heads(model, **options)
-    assert "\n" not in str(error.value)
-    assert type(model) is model_class and model.config is config and config.to_dict() == fields
-    assert torch.equal(uncached_logits(model, input_ids), expected)
-
-
-def test_heads_that_are_interleaved_are_not_paired():
-    model = interleave_heads(decoder("llama"), 2)
-    with pytest.raises(ValueError, match="interleaved already"):
-        pair_heads(model, 2)
-    with pytest.raises(ValueError, match="interleaved already"):
-        interleave_heads(paired("llama"), 2)
 
 
 def test_a_probe_that_differs_is_noticed(monkeypatch):
@@ -342,21 +177,3 @@ def test_a_lack_of_memory_is_no_fault_of_the_model_type(probes, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         pair_heads(model, 2)
     assert (type(model), model.config._attn_implementation) == (LlamaForCausalLM, "sdpa")
-
-
-# Adapters
-
-
-def test_an_adapter_loads_on_the_plain_base_in_one_call(tmp_path):
-    model = paired("llama", layers=[0, 2])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # there is no mixing that could be left frozen
-        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    expected = uncached_logits(adapted, random_ids(2, 9))
-    save_adapter(adapted, tmp_path)
-    assert not (tmp_path / "interleaving.safetensors").exists()
-    with pytest.raises(ValueError, match="interleaved otherwise"):
-        load_adapter(interleave_heads(decoder("llama"), 2, layers=[0, 2]), tmp_path)
-    with pytest.warns(UserWarning, match="are paired"):
-        loaded = load_adapter(decoder("llama"), tmp_path)
-    assert torch.equal(uncached_logits(loaded, random_ids(2, 9)), expected)

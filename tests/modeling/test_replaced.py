@@ -1,4 +1,4 @@
-"""Wrap, replace, leave out and compile layers of an interleaved decoder, and call it by other ways than usual."""
+"""Wrap, replace and leave out layers of an interleaved decoder, and call it by other ways than usual."""
 
 import copy
 
@@ -7,7 +7,6 @@ import torch
 from helpers import assert_close, decoder, random_ids, train_mixing
 from helpers import uncached_logits as logits
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -67,57 +66,6 @@ def test_layers_may_be_passed_by():
     model.model.layers = model.model.layers[:2]
     model.model.layers[1].register_forward_pre_hook(lambda *_: inner(tokens) and None)
     assert logits(model, input_ids=tokens).equal(expected)
-
-
-# Compiled
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compile_layers(model, **options):
-    for layer in model.model.layers:
-        layer.compile(backend="eager", **options)
-    return model
-
-
-COMPILE = {
-    "whole": lambda model, **options: torch.compile(model, backend="eager", **options),
-    "layers": compile_layers,
-}
-
-
-@pytest.mark.parametrize(
-    ("compiled", "checkpointing"),
-    [
-        *(("layers", False), ("whole", True)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("layers", True), ("whole", False))),
-    ],
-)
-def test_compiled_models_are_whole_graphs(compiled, checkpointing):
-    model, tokens = train_mixing(interleave_heads(decoder("llama"), 2)), random_ids(1, 9)
-    expected = logits(model, input_ids=tokens)
-    if checkpointing:
-        model.train().gradient_checkpointing_enable({"use_reentrant": False})
-    model = COMPILE[compiled](model, fullgraph=True)
-    for _ in range(2):
-        assert_close(model(input_ids=tokens, use_cache=False).logits, expected)
-
-
-def test_compiled_layers_share_their_code():
-    """Compile more layers than Dynamo compiles the same code for (eight)."""
-    model, tokens = train_mixing(interleave_heads(decoder("llama", num_hidden_layers=10), 2)), random_ids(1, 9)
-    expected = logits(model, input_ids=tokens)
-    torch._dynamo.reset()
-    compiled = CompileCounter()
-    for layer in model.model.layers:
-        layer.compile(backend=compiled, fullgraph=True)
-    assert_close(model(input_ids=tokens, use_cache=False).logits, expected)
-    assert compiled.frame_count == 1
 
 
 # Calls of other forms

@@ -13,7 +13,6 @@ from functorch.compile import make_boxed_func
 from helpers import (
     assert_close,
     decoder,
-    greedy,
     largest_saved_tensor,
     logits_and_gradients,
     logits_in_chunks,
@@ -27,7 +26,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import sdpa_in_blocks
@@ -131,19 +130,6 @@ def test_lengths_around_the_first_block(name, length, rows, blocks):
     assert len(blocks) == (sliding_layers(model) if has_blocks else 0)
 
 
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("length", [256, 301])
-@pytest.mark.parametrize("name", PLAIN)
-def test_inputs(name, length, case, blocks):
-    """Take lengths of which one is no multiple of the block.
-
-    Transformers' masks are dense for packed documents."""
-    rows = 1 if case == "packed_row" else 2
-    assert_equals_eager(model_of(name), **inputs_of(case, rows, length))
-    assert bool(blocks) == (case not in ("packed", "packed_row", "custom_mask"))
-
-
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (8, 4)])
 @pytest.mark.parametrize("name", PLAIN)
 def test_groups_of_heads(name, heads, blocks):
@@ -151,28 +137,6 @@ def test_groups_of_heads(name, heads, blocks):
     assert_equals_eager(model, **inputs_of("left_padding", 2, 230))
     assert_equals_eager(model, **inputs_of("plain", 1, 230))
     assert blocks
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_a_row_does_not_depend_on_what_it_is_batched_with(name):
-    model, rows = model_of(name), random_ids(3, 260)
-    batch = uncached_logits(model, rows)
-    padded = uncached_logits(
-        model,
-        torch.nn.functional.pad(rows[1:2], (30, 20)).expand(2, -1),
-        attention_mask=torch.nn.functional.pad(torch.ones(2, 260), (30, 20)).long(),
-    )
-    for row in range(3):
-        assert_close(batch[row], uncached_logits(model, rows[row : row + 1])[0])
-    assert_close(padded[0, 30:-20], batch[1])
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_documents_do_not_see_one_another(name):
-    model, lengths = model_of(name), (200, 1, 230)
-    documents = random_ids(1, sum(lengths)).split(lengths, dim=1)
-    expected = torch.cat([uncached_logits(model, document) for document in documents], dim=1)
-    assert_close(uncached_logits(model, torch.cat(documents, dim=1), **packing(lengths)[0]), expected)
 
 
 def test_chunked_attention_is_left_to_sdpa(blocks):
@@ -183,36 +147,6 @@ def test_chunked_attention_is_left_to_sdpa(blocks):
     assert not blocks
 
 
-def test_dropout_drops_in_training_alone(blocks):
-    model = model_of("mistral", attention_dropout=0.5)
-    input_ids = random_ids(2, 230)
-    expected = uncached_logits(model_of("mistral"), input_ids)
-    assert torch.equal(uncached_logits(model, input_ids), expected)
-    model.train()
-    logits = [model(input_ids, use_cache=False).logits for _ in range(2)]
-    assert (logits[0] - logits[1]).abs().max() > 0.01 and blocks
-    logits[0].sum().backward()
-    assert all(weight.grad.isfinite().all() for weight in model.parameters())
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("prompt", [10, 230])
-@pytest.mark.parametrize("name", PLAIN)
-def test_generation(name, prompt, cache):
-    """Generate past the window, alone and in a batch with padding."""
-    model, tokens = model_of(name, window=16), random_ids(1, prompt)
-    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
-    expected = greedy(model_of(name, window=16), tokens, 12)
-    ones = torch.ones_like(tokens)
-    assert torch.equal(model.generate(tokens, attention_mask=ones, **options), expected)
-    batch = torch.cat((torch.nn.functional.pad(tokens[:, 4:], (4, 0)), tokens))
-    mask = torch.ones_like(batch)
-    mask[0, :4] = 0
-    generated = model.generate(batch, attention_mask=mask, **options)
-    assert torch.equal(generated[1:], expected)
-    assert torch.equal(generated[:1, 4:], greedy(model_of(name, window=16), tokens[:, 4:], 12))
-
-
 @pytest.mark.parametrize("name", PLAIN)
 def test_chunks_on_a_cache(name):
     """Take chunks and single tokens after more tokens than a window and a block, also on a cache that keeps all."""
@@ -220,26 +154,6 @@ def test_chunks_on_a_cache(name):
     expected = uncached_logits(model, input_ids)
     for cache in (DynamicCache(config=model.config), DynamicCache()):
         assert_close(logits_in_chunks(model, input_ids, [200, 168, 1, 1], cache), expected)
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("case", ["plain", "left_padding", "packed"])
-@pytest.mark.parametrize("name", ["iha", *PLAIN])
-def test_compiled_models_are_whole_graphs(name, case):
-    """Compare with the model as it is; one graph serves further lengths."""
-    model, graphs = model_of(name, num_hidden_layers=1), []
-
-    def counting(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counting)
-    for length in (300, 311, 330):
-        inputs = inputs_of(case, 2, length)
-        with torch.no_grad():
-            real = inputs.get("attention_mask", torch.ones(2, length)).bool()
-            assert_close(compiled(**inputs).logits[real], model(**inputs).logits[real])
-    assert len(graphs) == 1
 
 
 @pytest.mark.slow
@@ -253,10 +167,9 @@ def test_a_compiled_model_has_the_gradients_of_eager_code(name):
         assert_close(actual, target)
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_export(name):
-    """Export one program for lengths below and above the window."""
-    model = model_of(name, num_hidden_layers=2)
+def test_export():
+    """Export one program for lengths below and above the window, of which one of two layers has one."""
+    model = model_of("gemma3_text", num_hidden_layers=2)
     inputs = {"input_ids": random_ids(2, 60), "attention_mask": torch.ones(2, 60).long()}
     shapes = {key: {1: torch.export.Dim("length", min=2, max=1000)} for key in inputs}
     program = torch.export.export(
@@ -280,14 +193,6 @@ def test_memory_grows_with_the_length_times_the_window(name):
     assert largest_saved_tensor(one_layer, random_ids(1, 1024)) < 1024**2 / 2
     one_layer.set_attn_implementation("sdpa")
     assert largest_saved_tensor(one_layer, random_ids(1, 1024)) >= 1024**2
-
-
-def test_a_saved_model_loads_with_the_name(tmp_path):
-    model, tokens = model_of("mistral"), random_ids(1, 230)
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)
-    assert loaded.config._attn_implementation == NAME
-    assert torch.equal(uncached_logits(loaded, tokens), uncached_logits(model, tokens))
 
 
 # The function alone
@@ -463,15 +368,19 @@ def varlen(request, monkeypatch):
 
 
 @pytest.mark.one_of(3)
-@pytest.mark.parametrize("case", [case for case in CASES if case != "custom_mask"])
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", [*OWN, *PLAIN])
 def test_every_path_equals_a_dense_mask(name, case, varlen, blocks, small_blocks, request):
-    """Compare forward and gradients in blocks and by varlen, of which each layer makes one call."""
+    """Compare forward and gradients in blocks and by varlen, of which each layer makes one call.
+
+    Transformers' masks are dense for packed documents."""
+    if name in OWN and case == "custom_mask":
+        pytest.skip("which windows over virtual tokens reject: see test_masks.py")
     model = model_of(name, window=SMALL_WINDOW)
     core = "sdpa" if name in OWN else NAME
     assert_equals_eager(model, core, **inputs_of(case, 1 if case == "packed_row" else 2, 30))
     has_varlen = request.node.callspec.params["varlen"] is not None
-    is_dense = name in PLAIN and case.startswith("packed")
+    is_dense = name in PLAIN and case in ("packed", "packed_row", "custom_mask")
     calls = (2 if name == "diff" else 1) * sliding_layers(model)
     assert len(varlen) == (calls if has_varlen and not is_dense else 0)
     assert bool(blocks) == (not is_dense and not varlen)

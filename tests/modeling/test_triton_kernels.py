@@ -1,13 +1,14 @@
 """Compare the Triton kernels with the PyTorch code that defines them, in float64.
 
 On a machine without a GPU they run in Triton's interpreter (conftest.py), which multiplies the bits of bfloat16: there
-half precision is float16. The last test compiles them for three architectures, which needs no GPU either.
+half precision is float16. The last tests compile them, which needs no GPU either.
 """
 
 import pytest
 import torch
 from helpers import (
     HYBRID,
+    CountedKernel,
     assert_close,
     compiled_kernels,
     decoder,
@@ -217,21 +218,12 @@ def test_one_launch_has_queries_keys_and_values(monkeypatch):
     launched = []
     for name in [name for name in vars(triton_kernels) if name.endswith("_kernel")]:
         kernel = getattr(triton_kernels, name)
-        monkeypatch.setattr(triton_kernels, name, CountedKernel(kernel, name, launched))
+        monkeypatch.setattr(triton_kernels, name, CountedKernel(name, launched, kernel))
     states, mixes = attention_inputs(4, 2, 2, 3, 8)
     virtual = expand(states, mixes, tables(2, 8))
     assert launched == ["expand_kernel"]
     torch.autograd.backward(virtual, [torch.ones_like(each) for each in virtual])
     assert launched[1:] == ["expand_backward_states_kernel", "expand_backward_alpha_kernel"]
-
-
-class CountedKernel:
-    def __init__(self, kernel, name, launched):
-        self.kernel, self.name, self.launched = kernel, name, launched
-
-    def __getitem__(self, grid):
-        self.launched.append(self.name)
-        return self.kernel[grid]
 
 
 def models():
@@ -291,27 +283,40 @@ def test_a_machine_where_triton_fails_mixes_in_pytorch(monkeypatch):
     triton_kernels.triton_works.cache_clear()
 
 
-def test_compiled_training_takes_the_kernels():
-    """Find each kernel in each of two layers, forward and backward, in graphs for one length and for any other."""
-    traced = traced_kernels("interleaved", "training")
+# Compilation
+
+
+def test_compiled_code_takes_the_kernels():
+    """Find each kernel in each of two layers, in graphs for one length and any other, or for all tokens on a cache."""
+    kinds = ("iha", "paired_heads", "interleaved")
+    training, *decoding = traced_kernels(("interleaved", "training"), *((kind, "decoding") for kind in kinds))
     names = ["expand_kernel", "expand_backward_states_kernel", "expand_backward_alpha_kernel"]
-    assert traced["graphs"] == 4
-    assert traced["launches"] == dict.fromkeys([*names, "collapse_kernel", "collapse_backward_kernel"], 2 * 2)
+    names += ["collapse_kernel", "collapse_backward_kernel"]
+    assert training == {"graphs": 4, "launches": dict.fromkeys(names, 2 * 2)}
+    for traced in decoding:  # an empty cache has a separate graph
+        assert traced["graphs"] <= 2
+        assert traced["launches"] == dict.fromkeys(("chunks_kernel", "sum_kernel"), 2 * traced["graphs"])
 
 
 # dtype, H, G, P, D
-COMPILED = [("bfloat16", 20, 20, 4, 128), ("bfloat16", 64, 8, 2, 128), ("bfloat16", 16, 16, 2, 256)]
-COMPILED += [("float32", 20, 20, 4, 128), ("float16", 40, 8, 2, 128), ("bfloat16", 5, 5, 20, 64)]
-COMPILED += [("float32", 32, 8, 2, 64), ("bfloat16", 32, 32, 2, 80), ("bfloat16", 64, 64, 2, 128)]
+MIXING = [("bfloat16", 20, 20, 4, 128), ("bfloat16", 64, 8, 2, 128), ("bfloat16", 16, 16, 2, 256)]
+MIXING += [("float32", 20, 20, 4, 128), ("float16", 40, 8, 2, 128), ("bfloat16", 5, 5, 20, 64)]
+MIXING += [("float32", 32, 8, 2, 64), ("bfloat16", 32, 32, 2, 80), ("bfloat16", 64, 64, 2, 128)]
+# H, G, P, D, and whether the pseudo-heads rotate, or None for paired heads
+DECODING = [(20, 20, 4, 128, True), (20, 20, 2, 128, True), (20, 20, 20, 128, True), (32, 8, 2, 64, False)]
+DECODING += [(64, 64, 2, 128, True), (16, 8, 2, 128, True), (32, 8, 4, 96, True), (8, 8, 4, 32, True)]
+DECODING += [(9, 3, 3, 80, False), (20, 20, 4, 128, None), (32, 8, 2, 64, None), (32, 8, 4, 96, None)]
+DECODING += [(8, 8, 4, 32, None)]
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(120, marks=pytest.mark.slow)],
+    ("architecture", "shapes"),
+    [(90, 1), *(pytest.param(architecture, None, marks=pytest.mark.slow) for architecture in (80, 90, 120))],
 )
-@pytest.mark.parametrize("case", [COMPILED[0], *(pytest.param(case, marks=pytest.mark.slow) for case in COMPILED[1:])])
-def test_compiled_kernels_spill_no_registers(case, architecture, tmp_path):
-    kernels = compiled_kernels("mixing", architecture, [case], cache=tmp_path)
-    assert len(kernels) == 5
+def test_compiled_kernels_spill_no_registers(architecture, shapes, tmp_path):
+    """Compile what launches compile on A100, H100 and consumer Blackwell, whose programs share at most 99 KiB."""
+    calls = [("mixing", *case) for case in MIXING[:shapes]] + [("decoding", *case) for case in DECODING[:shapes]]
+    kernels = compiled_kernels(architecture, calls, cache=tmp_path)
+    assert len(kernels) == 5 * len(MIXING[:shapes]) + 2 * len(DECODING[:shapes])
     for kernel in kernels:
-        assert kernel["spilled"] == 0 and kernel["shared"] <= 99 * 1024, kernel  # sm_120 has the least
+        assert kernel["registers"] > 0 and kernel["spilled"] == 0 and kernel["shared"] <= 99 * 1024, kernel

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_close, greedy, random_ids, random_model, small_config, train_mixing, uncached_logits
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from helpers import WAYS, assert_close, greedy, random_ids, uncached_logits
+from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
-from modeling_iha import interleave_heads
 from modeling_iha.transformers_versions import CACHE, FIRST_UNTESTED, OLDEST
 
 
@@ -76,7 +75,7 @@ def test_a_version_newer_than_the_tests_is_taken_with_a_warning(module, import_w
 
 
 def test_the_package_and_a_checkpoint_warn_once_in_all(tmp_path, import_with, warned):
-    iha().save_pretrained(tmp_path)
+    WAYS["iha"]().save_pretrained(tmp_path)
     import_with("5.99.0")
     model = get_class_from_dynamic_module("modeling_iha.IHAForCausalLM", str(tmp_path))
     assert model.__module__.startswith("transformers_modules.") and len(warned) == 1
@@ -85,18 +84,7 @@ def test_the_package_and_a_checkpoint_warn_once_in_all(tmp_path, import_with, wa
 # Two names of a cache
 
 
-def iha():
-    return random_model(small_config())
-
-
-def interleaved():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_hidden_layers=2, eos_token_id=None, **sizes))
-    return train_mixing(interleave_heads(base, 2)).eval()
-
-
-MODELS = {"iha": iha, "interleaved": interleaved}
+MODELS = {way: WAYS[way] for way in ("iha", "interleaved")}
 
 
 @pytest.mark.parametrize("part", ["model", "decoder"])

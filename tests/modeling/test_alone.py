@@ -1,0 +1,85 @@
+"""A row of a batch and a document of a packed row are what they are alone: on every core, forward and backward.
+
+test_mechanisms.py has the padding and packing of every kind, test_packing.py what TRL packs, and test_masks.py which
+calls are rejected.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import (
+    CORES,
+    IHA_GEOMETRIES,
+    WAYS,
+    assert_close,
+    cumulative_lengths,
+    decoder,
+    geometry_model,
+    interleaved,
+    packing,
+    padding,
+    random_ids,
+    set_core,
+)
+
+from modeling_iha.sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+
+
+LENGTH, WINDOW = 30, 5
+DOCUMENTS = (13, 1, 16)
+LEFT, RIGHT = torch.ones(2, LENGTH).bool(), torch.ones(2, LENGTH).bool()
+LEFT[0, :7] = RIGHT[1, -7:] = False
+CALLS = {
+    "nothing": {},
+    "left padding": padding(LEFT)[0],
+    "right padding": {"attention_mask": RIGHT.long()},
+    "positions": packing(DOCUMENTS)[0],
+    "lengths": packing(DOCUMENTS)[0] | cumulative_lengths(DOCUMENTS),
+}
+BOTH = {"output_gate": "elementwise", "exclusive_attention": True}
+# Functions of a window. Gemma 3, Mistral and Llama 4 have longer windows, shorter ones and chunks of their own, too.
+OURS = {
+    **{name: lambda window, name=name: geometry_model(name, pseudo_positions="shared") for name in IHA_GEOMETRIES},
+    "paired_heads with both additions": partial(WAYS["paired_heads"], **BOTH),
+    **WAYS,
+    "gemma3_text": partial(interleaved, "gemma3_text", layers=[0, 1], num_pseudo_heads=3),
+    "mistral": partial(interleaved, "mistral", layers=[0, 1], num_pseudo_heads=3, sliding_window=WINDOW - 1),
+}
+LLAMA_4 = {"llama4_text": partial(interleaved, "llama4_text", layers=[0, 1])}  # whose chunks flash cores lack
+PLAIN = {f"plain {name}": lambda window, name=name: decoder(name) for name in ("gemma3_text", "mistral")}
+MODELS = OURS | LLAMA_4 | PLAIN
+ON_CORES = [(name, core) for name in OURS for core in CORES]
+ON_CORES += [(name, "sdpa") for name in LLAMA_4] + [(name, SDPA_IN_BLOCKS) for name in PLAIN]
+
+
+def logits_and_gradients_of(model, real, batches):
+    """Return the logits of the real tokens of some calls, and the gradients of the sum of their squares."""
+    model.zero_grad()
+    logits = torch.cat([model(**batch, use_cache=False).logits.flatten(0, 1) for batch in batches])[real.flatten()]
+    if logits.requires_grad:
+        logits.square().sum().backward()
+    return [logits.detach(), *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)]
+
+
+@pytest.mark.one_of(8)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize(("name", "core"), ON_CORES)
+@pytest.mark.usefixtures("cpu_cores", "small_blocks")
+def test_a_row_is_what_its_documents_are_alone(name, core, window, call):
+    """Compute the documents alone on "eager". FlexAttention has no backward on a CPU."""
+    model, inputs = MODELS[name](window), CALLS[call]
+    is_packed = call in ("positions", "lengths")
+    input_ids = random_ids(1 if is_packed else 2, LENGTH)
+    real = inputs.get("attention_mask", torch.ones_like(input_ids)).bool()
+    alone = [ids for row, kept in zip(input_ids, real) for ids in row[kept].split(DOCUMENTS if is_packed else LENGTH)]
+    with torch.set_grad_enabled(core != "flex_attention"):
+        set_core(model, "eager")
+        ones = torch.ones(int(real.sum()), dtype=torch.bool)
+        expected = logits_and_gradients_of(model, ones, [{"input_ids": ids[None]} for ids in alone])
+        set_core(model, core)
+        actual = logits_and_gradients_of(model, real, [{"input_ids": input_ids, **inputs}])
+    assert_close(actual[0], expected[0])
+    for one, other in zip(actual[1:], expected[1:], strict=True):
+        assert_close(one, other, 1e-4)
