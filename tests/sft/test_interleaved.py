@@ -58,7 +58,7 @@ def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
     assert "interleaved-head-attention" in card and "Fine-tuned from plain" in card
 
     if not keys.get("use_peft"):
-        return  # tests/modeling/test_interleave.py loads such a checkpoint in a clean process
+        return  # tests/modeling/test_saved.py loads such a checkpoint in a clean process
     chat = [{"role": "user", "content": "1+1?"}]
     reply = load_in_clean_process(tmp_path / "whole" / "final", chat, 4)
     assert reply["module"].startswith("transformers_modules.")
