@@ -198,7 +198,10 @@ def push(
     directory: Annotated[Name, Argument(help="saved model directory")],
     repo_id: Repository,
     private: Annotated[bool, Option("--private", help="make a new repository private")] = False,
-    tag: Annotated[str | None, Option(help="name the uploaded revision, such as v1")] = None,
+    # The Hub rejects the name of a tag that git does not take, but only after the upload.
+    tag: Annotated[
+        str | None, Field(pattern=r"^\w[\w.+/-]*$"), Option(help="name the uploaded revision, such as v1")
+    ] = None,
     create_pr: Annotated[bool, Option("--create-pr", help="open a pull request instead of committing")] = False,
     license: Annotated[
         str | None, Option(help="license of the weights, such as apache-2.0, if the card does not state it")

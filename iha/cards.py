@@ -371,9 +371,9 @@ def _evaluation(results: dict) -> str:
     header = ["task", "metric", "this model ± s.e.", "examples", "samples each", "remarks"]
     versions = ", ".join(f"{library} {number}" for library, number in results["versions"].items())
     about = (
-        "± is the standard error over the examples; figures are percentages, losses are in nats. Suite "
-        f"{results['suite']}, seed {results['seed']}, {results['model_dtype']} on {results['device']}, code of commit "
-        f"{results['commit'][:12]}; {versions}."
+        "± is the standard error over the examples; losses are in nats, bits per byte in bits, other figures in per "
+        f"cent. Suite {results['suite']}, seed {results['seed']}, {results['model_dtype']} on {results['device']}, "
+        f"code of commit {results['commit'][:12]}; {versions}."
     )
     return f"{markdown_table(header, rows)}\n{markdown(about)}"
 

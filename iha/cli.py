@@ -41,7 +41,7 @@ def call(command: Callable, words: Sequence[str] | None = None) -> None:
     description = inspect.getdoc(command).replace(f"iha {command.__name__}", sys.argv[0])  # as it was started
     description = description.replace("\nexample: ", "\n\b\nexample: ")  # which no line break shall cut
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(help=description)(take)
+    app.command(help=description, context_settings={"help_option_names": ["-h", "--help"]})(take)
     try:
         app(words, prog_name=sys.argv[0])
     except SystemExit:

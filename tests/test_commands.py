@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from helpers import DOCUMENTS
 
+from iha import cli
 from iha.errors import ROOT, UserError
 from iha.processes import run_in_clean_process
 from iha.sources import find_source, locate
@@ -195,6 +196,13 @@ def test_a_mistyped_path_is_no_question_to_the_hub(tmp_path, monkeypatch):
     for name in ("gpt2", "me/outputs"):
         source = locate(name)
         assert (str(source), source.location, source.path, source.arguments) == (name, name, None, {})
+
+
+@pytest.mark.parametrize("command", cli.FUNCTIONS.values(), ids=cli.FUNCTIONS)
+def test_h_is_short_for_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.call(command, ["-h"])
+    assert not stop.value.code and "Usage:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

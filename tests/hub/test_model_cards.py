@@ -48,7 +48,7 @@ RESULTS = {
             "examples": 8,
             "unfinished_replies": 3,
             "note": "not comparable",
-            "metrics": {"loss": {"value": 1.5, "stderr": 0.5}},
+            "metrics": {"loss": {"value": 1.5, "stderr": 0.5}, "bits_per_byte": {"value": 2.0, "stderr": None}},
         },
     },
 }
@@ -108,6 +108,7 @@ def test_results_stand_in_the_table_and_in_the_metadata():
     assert "Not evaluated." not in card and card.count("## Evaluation") == 1 and "## Cost" in card
     assert "| gsm8k | pass@1 | 54.2 ± 1.4 | 1319 | 16 |  |" in card
     assert "| niah@512 | loss | 1.500 ± 0.500 | 8 | 16 | not comparable; 3 replies unfinished |" in card
+    assert "| niah@512 | bits_per_byte | 2.000 |" in card and "bits per byte in bits" in card
     _, entry = ModelCard(card).data.eval_results  # not what is not comparable
     assert (entry.dataset_name, entry.metric_type, entry.metric_value) == ("vt@512", "string_match", 0.25)
     assert entry.metric_args == {"examples": 50}

@@ -174,6 +174,10 @@ FAULTS = {
 }
 
 
+def test_a_tag_that_the_hub_would_reject_after_the_upload_is_refused(directory, hub, push):
+    assert "tag='v1 final'" in push("--tag", "v1 final") and not hub.repositories
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_no_whole_checkpoint_is_refused(name, directory, hub, push):
     change, message = FAULTS[name]
