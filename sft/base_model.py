@@ -120,10 +120,10 @@ def _windows(start: Start, run: RunArguments) -> dict[str, int]:
     # The `validate` of an IHA model itself rejects a window that no layer has.
     takes_window = isinstance(start.config, IHAConfig) or "sliding_attention" in layer_types
     if run.sliding_window != "scale":
-        with refusing("sliding_window", ValueError):
-            window = int(run.sliding_window)
+        given = str(run.sliding_window)
+        window = int(given) if given.isdecimal() else 0
         if window < 2:
-            raise UserError(f"sliding_window={window}: expected at least 2.")
+            raise UserError(f"sliding_window={given}: expected a number of tokens, at least 2, or scale.")
         if not takes_window:
             raise UserError(
                 f"sliding_window: {start.name} has no sliding layers, so it has no effect; remove the key."
