@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from helpers import (
     CORES,
     IHA_GEOMETRIES,
@@ -22,6 +23,7 @@ from helpers import (
     random_ids,
     set_core,
 )
+from packaging.version import Version
 
 from modeling_iha.sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 
@@ -71,6 +73,10 @@ def test_a_row_is_what_its_documents_are_alone(name, core, window, call):
     """Compute the documents alone on "eager". FlexAttention has no backward on a CPU."""
     model, inputs = MODELS[name](window), CALLS[call]
     is_packed = call in ("positions", "lengths")
+    if name in LLAMA_4 and is_packed and Version(transformers.__version__) < Version("5.18"):
+        pytest.skip(
+            "Transformers 5.17 counts the chunks of Llama 4 from the start of a packed row, in plain models too"
+        )
     input_ids = random_ids(1 if is_packed else 2, LENGTH)
     real = inputs.get("attention_mask", torch.ones_like(input_ids)).bool()
     alone = [ids for row, kept in zip(input_ids, real) for ids in row[kept].split(DOCUMENTS if is_packed else LENGTH)]
