@@ -173,7 +173,10 @@ experiments: .venv/installed
 		iha_2 paired_2 wide_2_32 $(TRACKED)
 	$(STUDY).paired_heads --width 128 --tokens 512 --most-seeds 6 --kinds global_local wide_4_64 paired_4 paired_8 \
 		$(TRACKED)
-	$(STUDY).stacking --most-seeds 6 --kinds windows paired windows+all paired+all $(TRACKED)
+	$(STUDY).stacking --most-seeds 6 --kinds windows paired windows+all paired+all windows+xsa+gate paired+xsa+gate \
+		$(TRACKED)
+	$(STUDY).stacking --steps 400 --most-seeds 6 --kinds windows paired windows+xsa paired+xsa windows+gate paired+gate \
+		windows+residual paired+residual windows+all paired+all $(TRACKED)
 	$(STUDY).hyper_language --most-seeds 4 $(TRACKED)
 	$(STUDY).scarce_data $(TRACKED)
 	$(STUDY).scarce_data --longer --kinds windows schedule paired_4 two_models --seeds 0 1 2 3 4 5 6 7 9 10 \

@@ -106,7 +106,7 @@ class RunArguments(ScriptArguments, ModelConfig):
         "Peak of one device in TFLOP/s, in the type it computes in (H100, bf16: 989): the run logs its utilization."
     )
 
-    # What `RecipeParser.parse` finds. (Without an annotation they are no keys themselves.)
+    # `RecipeParser.parse` sets these two. (Without an annotation they are no keys themselves.)
     on_command_line = frozenset()  # the keys that the command line names
     chat_template = None  # the text of chat_template_path
 

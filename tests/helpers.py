@@ -242,6 +242,10 @@ WAYS = {
     "some interleaved": lambda window=None, **fields: interleaved("llama", window, [0, 2], **fields),
     "paired": lambda window=None, **fields: pair_heads(decoder("llama", **fields), 2, sliding_window=window),
 }
+# Decoders without virtual heads, as functions of a window. Theirs are those of their types.
+PLAIN = {f"plain {name}": lambda window, name=name: decoder(name) for name in ("gemma3_text", "mistral")}
+# Fields of what any kind may add to its heads.
+BOTH = {"output_gate": "elementwise", "exclusive_attention": True}
 
 
 def interleaved(name, window=None, layers=None, num_pseudo_heads=2, **fields):

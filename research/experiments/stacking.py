@@ -106,7 +106,7 @@ def plot(table: dict) -> Figure:
         f"equal {budget}": points([each[budget]["difference"] for each in compared.values()])
         for budget in ("steps", "time")
     }
-    plots.dots(axes, list(compared), dots, (-0.12, 0.12), mark=0)
+    plots.dots(axes, list(compared), dots, (-0.15, 0.15), mark=0)
     axes.set(xlabel="difference (below 0 the first is better)")
     return figure
 

@@ -129,6 +129,18 @@ def test_the_code_of_a_map_with_lists_is_listed(directory):
     assert set(checkpoint_files(find_source(directory))[0]) == {*names} | code
 
 
+def test_an_error_of_a_linked_directory_has_its_name(directory, tmp_path, monkeypatch):
+    """A temporary directory may be behind a link, and the clean process names where that leads."""
+
+    def fail(path):
+        raise UserError(f"{Path(path).resolve()} does not load in a clean process: out of memory")
+
+    monkeypatch.setattr(checkpoint_checks, "load_in_clean_process", fail)
+    (tmp_path / "link").symlink_to(directory)
+    with pytest.raises(UserError, match="^me/iha does not load"):
+        checkpoint_checks.check_checkpoint(tmp_path / "link", "me/iha", trust_code=False)
+
+
 def test_dry_run_prints_the_upload_and_stays_off_the_network(hub, push):
     out = push("--tag", "v1", "--dry-run")
     assert hub.calls == []

@@ -7,6 +7,7 @@ projection, from the layer's input and the values of the new tokens, so what a c
 import pytest
 import torch
 from helpers import (
+    BOTH,
     EVERY_KIND,
     FP64,
     assert_attention_matches,
@@ -25,7 +26,7 @@ ADDITIONS = {
     "gate": {"output_gate": "elementwise"},
     "per_head": {"output_gate": "per_head"},
     "xsa": {"exclusive_attention": True},
-    "both": {"output_gate": "elementwise", "exclusive_attention": True},
+    "both": BOTH,
 }
 READ_TUPLES = ("hyper", "simplicial")
 # Every kind and option with both, and the kinds that read tuples of tokens with the gate.

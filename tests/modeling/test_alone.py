@@ -10,12 +10,13 @@ import pytest
 import torch
 import transformers
 from helpers import (
+    BOTH,
     CORES,
     IHA_GEOMETRIES,
+    PLAIN,
     WAYS,
     assert_close,
     cumulative_lengths,
-    decoder,
     geometry_model,
     interleaved,
     packing,
@@ -39,7 +40,6 @@ CALLS = {
     "positions": packing(DOCUMENTS)[0],
     "lengths": packing(DOCUMENTS)[0] | cumulative_lengths(DOCUMENTS),
 }
-BOTH = {"output_gate": "elementwise", "exclusive_attention": True}
 # Functions of a window. Gemma 3, Mistral and Llama 4 have longer windows, shorter ones and chunks of their own, too.
 OURS = {
     **{name: lambda window, name=name: geometry_model(name, pseudo_positions="shared") for name in IHA_GEOMETRIES},
@@ -49,7 +49,6 @@ OURS = {
     "mistral": partial(interleaved, "mistral", layers=[0, 1], num_pseudo_heads=3, sliding_window=WINDOW - 1),
 }
 LLAMA_4 = {"llama4_text": partial(interleaved, "llama4_text", layers=[0, 1])}  # whose chunks flash cores lack
-PLAIN = {f"plain {name}": lambda window, name=name: decoder(name) for name in ("gemma3_text", "mistral")}
 MODELS = OURS | LLAMA_4 | PLAIN
 ON_CORES = [(name, core) for name in OURS for core in CORES]
 ON_CORES += [(name, "sdpa") for name in LLAMA_4] + [(name, SDPA_IN_BLOCKS) for name in PLAIN]

@@ -12,6 +12,7 @@ from helpers import (
     DECODING_CORES,
     IHA_GEOMETRIES,
     OTHER_KINDS,
+    PLAIN,
     WAYS,
     assert_close,
     decoder,
@@ -53,7 +54,6 @@ DECODERS = {
     **WAYS,
     **{name: partial(interleaved, name, layers=[0, 2]) for name in ("gemma3_text", "mistral")},
 }
-PLAIN = {f"plain {name}": lambda window, name=name: decoder(name) for name in ("gemma3_text", "mistral")}
 MODELS = GEOMETRIES | DECODERS | PLAIN | {"four kinds": four_kinds}
 ON_CORES = [(name, None, core) for core, name in on_cores(GEOMETRIES, DECODING_CORES)]
 ON_CORES += [(name, window, core) for name in DECODERS for window in (None, 4) for core in DECODING_CORES]

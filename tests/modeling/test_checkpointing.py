@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import (
+    BOTH,
     DECODERS,
     HYBRID,
     WAYS,
@@ -17,9 +18,6 @@ from helpers import (
     random_model,
     small_config,
 )
-
-
-BOTH = {"output_gate": "elementwise", "exclusive_attention": True}
 
 
 def hybrid():

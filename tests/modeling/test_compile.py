@@ -229,7 +229,7 @@ def test_generated_code():
         assert_close(p.grad, expected[name])
 
 
-# What a call declares
+# Padding and documents that a call declares
 
 
 # Models without a kind that needs the scores, as functions of a window. Decoders have the windows of their bases too.

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import (
+    BOTH,
     EVERY_KIND,
     HYBRID,
     assert_close,
@@ -128,7 +129,6 @@ def test_from_the_meta_device(layers, tmp_path):
     assert torch.equal(uncached_logits(empty.eval(), input_ids), expected)
 
 
-BOTH = {"output_gate": "elementwise", "exclusive_attention": True}
 OFFLOADED = {
     "hybrid": lambda: random_model(hybrid_config()),
     "hybrid, tied": lambda: random_model(hybrid_config(tie_word_embeddings=True, **BOTH)),
