@@ -107,7 +107,10 @@ def with_additions(arms: dict[str, dict], additions: dict[str, dict]) -> dict[st
     }
 
 
-UNSTACKED = {name: ARMS[name] for name in ("windows", "paired", "mha")} | {"schedule": VARIANTS["iha_2"]}
+UNSTACKED = {name: ARMS[name] for name in ("windows", "paired", "mha")} | {
+    "schedule": VARIANTS["iha_2"],
+    "mixed": {"attention_kinds": "iha", "num_pseudo_heads": 1, "windows": 16},
+}
 STACKED = UNSTACKED | with_additions(UNSTACKED, STACKS)
 ARMS |= with_additions(ARMS, ADDITIONS)
 VARIANTS |= ARMS | STACKED

@@ -1,7 +1,7 @@
 """Ask whether paired heads still lead over windows alone on top of three cheap additions to attention.
 
 Whoever pre-trains stacks an output gate (arXiv 2505.06708), exclusive self attention (XSA, arXiv 2603.09078) and a
-value residual (arXiv 2410.17897). Four arms are trained plain, with each addition, with XSA and the gate
+value residual (arXiv 2410.17897). Five arms are trained plain, with each addition, with XSA and the gate
 (`IHAConfig` has both), and with all three. The additions are in all layers, also in the global ones. The models,
 the text, the rows, the budgets and the smallest difference worth having, 0.01 nats per byte, are those of
 paired_heads.py; the FFN pays for the parameters of the gate.
@@ -10,6 +10,7 @@ paired_heads.py; the FFN pays for the parameters of the gate.
 - `paired`: paired heads (P = 4) with windows of N / 16 virtual tokens.
 - `schedule`: the paper's schedule with P = 2.
 - `mha`: ordinary attention in every layer.
+- `mixed`: windows alone whose heads are mixed, but not interleaved (IHA with P = 1).
 
 Rates are tuned for each variant on another seed, from 0.002 on (0.001 at widths from 256 on). A run of 1,600 steps
 at width 64 takes one core three minutes, and a variant needs at least nine runs. A finished run is kept in `--output`.
