@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from tiny_training import decoder, hasten_runs, saved, write_jsonl
@@ -71,17 +72,28 @@ def test_the_commands_train_and_publish_a_tiny_model(tmp_path, monkeypatch, caps
     base = saved(decoder("qwen3", num_hidden_layers=5, max_position_embeddings=32), tmp_path / "base")
     rows = write_jsonl(tmp_path / "long.jsonl", [{"text": f"Document {number}. " * 20} for number in range(20)])
     _, full, lora, push = shell_commands()
-    for command in (full, lora):
+
+    def trained(command: str, **changes: int | str | None) -> tuple[dict[str, str], Path]:
+        """Run a command at the size of a test, without keys that change to None. Return its keys and output."""
         words = shlex.split(command.partition("train")[2].removeprefix(".py"))  # behind those of the launcher
         keys = dict(zip(words[::2], words[1::2]))
-        output = tmp_path / keys["--output_dir"]
-        replaced = {"model_name_or_path": base, "dataset_name": rows, "output_dir": output, **TINY}
-        given = keys | {f"--{name}": str(value) for name, value in replaced.items()}
-        train.main([word for pair in given.items() for word in pair])
+        output = tmp_path / changes.get("output_dir", keys["--output_dir"])
+        replaced = {"model_name_or_path": base, "dataset_name": rows, **TINY, **changes, "output_dir": output}
+        given = keys | {f"--{name}": value and str(value) for name, value in replaced.items()}
+        train.main([word for pair in given.items() if pair[1] is not None for word in pair])
+        return keys, output
+
+    for command in (full, lora):
+        keys, output = trained(command)
         assert "Interleaved 4 of 5 layers, P = 2, window 8." in capsys.readouterr().out
         config = load_config(find_source(output / "final"))
         assert config.mixing_scale * float(keys["--learning_rate"]) == pytest.approx(4e-4)  # the R of the page
         assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (64, 8e6)
+    without = dict.fromkeys(("interleaved_layers", "interleaved_window", "mixing_scale"))
+    assert "`--num_pseudo_heads 1`" in PAGE and all(f"`--{name}`" in PAGE for name in without)
+    _, control = trained(full, output_dir="control", num_pseudo_heads=1, **without)
+    assert type(load_config(find_source(control / "final"))) is Qwen3Config
+    assert "Interleaved" not in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
     push_to_hub.main(shlex.split(push)[3:])
     assert "Would upload to me/qwen3-8b-iha" in capsys.readouterr().out
