@@ -69,6 +69,13 @@ class Stage:
         """Return whether the backward pass computes activations again, which saves memory."""
         return self.tokens > 2048
 
+    def at_once(self, devices: int) -> int:
+        """Return the rows that each device takes at once. Raise `UserError` for devices that cannot share a step."""
+        if self.rows % devices:
+            raise UserError(f"--devices {devices}: a step has {self.rows} rows; expected a divisor of them.")
+        share = self.rows // devices
+        return max(rows for rows in range(1, self.rows_at_once + 1) if share % rows == 0)
+
 
 @dataclass(frozen=True)
 class Size:
@@ -86,6 +93,8 @@ class Size:
     characters: int = 4_000_000  # of the text of --text that are read
     text: str | None = None  # on the Hub; by default the text is that of --text
     chats: str | None = None  # on the Hub; by default sums and needles
+    renamed: tuple[str, ...] = ()  # tokens of the tokenizer that become those of chats
+    rope_theta: float = 160_000.0  # of the longer rows
     needles: tuple[int, ...] = (2, 8, 24)  # statements of a haystack: how far back an answer lies
     ruler: tuple[int, ...] = ()  # lengths of RULER's prompts in tokens
 
@@ -130,12 +139,16 @@ SIZES = {
         tflops=300,
         ruler=(1024, 2048, 4096),
     ),
-    # Never run. Nodes of GPUs, a weekend for the last two stages and weeks for the first: the paper's own numbers.
+    # Never run. Nodes of GPUs, a weekend for the last two stages and weeks for the first: the paper's steps and rates.
+    # The text is that of `sample-10BT`, 24 times.
     "2.4b": Size(
         preset="paper-2.4b",
         iha_fields=(),
         tokenizer="meta-llama/Llama-3.1-8B",
         vocabulary=128_256,
+        characters=10_000_000,
+        renamed=("<|reserved_special_token_0|>=<|im_start|>", "<|reserved_special_token_1|>=<|im_end|>"),
+        rope_theta=8e6,
         text="HuggingFaceFW/fineweb-edu",
         chats="open-thoughts/OpenThoughts-114k",
         pretrain=Stage(tokens=8192, steps=240_000, rows=128, rate=8e-4, rows_at_once=1),
@@ -239,18 +252,21 @@ class Run:
             count = 60 if generator == "chain_sum" else rows
             commands.append(command(train, "sft.make_reasoning_data", train, rows=count, **made))
             commands.append(command(test, "sft.make_reasoning_data", test, rows=40, seed=1, exclude=train, **made))
+        tokenizer, text = self.data / "tokenizer", self.data / "train.jsonl"
         if self.size.tokenizer is None:
-            tokenizer, text = self.data / "tokenizer", self.data / "train.jsonl"
             commands.append(
                 command(tokenizer, "sft.make_tokenizer", text, tokenizer, **{"vocab-size": self.size.vocabulary})
             )
+        elif self.size.renamed:
+            renamed = {"from": self.size.tokenizer, "rename": self.size.renamed}
+            commands.append(command(tokenizer, "sft.make_tokenizer", tokenizer, **renamed))
         return commands
 
     # The forms
 
     def training(self, out: Path, recipe: str, stage: Stage, **options: object) -> Command:
         """Return the command of a stage of training, whose final model is `out`/final."""
-        at_once = max(1, min(stage.rows // self.args.devices, stage.rows_at_once))
+        at_once = stage.at_once(self.args.devices)
         return command(
             out / "final",
             "sft.train",
@@ -263,7 +279,7 @@ class Run:
             warmup_steps=0.05,
             per_device_train_batch_size=at_once,
             per_device_eval_batch_size=at_once,
-            gradient_accumulation_steps=max(1, stage.rows // (at_once * self.args.devices)),
+            gradient_accumulation_steps=stage.rows // (at_once * self.args.devices),
             gradient_checkpointing=stage.checkpoints,
             logging_steps=max(1, stage.steps // 20),
             eval_strategy="steps",
@@ -282,7 +298,8 @@ class Run:
 
     def start(self, form: str) -> dict[str, object]:
         """Return the options of random weights."""
-        tokenizer = self.size.tokenizer or self.data / "tokenizer"
+        made = self.size.tokenizer is None or self.size.renamed
+        tokenizer = self.data / "tokenizer" if made else self.size.tokenizer
         return {
             "preset": f"{self.size.preset}-{form}",
             "preset_fields": self.size.changes(form),
@@ -302,13 +319,12 @@ class Run:
         pretrained, longer, chatting = (out / name / "final" for name in stages)
         texts = self.texts() | {"seed": seed}
         chats = {"dataset_name": size.chats or self.data / "chats.yaml", "eval_size": 0.05, "seed": seed}
-        context = {"max_position_embeddings": size.long.tokens, "rope_theta": 160_000.0}
+        context = {"max_position_embeddings": size.long.tokens, "rope_theta": size.rope_theta}
         if form != "global":
             context["sliding_window"] = "scale"
         tasks = ["perplexity_by_position", *(["niah_single_1", "niah_multikey_2"] if size.ruler else [])]
         read = {"tasks": tasks, "lengths": size.ruler or [size.long.tokens], "output": out / "read"}
-        if not size.text:
-            read["text"] = self.data / "held.txt"
+        read["text"] = self.data / "held.txt"
         questions = [self.data / f"{name}-test.jsonl" for name in self.generators]
         answers = out / "answers.json"
         length = 1024 if size.chats else 32  # of a reply
@@ -350,7 +366,8 @@ class Run:
             config = self.config_of(form, name)
             products = model(config, stage.tokens).training * stage.rows * stage.steps
             hours = 2 * products / (self.size.tflops * 1e12 * self.args.devices) / 3600
-            memory = of_training(config, min(stage.rows, stage.rows_at_once), stage.tokens, stage.checkpoints, True)
+            at_once = stage.at_once(self.args.devices)
+            memory = of_training(config, at_once, stage.tokens, stage.checkpoints, True)
             rows.append(f"| {form} | {name} | {hours:.3g} | {memory.peak / 1e9:.2f} |")
         return rows
 
@@ -439,6 +456,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.text is not None and SIZES[args.size].text:
         raise UserError(f"--size {args.size} reads {SIZES[args.size].text}: leave out --text.")
+    for stage in SIZES[args.size].stages.values():
+        stage.at_once(args.devices)
     return args
 
 

@@ -82,8 +82,8 @@ class RunArguments(ScriptArguments, ModelConfig):
     eval_size: float = key("Rows held out for evaluation: a share below 1, or a number of rows.", 0.0)
     eval_dataset_name: str | None = key("Rows to evaluate on, in place of eval_size: a file or an id on the Hub.")
     num_pseudo_heads: int | None = key(
-        "P, with which a plain base model is interleaved; 1 leaves it plain. Another number than a checkpoint's is an "
-        "error on the command line, and is left out in a file."
+        "P, with which a plain base model is interleaved; null leaves it plain. Another number than a checkpoint's is "
+        "an error on the command line, and is left out in a file."
     )
     interleaved_layers: list[str] | None = key("Layers to interleave: indices, or paper; all by default.")
     interleaved_window: str | None = key("Window of these layers in tokens, or paper; the base's own by default.")

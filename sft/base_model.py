@@ -140,24 +140,16 @@ def _windows(start: Start, run: RunArguments) -> dict[str, int]:
     return {name: max(2, int(tokens * longer)) for name, tokens in windows.items() if tokens is not None}
 
 
-def is_plain(config: PreTrainedConfig) -> bool:
-    """Return whether a configuration is that of a model of Transformers whose heads are not interleaved."""
-    return not isinstance(config, IHAConfig) and not is_interleaved(config)
-
-
 def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
-    """Return whether the run interleaves the heads of a plain base model. With P = 1 it leaves it plain."""
-    return is_plain(config) and run.num_pseudo_heads not in (None, 1)
+    """Return whether the run interleaves the heads of its base model, a plain model of Transformers."""
+    is_plain = not isinstance(config, IHAConfig) and not is_interleaved(config)
+    return is_plain and run.num_pseudo_heads is not None
 
 
 def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
     """Leave out the recipe's P for a start that keeps its own. Raise `UserError` for one on the command line."""
     if interleaves(start.config, run):
         return
-    if is_plain(start.config) and run.num_pseudo_heads == 1:
-        # The control of a run that interleaves, with the same file.
-        for key in {*INTERLEAVING_KEYS, "mixing_scale"} - run.on_command_line:
-            setattr(run, key, None)
     found = virtual_tokens_per_token(start.config)
     if run.num_pseudo_heads not in (None, found):
         if "num_pseudo_heads" in run.on_command_line:
@@ -286,6 +278,8 @@ def prepare_model(
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
         model.generation_config.validate(strict=True)
     decoder = model.config.get_text_config(decoder=True)
+    if "mixing_scale" not in run.on_command_line and not trained_mixing(model):
+        run.mixing_scale = None  # the file has it for models that mix heads
     if run.mixing_scale not in (None, getattr(decoder, "mixing_scale", None)):
         with refusing("mixing_scale", ValueError):
             set_mixing_scale(model, run.mixing_scale)

@@ -90,8 +90,8 @@ def test_the_commands_train_and_publish_a_tiny_model(tmp_path, monkeypatch, caps
         assert config.mixing_scale * float(keys["--learning_rate"]) == pytest.approx(4e-4)  # the R of the page
         assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (64, 8e6)
     without = dict.fromkeys(("interleaved_layers", "interleaved_window", "mixing_scale"))
-    assert "`--num_pseudo_heads 1`" in PAGE and all(f"`--{name}`" in PAGE for name in without)
-    _, control = trained(full, output_dir="control", num_pseudo_heads=1, **without)
+    assert "`--num_pseudo_heads null`" in PAGE and all(f"`--{name}`" in PAGE for name in without)
+    _, control = trained(full, output_dir="control", num_pseudo_heads="null", **without)
     assert type(load_config(find_source(control / "final"))) is Qwen3Config
     assert "Interleaved" not in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)

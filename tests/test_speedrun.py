@@ -8,6 +8,8 @@ import pytest
 
 from examples import speedrun
 from iha.errors import ROOT, UserError
+from iha.kinds import virtual_tokens_per_token
+from sft.base_model import rope_reach
 
 
 def run_script(words):
@@ -32,6 +34,8 @@ def test_a_dry_run_prints_commands_hours_and_memory(size, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("$ python -m sft.train") == 3 * len(speedrun.FORMS)
     assert printed.count("| long |") == len(speedrun.FORMS)
+    assert printed.count("perplexity_by_position") == printed.count("--text ") == len(speedrun.FORMS)
+    assert ("sft.make_tokenizer" in printed) == ("<|im_end|>" in printed) == (size == "2.4b")
     assert not (tmp_path / "new").exists()
 
 
@@ -55,6 +59,21 @@ def test_what_would_give_other_figures_silently_is_rejected(tmp_path):
         speedrun.claim(speedrun.Run(speedrun.parse(["--equal-time", "--out", str(tmp_path)])))
 
 
-def test_rows_are_shared_by_devices():
-    words = speedrun.Run(speedrun.parse(["--size", "minutes", "--devices", "8"])).form_commands("iha", 0)[0].words
-    assert words[words.index("--per_device_train_batch_size") + 1] == "1"
+@pytest.mark.parametrize(("size", "devices"), [("minutes", 2), ("100m", 16), ("2.4b", 32)])
+def test_rows_are_shared_by_devices(size, devices):
+    run = speedrun.Run(speedrun.parse(["--size", size, "--devices", str(devices)]))
+    for each, stage in zip(run.form_commands("iha", 0), run.size.stages.values()):
+        options = dict(zip(each.words, each.words[1:]))
+        rows = [int(options[f"--{name}"]) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+        assert rows[0] * rows[1] * devices == stage.rows and rows[0] <= stage.rows_at_once
+    with pytest.raises(UserError, match="a step has .* rows; expected a divisor"):
+        speedrun.parse(["--size", size, "--devices", "7"])
+
+
+@pytest.mark.parametrize("size", speedrun.SIZES)
+@pytest.mark.parametrize("form", speedrun.FORMS)
+def test_longer_rows_stay_within_the_longest_wavelength(form, size):
+    run = speedrun.Run(speedrun.parse(["--size", size]))
+    config = run.config_of(form, "long")
+    config.rope_parameters = {"rope_type": "default", "rope_theta": run.size.rope_theta}
+    assert run.size.long.tokens * virtual_tokens_per_token(config) <= rope_reach(config)

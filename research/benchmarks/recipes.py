@@ -52,7 +52,7 @@ DRY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 TEXTS = 60  # about 1.5 MB, more than four steps read
 SHORTER = 64  # times, of the rows and the prompts of --dry
 FORMS = {
-    "plain": {"num_pseudo_heads": 1},
+    "plain": {"num_pseudo_heads": "null"},
     "schedule": {"num_pseudo_heads": 2, "interleaved_layers": "paper", "interleaved_window": "paper"},
     "global": {"num_pseudo_heads": 2},
     "continued": {},  # of a model that is interleaved

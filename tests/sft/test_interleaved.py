@@ -27,8 +27,10 @@ from iha.errors import UserError
 from iha.processes import load_in_clean_process
 from iha.sources import find_source
 from modeling_iha import interleave_heads, load_adapter, pair_heads, save_adapter
-from modeling_iha.mixing_weights import mixing_parameters, state_with_values
+from modeling_iha.mixing_weights import mixing_parameters, state_with_values, trained_mixing
 from sft import train
+from sft.arguments import RecipeParser
+from sft.base_model import find_start, prepare_model, run_config, settle_pseudo_heads
 from sft.trainer import SFTRecipeTrainer
 
 
@@ -131,6 +133,19 @@ def test_a_rate_of_the_mixing_needs_a_mixing(tmp_path):
         saved(made, tmp_path / name)
         with pytest.raises(UserError, match="mixing_scale: .* has no weights that mix heads"):
             train.main(arguments(tmp_path, name, "run", mixing_scale=4))
+
+
+@pytest.mark.parametrize("kind", ["plain", "paired"])
+def test_a_recipes_file_trains_models_without_a_mixing_too(kind, tmp_path):
+    """Leave out the `mixing_scale` of a file: the control of a recipe is plain, and paired heads mix nothing."""
+    saved(decoder("llama") if kind == "plain" else pair_heads(decoder("llama"), 2), tmp_path / kind)
+    words = sizes(str(tmp_path / kind), "rows.jsonl", tmp_path / "run", num_pseudo_heads="null")
+    run, args = RecipeParser(train.USAGE).parse(["--config", recipe("lora"), *words])
+    start = find_start(run)
+    settle_pseudo_heads(start, run)
+    assert run.mixing_scale == 2
+    model, _ = prepare_model(start, run_config(start, run, args), run, args)
+    assert run.mixing_scale is None and not trained_mixing(model)
 
 
 def test_the_experts_of_the_best_checkpoint_end_in_the_final_model(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from iha.errors import UserError
 from iha.model_cost import model
 from modeling_iha import IHAConfig, interleave_heads
 from sft.arguments import RecipeParser
-from sft.base_model import find_start, interleaves, rope_reach, run_config, settle_pseudo_heads
+from sft.base_model import find_start, rope_reach, run_config, settle_pseudo_heads
 from sft.train import USAGE
 
 
@@ -84,20 +84,6 @@ def test_the_recipes_p_is_left_to_a_checkpoint_that_has_another(tmp_path, capsys
     settle_pseudo_heads(start, run)
     assert run_config(start, run, args).num_pseudo_heads == 2
     assert run.num_pseudo_heads is None and "keeps its 2" in capsys.readouterr().out
-
-
-def test_a_p_of_1_makes_the_control_of_a_recipe_that_interleaves(tmp_path):
-    file = tmp_path / "recipe.yaml"
-    file.write_text(
-        "num_pseudo_heads: 2\ninterleaved_layers: paper\ninterleaved_window: paper\nmixing_scale: 20\nuse_cpu: true\n"
-    )
-    CONFIGS["llama"].save_pretrained(tmp_path / "plain")
-    words = sizes(tmp_path / "plain", "rows.jsonl", tmp_path / "run", num_pseudo_heads=1)
-    run, args = RecipeParser(USAGE).parse(["--config", str(file), *words])
-    start = find_start(run)
-    settle_pseudo_heads(start, run)
-    assert (run.interleaved_layers, run.interleaved_window, run.mixing_scale) == (None, None, None)
-    assert run_config(start, run, args).model_type == "llama" and not interleaves(start.config, run)
 
 
 @pytest.mark.parametrize(
