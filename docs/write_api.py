@@ -65,7 +65,8 @@ def page() -> str:
     sections = [described(name, value) for name, value in functions.items()]
     sections.append(described("IHAConfig", modeling_iha.IHAConfig))
     sections.append(described("IHAConfig.from_preset", modeling_iha.IHAConfig.from_preset))
-    sections.append("## The models\n\n" + paragraphs(f"{models} take an `IHAConfig`, and are called as Llama's are."))
+    calls = "are called as Llama's are, with keywords after `position_ids`"
+    sections.append("## The models\n\n" + paragraphs(f"{models} take an `IHAConfig`, and {calls}."))
     sections.append("## Commands\n\n" + paragraphs(COMMANDS))
     sections += ["#" + called(name, getattr(api, name)) for name in api.__all__]
     return "\n\n".join([START, *sections]) + "\n"

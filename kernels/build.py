@@ -29,6 +29,7 @@ def build(target: Path) -> None:
         code = code.replace(old, new)
     general = tomllib.loads((HERE / "build.toml").read_text(encoding="utf-8"))["general"]
     package = HERE / "torch-ext" / general["name"].replace("-", "_")
+    shutil.rmtree(target / "build", ignore_errors=True)  # of a build before
     for backend in general["backends"]:
         variant = target / "build" / f"torch-{backend}"
         shutil.copytree(package, variant, ignore=shutil.ignore_patterns("__pycache__"))

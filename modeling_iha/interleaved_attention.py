@@ -176,10 +176,10 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
     if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] == tokens.shape[1]:
         windows = config.interleaved_window, getattr(config, "sliding_window", None)
         check_dense_mask(mask, tokens.shape[1], cache, min(each or math.inf for each in windows))
-    passes_lengths = getattr(config, "passes_cu_seq_lens", False)  # of documents, as `interleave_heads` has tried
     is_flat = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
-    if config._attn_implementation == PREFIX + SDPA_IN_BLOCKS and passes_lengths and is_flat and tokens is not None:
-        kwargs |= declared(tokens, mask, cache, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
+    if config._attn_implementation == PREFIX + SDPA_IN_BLOCKS and is_flat and tokens is not None:
+        found = declared(tokens, mask, cache, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
+        kwargs |= found if getattr(config, "passes_cu_seq_lens", False) else {}  # as `interleave_heads` has tried
     return args[len(names) :], kwargs
 
 

@@ -171,9 +171,9 @@ def exact_length(source: PreTrainedConfig, config: PreTrainedConfig) -> int | No
     the last pseudo-head of token n sees all pseudo-heads of the tokens n - W + 1 .. n and nothing else.
     """
     if is_interleaved(config):
-        return config.get_text_config(decoder=True).interleaved_window
-    limits = []
-    for own, converted in zip(layer_windows(source), layer_windows(config)):
-        if own != converted:
-            limits.append(min(window for window in (own, converted) if window is not None))
+        decoders = [each.get_text_config(decoder=True) for each in (source, config)]
+        pairs = [[getattr(each, "sliding_window", None) for each in decoders], [None, decoders[1].interleaved_window]]
+    else:
+        pairs = zip(layer_windows(source), layer_windows(config))
+    limits = [min(window for window in pair if window) for pair in pairs if pair[0] != pair[1]]
     return min(limits, default=None)

@@ -580,6 +580,16 @@ def test_verify_a_hybrid_within_its_window(tmp_path, cli):
     assert float(beyond) > 0.01 and json.loads((tmp_path / "figures.json").read_text())["tokens"] == 24
 
 
+def test_an_interleaved_decoder_is_exact_up_to_the_shortest_window():
+    source = decoder("mistral", sliding_window=600)
+    config = interleave_heads(copy.deepcopy(source), 2).config
+    assert exact_length(source.config, config) is None
+    config.sliding_window = 550
+    assert exact_length(source.config, config) == 550
+    config.interleaved_window = 20
+    assert exact_length(source.config, config) == 20
+
+
 def test_verify_returns_and_writes_up_to_which_length_another_window_is_exact(tmp_path):
     save_tiny_source(tmp_path / "source", "mistral-sliding")
     api.convert(tmp_path / "source", tmp_path / "iha", 2)

@@ -14,6 +14,7 @@ from helpers import (
     assert_custom_masks_mean_padding,
     causal_4d,
     cumulative_lengths,
+    decoder,
     geometry_model,
     on_cores,
     random_ids,
@@ -28,7 +29,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.interleaved_attention import mask_over_tokens
 from modeling_iha.transformers_versions import CACHE
 
@@ -300,6 +301,17 @@ def test_packing_is_kept_apart_or_refused(core, case):
         with pytest.raises(ValueError, match="Packed documents would attend to one another"):
             packing_error(model, **inputs)
         assert core == FLASH or packing_error(llama, **inputs) > 0.1
+
+
+@pytest.mark.parametrize("change", [interleave_heads, pair_heads])
+@pytest.mark.parametrize("name", ["llama", "stablelm", "nemotron"])  # the last two pass no `cu_seq_lens_q` on
+def test_documents_next_to_a_mask_or_a_cache_are_refused_in_decoders(name, change):
+    model = change(decoder(name), 2)
+    inputs = {"input_ids": random_ids(1, 8), "position_ids": torch.arange(4).repeat(2)[None]}
+    assert model(**inputs, use_cache=False).logits.isfinite().all()
+    for more in ({"attention_mask": torch.ones(1, 8), "use_cache": False}, {"past_key_values": DynamicCache()}):
+        with pytest.raises(ValueError, match="Packed documents would attend to one another"):
+            model(**inputs, **more)
 
 
 @pytest.mark.parametrize("core", MASKED_CORES)
