@@ -16,6 +16,7 @@ from typing import NotRequired
 from scipy.stats import sem
 from typing_extensions import TypedDict
 
+from evaluation.report import short_fingerprint
 from iha import plots
 from iha.cards import Results, Task, figure_text, is_share, markdown_table
 from iha.errors import UserError, run_cli
@@ -24,6 +25,8 @@ from iha.files import check_output_file, expanded, read_json, read_jsonl, whole_
 
 # Settings of a task that evaluations must have in common. The hash covers its shots.
 SETTINGS = ("task_hash", "samples_each", "generation", "chat")
+# What may change figures a little, and is named where it differs. The first ones are those of the oldest replies.
+FACTS = ("first_commit", "first_device", "first_versions", "device", "versions", "batch_size")
 
 
 class ComparedTask(Task):
@@ -172,7 +175,7 @@ def markdown(rows: list[dict], runs: Sequence[dict], plot: str | None) -> str:
         cells.append(line)
     about = [
         f"- {run['name']}: {run['model']}, {run['model_dtype']}, seed {run['seed']}, "
-        f"checkpoint {run['checkpoint'][:12]}, commit {run['commit'][:12]}"
+        f"checkpoint {short_fingerprint(run['checkpoint'])}, commit {run['commit'][:12]}"
         for run in runs
     ]
     note = "± is the standard error of the mean over examples; of a difference, over the same examples."
@@ -182,8 +185,12 @@ def markdown(rows: list[dict], runs: Sequence[dict], plot: str | None) -> str:
         rewritten = dict.fromkeys(row["task"] for row in rows if row["other_prompts"][number])
         if rewritten:
             prompts += [f"{name} had other prompts than {first} in {', '.join(rewritten)}.", ""]
+    facts = []
+    for run in runs[1:]:
+        if differing := [name for name in FACTS if run.get(name) != runs[0].get(name)]:
+            facts += [f"{run['name']} had another {', '.join(differing)} than {first}.", ""]
     image = [f"![{plot}]({plot})", ""] if plot else []
-    return "\n".join(["# Comparison", *about, "", note, "", *prompts, markdown_table(header, cells), *image])
+    return "\n".join(["# Comparison", *about, "", note, "", *prompts, *facts, markdown_table(header, cells), *image])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -103,8 +103,8 @@ def text_windows(
     """Return disjoint stretches of long text, of about `length` tokens of `tokenizer` each: {"text", "mean_bytes"}.
 
     There are at most `windows` of them and `limit`. A `text_file` is read to its end, but for a last stretch that is
-    shorter. A text that is shorter as a whole is one stretch. "mean_bytes" is the mean over all stretches of the bytes
-    that are predicted: those after the first token. Raise `UserError`.
+    shorter. "mean_bytes" is the mean over all stretches of the bytes that are predicted: those after the first token,
+    or all of them behind a token that the tokenizer puts first. Raise `UserError`, also for a shorter text.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -118,6 +118,7 @@ def text_windows(
         whole = text_file.read_text(encoding="utf-8", errors="replace")
         windows = len(whole)
     windows = min(windows, limit or windows)
+    begins = tokenizer("a")["input_ids"][0] != tokenizer("a", add_special_tokens=False)["input_ids"][0]
     found: list[str] = []
     predicted = 0
     start = 0
@@ -125,12 +126,12 @@ def text_windows(
         # 16 characters for each token are enough: most texts have one token for four bytes.
         piece = whole[start : start + 16 * length]
         offsets = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"][:length]
-        if len(offsets) < (length if found else 2):
+        if len(offsets) < length:
             break  # the text ends
-        first, last = offsets[0][1], offsets[-1][1]
+        first, last = 0 if begins else offsets[0][1], offsets[-1][1]
         found.append(piece[:last])
         predicted += len(piece[first:last].encode())
         start += last
     if not found:
-        raise UserError(f"{text_file} has no two tokens: expected a longer text.")
+        raise UserError(f"{text_file or 'The text'} has {len(offsets)} tokens: lower --lengths from {length}.")
     return {"test": Dataset.from_dict({"text": found, "mean_bytes": [predicted / len(found)] * len(found)})}

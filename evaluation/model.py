@@ -11,10 +11,9 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from iha.checkpoints import end_tokens_alone, load_model
+from iha.checkpoints import end_tokens_alone, load_model, skipped_tokens
 from iha.errors import UserError
 from iha.sources import Source
-from iha.thoughts import MARKERS
 
 
 # Some chat templates write the date. A fixed date keeps prompts the same when a run resumes another day.
@@ -68,14 +67,13 @@ class Model(HFLM):
     ):
         self.source = source
         self.seed = seed
+        self._chats: set[str] = set()
         settings = {"dtype": dtype, "device": device_type(), "softmax_dtype": "float32"}
         settings |= {"chat_template_args": on_one_day(tokenizer), **source.arguments}
         super().__init__(source.location, tokenizer=tokenizer, batch_size=batch_size, **settings)
         self.model.generation_config = end_tokens_alone(self.model, tokenizer)
         self._before_reply = self.tok_encode("a", add_special_tokens=False)
-        added = self.tokenizer.added_tokens_decoder.items()
-        special = {token: str(text) for token, text in added if text.special}
-        self._skipped = {token for token, text in special.items() if text not in MARKERS}
+        self._skipped = skipped_tokens(self.tokenizer)
 
     def _create_model(self, pretrained: str, dtype: str = "auto", **_) -> None:
         self._model = load_model(self.source, dtype).to(self.device)
@@ -86,6 +84,21 @@ class Model(HFLM):
             batch = hashlib.sha256(repr((self.seed, sample, context.tolist())).encode()).digest()
             torch.manual_seed(int.from_bytes(batch[:8], "big"))
         return super()._model_generate(context, max_length, stop, **settings)
+
+    def apply_chat_template(self, chat_history: list[dict], add_generation_prompt: bool = True) -> str:
+        """Return the text of a chat, which is encoded as in training: its template writes all special tokens."""
+        chat = super().apply_chat_template(chat_history, add_generation_prompt)
+        self._chats.add(chat)
+        return chat
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        return super().tok_encode(string, False if string in self._chats else add_special_tokens, **kwargs)
+
+    def tok_batch_encode(self, strings: list[str], padding_side: str = "left", **_) -> tuple[torch.Tensor, ...]:
+        """Return token ids [batch, length] and their mask. `check_prompts` has left nothing to cut."""
+        rows = {"input_ids": [self.tok_encode(string) for string in strings]}
+        batch = self.tokenizer.pad(rows, padding_side=padding_side, return_tensors="pt")
+        return batch["input_ids"], batch["attention_mask"]
 
     def tok_decode(self, tokens, skip_special_tokens: bool = True) -> str:
         """Return the text of a reply with the blanks at its beginning.

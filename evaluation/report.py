@@ -77,6 +77,11 @@ def _ours(results: dict, column: dict) -> dict | None:
     return None if "note" in found else found.get("metrics", {}).get(metric)
 
 
+def short_fingerprint(checkpoint: str) -> str:
+    """Return the beginning of a checkpoint's hash, or of the commit of one on the Hub, NAME@COMMIT."""
+    return checkpoint.rpartition("@")[2][:12]
+
+
 def _paper_table(results: dict, table: dict) -> str:
     columns = table["columns"]
     rows = [["**ours**", *(figure_text(_ours(results, c), True) for c in columns)]]
@@ -92,8 +97,8 @@ def markdown(results: dict) -> str:
     lines = [
         f"# {results['model']}: {results['suite']}\n",
         f"{results['parameters']:,} parameters, {results['model_dtype']}, seed {results['seed']}, "
-        f"commit {results['commit'][:12]}, checkpoint {results['checkpoint'][:12]}, {results['seconds']} s on "
-        f"{results['processes']} × {results['device']}. "
+        f"commit {results['commit'][:12]}, checkpoint {short_fingerprint(results['checkpoint'])}, "
+        f"{results['seconds']} s on {results['processes']} × {results['device']}. "
         + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
         + ". What each figure means: evaluation/README.md.\n",
     ]

@@ -43,11 +43,12 @@ from lm_eval.api.model import CachingLM
 from transformers import PreTrainedTokenizerBase
 
 from evaluation import data, names, report, run_code, suites
+from evaluation import model as model_code
 from evaluation.model import Model, device_type
 from iha import thoughts
 from iha.cards import source_name
 from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype, vocabulary_of
-from iha.files import current_commit, read_json, sole_writer, write_json, write_jsonl
+from iha.files import current_commit, file_sha256, read_json, sole_writer, write_json, write_jsonl
 from iha.foreign_code import note_foreign_code
 from iha.sources import find_source
 
@@ -198,6 +199,8 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "tokenizer": fingerprint(of_tokenizer),
         "seed": args.seed,
         "dtype": args.dtype,
+        # What decides a reply and is not in its request. Other code of this folder may score kept replies anew.
+        "model_code": file_sha256(Path(model_code.__file__))[:16],
     }
     # One process claims the directory: another might find the record incomplete.
     record = {}

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from evaluation import ruler
 from evaluation.names import BY_LENGTH, BY_POSITION, RULER, SMOKE, TABLE_1
 from iha.errors import refusing
-from iha.thoughts import THOUGHTS
+from iha.thoughts import opened_thought
 
 
 TASKS = Path(__file__).with_name("tasks")
@@ -42,7 +42,7 @@ class Task(ConfigurableTask):
         request = super().construct_requests(doc, ctx, **options)
         if self.OUTPUT_TYPE != "generate_until":
             return [request]
-        self.thought = next((marker for marker in THOUGHTS if ctx.rstrip().endswith(marker)), "")
+        self.thought = opened_thought(ctx)
         prompt, settings = request.arguments
         name, index, samples = options["metadata"]
         is_sampled = bool(settings.get("temperature"))

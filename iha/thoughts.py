@@ -9,6 +9,11 @@ ENDS = ("</think>", "<|end_of_thought|>")
 MARKERS = (*THOUGHTS, *ENDS)
 
 
+def opened_thought(prompt: str) -> str:
+    """Return the marker with which a chat template opens a thought at the end of a prompt, or nothing."""
+    return next((marker for marker in THOUGHTS if prompt.rstrip().endswith(marker)), "")
+
+
 def after_thoughts(reply: str) -> str:
     """Return what a reply says after its thoughts: nothing when they do not end."""
     said = re.split("|".join(map(re.escape, ENDS)), reply)[-1]

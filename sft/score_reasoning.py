@@ -54,8 +54,17 @@ from reasoning_gym.factory import DATASETS
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from iha.checkpoints import end_tokens_alone, load_model, load_tokenizer, note_slow_dtype, positions_of, vocabulary_of
+from iha.checkpoints import (
+    end_tokens_alone,
+    load_model,
+    load_tokenizer,
+    note_slow_dtype,
+    positions_of,
+    skipped_tokens,
+    vocabulary_of,
+)
 from iha.sources import find_source
+from iha.thoughts import opened_thought
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 
@@ -107,6 +116,8 @@ def correctness(completions: list[list[dict]], generator: list[str], entry: list
 def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: int, max_new_tokens: int) -> list[str]:
     """Return the model's greedy replies to chat prompts, in batches padded on the left.
 
+    A reply begins with the thought that its prompt opens, and keeps the markers of thoughts.
+
     Raise `UserError` for prompts that leave no room for `max_new_tokens` more tokens in the model's positions.
     """
     if tokenizer.pad_token is None:
@@ -125,6 +136,7 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
     # `generate` takes from the model's settings what its arguments leave open, and with a penalty for repetition it
     # would not be greedy.
     model.generation_config = end_tokens_alone(model, tokenizer)
+    skipped = skipped_tokens(tokenizer)
     replies = []
     for start in tqdm(range(0, len(texts), batch_size), desc="Answering", unit="batch"):
         inputs = tokenizer(
@@ -141,8 +153,9 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
         )
-        replies += tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return replies
+        for row in output[:, inputs["input_ids"].shape[1] :].tolist():
+            replies.append(tokenizer.decode([token for token in row if token not in skipped]))
+    return [opened_thought(text) + reply for text, reply in zip(texts, replies)]
 
 
 @torch.inference_mode()

@@ -34,7 +34,7 @@ from math_verify import parse, verify
 from evaluation import arguments, compare, data, names, replies, report, ruler, run, scores, suites
 from evaluation.model import Model, on_one_day
 from iha.checkpoints import load_model
-from iha.errors import UserError
+from iha.errors import ROOT, UserError
 from iha.files import read_json, read_jsonl, sole_writer, write_json, write_jsonl
 from iha.sources import find_source
 
@@ -363,6 +363,43 @@ def test_windows_of_text_are_disjoint_and_of_the_asked_length():
         data.text_windows(data.SMOKE, 100, tokenizer=SimpleNamespace(is_fast=False))
 
 
+def beginning_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
+    """Return `tiny_tokenizer`, which puts `<s>` before every text, with a chat template that writes none."""
+    tokenizer = deepcopy(tiny_tokenizer())
+    post = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.backend_tokenizer.post_processor = post
+    tokenizer.chat_template = (ROOT / "sft" / "chat_templates" / "chatml.jinja").read_text()
+    tokenizer.save_pretrained(directory)
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def test_a_token_before_a_text_makes_the_first_one_predicted(tmp_path):
+    (tmp_path / "text.txt").write_text("All that glisters is not gold. " * 20)
+    plain, with_first = tiny_tokenizer(), beginning_tokenizer(tmp_path)
+    assert with_first("All")["input_ids"] == [1, *plain("All")["input_ids"]]
+    windows = partial(data.text_windows, None, 64, text_file=tmp_path / "text.txt")
+    without, behind = (windows(tokenizer=each)["test"] for each in (plain, with_first))
+    assert without["text"] == behind["text"]
+    assert without["mean_bytes"][0] < behind["mean_bytes"][0] == sum(map(len, behind["text"])) / len(behind)
+
+
+def test_a_text_that_is_shorter_than_a_window_is_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("Brief.")
+    with pytest.raises(UserError, match=r"text.txt has \d+ tokens: lower --lengths from 64"):
+        data.text_windows(None, 64, tokenizer=tiny_tokenizer(), text_file=tmp_path / "text.txt")
+
+
+def test_a_chat_is_encoded_as_in_training_and_other_text_as_by_the_tokenizer(tiny, tmp_path):
+    tokenizer = beginning_tokenizer(tmp_path)
+    model = Model(find_source(str(tiny)), tokenizer)
+    chats = [[{"role": "user", "content": content}] for content in ("How many?", "Why?")]
+    texts = [model.apply_chat_template(chat) for chat in chats]
+    rows = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+    ids, mask = model.tok_batch_encode([*texts, "All that"])
+    assert [row[kept == 1].tolist() for row, kept in zip(ids, mask)] == [*rows, tokenizer("All that")["input_ids"]]
+    assert mask[:, -1].all() and ids[2][mask[2] == 1][0] == 1 and model.tok_encode(texts[0]) == rows[0] != []
+
+
 def test_files_are_checked_against_the_manifest(tmp_path):
     with pytest.raises(UserError, match=r"gsm8k/test.jsonl is missing \(github.com/openai/grade-school-math\)"):
         data.rows("gsm8k/test.jsonl", tmp_path)
@@ -497,6 +534,9 @@ def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch):
         run.main([str(tiny), *SMOKE, "--output", str(output)])
     with pytest.raises(UserError, match="holds replies of another seed"):
         run.main([str(tiny), *SMOKE, "--output", str(output), "--seed", "1"])
+    monkeypatch.setattr(run, "file_sha256", lambda _: "0" * 64)
+    with pytest.raises(UserError, match="holds replies of another model_code"):
+        run.main([str(tiny), *SMOKE, "--output", str(output)])
 
 
 def replies_of(output, task="gsm8k"):
@@ -580,7 +620,7 @@ def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
     assert "| gsm8k | pass@1 | 2 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0 |" in text
     assert re.search(r"\| dcformer_synthetic \| acc \| 2 \|.*\| – \|$", text, re.MULTILINE)  # it has no replies
     assert "| gsm8k | maj@2 |" not in text and "| other |" not in text
-    assert "other prompts" not in text
+    assert "other prompts" not in text and "had another" not in text
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -600,6 +640,13 @@ def test_a_comparison_names_the_tasks_with_other_prompts(two_runs, tmp_path):
     write_jsonl(file, [row | {"prompt_hash": "0"} for row in read_jsonl(file)])
     compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
     assert "tuned had other prompts than base in gsm8k.\n" in (tmp_path / "comparison.md").read_text()
+
+
+def test_a_comparison_names_what_else_differed(two_runs, tmp_path):
+    results = read_json(two_runs[1] / "results.json")
+    write_json(two_runs[1] / "results.json", results | {"first_commit": "0", "batch_size": 3})
+    compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
+    assert "tuned had another first_commit, batch_size than base.\n" in (tmp_path / "comparison.md").read_text()
 
 
 def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):

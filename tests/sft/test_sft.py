@@ -252,6 +252,14 @@ def test_replies_do_not_depend_on_the_batch(tiny):
     assert len(set(together)) == 3
 
 
+def test_a_reply_begins_with_the_thought_that_its_prompt_opens(tiny):
+    model, tokenizer = random_model(IHAConfig.from_pretrained(tiny)), with_template("smollm2.jinja")
+    prompts = [[{"role": "user", "content": "1+1?"}]]
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
+    (reply,) = score_reasoning.generate_replies(model, tokenizer, prompts, 1, 4)
+    assert reply.startswith("<think>") and make_reasoning_data.extract_solution(reply) == ""
+
+
 def test_replies_are_greedy_whatever_the_checkpoint_asks_for(tiny):
     model, tokenizer = random_model(IHAConfig.from_pretrained(tiny)), with_template("smollm2.jinja")
     prompts = [[{"role": "user", "content": "1+1?"}]]
