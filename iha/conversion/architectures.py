@@ -172,8 +172,9 @@ def exact_length(source: PreTrainedConfig, config: PreTrainedConfig) -> int | No
     """
     if is_interleaved(config):
         decoders = [each.get_text_config(decoder=True) for each in (source, config)]
-        pairs = [[getattr(each, "sliding_window", None) for each in decoders], [None, decoders[1].interleaved_window]]
+        own, converted = (getattr(each, "sliding_window", None) for each in decoders)
+        pairs = [(own, converted), (None, decoders[1].interleaved_window)]
     else:
-        pairs = zip(layer_windows(source), layer_windows(config))
+        pairs = list(zip(layer_windows(source), layer_windows(config)))
     limits = [min(window for window in pair if window) for pair in pairs if pair[0] != pair[1]]
     return min(limits, default=None)
