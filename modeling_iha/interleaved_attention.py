@@ -85,7 +85,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
         return make_mask(config=config, mask_function=mask_function, local_size=local_size, **kwargs)
     kwargs["config"] = config
     window = config.interleaved_window
-    if window is None or takes_flat_mask(core, **kwargs):
+    if window is None or "allow_is_bidirectional_skip" in kwargs or takes_flat_mask(core, **kwargs):
         mask = virtual_mask(core, mask_function=mask_function, local_size=local_size, **kwargs)
     else:
         kwargs["allow_is_causal_skip"] = False
@@ -189,7 +189,7 @@ def declared(tokens: torch.Tensor, mask, cache, positions, lengths) -> dict[str,
     A call without a mask gets one of ones, a single number that is expanded. Without it Transformers would look for
     documents in the positions again, and compiled code, which cannot look, would get dense masks."""
     if positions is not None and positions.ndim != 2:
-        positions = None  # those of images, which are no declaration
+        positions = positions[0] if len(positions) == 4 else None  # of text, or of images alone: no declaration
     found = read_documents("sdpa", tokens, mask, positions, cache, lengths)
     if mask is None and cache is None and (found or lengths is not None):
         found["attention_mask"] = torch.ones((), dtype=torch.bool, device=tokens.device).expand(tokens.shape[:2])
@@ -223,7 +223,7 @@ def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
     if window:
         keep_window_edge(cache, window)
         return
-    layers = getattr(cache, "layers", [])
+    layers = [] if hasattr(config, "attention_chunk_size") else getattr(cache, "layers", [])  # chunks size all masks
     empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
     # CODEPATH: a window of the interleaved layers alone.
     if config.interleaved_window is None or "flex" in config._attn_implementation:  # a `BlockMask` cannot be cut

@@ -32,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from modeling_iha import IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.interleaved_attention import mask_over_tokens
 from modeling_iha.transformers_versions import CACHE
+from research.experiments.model_types import tiny_model
 
 
 FLASH = "flash_attention_2"
@@ -312,6 +313,38 @@ def test_documents_next_to_a_mask_or_a_cache_are_refused_in_decoders(name, chang
     for more in ({"attention_mask": torch.ones(1, 8), "use_cache": False}, {"past_key_values": DynamicCache()}):
         with pytest.raises(ValueError, match="Packed documents would attend to one another"):
             model(**inputs, **more)
+
+
+@torch.no_grad()
+def test_documents_are_told_by_the_first_row_of_an_image_models_positions():
+    """Keep documents apart as the base does, by positions [4, batch, N] whose first row is that of text."""
+    model = tiny_model("qwen2_5_vl", "AutoModelForMultimodalLM")
+    tokens = random_ids(1, 12, vocab_size=60)
+    positions = torch.cat((torch.arange(5), torch.arange(7))).expand(4, 1, 12)
+    expected = torch.cat([model(each, use_cache=False).logits for each in tokens.split((5, 7), dim=1)], dim=1)
+    for each in (model, interleave_heads(model, 2)):
+        assert_close(each(tokens, position_ids=positions, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_a_window_does_not_cut_what_an_encoder_has_read(layers, core):
+    model = decoder("gpt2", core=core, add_cross_attention=True)
+    interleave_heads(model, 2, layers, sliding_window=3)
+    encoded = torch.randn(1, 9, model.config.hidden_size, requires_grad=True)
+    model(random_ids(1, 8), encoder_hidden_states=encoded, use_cache=False).logits[:, -1].square().sum().backward()
+    assert (encoded.grad.abs().sum(dim=-1) > 0).all()
+
+
+@pytest.mark.parametrize("change", [interleave_heads, pair_heads])
+def test_a_window_longer_than_chunks_is_cached(change):
+    model = tiny_model("llama4_text")
+    change(model, 2, sliding_window=9)
+    keys = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    tokens = random_ids(2, 14, vocab_size=60)
+    expected = model.generate(tokens, **keys, use_cache=False)
+    for more in ({}, {"cache_implementation": "static"}, {"prefill_chunk_size": 4}):
+        assert torch.equal(model.generate(tokens, **keys, **more), expected)
 
 
 @pytest.mark.parametrize("core", MASKED_CORES)
