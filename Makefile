@@ -174,7 +174,7 @@ experiments: .venv/installed
 	$(STUDY).paired_heads --width 128 --tokens 512 --most-seeds 6 --kinds global_local wide_4_64 paired_4 paired_8 \
 		$(TRACKED)
 	$(STUDY).stacking --most-seeds 6 --kinds windows paired windows+all paired+all windows+xsa+gate paired+xsa+gate \
-		$(TRACKED)
+		schedule schedule+all mha mha+xsa+gate mha+all mixed+all $(TRACKED)
 	$(STUDY).stacking --steps 400 --most-seeds 6 --kinds windows paired windows+xsa paired+xsa windows+gate paired+gate \
 		windows+residual paired+residual windows+all paired+all $(TRACKED)
 	$(STUDY).hyper_language --most-seeds 4 $(TRACKED)
