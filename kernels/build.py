@@ -29,10 +29,9 @@ def build(target: Path) -> None:
         code = code.replace(old, new)
     general = tomllib.loads((HERE / "build.toml").read_text(encoding="utf-8"))["general"]
     package = HERE / "torch-ext" / general["name"].replace("-", "_")
-    shutil.rmtree(target / "build", ignore_errors=True)  # of a build before
     for backend in general["backends"]:
         variant = target / "build" / f"torch-{backend}"
-        shutil.copytree(package, variant, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(package, variant, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
         (variant / SOURCE.name).write_text(code, encoding="utf-8")
         facts = {name: general[name] for name in ("name", "version", "license")}
         unique = f"_{package.name}_{backend}_{hashlib.sha256(code.encode()).hexdigest()[:7]}"
