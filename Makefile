@@ -185,4 +185,4 @@ experiments: .venv/installed
 	$(STUDY).model_types
 
 clean:
-	rm -rf .venv .venv-oldest .venv-5.23 .venv-newest .venv-vllm .venv-release .venv-wheel dist outputs
+	rm -rf .venv .venv-oldest .venv-5.23 .venv-newest .venv-torch .venv-vllm .venv-release .venv-wheel dist outputs
