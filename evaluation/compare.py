@@ -25,7 +25,8 @@ from iha.files import check_output_file, expanded, read_json, read_jsonl, whole_
 
 # Settings of a task that evaluations must have in common. The hash covers its shots.
 SETTINGS = ("task_hash", "samples_each", "generation", "chat")
-# What may change figures a little, and is named where it differs. The first ones are those of the oldest replies.
+# Facts of a run that may change its figures a little: a comparison names those that differ. The first ones are those
+# of the oldest replies.
 FACTS = ("first_commit", "first_device", "first_versions", "device", "versions", "batch_size")
 
 

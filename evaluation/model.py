@@ -11,9 +11,10 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from iha.checkpoints import end_tokens_alone, load_model, skipped_tokens
+from iha.checkpoints import end_tokens_alone, load_model
 from iha.errors import UserError
 from iha.sources import Source
+from iha.thoughts import skipped_tokens
 
 
 # Some chat templates write the date. A fixed date keeps prompts the same when a run resumes another day.

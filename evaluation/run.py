@@ -43,12 +43,11 @@ from lm_eval.api.model import CachingLM
 from transformers import PreTrainedTokenizerBase
 
 from evaluation import data, names, report, run_code, suites
-from evaluation import model as model_code
 from evaluation.model import Model, device_type
 from iha import thoughts
 from iha.cards import source_name
 from iha.checkpoints import fingerprint, load_config, load_tokenizer, note_slow_dtype, vocabulary_of
-from iha.files import current_commit, file_sha256, read_json, sole_writer, write_json, write_jsonl
+from iha.files import current_commit, read_json, sole_writer, write_json, write_jsonl
 from iha.foreign_code import note_foreign_code
 from iha.sources import find_source
 
@@ -84,11 +83,16 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
+def hash_of(files: Iterable[Path]) -> str:
+    """Return a hash of the contents of files, 16 hexadecimal digits."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
 def task_hash() -> str:
     """Return a hash of all files of this repository that determine the tasks' prompts, replies and scores."""
     settings = sorted(suites.TASKS.glob("*.yaml"))  # all of them, because tasks include others
     modules = [*(Path(__file__).with_name(f"{module}.py") for module in _DECIDING), Path(thoughts.__file__)]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in settings + modules)).hexdigest()[:16]
+    return hash_of(settings + modules)
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, tasks: dict[str, suites.Task]) -> None:
@@ -199,8 +203,8 @@ def measure(args: argparse.Namespace, process: Accelerator) -> dict | None:
         "tokenizer": fingerprint(of_tokenizer),
         "seed": args.seed,
         "dtype": args.dtype,
-        # What decides a reply and is not in its request. Other code of this folder may score kept replies anew.
-        "model_code": file_sha256(Path(model_code.__file__))[:16],
+        # This code decides replies, and no request names it. Other code of this folder scores kept replies anew.
+        "model_code": hash_of([Path(__file__).with_name("model.py"), Path(thoughts.__file__)]),
     }
     # One process claims the directory: another might find the record incomplete.
     record = {}

@@ -323,8 +323,8 @@ class Run:
         if form != "global":
             context["sliding_window"] = "scale"
         tasks = ["perplexity_by_position", *(["niah_single_1", "niah_multikey_2"] if size.ruler else [])]
-        read = {"tasks": tasks, "lengths": size.ruler or [size.long.tokens], "output": out / "read"}
-        read["text"] = self.data / "held.txt"
+        lengths = size.ruler or [size.long.tokens]
+        read = {"tasks": tasks, "lengths": lengths, "text": self.data / "held.txt", "output": out / "read"}
         questions = [self.data / f"{name}-test.jsonl" for name in self.generators]
         answers = out / "answers.json"
         length = 1024 if size.chats else 32  # of a reply

@@ -42,7 +42,6 @@ from iha.errors import UserError, how_to_install, one_line
 from iha.files import file_sha256, read_json
 from iha.foreign_code import code_elsewhere
 from iha.sources import LOADED, Source
-from iha.thoughts import MARKERS
 
 
 # The names of tokenizer files start with one of these (Transformers, SentencePiece, BPE and Mistral).
@@ -384,12 +383,6 @@ def read_tokenizer(source: Source, vocab_size: int) -> PreTrainedTokenizerBase |
         print(f"{source} holds no tokenizer, and so the converted one has none: add one to use it.", file=sys.stderr)
         return None
     return load_tokenizer(source, vocab_size)
-
-
-def skipped_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the special tokens that the text of a reply leaves out: all but those that begin or end thoughts."""
-    added = tokenizer.added_tokens_decoder.items()
-    return {token for token, text in added if text.special and str(text) not in MARKERS}
 
 
 def end_tokens_alone(model: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

@@ -1,6 +1,7 @@
 """Tell a model's thoughts from what it says after them."""
 
 import re
+from typing import Any
 
 
 # Thoughts begin with these, in the forms of DeepSeek-R1 and of OpenThoughts-114k, which the recipes of `sft` train.
@@ -12,6 +13,12 @@ MARKERS = (*THOUGHTS, *ENDS)
 def opened_thought(prompt: str) -> str:
     """Return the marker with which a chat template opens a thought at the end of a prompt, or nothing."""
     return next((marker for marker in THOUGHTS if prompt.rstrip().endswith(marker)), "")
+
+
+def skipped_tokens(tokenizer: Any) -> set[int]:
+    """Return the special tokens that the text of a reply leaves out: all but those that begin or end thoughts."""
+    added = tokenizer.added_tokens_decoder.items()
+    return {token for token, text in added if text.special and str(text) not in MARKERS}
 
 
 def after_thoughts(reply: str) -> str:

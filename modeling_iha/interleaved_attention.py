@@ -79,7 +79,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
 
     A dense mask has two planes, [batch, 2, N * P, K * P], where the interleaved layers have a window that the others
     lack: without it for those, and with it. A `BlockMask` has no planes, so there the mask of layers without virtual
-    heads is its attribute `of_tokens`."""
+    heads is its attribute `of_tokens`. No window cuts the mask of an encoder (`allow_is_bidirectional_skip`)."""
     if not hasattr(config, "num_pseudo_heads"):  # that of a vision tower
         make_mask = ALL_MASK_ATTENTION_FUNCTIONS[core]
         return make_mask(config=config, mask_function=mask_function, local_size=local_size, **kwargs)

@@ -278,8 +278,9 @@ def prepare_model(
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
         model.generation_config.validate(strict=True)
     decoder = model.config.get_text_config(decoder=True)
-    if "mixing_scale" not in run.on_command_line and not trained_mixing(model):
-        run.mixing_scale = None  # the file has it for models that mix heads
+    if run.mixing_scale is not None and "mixing_scale" not in run.on_command_line and not trained_mixing(model):
+        PartialState().print(f"Note: mixing_scale={run.mixing_scale:g} is for models that mix heads: it is left out.")
+        run.mixing_scale = None
     if run.mixing_scale not in (None, getattr(decoder, "mixing_scale", None)):
         with refusing("mixing_scale", ValueError):
             set_mixing_scale(model, run.mixing_scale)

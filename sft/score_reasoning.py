@@ -54,17 +54,9 @@ from reasoning_gym.factory import DATASETS
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from iha.checkpoints import (
-    end_tokens_alone,
-    load_model,
-    load_tokenizer,
-    note_slow_dtype,
-    positions_of,
-    skipped_tokens,
-    vocabulary_of,
-)
+from iha.checkpoints import end_tokens_alone, load_model, load_tokenizer, note_slow_dtype, positions_of, vocabulary_of
 from iha.sources import find_source
-from iha.thoughts import opened_thought
+from iha.thoughts import opened_thought, skipped_tokens
 from sft.data import rendering, to_messages
 from sft.make_reasoning_data import extract_solution
 

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from iha.errors import ROOT, UserError, run_cli
-from iha.files import current_commit, expanded, new_directory, sole_writer, write_json, write_jsonl
+from iha.files import current_commit, expanded, new_directory, read_json, sole_writer, write_json, write_jsonl
 from research.benchmarks.harness import processor, versions
 from research.benchmarks.options import OUTPUTS
 from sft.make_text import modules
@@ -119,7 +119,11 @@ def write_base(name: str, layers: int, directory: Path, dry: bool) -> None:
     """Write a base with random weights in bfloat16, and a tokenizer of bytes."""
     tokenizer = byte_tokenizer()
     fields = {**BASES[name], "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    config = AutoConfig.for_model(**fields | (DRY if dry else {"num_hidden_layers": layers} if name == "qwen" else {}))
+    if dry:
+        fields |= DRY
+    elif name == "qwen":
+        fields["num_hidden_layers"] = layers
+    config = AutoConfig.for_model(**fields)
     torch.manual_seed(0)
     with torch.device("cpu" if dry else "cuda"), new_directory(directory) as new:
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(new)
@@ -166,7 +170,7 @@ def measure(run: Run, work: Path, layers: int, steps: int, dry: bool, until: flo
     begin = time.monotonic()
     output_of(training(run, work, steps, dry), ROOT, until)
     seconds = time.monotonic() - begin
-    curves = json.loads((work / run.name / "loss.json").read_text())
+    curves = read_json(work / run.name / "loss.json")
     device, prompt = ("cpu", run.tokens // SHORTER) if dry else ("cuda", run.tokens)
     words = [sys.executable, "-c", GENERATE, str(work / run.name / "final"), device, str(prompt), *run.caches]
     generated = json.loads(output_of(words, work, until).splitlines()[-1])
@@ -183,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure the runs that have no figures yet. Raise `UserError`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", metavar="WORD", default=[""], help="runs whose names hold a word (all)")
-    parser.add_argument("--layers", type=int, default=8, help="the most layers of qwen (8)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of qwen (8)")
     parser.add_argument("--steps", type=int, default=3, help="steps of a run, at least 2 (3)")
     parser.add_argument("--seconds", type=float, default=86_400, help="stop after so many (a day)")
     parser.add_argument("--retry", action="store_true", help="try again what failed")
@@ -197,11 +201,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.steps < 2:
         raise UserError(f"--steps {args.steps}: expected at least 2, as the first one is not timed.")
     path = args.out / "recipes.json"
-    shared = {"device": processor() if args.dry else torch.cuda.get_device_name(), **versions()}
+    device = processor() if args.dry else torch.cuda.get_device_name()
+    setting = {"dry": args.dry, "layers": args.layers, "steps": args.steps, "device": device, **versions()}
+    work = args.work / ("dry" if args.dry else f"{args.layers}-layers")  # no run takes the bases of another size
     with sole_writer(args.work):
-        table = json.loads(path.read_text()) if path.exists() else {"rows": {}}
-        if not (args.work / "chats.jsonl").exists():
-            write_rows(args.work)
+        table = read_json(path) if path.exists() else {**setting, "rows": {}}
+        for name, value in setting.items():
+            if table[name] != value:
+                raise UserError(f"{path} was measured with {name} {table[name]}, not {value}: give another --out.")
+        if not (work / "chats.jsonl").exists():
+            write_rows(work)
         for run in RUNS:
             done = table["rows"].get(run.name, {})
             chosen = any(word in run.name for word in args.runs) and (not done or args.retry and "failed" in done)
@@ -209,14 +218,14 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             print(f"{run.name}, rows of {run.tokens:,} tokens", flush=True)
             try:
-                figures = measure(run, args.work, args.layers, args.steps, args.dry, until)
+                figures = measure(run, work, args.layers, args.steps, args.dry, until)
             except UserError as error:
                 figures = {"failed": str(error)}
-            table["rows"][run.name] = {"tokens": run.tokens, "commit": current_commit(), **shared, **figures}
+            table["rows"][run.name] = {"tokens": run.tokens, "commit": current_commit(), **figures}
             write_json(path, table)
             print(f"  {figures}", flush=True)
             if all(run.name != other.start for other in RUNS):
-                shutil.rmtree(args.work / run.name, ignore_errors=True)
+                shutil.rmtree(work / run.name, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -534,7 +534,7 @@ def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch):
         run.main([str(tiny), *SMOKE, "--output", str(output)])
     with pytest.raises(UserError, match="holds replies of another seed"):
         run.main([str(tiny), *SMOKE, "--output", str(output), "--seed", "1"])
-    monkeypatch.setattr(run, "file_sha256", lambda _: "0" * 64)
+    monkeypatch.setattr(run, "hash_of", lambda _: "0" * 16)
     with pytest.raises(UserError, match="holds replies of another model_code"):
         run.main([str(tiny), *SMOKE, "--output", str(output)])
 

@@ -39,6 +39,8 @@ def test_a_run_that_fails_is_kept_until_it_is_tried_again(tmp_path, monkeypatch,
         ((name, row),) = json.loads((tmp_path / "recipes.json").read_text())["rows"].items()
         assert name == "lora-sft-qwen-plain" and found.items() <= row.items()
     assert not answers
+    with pytest.raises(UserError, match="recipes.json was measured with steps 3, not 2: give another --out"):
+        recipes.main([*words, "--steps", "2"])
 
 
 @pytest.mark.parametrize(

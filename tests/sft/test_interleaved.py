@@ -136,7 +136,7 @@ def test_a_rate_of_the_mixing_needs_a_mixing(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["plain", "paired"])
-def test_a_recipes_file_trains_models_without_a_mixing_too(kind, tmp_path):
+def test_a_recipes_file_trains_models_without_a_mixing_too(kind, tmp_path, capsys):
     """Leave out the `mixing_scale` of a file: the control of a recipe is plain, and paired heads mix nothing."""
     saved(decoder("llama") if kind == "plain" else pair_heads(decoder("llama"), 2), tmp_path / kind)
     words = sizes(str(tmp_path / kind), "rows.jsonl", tmp_path / "run", num_pseudo_heads="null")
@@ -146,6 +146,7 @@ def test_a_recipes_file_trains_models_without_a_mixing_too(kind, tmp_path):
     assert run.mixing_scale == 2
     model, _ = prepare_model(start, run_config(start, run, args), run, args)
     assert run.mixing_scale is None and not trained_mixing(model)
+    assert "Note: mixing_scale=2 is for models that mix heads" in capsys.readouterr().out
 
 
 def test_the_experts_of_the_best_checkpoint_end_in_the_final_model(tmp_path, monkeypatch):
