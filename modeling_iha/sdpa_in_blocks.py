@@ -133,6 +133,8 @@ def sdpa_in_blocks(
     is_dense = attention_mask is not None and attention_mask.ndim == 4
     # An export has dense masks, and comparing lengths would specialize it.
     if is_dense or length == 1 or key.shape[2] < length or not getattr(module, "is_causal", True):
+        if attention_mask is not None and attention_mask.ndim == 2:  # SDPA would take the rows for queries
+            attention_mask = attention_mask[:, None, None, :]
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options, **kwargs)
 
     window = None if sliding_window is None or sliding_window >= length else sliding_window

@@ -1,4 +1,4 @@
-"""Count what a checkpoint ships: README promises it to whoever reads that code before trusting it."""
+"""Count the files that a checkpoint ships: README promises it to whoever reads that code before trusting it."""
 
 import importlib.util
 import sys
@@ -13,10 +13,8 @@ from modeling_iha import IHAForCausalLM, interleave_heads
 from modeling_iha.package import PACKAGE
 
 
-MOST_LINES = 1500
 MOST_FILES = 10
-KERNELS = "triton_kernels.py"  # one more file, which is counted alone: only GPUs need it
-MOST_LINES_OF_KERNELS = 750
+KERNELS = "triton_kernels.py"  # one more file: only GPUs need it
 
 
 def model_of(kind):
@@ -28,17 +26,13 @@ def model_of(kind):
 @pytest.mark.parametrize("kind", ["iha", "iha+mha", "paired_heads+mha", "interleaved"])
 def test_a_checkpoint_ships_what_one_can_read(kind, tmp_path):
     model_of(kind).save_pretrained(tmp_path)
-    lines = {file.name: len(file.read_text().splitlines()) for file in tmp_path.glob("**/*.py")}
-    kernels = lines.pop(KERNELS, 0)
-    total = sum(lines.values())
-    assert 5 <= len(lines) <= MOST_FILES and 1000 <= total <= MOST_LINES, (len(lines), total)
-    assert 0 < kernels <= MOST_LINES_OF_KERNELS, kernels
+    names = {file.name for file in tmp_path.glob("**/*.py")}
+    assert KERNELS in names and 5 <= len(names - {KERNELS}) <= MOST_FILES
 
 
 def test_readme_promises_what_is_counted():
     text = " ".join((ROOT / "README.md").read_text().split())
-    code = f"at most {MOST_LINES:,} lines of code in at most {MOST_FILES} files"
-    assert f"{code}, and {MOST_LINES_OF_KERNELS} of GPU kernels" in text
+    assert f"ships its code in at most {MOST_FILES} files, and one more of GPU kernels" in text
 
 
 def test_the_kernels_ship_to_machines_without_triton(monkeypatch):
