@@ -72,13 +72,7 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
     raises no error."""
     source = str(source)
     hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-    file = cached_file(source, RECORD_FILE, _raise_exceptions_for_missing_entries=False, **hub)
-    if file is None:
-        raise ValueError(
-            f"{source} has no {RECORD_FILE}: save the adapter by save_adapter, or load it with "
-            "PeftModel.from_pretrained on the model that it was trained on."
-        )
-    record = json.loads(Path(file).read_text())
+    record = json.loads(Path(find_record(source, hub)).read_text())
     if lacking := sorted({*FIELDS, "base_model_type", "num_hidden_layers"} - record.keys()):
         raise ValueError(f"{RECORD_FILE} of {source} lacks {', '.join(lacking)}: it is damaged.")
     with interleaved_as(record, model, source):
@@ -91,6 +85,22 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
         except ImportError as error:
             raise ImportError("load_adapter of an adapter needs PEFT: pip install peft.") from error
         return PeftModel.from_pretrained(model, source, **kwargs)
+
+
+def find_record(source: str, hub: dict) -> str:
+    """Return the path of the record of an adapter, which is a directory or on the Hub."""
+    try:
+        return cached_file(source, RECORD_FILE, **hub)
+    except OSError as error:
+        if Path(source).is_dir():
+            raise ValueError(
+                f"{source} has no {RECORD_FILE}: save the adapter by save_adapter, or load it with "
+                "PeftModel.from_pretrained on the model that it was trained on."
+            ) from error
+        raise ValueError(
+            f"There is no directory {source}, and the Hub gives no {RECORD_FILE} of a repository with this name: "
+            "expected what save_adapter wrote."
+        ) from error
 
 
 def base_of_adapter(model: nn.Module) -> nn.Module:

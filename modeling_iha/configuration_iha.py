@@ -149,10 +149,15 @@ class IHAConfig(LlamaConfig):
         if self.num_pseudo_heads < 1 or not self.mixing_scale > 0:
             given = f"num_pseudo_heads={self.num_pseudo_heads} and mixing_scale={self.mixing_scale}"
             raise ValueError(f"{given} must be above 0.")
-        if self.num_attention_heads % self.num_key_value_heads != 0 or self.head_dim % 2 != 0:
+        if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} must divide num_attention_heads="
-                f"{self.num_attention_heads}, and head_dim={self.head_dim} must be even."
+                f"{self.num_attention_heads}."
+            )
+        if self.head_dim % 2 != 0:
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even. By default it is hidden_size={self.hidden_size} over "
+                f"num_attention_heads={self.num_attention_heads}."
             )
         lists = {"attention_kinds": OPTIONS_CLASSES, "layer_types": LAYER_TYPES, "no_rope_layers": (0, 1)}
         for field, allowed in lists.items():

@@ -34,11 +34,26 @@ def mixing_parameters(model: nn.Module) -> list[nn.Parameter]:
     The weights hold changes from starts, times a scale, and the starts and scales are buffers. To copy a model into
     one with another seed or scale, copy its `state_dict()`, not only its `parameters()`.
 
-    Raise a ValueError for a model without such weights: a plain one, or one with paired heads. Where they are frozen,
-    the list is empty."""
-    if not any(weight_names(module) for module in model.modules()):
+    For paired heads, which mix by fixed weights, and where the weights are frozen, the list is empty. Raise a
+    ValueError for a plain model."""
+    if not any(weight_names(module) for module in model.modules()) and not has_paired_heads(model):
         raise ValueError(f"{type(model).__name__} has no weights that mix heads: interleave_heads makes them.")
     return trained_mixing(model)
+
+
+def has_paired_heads(model: nn.Module) -> bool:
+    """Return whether layers pair their heads: those of `pair_heads`, or of an `IHAConfig`."""
+    configs = [config_of(module) for module in model.modules()]
+    return any(
+        getattr(config, "virtual_heads", None) == "paired" or "paired_heads" in getattr(config, "attention_kinds", ())
+        for config in configs
+    )
+
+
+def config_of(module: nn.Module) -> PreTrainedConfig | None:
+    """Return the configuration that a module holds. Wrappers pass on the attributes of others, so look at its own."""
+    config = vars(module).get("config")
+    return config if isinstance(config, PreTrainedConfig) else None
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -100,6 +115,6 @@ def set_mixing_scale(model: nn.Module, scale: float) -> None:
         getattr(module, f"{name}_scale").fill_(scale)
         getattr(module, name).zero_()
     for module in model.modules():
-        config = vars(module).get("config")
-        if isinstance(config, PreTrainedConfig) and hasattr(config, "mixing_scale"):
+        config = config_of(module)
+        if hasattr(config, "mixing_scale"):
             config.mixing_scale = scale

@@ -52,7 +52,9 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     directory = PACKAGE.parent / "configuration_iha"
     presets = sorted(path.stem for path in directory.glob("*.json"))
     if name not in presets:
-        raise ValueError(f"There is no preset {name!r}; available are {', '.join(map(repr, presets))}.")
+        similar = ", ".join(map(repr, get_close_matches(name, presets, n=3, cutoff=0.4)))
+        meant = f"; similar are {similar}" if similar else ""
+        raise ValueError(f"There is no preset {name!r}{meant}. configuration_iha.PRESETS lists all.")
     check_fields(overrides, cls)
     preset, _ = cls.get_config_dict(directory / f"{name}.json")
     rope = _rope_parameters(preset, overrides)
@@ -64,24 +66,24 @@ def from_preset(cls: type[IHAConfig], name: str, **overrides) -> IHAConfig:
     for field in kept & {"attention_kinds", "layer_types", "no_rope_layers"}:
         if is_number and isinstance(preset[field], list):
             fields[field] = list(islice(cycle(preset[field]), layers))
-    length = fields["max_position_embeddings"]
-    slides = "sliding_attention" in (fields.get("layer_types") or ())
     if "sliding_window" in kept:
+        slides = "sliding_attention" in (fields.get("layer_types") or ())
         fields["sliding_window"] = _following_window(preset, fields) if slides else None
-    if slides and (fields.get("sliding_window") or 0) >= length:
-        raise ValueError(
-            f"sliding_window={fields['sliding_window']} is not shorter than max_position_embeddings={length}: give a "
-            "shorter window, or a longer context."
-        )
     for token in kept & {"bos_token_id", "eos_token_id"}:
         if (preset[token] or 0) >= fields["vocab_size"]:
             fields[token] = None
-    return cls.from_dict(fields)
+    config = cls.from_dict(fields)  # which checks the fields
+    if config.sliding_window is not None and config.sliding_window >= config.max_position_embeddings:
+        raise ValueError(
+            f"sliding_window={config.sliding_window} is not shorter than max_position_embeddings="
+            f"{config.max_position_embeddings}: give a shorter window, or a longer context."
+        )
+    return config
 
 
 def check_fields(names: Iterable[str], cls: type[IHAConfig] = IHAConfig) -> None:
     """Raise a ValueError for a name that is no field of a configuration, with the nearest field."""
-    known = [*cls.__dataclass_fields__, "rope_theta"]
+    known = [*cls.__dataclass_fields__, "rope_theta", "attn_implementation"]
     for name in names:
         if name not in known:
             nearest = get_close_matches(ALIASES.get(name, name), known, n=1, cutoff=0.4)

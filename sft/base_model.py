@@ -149,6 +149,7 @@ def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
 def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
     """Leave out the recipe's P for a start that keeps its own. Raise `UserError` for one on the command line."""
     if interleaves(start.config, run):
+        _check_layers_and_window(run)
         return
     found = virtual_tokens_per_token(start.config)
     if run.num_pseudo_heads not in (None, found):
@@ -167,6 +168,16 @@ def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
             f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. {start.name} keeps "
             "what it was made with: remove what is named here."
         )
+
+
+def _check_layers_and_window(run: RunArguments) -> None:
+    """Raise `UserError` for layers or a window that are neither numbers nor "paper"."""
+    layers = [str(layer) for layer in run.interleaved_layers or ()]
+    if layers != ["paper"] and not all(layer.isdecimal() for layer in layers):
+        raise UserError(f"interleaved_layers={' '.join(layers)}: expected indices of layers, or paper.")
+    window = run.interleaved_window
+    if window not in (None, "paper") and not str(window).isdecimal():
+        raise UserError(f"interleaved_window={window}: expected a number of tokens, or paper.")
 
 
 def rope_reach(config: IHAConfig) -> float:

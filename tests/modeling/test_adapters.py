@@ -196,8 +196,10 @@ def test_the_mixing_alone_is_saved_and_loaded(base, tmp_path):
             load_adapter(other, tmp_path)
         assert type(other) is LlamaForCausalLM and not hasattr(other.config, "interleaved_layers")
         assert other.config._attn_implementation == "sdpa"
-    with pytest.raises(ValueError, match="has no interleaving.json"):
+    with pytest.raises(ValueError, match="has no interleaving.json: save the adapter by save_adapter"):
         load_adapter(plain(base), base)
+    with pytest.raises(ValueError, match="no directory missing, and the Hub gives no interleaving.json"):
+        load_adapter(plain(base), "missing", local_files_only=True)  # asking the Hub takes a while without a network
     for other in (plain(base), get_peft_model(plain(base), LoraConfig(target_modules=["q_proj"]))):
         with pytest.raises(ValueError, match="LlamaForCausalLM has no interleaved heads"):
             save_adapter(other, tmp_path / "none")

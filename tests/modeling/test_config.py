@@ -45,7 +45,8 @@ LOCAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 BAD = [
     ({"num_pseudo_heads": 0}, "num_pseudo_heads=0.*above 0"),
     ({"num_key_value_heads": 3}, "num_key_value_heads=3.*divide.*num_attention_heads=4"),
-    ({"head_dim": 7}, "head_dim=7.*even"),
+    ({"head_dim": 7}, "head_dim=7 must be even"),
+    ({"hidden_size": 126, "num_attention_heads": 6, "head_dim": None}, "head_dim=21 .*hidden_size=126 over .*heads=6"),
     ({"mixing_scale": 0}, "mixing_scale=0.*above 0"),
     ({"attention_kinds": "linear"}, "attention_kinds.*'linear'.*'mha', 'iha'"),
     ({"attention_kinds": ["iha"] * 3}, r"attention_kinds has 3 entries.*one per layer \(2\)"),
@@ -398,8 +399,10 @@ def test_patterns_are_saved_expanded():
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(ValueError, match="'huge'.*'paper-2.4b-iha'.*'tiny'"):
-        IHAConfig.from_preset("huge")
+    similar = "'small-1m-mha'; similar are 'small-1m-iha', .*configuration_iha.PRESETS lists all"
+    with pytest.raises(ValueError, match=similar) as caught:
+        IHAConfig.from_preset("small-1m-mha")
+    assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize(
@@ -425,7 +428,13 @@ def test_what_depends_on_an_override_of_a_preset_follows_it(preset, overrides, e
     assert {name: getattr(config, name) for name in expected} == expected
 
 
+def test_a_preset_takes_an_attention_implementation():
+    assert IHAConfig.from_preset("tiny", attn_implementation="eager")._attn_implementation == "eager"
+
+
 def test_a_window_of_a_preset_that_is_none_is_refused():
+    with pytest.raises(Exception, match="'sliding_window' with value 'paper' .*int"):
+        IHAConfig.from_preset("small-1m-iha", sliding_window="paper")
     with pytest.raises(ValueError, match="sliding_window=512 is not shorter than max_position_embeddings=512: give"):
         IHAConfig.from_preset("paper-2.4b-global-local", max_position_embeddings=512, sliding_window=512)
     with pytest.raises(ValueError, match=r"num_pseudo_heads=20 leaves no window at 512 tokens"):

@@ -743,12 +743,15 @@ def test_maps_that_are_not_there_or_not_of_these_tokens_are_refused():
 
 
 def test_a_model_without_mixing_has_no_mixing_parameters():
-    """Say so, because an optimizer would silently get an empty group. A frozen mixing gives one on purpose."""
-    for plain in (decoder("llama"), random_model(small_config(attention_kinds="paired_heads"))):
+    """Say so, because an optimizer would silently get an empty group. Frozen mixing and paired heads have no others."""
+    for plain in (decoder("llama"), random_model(small_config(attention_kinds="mha"))):
         with pytest.raises(ValueError, match=f"{type(plain).__name__} has no weights that mix heads"):
             mixing_parameters(plain)
     frozen = interleave_heads(decoder("llama"), 2).requires_grad_(False)
-    assert mixing_parameters(frozen) == []
+    pairs = random_model(small_config(attention_kinds=["paired_heads", "mha"]))
+    adapted = get_peft_model(paired(decoder("llama")), LoraConfig(target_modules=["q_proj"]))
+    for model in (frozen, pairs, adapted):
+        assert mixing_parameters(model) == []
 
 
 @pytest.mark.parametrize("way", WAYS)

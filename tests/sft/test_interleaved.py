@@ -108,6 +108,8 @@ def test_a_run_does_not_go_on_with_another_scale(tmp_path):
     ("model", "keys", "named"),
     [
         ("plain", {"interleaved_layers": "0", "collapse": "per_head"}, "interleaved_layers, collapse: for runs that"),
+        ("plain", {"interleaved_layers": "papr", "num_pseudo_heads": 2}, "interleaved_layers=papr: expected indices"),
+        ("plain", {"interleaved_window": "papr", "num_pseudo_heads": 2}, "interleaved_window=papr: expected a number"),
         ("plain", {"lora_dropout": 0.5}, "lora_dropout: without effect"),
         ("interleaved", {"interleaved_window": 8, "num_pseudo_heads": 2}, "interleaved keeps what it was made with"),
         ("qwen2", {"sliding_window": 8}, "sliding_window: .*qwen2 has no sliding layers"),
