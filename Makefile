@@ -83,9 +83,9 @@ test: lint
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-full: lint
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist loadfile --hypothesis-profile full
 
-MODELING := $(addprefix tests/modeling/test_,alone.py cache.py generation.py versions.py interleaved_classes.py)
+MODELING := $(addprefix tests/modeling/test_,drawn.py alone.py cache.py generation.py versions.py interleaved_classes.py)
 CORE := $(MODELING) $(addprefix tests/modeling/test_,mechanisms.py reference.py interleave.py) \
 	tests/conversion/test_conversion.py tests/conversion/test_serving.py
 # SmolLM2's weights convert alike on every version, slowly.

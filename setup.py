@@ -98,6 +98,7 @@ setup(
         "flash2": ["flash-attn>=2.8; platform_system == 'Linux'"],
         "dev": [
             "coverage",
+            "hypothesis",
             "ipykernel",
             "mypy",
             "nbclient",
