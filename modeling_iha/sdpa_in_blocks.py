@@ -12,7 +12,7 @@ a GPU takes PyTorch's FlashAttention for both. SDPA gets the dense masks that Tr
 """
 
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -92,7 +92,7 @@ def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
 
 
 def needs_no_dense_mask(q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **kwargs) -> bool:
-    """Return whether the queries are the first keys, which nothing but causality, a window and padding hides.
+    """Return whether several queries are the first keys, which nothing but causality, a window and padding hides.
 
     `allow_is_causal_skip` is false where Transformers adds another rule, and `attention_chunk_size` is set where a
     window is one of chunks. An export has dense masks: it would specialize the program to a range of lengths."""
@@ -101,7 +101,7 @@ def needs_no_dense_mask(q_length: int, kv_length: int, q_offset: Any = 0, kv_off
     is_export = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
     if is_export or has_chunks or is_unknown or not kwargs.get("allow_is_causal_skip", True):
         return False
-    return (q_length > 1 or kv_length == 1) and bool(q_offset == 0) and bool(kv_offset == 0)
+    return q_length > 1 and bool(q_offset == 0) and bool(kv_offset == 0)
 
 
 def flat_mask(attention_mask: torch.Tensor | None, kv_length: int, **kwargs) -> torch.Tensor | None:
@@ -121,60 +121,99 @@ def mask_in_blocks(batch_size: int, q_length: int, attention_mask=None, **kwargs
     return flat_mask(attention_mask, **kwargs)
 
 
+class FlatMask(NamedTuple):
+    """Say by FlashAttention's contract which earlier keys a query sees. A field is `None` where it hides nothing."""
+
+    padding: torch.Tensor | None  # bool [batch, keys], false for padding
+    documents: torch.Tensor | None  # where the documents of all rows begin, and the end, int32 [documents + 1]
+    longest: int  # tokens of the longest document
+    window: int | None
+
+
 def sdpa_in_blocks(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, **kwargs
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention [batch, length, H, head_dim] as an attention function of Transformers.
 
-    Queries are [batch, H, length, head_dim], keys and values [batch, G, keys, head_dim]. If there are more keys than
-    queries (a prompt on a static cache), the queries are the first of them."""
-    batch, _, length, head_dim = query.shape
-    options = {"dropout": dropout, "scaling": scaling or head_dim**-0.5}
-    is_dense = attention_mask is not None and attention_mask.ndim == 4
+    Queries are [batch, H, length, head_dim], keys and values [batch, G, keys, head_dim]. A call has one of three
+    forms: several tokens under a flat mask, one new token under a row of a mask, and several tokens under a dense
+    mask. SDPA takes the last two as they are."""
+    length = query.shape[2]
+    options = {"dropout": dropout, "scaling": scaling or query.shape[-1] ** -0.5}
+    has_flat_mask = attention_mask is None or attention_mask.ndim == 2
     # An export has dense masks, and comparing lengths would specialize it.
-    if is_dense or length == 1 or key.shape[2] < length or not getattr(module, "is_causal", True):
-        if attention_mask is not None and attention_mask.ndim == 2:  # SDPA would take the rows for queries
-            attention_mask = attention_mask[:, None, None, :]
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options, **kwargs)
+    if has_flat_mask and length > 1 and key.shape[2] >= length and getattr(module, "is_causal", True):
+        flat = flat_of_arguments(query, attention_mask, sliding_window, kwargs)
+        return attend_flat(module, query, key, value, flat, options, kwargs), None
+    if has_flat_mask and attention_mask is not None:
+        attention_mask = attention_mask[:, None, None, :]  # a row, which all heads and queries share
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options, **kwargs)
 
-    window = None if sliding_window is None or sliding_window >= length else sliding_window
-    mask, documents = attention_mask, kwargs.get("cu_seq_lens_q")
+
+def flat_of_arguments(query: torch.Tensor, padding: torch.Tensor | None, window: int | None, kwargs: dict) -> FlatMask:
+    """Return the flat mask of the keyword arguments of an attention function, without what hides nothing."""
+    batch, length = query.shape[0], query.shape[2]
+    documents = kwargs.get("cu_seq_lens_q")
     if documents is not None:
-        mask = None  # they are told where there is no padding
+        padding = None  # the door tells documents where there is no padding
         documents = documents if documents.shape[0] > batch + 1 else None
-    if mask is not None or window is not None or documents is not None:
-        for name in ("softcap", "s_aux", "position_bias"):  # by which Gemma 2, GPT-OSS and T5 change scores
-            if kwargs.get(name) is not None:
-                raise ValueError(f"attn_implementation={NAME!r} does not support {name}: use 'eager'.")
-    num_features = value.shape[-1]
-    if mask is not None:
-        check_mask(mask, batch, key.shape[2])
-        query, key, value = hide_padding(query, key, value, mask)
-    if key.shape[2] > length:
-        key, value = key[:, :, :length], value[:, :, :length]
+    window = None if window is None or window >= length else window
+    return FlatMask(padding, documents, kwargs.get("max_length_q") or length, window)
 
-    if window is None and documents is None:
-        output, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options, **kwargs)
-    elif has_varlen_kernel(query, value, dropout):
-        longest = kwargs.get("max_length_q") or length
-        output = attend_by_varlen(query, key, value, documents, longest, window, options["scaling"])
-    elif documents is None:  # the rows of a batch are as heads of one row
-        query, key, value = (states.flatten(0, 1)[None] for states in (query, key, value))
-        output = attend_to_document(module, query, key, value, window, **options)
-        output = output.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)
-    else:
-        output = attend_to_documents(module, query, key, value, documents, window, **options)
-    return output if mask is None else output[..., :num_features], None
+
+def attend_flat(module, query, key, value, flat: FlatMask, options: dict, kwargs: dict) -> torch.Tensor:
+    """Return the output of several tokens under a flat mask, from the other arguments of an attention function.
+
+    If there are more keys than queries (a prompt on a static cache), the queries are the first of them."""
+    if flat.padding is None and flat.documents is None and flat.window is None:
+        key, value = first_keys(query, key, value)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options, **kwargs)[0]
+    for name in ("softcap", "s_aux", "position_bias"):  # by which Gemma 2, GPT-OSS and T5 change scores
+        if kwargs.get(name) is not None:
+            raise ValueError(f"attn_implementation={NAME!r} does not support {name}: use 'eager'.")
+    if flat.padding is None:
+        return attend_without_padding(module, query, *first_keys(query, key, value), flat, options)
+    check_mask(flat.padding, len(key), key.shape[2])
+    num_features = value.shape[-1]
+    query, key, value = hide_padding(query, key, value, flat.padding)
+    output = attend_without_padding(module, query, *first_keys(query, key, value), flat, options)
+    return output[..., :num_features]
+
+
+def first_keys(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of the queries themselves."""
+    length = query.shape[2]
+    return (key[:, :, :length], value[:, :, :length]) if key.shape[2] > length else (key, value)
 
 
 def hide_padding(query, key, value, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return states by which padding is hidden (`mask`, [batch, keys]), with 8 features more, as kernels require.
+    """Return states by which padding is hidden (`mask`, [batch, keys]), with more features.
 
     Each query gets the feature 1, and each key of padding HIDDEN there: next to a real key its share is zero."""
+    zeros = 0 if query.device.type == "cpu" else 7  # kernels of GPUs take multiples of 8
     hidden = torch.zeros(mask.shape, dtype=key.dtype, device=key.device).masked_fill(~mask, HIDDEN)
     hidden = hidden[:, None, :, None].expand(*key.shape[:3], 1)
-    query = pad(pad(query, (0, 1), value=1.0), (0, 7))
-    return query, pad(torch.cat((key, hidden), dim=-1), (0, 7)), pad(value, (0, 8))
+    query = pad(pad(query, (0, 1), value=1.0), (0, zeros))
+    return query, pad(torch.cat((key, hidden), dim=-1), (0, zeros)), pad(value, (0, 1 + zeros))
+
+
+def attend_without_padding(module, query, key, value, flat: FlatMask, options: dict) -> torch.Tensor:
+    """Return the output under the documents and the window of a flat mask: its padding is hidden already."""
+    if flat.documents is None and flat.window is None:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options)[0]
+    if has_varlen_kernel(query, value, options["dropout"]):
+        return attend_by_varlen(query, key, value, flat, options["scaling"])
+    if flat.documents is None:
+        return attend_to_rows(module, query, key, value, flat.window, **options)
+    return attend_to_documents(module, query, key, value, flat.documents, flat.window, **options)
+
+
+def attend_to_rows(module, query, key, value, window: int | None, **options) -> torch.Tensor:
+    """Return the output of rows of one document each: the rows of a batch are as heads of one row."""
+    batch = len(query)
+    query, key, value = (states.flatten(0, 1)[None] for states in (query, key, value))
+    output = attend_to_document(module, query, key, value, window, **options)
+    return output.squeeze(0).unflatten(1, (batch, -1)).transpose(0, 1)
 
 
 @torch.compiler.disable  # a graph cannot depend on the number of documents
@@ -277,16 +316,17 @@ def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) 
     return fits and is_half and torch.cuda.get_device_properties(query.device).major >= 8
 
 
-def attend_by_varlen(query, key, value, documents, longest: int, window: int | None, scale: float) -> torch.Tensor:
-    """Return the output of all documents, of at most `longest` tokens each, by one call of FlashAttention."""
+def attend_by_varlen(query, key, value, flat: FlatMask, scale: float) -> torch.Tensor:
+    """Return the output of all documents by one call of FlashAttention."""
     batch, heads, length, _ = query.shape
     if "enable_gqa" not in VARLEN_ARGUMENTS:  # PyTorch 2.11 lacks it
         key, value = (states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key, value))
     options = {} if key.shape[1] == heads else {"enable_gqa": True}
-    bounds = row_bounds(batch, length, query.device) if documents is None else documents
+    bounds = row_bounds(batch, length, query.device) if flat.documents is None else flat.documents
     states = [each.to(value.dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    left = -1 if window is None else window - 1
-    output = varlen_attn(*states, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), **options)
+    left = -1 if flat.window is None else flat.window - 1
+    lengths = (flat.longest, flat.longest)
+    output = varlen_attn(*states, bounds, bounds, *lengths, scale=scale, window_size=(left, 0), **options)
     return output.unflatten(0, (batch, length))
 
 
