@@ -1,6 +1,8 @@
 """Make Transformers' server find the classes of this package, and reject models that it would serve wrongly."""
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import transformers
@@ -66,18 +68,37 @@ class NotingModelManager(model_manager.ModelManager):
         return processor
 
 
+def sampled(build: Callable[..., GenerationConfig]) -> Callable[..., GenerationConfig]:
+    """Make the settings of a request sample if it has a temperature above 0.
+
+    Transformers' server ignores the temperature unless the model's own settings say `do_sample`.
+    """
+
+    @wraps(build)
+    def settings(handler: Any, body: dict, *arguments: Any, **options: Any) -> GenerationConfig:
+        generation_config = build(handler, body, *arguments, **options)
+        if body.get("temperature"):
+            generation_config.do_sample = True
+        return generation_config
+
+    return settings
+
+
 def limit_tokens(model: PreTrainedModel, inputs: Any, generation_config: GenerationConfig) -> None:
     """End a reply where the model's context ends.
 
-    Raise `HTTPException` for a reply without a token, and for a prompt that leaves no room for one."""
+    Raise `HTTPException` for a reply or a prompt without a token, and for a prompt that leaves no room for a reply.
+    """
     asked = generation_config.max_new_tokens
     if asked is not None and asked < 1:
         raise HTTPException(400, f"max_tokens is {asked}: expected at least 1.")
+    ids = inputs["input_ids"]
+    prompt = len(ids) if isinstance(ids, list) else ids.shape[-1]
+    if prompt == 0:
+        raise HTTPException(400, "The prompt has no token: send a text.")
     context = positions_of(model.config)
     if context is None:
         return
-    ids = inputs["input_ids"]
-    prompt = len(ids) if isinstance(ids, list) else ids.shape[-1]
     if prompt >= context:
         raise HTTPException(400, f"The prompt has {prompt} tokens, and the model's context has {context}: shorten it.")
     room = context - prompt
@@ -126,3 +147,4 @@ def find_models() -> None:
     transformers.AutoModelForMultimodalLM = WholeMultimodalLM  # for a base that takes images
     model_manager.ModelManager = NotingModelManager
     utils.GenerateManager = WithinContext
+    utils.BaseHandler._build_generation_config = sampled(utils.BaseHandler._build_generation_config)

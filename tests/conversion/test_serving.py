@@ -100,10 +100,21 @@ def test_a_request_that_cannot_be_answered_gets_the_reason(checkpoint, tmp_path,
                 with pytest.raises(openai.BadRequestError) as error:
                     client.completions.create(prompt="the", max_tokens=few, stream=stream, **request)
                 assert error.value.response.json()["detail"] == f"max_tokens is {few}: expected at least 1."
+            with pytest.raises(openai.BadRequestError) as error:
+                client.completions.create(prompt="", stream=stream, **request)
+            assert error.value.response.json()["detail"] == "The prompt has no token: send a text."
         [choice] = client.completions.create(prompt="the", max_tokens=400, **request).choices
         assert choice.finish_reason in ("length", "stop")
         usage = client.completions.create(prompt="the", **request).usage
         assert usage.total_tokens <= 64
+
+        def replies(**sampling):
+            request = {"model": str(plain), "prompt": "the", "max_tokens": 8, **sampling}
+            return [client.completions.create(**request).choices[0].text for _ in range(4)]
+
+        # The checkpoint does not say `do_sample`.
+        assert len(set(replies(temperature=1.0))) > 1
+        assert len(set(replies(temperature=0))) == len(set(replies())) == 1
     assert "it answers /v1/completions, and no chats" in capfd.readouterr().out
 
 
