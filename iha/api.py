@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from pydantic import BeforeValidator, Field
 from typer import Argument, BadParameter, Option
 
+from iha.cards import missing_facts
 from iha.conversion.arguments import KINDS, Layers
 from iha.errors import UserError, one_line
 from iha.files import check_new_directory, check_output_file, checked, expanded, new_directory
@@ -105,7 +106,7 @@ def convert(
         from iha.conversion.convert_llama_to_iha import llama_to_iha
 
         converted = llama_to_iha(found, layers, dtype, value_offsets or "balanced", seed, mixing_scale)
-        converted.write(directory, expanded(destination).name)
+        converted.write(directory, destination)
     print(f"Wrote {destination}, {converted.summary}")
 
 
@@ -124,7 +125,7 @@ def convert_dcformer(source: SourceName, destination: Destination) -> None:
         from iha.conversion.convert_dcformer_to_iha import dcformer_to_iha
 
         converted = dcformer_to_iha(found)
-        converted.write(directory, expanded(destination).name)
+        converted.write(directory, destination)
     print(f"Wrote {destination}, {converted.summary}")
 
 
@@ -139,7 +140,7 @@ def convert_diffllama(source: SourceName, destination: Destination, dtype: Dtype
         from iha.conversion.convert_diffllama_to_iha import diffllama_to_iha
 
         converted = diffllama_to_iha(found, dtype)
-        converted.write(directory, expanded(destination).name)
+        converted.write(directory, destination)
     print(f"Wrote {destination}, {converted.summary}")
 
 
@@ -158,7 +159,7 @@ def convert_back(source: SourceName, destination: Destination, dtype: Dtype = "a
         from iha.conversion.convert_iha_to_llama import iha_to_stock
 
         converted = iha_to_stock(found, dtype)
-        converted.write(directory, expanded(destination).name)
+        converted.write(directory, destination)
     print(f"Wrote {destination}, {converted.summary}")
 
 
@@ -231,10 +232,11 @@ def push(
         raise UserError(f"{directory} is not a saved model: expected a directory with a config.json.")
     if tag is not None and create_pr:
         raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")
+    facts = missing_facts(expanded(directory), license, base_model)
     found = find_source(directory)
     from iha.hub.push_to_hub import publish
 
-    return publish(found, repo_id, private, tag, create_pr, license, base_model, trust_code, dry_run)
+    return publish(found, repo_id, facts, private, tag, create_pr, trust_code, dry_run)
 
 
 @checked

@@ -1,46 +1,34 @@
 """Give a checkpoint's model card the name under which it is published, or the results of `python -m evaluation.run`.
 
-The converters and trainers write the card: one template, filled from the config and from how the model was made.
+The converters and trainers write the card: see iha/card_template.py.
 
 example: python -m iha.cards smollm2-iha --name me/smollm2-iha --results outputs/evaluation/smollm2-iha
 """
 
 import argparse
 import json
-import math
 import os
 import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, NotRequired
 
-import torch
 from annotated_types import Ge, Interval
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.repocard import REGEX_YAML_BLOCK
-from transformers import AutoModel
-from transformers.utils import cached_file
+from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 from typing_extensions import TypedDict
 
-from iha.checkpoints import fingerprint, positions_of
 from iha.errors import UserError, refusing, run_cli
-from iha.files import expanded, parse_yaml, read_json, read_text, whole_file
-from iha.kinds import additions_of, companion_of, described, own_modules, virtual_tokens_per_token
-from iha.model_cost import model as cost_of_model
-from iha.model_cost import with_mha
+from iha.files import expanded, read_json, read_text, whole_file
 from iha.sources import find_source
-from modeling_iha import IHAConfig
-from modeling_iha.mixing_weights import trained_mixing
 
 
-TEMPLATE = Path(__file__).with_name("card_template.md")
-MAX_CARD = 2**20  # bytes
 NOT_EVALUATED = "Not evaluated."
 FINAL = "final"  # the directory of a run that `sft.train` saves the final model in
 FROM_SCRATCH = "trained-from-scratch"  # the tag of a model without a base model
+# Keys of a card's metadata. The last two belong to the license "other".
+LICENSE_KEYS = ("license", "license_name", "license_link")
 
 
 # The parts of a results.json of `python -m evaluation.run` that cards and comparisons read
@@ -78,26 +66,6 @@ class Results(TypedDict):
 # Text for cards
 
 
-def metadata(card: str, source: str | os.PathLike) -> dict:
-    """Return the metadata of a card, given as the text of a README.md.
-
-    Raise `UserError` for YAML that `read_yaml` rejects.
-    """
-    block = REGEX_YAML_BLOCK.search(card)
-    return (block and parse_yaml(block[2], f"The metadata of {source}", dict | None)) or {}
-
-
-def parse_card(card: str, source: str | os.PathLike = "the card") -> ModelCard:
-    """Return the card of a text, whose lines may end as on Windows.
-
-    Raise `UserError` for metadata that `metadata` or the Hub's library rejects.
-    """
-    card = card.replace("\r\n", "\n")
-    metadata(card, source)
-    with refusing(f"The metadata of {source} cannot be read", AttributeError, KeyError, TypeError, ValueError):
-        return ModelCard(card)
-
-
 def one_printable_line(text: object) -> str:
     """Return `text` on one line, with single blanks and U+FFFD for every character that does not print."""
     line = " ".join(str(text).split())
@@ -128,105 +96,38 @@ def figure_text(figure: dict | None, percent: bool) -> str:
     return f"{scale * figure['value']:.{digits}f}{error}"
 
 
-# The cards of converters and trainers
+# What a card says of its checkpoint
 
 
-def render_card(
-    config: Any,
-    name: str,
-    *,
-    base_model: str | None = None,
-    license: str | None = None,
-    license_name: str | None = None,
-    license_link: str | None = None,
-    datasets: list[str] | None = None,
-    from_scratch: bool = False,
-    details: str = "",
-) -> str:
-    """Return a checkpoint's README.md: metadata for the Hub, how to use the model, and its attention layers.
+def parse_card(card: str, source: str | os.PathLike = "the card") -> ModelCard:
+    """Return the card of a text, whose lines may end as on Windows. Raise `UserError` for wrong metadata."""
+    with refusing(f"The metadata of {source} cannot be read", Exception):  # the type depends on what is wrong
+        return ModelCard(card.removeprefix("\ufeff").replace("\r\n", "\n"))
 
-    Its title and the usage example have `name`, that of a directory or a Hub id. `base_model`, `license` and
-    `datasets` are identifiers of the Hub; the license "other" has a name and a link. A model `from_scratch` gets a tag
-    that says so. `details` are Markdown sections on how the checkpoint was made and what holds for it.
+
+def _metadata_of(source: str) -> dict:
+    """Return the metadata of a checkpoint's card, or an empty dict for a card that cannot be read.
+
+    A stranger's card is no reason to fail.
     """
-    name = one_printable_line(name)
-    tags = ["custom_code", "iha"]
-    shown = described(config)
-    if "iha" in shown.attention_kinds:
-        tags.append("interleaved-head-attention")
-    if from_scratch:
-        tags.append(FROM_SCRATCH)
-    data = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        tags=tags,
-        base_model=base_model,
-        license=license,
-        license_name=license_name,
-        license_link=license_link,
-        datasets=datasets,
-    )
-    with torch.device("meta"):
-        model = AutoModel.from_config(config)
-    modules = own_modules(model)
-    adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
-    positions = positions_of(shown)
-    length = min(16384, positions or 16384)
-    # The recipe states these keys, and a checkpoint may need others.
-    recipe_keys = [f"--max_length {length}", f"--num_pseudo_heads {virtual_tokens_per_token(shown)}"]
-    if not trained_mixing(model):
-        recipe_keys.append("--mixing_scale 1")
-    kinds = {kind: companion_of(kind) for kind in dict.fromkeys(shown.attention_kinds)}
-    additions = additions_of(shown)
-    mechanisms = [f'- "{kind}": {known.card.format(config=shown)}' for kind, known in kinds.items()]
-    mechanisms += [f"- in every layer {addition.card.format(config=shown)}" for addition in additions]
-    papers = [known.paper for known in (*kinds.values(), *additions) if known.paper]
-    of_all_tokens = {kind for kind, each in zip(shown.attention_kinds, shown.layer_types) if each == "full_attention"}
-    virtual = {kind: known for kind, known in kinds.items() if kind in of_all_tokens and known.times_pairs}
-    return str(
-        ModelCard.from_template(
-            data,
-            template_path=str(TEMPLATE),
-            title=markdown(name),
-            python_name=json.dumps(name, ensure_ascii=False),
-            shell_name=shlex.quote(name),
-            recipe_keys=" ".join(recipe_keys),
-            adapters=" ".join(adapters),
-            mechanisms="\n".join(mechanisms),
-            schedule=drawn_layers(shown),
-            details=details.strip(),
-            evaluation=NOT_EVALUATED,
-            costs=_costs(shown),
-            context=positions and f"{positions:,}",
-            is_iha=isinstance(shown, IHAConfig),
-            in_vllm=all(known.served_by_vllm for known in (*kinds.values(), *additions)),
-            kinds=list(kinds),
-            times_pairs={kind: known.times_pairs(shown) for kind, known in virtual.items()},
-            weights_license=license and markdown(license_name or license),
-            papers="\n".join(dict.fromkeys(f"- {paper}" for paper in papers)),
-        )
-    )
-
-
-# Keys of a card's metadata. The last two belong to the license "other".
-LICENSE_KEYS = ("license", "license_name", "license_link")
+    if source.endswith(".gguf"):
+        return {}
+    try:
+        path = Path(source, "README.md") if Path(source).is_dir() else hf_hub_download(source, "README.md")
+        return parse_card(read_text(path), path).data.to_dict()
+    except Exception:
+        return {}
 
 
 def source_license(source: str) -> dict[str, str]:
-    """Return what the model card of a checkpoint, or its GGUF header, states of `LICENSE_KEYS`.
-
-    A card that cannot be read states nothing, because a stranger's card is no reason to fail.
-    """
+    """Return what the model card of a checkpoint, or its GGUF header, states of `LICENSE_KEYS`."""
     if not source.endswith(".gguf"):
         card = _metadata_of(source)
         return {name: one_printable_line(card[name]) for name in LICENSE_KEYS if isinstance(card.get(name), str)}
     from gguf import GGUFReader  # here: a plain installation lacks it
 
-    try:
-        field = GGUFReader(source).get_field("general.license")
-        return {"license": one_printable_line(field.contents())} if field else {}
-    except Exception:
-        return {}
+    field = GGUFReader(source).get_field("general.license")
+    return {"license": one_printable_line(field.contents())} if field else {}
 
 
 def source_base_model(source: str) -> str | None:
@@ -239,19 +140,7 @@ def source_base_model(source: str) -> str | None:
 
 def is_from_scratch(source: str) -> bool:
     """Return whether the card of a local directory says that its model was trained from scratch."""
-    tags = _metadata_of(source).get("tags") if Path(source).is_dir() else None
-    return isinstance(tags, list) and FROM_SCRATCH in tags
-
-
-def _metadata_of(source: str) -> dict:
-    """Return the metadata of a checkpoint's card, or an empty dict for a card that cannot be read."""
-    if Path(source).is_file():  # a GGUF file: as an id of the Hub it would be asked for again and again
-        return {}
-    try:
-        path = cached_file(source, "README.md")
-        return metadata(read_text(path, MAX_CARD), path)
-    except Exception:
-        return {}
+    return Path(source).is_dir() and FROM_SCRATCH in (_metadata_of(source).get("tags") or [])
 
 
 def source_name(source: str) -> str:
@@ -259,59 +148,62 @@ def source_name(source: str) -> str:
 
     The final model of a run has the name of the run.
     """
-    if not os.path.exists(os.path.expanduser(source)):
-        return one_printable_line(source)
-    path = Path(os.path.abspath(os.path.expanduser(source)))
+    return title_of(os.path.abspath(expanded(source)) if expanded(source).exists() else source)
+
+
+def name_of_place(directory: str | os.PathLike) -> str:
+    """Return the name by which a card loads a directory: its path as seen from here, or its last part from elsewhere.
+
+    It begins with "./", because the Hub would be asked for any other name if the directory were missing.
+    """
+    path = Path(os.path.relpath(expanded(directory)))
+    if ".." in path.parts:
+        path = Path(path.parent.name if path.name == FINAL else "", path.name)
+    return f"./{path}"
+
+
+def title_of(name: str) -> str:
+    """Return what a model is called that is loaded by `name`: a Hub id, or a path that begins with "/" or "./"."""
+    if not name.startswith(("/", "./")):
+        return one_printable_line(name)
+    path = Path(name)
     return one_printable_line(path.parent.name if path.name == FINAL else path.name)
 
 
-def drawn_layers(config: Any) -> str:
-    """Draw the layers in text: a row for each kind of layer, a column for each layer."""
-    layers = list(zip(config.attention_kinds, config.layer_types))
-    reach = {"full_attention": "all tokens", "sliding_attention": f"window of {config.sliding_window} tokens"}
-    rows = {layer: f"{layer[0]}, {reach.get(layer[1], layer[1])}" for layer in dict.fromkeys(layers)}
-    width = max(map(len, rows.values()))
-    lines = [f"{'layer':<{width}}  {''.join(f'{number:<5}' for number in range(0, len(layers), 5))}".rstrip()]
-    for row, label in rows.items():
-        lines.append(f"{label:<{width}}  {''.join('█' if layer == row else '·' for layer in layers)}")
-    return "\n".join(lines)
+# Changes by a publication or an evaluation
 
 
-def _costs(config: Any) -> str | None:
-    """Return the table of predicted costs next to the same model with "mha" over all tokens in every layer.
+def missing_facts(directory: Path, license: str | None, base_model: str | None) -> dict[str, str]:
+    """Return what the card of a checkpoint must be told before it is published: license and base model.
 
-    It is `None` where the cost model does not know a layer.
+    A `base_model` of "none" says that there is none, and so does the tag of a card from scratch. Raise `UserError`
+    if the card lacks one of them that is not given, or states something else.
     """
-    if not isinstance(config, IHAConfig) or not all(companion_of(kind).cost for kind in config.attention_kinds):
-        return None
-    tokens = config.max_position_embeddings
-    ours, mha = (cost_of_model(each, tokens) for each in (config, with_mha(config, "full_attention")))
-    titles = [
-        "Parameters",
-        "FLOPs of a forward",
-        "FLOPs of a training step",
-        "FLOPs of one more token",
-        "Values in the KV cache",
-    ]
-
-    def written(title: str, cost: int) -> str:
-        return _short(2 * cost) if "FLOPs" in title else f"{cost:,}"  # two FLOPs for each multiply-add
-
-    rows = [
-        [title, written(title, a), written(title, b), f"{a / b:.3f}"]
-        for title, a, b in zip(titles, astuple(ours), astuple(mha))
-    ]
-    return markdown_table(["", "this model", "mha", "ratio"], rows).rstrip()
+    path = directory / "README.md"
+    card = parse_card(read_text(path), path).data if path.is_file() else ModelCardData()
+    if FROM_SCRATCH in (card.get("tags") or []) and not card.get("base_model"):
+        base_model = base_model or "none"
+    facts = {}
+    for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
+        stated = card.get(name) or None
+        if stated is None and value is None:
+            none = " (none: trained from scratch)" if name == "base_model" else ""
+            raise UserError(f"The card of {directory} does not state its {name}: add it, or give {option}{none}.")
+        if stated is not None and value is not None and stated not in (value, [value]):
+            raise UserError(f"{path} states {name} {stated!r}, and {option} says {value!r}: correct one of them.")
+        if stated is None and (name, value) != ("base_model", "none"):
+            facts[name] = value
+    return facts
 
 
-def _short(number: float) -> str:
-    """Return a large number in four digits, such as "45.38 T"."""
-    units = ("", "k", "M", "G", "T", "P", "E")
-    thousands = min(max(0, int(math.log10(number)) // 3), len(units) - 1)
-    return f"{number / 1000**thousands:.4g} {units[thousands]}".rstrip()
-
-
-# Changes by an evaluation or a publication
+def with_metadata(card: str, facts: dict[str, str]) -> str:
+    """Return a `card` with these entries in its metadata, or as it stands without any. Raise `UserError`."""
+    if not facts:
+        return card
+    edited = parse_card(card)
+    for name, value in facts.items():
+        edited.data[name] = value
+    return str(edited)
 
 
 def with_name(card: str, name: str) -> str:
@@ -322,20 +214,19 @@ def with_name(card: str, name: str) -> str:
     """
     name = one_printable_line(name)
     edited = parse_card(card)
-    in_shell = re.search(r"^name=(.*)$", edited.text, re.MULTILINE)
+    in_python = re.search(r'^name = (".*")$', edited.text, re.MULTILINE)
     former = ""
-    if in_shell:
-        with suppress(ValueError):  # a quote that a stranger's line leaves open
-            former = " ".join(shlex.split(in_shell[1]))
-    in_python = f"name = {json.dumps(former, ensure_ascii=False)}"
-    if in_shell is None or in_python not in edited.text.splitlines():
+    if in_python:
+        with suppress(ValueError):  # a stranger's line
+            former = json.loads(in_python[1])
+    if f"\nname={shlex.quote(former)}\n" not in edited.text:
         return card  # with its metadata, of which a ModelCard drops what it does not know
-    lines = {
-        in_python: f"name = {json.dumps(name, ensure_ascii=False)}",
-        in_shell[0]: f"name={shlex.quote(name)}",
-        f"# {markdown(former)}": f"# {markdown(name)}",  # unless somebody has given the card another title
-    }
-    edited.text = "\n".join(lines.get(line, line) for line in edited.text.split("\n"))
+    for old, new in (
+        (in_python[0], f"name = {json.dumps(name, ensure_ascii=False)}"),
+        (f"name={shlex.quote(former)}", f"name={shlex.quote(name)}"),
+        (f"# {markdown(title_of(former))}", f"# {markdown(name)}"),  # unless somebody has given the card another title
+    ):
+        edited.text = edited.text.replace(f"\n{old}\n", f"\n{new}\n", 1)
     if edited.data.get("eval_results"):
         edited.data["model_name"] = name
     return str(edited)
@@ -409,10 +300,12 @@ def update(directory: Path, name: str | None = None, results: dict | None = None
     path = directory / "README.md"
     if path.is_symlink():
         raise UserError(f"{path} is a link, and a file elsewhere would change: put the file itself there.")
-    card = read_text(path, MAX_CARD)
+    card = read_text(path)
     if name is not None:
         card = with_name(card, name)
     if results is not None:
+        from iha.checkpoints import fingerprint  # here: PyTorch takes seconds, and `push` reads cards before it
+
         if results["checkpoint"] != fingerprint(find_source(directory)):
             raise UserError(f"The results are of another checkpoint than {directory}: evaluate this one.")
         card = with_results(card, name or directory.resolve().name, results)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -35,15 +34,16 @@ from transformers.utils import (
     logging,
 )
 from transformers.utils.hub import extract_commit_hash, get_checkpoint_shard_files
-from typing_extensions import TypedDict
 
 import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from iha.errors import UserError, how_to_install, one_line
 from iha.files import file_sha256, read_json
 from iha.foreign_code import code_elsewhere
-from iha.sources import LOADED, Source
+from iha.sources import Source
 
 
+# The files of a checkpoint's directory that decide what is loaded.
+LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
 # The names of tokenizer files start with one of these (Transformers, SentencePiece, BPE and Mistral).
 TOKENIZER_FILES = ("tokenizer", "spiece", "sentencepiece", "vocab", "tekken")
 
@@ -57,11 +57,6 @@ _ADVICE = {
     "Weights only load failed": "it is damaged, or a pickle of more than tensors, which is not read because it could "
     "run any code",
 }
-
-
-class _Index(TypedDict):
-    metadata: dict
-    weight_map: dict[str, str]
 
 
 @contextmanager
@@ -169,20 +164,6 @@ def load_generation_config(source: Source) -> GenerationConfig | None:
         return None if file is None else GenerationConfig.from_dict(read_json(file))
 
 
-def _check_index(source: Source) -> None:
-    """Reject a whole file of weights next to an index of others, which a load would ignore. Raise `UserError`."""
-    whole, index = (_optional_file(source, name) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
-    if whole is None or index is None:
-        return
-    with safe_open(whole, "pt") as tensors:
-        names = tensors.keys()
-    if read_json(index, _Index)["weight_map"] != dict.fromkeys(names, SAFE_WEIGHTS_NAME):
-        raise UserError(
-            f"{SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME} disagree: a load reads the first and ignores the "
-            "other. Remove the older."
-        )
-
-
 def load_weights(source: Source) -> dict[str, torch.Tensor]:
     """Return the tensors of `source`, a directory or a Hub id, on CPU.
 
@@ -202,10 +183,9 @@ def load_weights(source: Source) -> dict[str, torch.Tensor]:
 def weight_files(source: Source) -> list[str]:
     """Return the local paths of the weights that a load of a directory or Hub id reads, which may be none.
 
-    Raise `UserError` for an index that contradicts them.
+    Raise `UserError`.
     """
     with _reporting(f"The weights of {source} cannot be read"):
-        _check_index(source)
         for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
             if (file := _optional_file(source, name)) is not None:
                 return get_checkpoint_shard_files(source.location, file)[0] if name.endswith(".json") else [file]
@@ -220,10 +200,8 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: object) ->
         # The CPU finds no extremes of numbers of 8 bits. If a tensor holds NaN, `aminmax` returns NaN.
         values = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
         if not all(map(math.isfinite, values.aminmax())):
-            raise UserError(
-                f"{name} of {source} holds NaN or infinity in {tensor.dtype}: the checkpoint is damaged or has "
-                "diverged, or needs another dtype."
-            )
+            wrong = f"{name} of {source} holds NaN or infinity in {tensor.dtype}"
+            raise UserError(f"{wrong}: the checkpoint is damaged or has diverged, or needs another dtype.")
 
 
 def load_model(source: Source, dtype="auto", config: PreTrainedConfig | None = None) -> Any:
@@ -231,7 +209,7 @@ def load_model(source: Source, dtype="auto", config: PreTrainedConfig | None = N
 
     It comes from a directory, a Hub id or a GGUF file, which is dequantised, and `config` replaces its own.
     Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns), are not
-    finite in that dtype or are there twice, or if there is a generation config that cannot be read.
+    finite in that dtype, or if there is a generation config that cannot be read.
     """
     arguments: dict[str, Any] = source.arguments
     config = config or load_config(source)
@@ -239,7 +217,6 @@ def load_model(source: Source, dtype="auto", config: PreTrainedConfig | None = N
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     else:
         load_generation_config(source)
-        _check_index(source)
     with _reporting(f"{source} cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,
@@ -252,7 +229,6 @@ def load_model(source: Source, dtype="auto", config: PreTrainedConfig | None = N
         )
     model, info = loaded
     check_filled(info, source)
-    _check_tied(model, source)
     check_finite(model.state_dict().items(), source)  # the buffers of the mixing hold its start
     return model
 
@@ -266,65 +242,34 @@ def check_filled(info: dict, source: object) -> None:
             raise UserError(f"{source} does not hold the weights its config asks for: {wrong}.")
 
 
-def _check_tied(model: Any, source: Source) -> None:
-    """Reject embeddings that the config ties and the files hold apart, of which other loaders take the first.
-
-    Raise `UserError`.
-    """
-    first = model.get_input_embeddings()
-    last = model.get_output_embeddings()
-    tied = model.config.tie_word_embeddings and getattr(model, "_tied_weights_keys", None)
-    if tied and first is not None and last is not None and first.weight is not last.weight:
-        raise UserError(
-            f"{source} ties its embeddings, and its files hold two that differ: set tie_word_embeddings to false in "
-            "its config.json, or remove the one that is out of date."
-        )
-
-
 def note_rounding(source: Source, dtype: torch.dtype) -> None:
-    """Print on stderr which weights of `source` were rounded, because it was loaded in `dtype`.
+    """Print on stderr whether weights of `source` were rounded, because it was loaded in `dtype`.
 
     A config may name another dtype than the files have, and a load takes the config's.
     """
     if source.gguf_file is not None:
         return
-    rounded = [
-        f"{name} first, in {tensor.dtype}"
-        for file in weight_files(source)
-        for name, tensor in load_state_dict(file, map_location="meta").items()
-        if _is_rounded(tensor.dtype, dtype)
-    ]
-    if rounded:
+    tensors = [t for file in weight_files(source) for t in load_state_dict(file, map_location="meta").values()]
+    stored = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    # float16 and bfloat16 round each other: one has more digits, the other the larger range.
+    if rounded := [str(each) for each in stored if torch.promote_types(each, dtype) != dtype]:
         print(
-            f"{dtype}, in which its config has them loaded, rounds {len(rounded)} tensors of {source} ({rounded[0]}): "
-            "set dtype in its config.json, or --dtype where a command has it, to keep them.",
+            f"{dtype}, in which its config has them loaded, rounds weights of {source} in {', '.join(rounded)}: set "
+            "dtype in its config.json, or --dtype where a command has it, to keep them.",
             file=sys.stderr,
         )
 
 
-def _is_rounded(stored: torch.dtype, loaded: torch.dtype) -> bool:
-    """Return whether the dtype `loaded` rounds floating-point weights of the dtype `stored`."""
-    if not stored.is_floating_point:
-        return False
-    has_more_digits = torch.finfo(stored).eps < torch.finfo(loaded).eps
-    has_larger_range = torch.finfo(stored).max > torch.finfo(loaded).max
-    # float16 and bfloat16 round each other: one has more digits, the other the larger range.
-    return has_more_digits or has_larger_range
-
-
 def note_slow_dtype(dtype: torch.dtype) -> None:
-    """Print on stderr, for commands that compute in `dtype`, that this CPU has no products of it."""
-    if has_no_products(dtype):
-        name = str(dtype).removeprefix("torch.")
-        why = f"This CPU has no instructions for products of {name}"
-        print(f"{why}: float32 is several times faster here.", file=sys.stderr)
+    """Print on stderr, for commands that compute in `dtype`, that this CPU has no products of it.
 
-
-def has_no_products(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN, which PyTorch asks first, has no products of a half precision on this CPU."""
+    oneDNN, which PyTorch asks first, knows.
+    """
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
     is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
-    return name is not None and (is_supported is None or not is_supported())
+    if name is not None and (is_supported is None or not is_supported()):
+        why = f"This CPU has no instructions for products of {str(dtype).removeprefix('torch.')}"
+        print(f"{why}: float32 is several times faster here.", file=sys.stderr)
 
 
 def lacks_tokenizer(source: Source) -> bool:
@@ -422,13 +367,12 @@ def fingerprint(source: Source) -> str:
 
 def _commit(source: Source) -> str:
     """Return the commit of a Hub id, which is part of the path of a cached file. Raise `UserError`."""
-    names = (CONFIG_NAME, "tokenizer_config.json", "tokenizer.json")  # a repository may hold a tokenizer alone
-    with _reporting(f"{source} names no commit"):
-        for name in names:
+    for name in (CONFIG_NAME, "tokenizer.json"):  # a repository may hold a tokenizer alone
+        with _reporting(f"{source} names no commit"):
             commit = extract_commit_hash(_optional_file(source, name), None)
-            if commit is not None:
-                return commit
-        raise UserError(f"expected one of {', '.join(names)} in it.")
+        if commit is not None:
+            return commit
+    raise UserError(f"{source} names no commit: expected {CONFIG_NAME} or tokenizer.json in it.")
 
 
 def smollm2_gguf() -> Path:

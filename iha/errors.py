@@ -43,44 +43,47 @@ def run_cli(main: Callable[[], Result]) -> Result:
         for category in (FutureWarning, SyntaxWarning):  # a library's, for its callers; our tests show them
             warnings.simplefilter("ignore", category)
     given = sys.argv
-    arguments = [word for word in sys.argv if word != "--traceback"]
-    if (file := Path(arguments[0].removesuffix(".py"))).is_relative_to(ROOT):
-        arguments[0] = f"python -m {'.'.join(file.relative_to(ROOT).parts)}"
-    sys.argv = arguments
+    sys.argv = [word for word in sys.argv if word != "--traceback"]
+    if (file := Path(given[0].removesuffix(".py"))).is_relative_to(ROOT):
+        sys.argv[0] = f"python -m {'.'.join(file.relative_to(ROOT).parts)}"
     try:
-        if "" in arguments[1:]:  # as a path it would be the current directory
-            empty = f"argument {arguments.index('', 1)} is empty"
+        if "" in sys.argv[1:]:  # as a path it would be the current directory
+            empty = f"argument {sys.argv.index('', 1)} is empty"
             raise UserError(f"{empty}: expected a value; is a variable of the shell not set?")
-        return main()
+        result = main()
+        sys.stdout.flush()
+        return result
     except KeyboardInterrupt as interrupt:
         print("Interrupted.", *getattr(interrupt, "__notes__", ()), file=sys.stderr)
         sys.exit(128 + (interrupt.args[0] if interrupt.args else signal.SIGINT))
     except SystemExit:
         raise
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest at its end
+        sys.exit(128 + signal.SIGPIPE)
     except BaseException as error:  # the panics of Rust's libraries are no `Exception`
         if "--traceback" in given:
             raise
-        print(f"Error: {_explained(error, arguments)}", file=sys.stderr)
+        print(f"Error: {_explained(error)}", file=sys.stderr)
         sys.exit(1)
     finally:
         sys.argv = given
 
 
-def _explained(error: BaseException, arguments: list[str]) -> str:
+def _explained(error: BaseException) -> str:
     """Return one line on an exception that ended a command, which names a file with the traceback of a defect."""
     # Libraries wrap the system's error in their own exception types, and keep its wording.
-    refused = ("(os error ", "can't allocate memory")
-    if isinstance(error, (UserError, OSError, MemoryError)) or any(text in str(error) for text in refused):
+    of_the_system = any(text in str(error) for text in ("(os error ", "can't allocate memory"))
+    if isinstance(error, UserError | OSError | MemoryError) or of_the_system:
         return one_line(error)
     if type(error).__module__.partition(".")[0] in ("httpx", "httpx2"):  # the Hub's client, of two generations
         return f"the Hub does not answer: {one_line(error)}"
-    name = (getattr(error, "name", None) or "").partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and name and find_spec(name) is None:
+    if isinstance(error, ModuleNotFoundError) and error.name and find_spec(name := error.name.split(".")[0]) is None:
         return missing(name)
     calls = traceback.extract_tb(error.__traceback__)
     # In an installation our own files are in site-packages too.
     ours = [call for call in calls if "site-packages" not in call.filename] or calls
-    doing = " ".join([Path(arguments[0]).name, *arguments[1:]])
+    doing = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
     place = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}"
     what = f"{doing:.300} failed in {place}: {type(error).__name__}: {one_line(error):.500}; --traceback shows more"
     with suppress(OSError), tempfile.NamedTemporaryFile("w", prefix="traceback-", suffix=".txt", delete=False) as file:

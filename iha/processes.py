@@ -11,11 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-import transformers
-from transformers.utils import CONFIG_NAME
-
-from iha.errors import UserError, refusing
+from iha.errors import ROOT, UserError
 
 
 def run_command(result: str | os.PathLike, module: str, *arguments: object) -> None:
@@ -91,19 +87,9 @@ if prompt is not None:
 # All that a clean process sees of the user's environment, which may hold tokens and keys: where programs and libraries
 # lie, the language, the devices and, for a process that may use it, the network.
 _ENVIRONMENT = (
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "TMPDIR",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-    "OMP_NUM_THREADS",
-    "OMP_WAIT_POLICY",
-    "MKL_NUM_THREADS",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_HOME",
-    "ROCR_VISIBLE_DEVICES",
+    *("PATH", "LD_LIBRARY_PATH", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "TZ"),
+    *("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "ROCR_VISIBLE_DEVICES"),
 )
 _NETWORK = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET", "HTTPS_PROXY", "HTTP_PROXY", "NO_PROXY", "SSL_CERT_FILE")
 
@@ -141,23 +127,12 @@ def run_in_clean_process(program: str, request: dict, offline: bool = True) -> d
         # After an exception nanobind (of Triton 3.9, for example) lists objects that are still in use as leaks.
         lines = process.stderr.partition("nanobind: leaked")[0].strip().splitlines()
         raise UserError((lines or [f"exit code {process.returncode}"])[-1].strip())
-    last = process.stdout.strip().splitlines()[-1]
-    with refusing("the process did not answer in JSON, but printed something last", ValueError):
-        return json.loads(last)
+    return json.loads(process.stdout.strip().splitlines()[-1])
 
 
 def library_paths() -> list[str]:
-    """Return where this process finds libraries.
-
-    An isolated process looks for them neither at PYTHONPATH nor in the user's own site-packages. A folder that `pip
-    install --target` made may have any name, so those of PyTorch and Transformers count too.
-    """
-    found = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    for module in (torch, transformers):
-        folder = str(Path(module.__file__).parents[1])
-        if folder not in found:
-            found.append(folder)
-    return found
+    """Return where this process finds libraries. An isolated one looks at neither PYTHONPATH nor a user's own."""
+    return [path for path in sys.path if path and Path(path).resolve() != ROOT]
 
 
 def _start(program: str, given: str, directory: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
@@ -181,10 +156,8 @@ def load_in_clean_process(
     tokens only) and "text". If the process fails, raise `UserError` with the last line that the process wrote.
     """
     source = Path(source).resolve()
-    if not (source / CONFIG_NAME).is_file():
-        raise UserError(f"{source} holds no {CONFIG_NAME}: expected a saved model directory.")
+    request = {"source": str(source), "prompt": prompt, "max_new_tokens": max_new_tokens}
     try:
-        request = {"source": str(source), "prompt": prompt, "max_new_tokens": max_new_tokens}
         return run_in_clean_process(_LOAD_AND_GENERATE, request)
     except UserError as error:
         raise UserError(f"{source} does not load in a clean process: {error}") from None

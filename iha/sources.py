@@ -12,10 +12,6 @@ from iha.errors import UserError, one_line
 from iha.files import expanded
 
 
-# The files of a checkpoint's directory that decide what is loaded.
-LOADED = {".safetensors", ".bin", ".json", ".py", ".model", ".txt", ".jinja"}
-
-
 @dataclass(frozen=True)
 class Source:
     """Hold where a checkpoint lies. `find_source` makes it where a name comes in, and what reads checkpoints takes it.
@@ -58,8 +54,7 @@ def locate(source: str | os.PathLike) -> Source:
     """Return where `source` lies, without asking the Hub.
 
     Raise `UserError` for anything but a directory, GGUF file or Hub id, and for a name in a folder that exists, which
-    is a mistyped path. Raise it too for a directory with a folder, a FIFO or a broken link in the place of a file,
-    which a load would silently pass over or wait for.
+    is a mistyped path.
     """
     name = str(source)
     path = expanded(source)
@@ -68,9 +63,6 @@ def locate(source: str | os.PathLike) -> Source:
             raise UserError(f"{source} does not exist: expected a GGUF file.")
         return Source(name, str(path.parent), path.name)
     if path.is_dir():
-        for file in (*path.iterdir(), *path.glob("additional_chat_templates/*")):
-            if file.suffix in LOADED and not file.is_file():
-                raise UserError(f"{file} is not a file, or is a broken link: remove it, or download the file again.")
         return Source(name, str(path))
     if path.is_file():
         raise UserError(f"{source} is a file: expected its directory, {path.parent}, or a GGUF file.")

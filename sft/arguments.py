@@ -18,7 +18,6 @@ from iha.errors import UserError, refusing, similar
 from iha.files import read_text
 
 
-MAX_TEMPLATE = 2**20  # bytes
 # Keys of TRL that nothing here reads. They would silently do nothing, or break what a recipe promises.
 _BIT_KEYS = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
 _PUSH_KEYS = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_always_push")
@@ -275,4 +274,4 @@ def _read_template(path: str) -> str:
     """Return the text of a chat template, a .jinja file. Raise `UserError`."""
     if Path(path).suffix != ".jinja":  # TRL would take the name of a model
         raise UserError(f"chat_template_path: {path} is not a .jinja file.")
-    return read_text(path, MAX_TEMPLATE)
+    return read_text(path)

@@ -11,7 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from iha.arguments import fields_of
-from iha.cards import render_card
+from iha.card_template import render_card
+from iha.cards import name_of_place
 from iha.checkpoints import load_tokenizer
 from iha.conversion.shared import preset_config
 from iha.errors import UserError, run_cli
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     tokenizer = start_tokenizer(args.tokenizer)
     model = random_model(config_of(args.preset, tokenizer, args.set), args.seed)
-    card = render_card(model.config, args.dst.name, from_scratch=True, details=DETAILS)
+    card = render_card(model.config, name_of_place(args.dst), from_scratch=True, details=DETAILS)
     with new_directory(args.dst) as directory:
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from iha import plots
-from iha.cards import FINAL, is_from_scratch, markdown, render_card, source_base_model, source_license, source_name
+from iha.card_template import render_card
+from iha.cards import FINAL, is_from_scratch, markdown, name_of_place, source_base_model, source_license, source_name
 from iha.files import write_json
 from sft.arguments import RunArguments
 from sft.checkpoints import step_of
@@ -23,6 +24,7 @@ CARD_KEYS = (
     "max_length",
     "seed",
 )
+MACHINE_KEYS = ("disable_tqdm", "dataloader_pin_memory")  # `sft.train` sets them by where it runs
 
 
 def write_curves(history: list[dict], output_dir: Path) -> None:
@@ -88,8 +90,7 @@ SFTTrainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
 {table}"""
     return render_card(
         config,
-        # The path as seen from next to output_dir. If it were missing, a name of the Hub would run a stranger's code.
-        f"./{output.name}/{FINAL}",
+        name_of_place(output / FINAL),
         base_model=None if from_scratch else source_base_model(start),
         **({} if run.preset else source_license(start)),
         datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
@@ -122,8 +123,8 @@ def _facts_of_the_run(
     facts["Versions"] = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     declared = type(run).__dataclass_fields__ | type(args).__dataclass_fields__
     for name, value in record["recipe"].items():
-        is_changed = name in declared and value != declared[name].default
-        if (name in CARD_KEYS or is_changed) and not isinstance(value, dict | None):
+        is_chosen = name in declared and name not in MACHINE_KEYS and value not in (declared[name].default, [])
+        if (name in CARD_KEYS or is_chosen) and not isinstance(value, dict | None):
             facts[f"`{name}`"] = value
     return facts
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import stdev
 
 from iha.errors import UserError, check_packages, run_cli, time_limit
-from iha.files import check_output_file, expanded, open_regular, read_jsonl, write_json
+from iha.files import check_output_file, expanded, read_jsonl, write_json
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.json is not None:
         check_output_file(args.json)
     for file in args.data:
-        open_regular(file).close()
+        open(file, "rb").close()
     return args
 
 

@@ -217,8 +217,12 @@ def test_h_is_short_for_help(command, capsys):
         (["convert", "nosuch", "out", "--kind", "paired_heads"], "Error: kind='paired_heads' has no exact start from"),
         (["verify", "nosuch", "out", "--tokens", "1"], "Error: tokens=1: expected more than max_new_tokens=64"),
         (["push", "nosuch", "me/iha"], "Error: nosuch is not a saved model: expected a directory"),
+        (
+            ["push", "model", "me/iha"],
+            "Error: The card of model does not state its license: add it, or give --license.",
+        ),
         (["push", ".", "/me/iha", "--dry-run"], "Error: '/me/iha' is not a valid repository name"),
-        (["pull", "me/iha", "."], "is the current directory"),
+        (["pull", "me/iha", "model"], "exists and is not an empty directory"),
         (["cost", "--preset", "nosuch", "--tokens", "2"], "Error: --preset nosuch: expected one of"),
         (["cost", "--config", "tiny", "--tokens", "2"], "Error: --config tiny: this is the name of a preset: give it"),
     ],
@@ -233,6 +237,8 @@ sys.argv[1:] = {words!r}
 atexit.register(lambda: os._exit(3) if "torch" in sys.modules or "transformers" in sys.modules else None)
 cli.main()
 """
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", program]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)

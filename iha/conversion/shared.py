@@ -9,7 +9,8 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from iha.cards import markdown, render_card, source_license, source_name
+from iha.card_template import render_card
+from iha.cards import markdown, name_of_place, source_license, source_name
 from iha.checkpoints import check_filled, load_model, note_rounding, read_tokenizer
 from iha.errors import UserError, one_line
 from iha.sources import Source
@@ -115,8 +116,8 @@ class Converted:
         parameters = f"{self.model.num_parameters():,} parameters."
         return parameters if self.how is None else f"{parameters}\n{self.text}"
 
-    def write(self, directory: Path, name: str) -> None:
-        """Write the checkpoint into an existing directory, with a card that calls it `name`."""
+    def write(self, directory: Path, destination: str) -> None:
+        """Write the checkpoint into an existing directory, which becomes `destination`, with a card."""
         print(f"2 of 2: writing {type(self.model).__name__}", flush=True)
         self.model.save_pretrained(directory)
         if self.tokenizer is not None:
@@ -125,5 +126,6 @@ class Converted:
             base_model = self.source.name if self.source.path is None else None
             license: dict[str, Any] = source_license(str(self.source.path or self.source))
             details = f"## Conversion\n\n{markdown(self.text)}"
+            name = name_of_place(destination)
             card = render_card(self.model.config, name, base_model=base_model, details=details, **license)
             (directory / "README.md").write_text(card, encoding="utf-8")

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from iha.checkpoints import load_config, load_model, load_tokenizer, vocabulary_of
 from iha.errors import UserError
-from iha.files import MAX_TEXT, expanded, read_text, write_json
+from iha.files import expanded, read_text, write_json
 from iha.foreign_code import note_foreign_code
 from iha.kinds import companion_of, interleaved_kind, is_interleaved
 from iha.sources import Source
@@ -151,7 +151,7 @@ def break_one_parameter(model: PreTrainedModel) -> None:
 
 def read_tokens(tokenizer, path: Path, count: int) -> torch.Tensor:
     """Return the first `count` tokens of the text in `path`, [count], or raise `UserError` if there are fewer."""
-    tokens = tokenizer(read_text(path, MAX_TEXT), return_tensors="pt").input_ids[0]
+    tokens = tokenizer(read_text(path), return_tensors="pt").input_ids[0]
     if len(tokens) < count:
         raise UserError(f"{path} has {len(tokens)} tokens, and tokens={count} asks for more: give a longer text.")
     return tokens[:count]

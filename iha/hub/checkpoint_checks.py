@@ -4,16 +4,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from transformers.dynamic_module_utils import get_relative_import_files
-from transformers.utils import (
-    CHAT_TEMPLATE_DIR,
-    CONFIG_NAME,
-    FEATURE_EXTRACTOR_NAME,
-    GENERATION_CONFIG_NAME,
-    PROCESSOR_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    VIDEO_PROCESSOR_NAME,
-)
+from transformers.utils import CHAT_TEMPLATE_DIR, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from iha.checkpoints import (
     load_config,
@@ -31,14 +22,14 @@ from iha.sources import Source, find_source
 
 # What Transformers reads besides weights and code. Other files that begin like a tokenizer's may be private.
 READ_BY_LOADS = (
-    "added_tokens.json",
+    "config.json",
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "chat_template.jinja",
     f"{CHAT_TEMPLATE_DIR}/*.jinja",
-    CONFIG_NAME,
-    GENERATION_CONFIG_NAME,
-    PROCESSOR_NAME,
-    VIDEO_PROCESSOR_NAME,
-    FEATURE_EXTRACTOR_NAME,
+    "added_tokens.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer.[0-9]*.json",  # for a version of Transformers and later ones
@@ -65,7 +56,7 @@ def checkpoint_files(source: Source) -> tuple[list[str], list[str]]:
     what Transformers and people read besides them. Raise `UserError` if `source` is not a saved model.
     """
     directory = Path(source.location)
-    belongs = (*_code_files(source), *_weight_names(source), *READ_BY_LOADS, *READ_BY_PEOPLE)
+    belongs = (*_code_files(directory), *_weight_names(source), *READ_BY_LOADS, *READ_BY_PEOPLE)
     files = [path for path in (*directory.iterdir(), *directory.glob("*/*")) if path.is_file()]
     names = sorted(path.relative_to(directory).as_posix() for path in files)
     taken = [name for name in names if any(fnmatchcase(name, pattern) for pattern in belongs)]
@@ -74,12 +65,11 @@ def checkpoint_files(source: Source) -> tuple[list[str], list[str]]:
     return taken, [f"{path.name}/" if path.is_dir() else path.name for path in others]
 
 
-def _code_files(source: Source) -> set[str]:
+def _code_files(directory: Path) -> set[str]:
     """Return the names of the modules that an `auto_map` leads to, and of all siblings that they import.
 
     Raise `UserError` if one is missing.
     """
-    directory = Path(source.location)
     modules = {directory / name for name in named_modules(read_configs(directory))}
     with refusing(f"The code of {directory} is incomplete", OSError):
         helpers = {Path(helper) for module in modules for helper in get_relative_import_files(module)}

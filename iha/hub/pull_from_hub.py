@@ -1,6 +1,5 @@
 """Fetch a checkpoint from the Hugging Face Hub into a new directory, and check it as if it were to be published."""
 
-import glob
 import shutil
 from pathlib import Path, PurePosixPath
 
@@ -36,8 +35,7 @@ def fetch(repo_id: str, directory: str, revision: str, trust_code: bool) -> str:
         print(f"Fetching {repo_id} at {info.sha}", flush=True)
         if others := sorted({str(name) for name in names} - wanted):
             print(f"Not part of a checkpoint, not fetched: {', '.join(others)}", flush=True)
-        patterns = [glob.escape(name) for name in wanted]
-        cached = api.snapshot_download(repo_id, revision=info.sha, allow_patterns=patterns)
+        cached = api.snapshot_download(repo_id, revision=info.sha, allow_patterns=sorted(wanted))
         for name in wanted:
             (temporary / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(cached, name), temporary / name)

@@ -1,14 +1,19 @@
 """Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others."""
 
+import json
+import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi
+from transformers.utils import CONFIG_NAME
 
-from iha.cards import FROM_SCRATCH, MAX_CARD, parse_card, render_card, with_name
-from iha.checkpoints import load_config
+from iha.card_template import render_card
+from iha.cards import with_metadata, with_name
+from iha.checkpoints import check_no_adapter, load_config
 from iha.errors import UserError
-from iha.files import read_text
+from iha.files import read_json, read_text
 from iha.foreign_code import CUSTOM_GENERATE
 from iha.kinds import is_ours
 from iha.sources import Source
@@ -32,28 +37,30 @@ SUPERSEDED = [
 def publish(
     source: Source,
     repo_id: str,
+    facts: dict[str, str],
     private: bool,
     tag: str | None,
     create_pr: bool,
-    license: str | None,
-    base_model: str | None,
     trust_code: bool,
     dry_run: bool,
 ) -> str | None:
     """Check a saved model and commit it to the model repository `repo_id`, which is made if necessary.
 
-    Return the web address of the commit or pull request. Raise `UserError`, before anything is uploaded, and the
-    client's errors where the Hub rejects it.
+    `facts` are added to the metadata of its card. Return the web address of the commit or pull request. Raise
+    `UserError`, before anything is uploaded, and the client's errors where the Hub rejects it.
     """
+    check_no_adapter(source)  # its files would be left out
     names, others = checkpoint_files(source)
-    card = completed_card(source, repo_id, license, base_model)
     # The directory that is checked and uploaded holds nothing else. Links suffice: the weights may be many gigabytes.
     with tempfile.TemporaryDirectory(prefix="push-") as temporary:
         stage = Path(temporary)
-        for name in {*names} - {"README.md"}:
+        for name in names:
             (stage / name).parent.mkdir(exist_ok=True)
             (stage / name).symlink_to(Path(source.location, name).resolve())
-        (stage / "README.md").write_text(card, encoding="utf-8")
+        replace(stage / "README.md", card_of(source, repo_id, facts))
+        entries = read_json(stage / CONFIG_NAME)
+        if (cleaned := without_local_paths(entries)) != entries:
+            replace(stage / CONFIG_NAME, json.dumps(cleaned, indent=2) + "\n")
         check_checkpoint(stage, source.name, trust_code)
         print(f"{'Would upload' if dry_run else 'Publishing'} to {repo_id}:")
         for name in sorted({*names, "README.md"}):
@@ -61,6 +68,42 @@ def publish(
         if others:
             print(f"Not part of a checkpoint, not uploaded: {', '.join(others)}", flush=True)
         return None if dry_run else upload(stage, repo_id, private, tag, create_pr)
+
+
+def card_of(source: Source, repo_id: str, facts: dict[str, str]) -> str:
+    """Return the model card in a directory, or a new one, with `facts` in its metadata and the name `repo_id`.
+
+    A stranger's card keeps its text. Raise `UserError`.
+    """
+    path = Path(source.location, "README.md")
+    if path.is_file():
+        return with_name(with_metadata(read_text(path), facts), repo_id)
+    config = load_config(source)
+    if not is_ours(config):
+        raise UserError(f"{source} holds no model card: write one, README.md, with license and base_model.")
+    return with_metadata(render_card(config, repo_id), facts)
+
+
+def without_local_paths(content: Any) -> Any:
+    """Return the entries of a config.json, at any depth, without paths of this machine.
+
+    Earlier versions of this package recorded the base of an interleaved model as it was given.
+    """
+    if isinstance(content, list):
+        return [without_local_paths(value) for value in content]
+    if not isinstance(content, dict):
+        return content
+    cleaned = {name: without_local_paths(value) for name, value in content.items()}
+    base = cleaned.get("base_name_or_path")
+    if base and (os.path.isabs(base) or os.path.exists(base)):
+        cleaned["base_name_or_path"] = ""
+    return cleaned
+
+
+def replace(file: Path, text: str) -> None:
+    """Put a file with this text in the place of a link, which keeps what it leads to."""
+    file.unlink(missing_ok=True)
+    file.write_text(text, encoding="utf-8")
 
 
 def upload(stage: Path, repo_id: str, private: bool, tag: str | None, create_pr: bool) -> str:
@@ -89,31 +132,3 @@ def upload(stage: Path, repo_id: str, private: bool, tag: str | None, create_pr:
     url = commit.pr_url or commit.commit_url
     print(f"Published: {url}\nRevision: {commit.oid}\n\n{loading_code(repo_id, commit.oid)}")
     return url
-
-
-def completed_card(source: Source, repo_id: str, license: str | None, base_model: str | None) -> str:
-    """Return the model card in a directory, or a new one, with the license and base model that it lacks.
-
-    A card of this package also gets the name `repo_id`. A `base_model` of "none" says that there is none, and so does
-    the tag of a card from scratch. Raise `UserError` if the card cannot be read, lacks one of them that no option
-    gives, or states something else.
-    """
-    path = Path(source.location, "README.md")
-    config = load_config(source)
-    if not is_ours(config) and not path.is_file():
-        raise UserError(f"{source} holds no model card: write one, README.md, with license and base_model.")
-    text = read_text(path, MAX_CARD).removeprefix("\ufeff") if path.is_file() else render_card(config, repo_id)
-    card = parse_card(text, path)
-    if FROM_SCRATCH in (card.data.get("tags") or []) and not card.data.get("base_model"):
-        base_model = base_model or "none"
-    for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
-        stated = card.data.get(name) or None
-        if stated is None and value is None:
-            none = " (none: trained from scratch)" if name == "base_model" else ""
-            raise UserError(f"The card of {source} does not state its {name}: add it, or give {option}{none}.")
-        if stated is not None and value is not None and stated not in (value, [value]):
-            raise UserError(f"{path} states {name} {stated!r}, and {option} says {value!r}: correct one of them.")
-        if stated is None and (name, value) != ("base_model", "none"):
-            card.data[name] = value
-            text = str(card)
-    return with_name(text, repo_id)

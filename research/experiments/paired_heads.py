@@ -35,7 +35,7 @@ from matplotlib.figure import Figure
 
 from iha import plots
 from iha.errors import UserError, run_cli
-from iha.files import open_regular, sole_writer
+from iha.files import sole_writer
 from modeling_iha import IHAForCausalLM
 from research.benchmarks.harness import processor
 from research.experiments import language_models
@@ -154,7 +154,7 @@ def read_text(name: str, tokens: int) -> torch.Tensor:
         content = "\n".join(pydoc_data.topics.topics.values()).encode()
     else:
         try:
-            with open_regular(name) as file:
+            with open(name, "rb") as file:
                 content = file.read()
         except OSError as error:
             raise UserError(f"--text {name}: {error.strerror}; expected a file, or python or prose.") from error

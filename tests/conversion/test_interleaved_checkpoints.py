@@ -10,7 +10,7 @@ from tiny_training import byte_tokenizer, decoder, saved
 
 from conversion_scripts import convert_iha_to_llama, convert_llama_to_iha, pull_from_hub, push_to_hub
 from iha.api import verify
-from iha.cards import render_card
+from iha.card_template import render_card
 from iha.checkpoints import load_config, load_model
 from iha.errors import UserError
 from iha.hub import checkpoint_checks

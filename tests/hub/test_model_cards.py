@@ -17,7 +17,8 @@ from tiny_training import byte_config, saved
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from iha import cards
-from iha.cards import render_card, with_name, with_results
+from iha.card_template import render_card
+from iha.cards import name_of_place, source_name, title_of, with_name, with_results
 from iha.checkpoints import fingerprint
 from iha.errors import ROOT, UserError
 from iha.files import read_json
@@ -74,7 +75,6 @@ def test_a_card_says_what_the_model_costs_and_what_is_not_known():
     assert "The weights are under mit." in card and "under Apache-2.0" in card
     assert "Not evaluated." in card and "- Duvvuri" in card and "- Vaswani" in card
     assert "No license of the weights is known." in render_card(config, "name")
-    assert "FLOPs" in render_card(small_config(max_position_embeddings=10**9), "name")
 
 
 def test_no_name_breaks_a_card():
@@ -165,13 +165,27 @@ def test_a_card_says_what_serves_the_model():
     assert "--mixing_scale 1" in render_card(small_config(attention_kinds="paired_heads"), "name")
 
 
-def test_no_link_in_a_checkpoint_leads_to_a_file_that_changes(checkpoint, tmp_path):
-    shutil.move(checkpoint / "README.md", outside := tmp_path / "outside")
-    (checkpoint / "README.md").symlink_to(outside)
-    before = outside.read_bytes()
-    with pytest.raises(UserError, match="README.md is a link, and a file elsewhere would change"):
-        cards.update(checkpoint, "me/iha")
-    assert before == outside.read_bytes()
+def test_a_card_of_a_run_loads_it_and_is_called_as_it_is(tmp_path, monkeypatch):
+    """Name a path as seen from where the command ran; from elsewhere its last part, without paths of this machine."""
+    monkeypatch.chdir(tmp_path)
+    for place, name, title in (
+        ("runs/paired/final", "./runs/paired/final", "paired"),
+        (tmp_path / "runs" / "paired" / "final", "./runs/paired/final", "paired"),
+        (tmp_path.parent / "paired" / "final", "./paired/final", "paired"),
+        (tmp_path.parent / "iha", "./iha", "iha"),
+    ):
+        assert (name_of_place(place), title_of(name)) == (name, title)
+        card = render_card(small_config(), name)
+        assert f"\n# {title}\n" in card and f'name = "{name}"' in card and f"\nname={name}\n" in card
+        assert "\n# me/iha\n" in with_name(card, "me/iha")
+    (tmp_path / "runs" / "paired" / "final").mkdir(parents=True)
+    assert (source_name("runs/paired/final"), source_name("me/iha")) == ("paired", "me/iha")
+
+
+def test_a_card_from_scratch_has_no_base_model():
+    card = render_card(small_config(), "name", from_scratch=True)
+    assert "base model" not in card and "France" not in card and "The limits of" not in card
+    assert "The limits of the base model remain." in render_card(small_config(), "name", base_model="me/base")
 
 
 # The checkpoints of model_cards/

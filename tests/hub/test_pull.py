@@ -8,7 +8,6 @@ import pytest
 from helpers import last_line, plant
 from huggingface_hub import constants, snapshot_download
 from loopback_hub import LoopbackHub
-from tiny_sources import edit_config
 
 from conversion_scripts import pull_from_hub, verify_conversion
 from evaluation import run as evaluate
@@ -104,7 +103,7 @@ def test_what_cannot_be_fetched_whole_is_not_there(name, hub, pull):
     change, message = REFUSED[name]
     change(hub)
     error = pull()
-    assert message in error and ".unfinished" not in error
+    assert message in error and "unfinished" not in error
     if name == "no model":
         assert not any("resolve" in path for _, path in hub.calls)
     if hub.fault:
@@ -145,9 +144,7 @@ def test_pull_runs_nothing_before_it_may(hub, pull, saved, tmp_path, monkeypatch
 
 FOREIGN = {
     "another repository": ("tokenizer_config.json", {"AutoTokenizer": ["you/code--tokenizer.T", None]}, "you/code--"),
-    "a folder": ("tokenizer_config.json", {"AutoTokenizer": ["sub/evil.T", None]}, "sub/evil.py"),
-    "an absolute path": ("preprocessor_config.json", {"AutoProcessor": "/tmp/evil.P"}, "/tmp/evil.py"),
-    "no object": ("tokenizer_config.json", ["evil.T", None], "evil.py"),
+    "another file": ("preprocessor_config.json", {"AutoProcessor": "evil.P"}, "evil.py"),
     "ours": ("tokenizer_config.json", {"AutoTokenizer": ["modeling_iha.IHAModel", None]}, None),
 }
 
@@ -157,29 +154,12 @@ def test_foreign_code_is_named(name, saved, tmp_path):
     file, auto_map, message = FOREIGN[name]
     directory = shutil.copytree(saved, tmp_path / "iha")
     (directory / "train.py").write_text("nothing imports this")
-    (directory / "__init__.py").write_text("nor this")
     (directory / file).write_text(json.dumps({"a": [{"auto_map": auto_map}]}))
     if message is None:
         return foreign_code.refuse_foreign_code(directory, trust_code=False)
     with pytest.raises(UserError) as error:
         foreign_code.refuse_foreign_code(directory, trust_code=False)
     assert str(error.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "named"),
-    [
-        ("configuration_files", ["config.4.0.0.json"], "configuration_files"),
-        ("attn_implementation", {"": "org/kernel"}, "attn_implementation {'': 'org/kernel'}"),
-    ],
-)
-def test_a_config_that_leads_elsewhere_is_foreign(key, value, named, saved, tmp_path):
-    directory = shutil.copytree(saved, tmp_path / "iha")
-    edit_config(directory, **{key: value})
-    assert foreign_code.foreign_code(directory) == [f"{named} in config.json"]
-    with pytest.raises(UserError) as error:
-        load_config(find_source(directory))
-    assert f"{named} would load what is not in the checkpoint" in str(error.value)
 
 
 def test_the_other_commands_run_no_code_of_a_checkpoint(saved, tmp_path, cli):

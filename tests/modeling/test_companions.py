@@ -11,7 +11,7 @@ from helpers import EVERY_KIND, LLAMA, assert_close, random_ids, random_model, s
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from iha.cards import render_card
+from iha.card_template import render_card
 from iha.conversion.arguments import KINDS
 from iha.errors import ROOT
 from iha.kinds import companion_of, iha

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 import iha.kinds.iha
 from iha import cost as cost_command
 from iha import model_cost as cost
-from iha.cards import render_card
+from iha.card_template import render_card
 from iha.errors import UserError
 from iha.step_memory import Counter, StepMemory, of_sharded_training, of_training, one_layer_of_each
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads

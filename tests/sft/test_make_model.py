@@ -10,10 +10,8 @@ import torch
 from helpers import last_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from iha.cards import is_from_scratch
+from iha.cards import is_from_scratch, missing_facts
 from iha.errors import ROOT
-from iha.hub.push_to_hub import completed_card
-from iha.sources import find_source
 from modeling_iha import IHAForCausalLM
 from sft import make_model, make_text, make_tokenizer, train
 from sft.data import load_rows
@@ -42,7 +40,7 @@ def test_a_start_from_a_text_and_a_preset(tmp_path, cli):
     heads = {name: model.lm_head.weight for name, model in models.items()}
     assert torch.equal(heads["one"], heads["again"]) and not torch.equal(heads["one"], heads["other"])
     assert is_from_scratch(str(tmp_path / "one")) and not is_from_scratch(str(tmp_path / "tokenizer"))
-    assert "base_model" not in completed_card(find_source(tmp_path / "one"), "me/one", "mit", None)
+    assert missing_facts(tmp_path / "one", "mit", None) == {"license": "mit"}
 
 
 def test_a_tokenizer_is_trained_on_what_a_run_takes(tmp_path, cli):

@@ -35,7 +35,7 @@ from tiny_training import (
 from trl import SFTConfig
 from trl.scripts import sft as trl_sft
 
-from iha.cards import render_card
+from iha.card_template import render_card
 from iha.errors import UserError
 from modeling_iha import IHAForCausalLM
 from modeling_iha.configuration_iha import OPTIONS_CLASSES

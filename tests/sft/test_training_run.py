@@ -18,10 +18,10 @@ from tiny_training import at_step, byte_config, interrupted_at, recipe, saved, s
 from transformers import TrainerState
 from trl import SFTConfig, SFTTrainer
 
+from iha.cards import missing_facts
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
 from iha.hub.checkpoint_checks import checkpoint_files
-from iha.hub.push_to_hub import completed_card
 from iha.sources import find_source
 from sft import make_model, results, train
 from sft.arguments import RecipeParser
@@ -469,7 +469,8 @@ def test_pretraining_on_a_text(rows_file, tmp_path, monkeypatch):
     # The next stage of it is from scratch too, and its card names the run.
     next_stage = {"max_steps": 1, "preset": None, "max_length": 64, **NO_EVALUATION}
     train.main(command(str(tmp_path / "run" / "final"), rows_file, tmp_path / "chat", **next_stage))
-    card = completed_card(find_source(tmp_path / "chat" / "final"), "me/one", "mit", None)
+    assert missing_facts(tmp_path / "chat" / "final", "mit", None) == {"license": "mit"}
+    card = (tmp_path / "chat" / "final" / "README.md").read_text()
     assert "| Start | run, fingerprint" in card and "Trained from scratch, here from run" in card
     history = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     counts = [entry["num_tokens"] for entry in history if "loss" in entry]
@@ -642,6 +643,7 @@ def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
         "![Curves of the run](curves.png)",
     ):
         assert fact in card, fact
+    assert not any(f"`{name}`" in card for name in ("report_to", "debug", "disable_tqdm"))
     assert str(tmp_path) not in card and str(Path(rows_file).parent) not in card
     names, others = checkpoint_files(find_source(output / "final"))
     assert set(names) == {path.name for path in (output / "final").iterdir()} and others == []

@@ -1,0 +1,128 @@
+"""Write the model card of a checkpoint: card_template.md, filled from its configuration and how it was made."""
+
+import json
+import math
+import shlex
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from transformers import AutoModel
+
+from iha.cards import FROM_SCRATCH, NOT_EVALUATED, markdown, markdown_table, one_printable_line, title_of
+from iha.checkpoints import positions_of
+from iha.kinds import additions_of, companion_of, described, own_modules, virtual_tokens_per_token
+from iha.model_cost import model as cost_of_model
+from iha.model_cost import with_mha
+from modeling_iha import IHAConfig
+from modeling_iha.mixing_weights import trained_mixing
+
+
+TEMPLATE = Path(__file__).with_name("card_template.md")
+COSTS = (
+    "Parameters",
+    "FLOPs of a forward",
+    "FLOPs of a training step",
+    "FLOPs of one more token",
+    "Values in the KV cache",
+)
+
+
+def render_card(config: Any, name: str, *, from_scratch: bool = False, details: str = "", **made_from: Any) -> str:
+    """Return a checkpoint's README.md: metadata for the Hub, how to use the model, and its attention layers.
+
+    The usage example loads `name`, a directory or a Hub id. A model `from_scratch` gets a tag that says so. `details`
+    are Markdown sections on how the checkpoint was made and what holds for it. `made_from` has more metadata, in the
+    Hub's terms: `base_model`, `datasets` and the `LICENSE_KEYS`.
+    """
+    name = one_printable_line(name)
+    shown = described(config)
+    kinds = {kind: companion_of(kind) for kind in dict.fromkeys(shown.attention_kinds)}
+    additions = additions_of(shown)
+    tags = ["custom_code", "iha"]
+    if "iha" in kinds:
+        tags.append("interleaved-head-attention")
+    if from_scratch:
+        tags.append(FROM_SCRATCH)
+    mechanisms = [f'- "{kind}": {known.card.format(config=shown)}' for kind, known in kinds.items()]
+    mechanisms += [f"- in every layer {addition.card.format(config=shown)}" for addition in additions]
+    of_all_tokens = {kind for kind, each in zip(shown.attention_kinds, shown.layer_types) if each == "full_attention"}
+    virtual = {kind: known for kind, known in kinds.items() if kind in of_all_tokens and known.times_pairs}
+    papers = [known.paper for known in (*kinds.values(), *additions) if known.paper]
+    positions = positions_of(shown)
+    return str(
+        ModelCard.from_template(
+            ModelCardData(library_name="transformers", pipeline_tag="text-generation", tags=tags, **made_from),
+            template_path=str(TEMPLATE),
+            title=markdown(title_of(name)),
+            python_name=json.dumps(name, ensure_ascii=False),
+            shell_name=shlex.quote(name),
+            from_scratch=from_scratch,
+            options=_options(config),
+            mechanisms="\n".join(mechanisms),
+            schedule=drawn_layers(shown),
+            details=details.strip(),
+            evaluation=NOT_EVALUATED,
+            costs=_costs(shown),
+            context=positions and f"{positions:,}",
+            is_iha=isinstance(shown, IHAConfig),
+            in_vllm=all(known.served_by_vllm for known in (*kinds.values(), *additions)),
+            kinds=list(kinds),
+            times_pairs={kind: known.times_pairs(shown) for kind, known in virtual.items()},
+            weights_license=markdown(made_from.get("license_name") or made_from.get("license") or ""),
+            papers="\n".join(dict.fromkeys(f"- {paper}" for paper in papers)),
+        )
+    )
+
+
+def _options(config: Any) -> dict[str, str]:
+    """Return the options of commands that train a checkpoint: of the recipe for LoRA, and of `trl sft`."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    shown = described(config)
+    length = min(16384, positions_of(shown) or 16384)
+    # The recipe states these keys, and a checkpoint may need others.
+    recipe = f"--max_length {length} --num_pseudo_heads {virtual_tokens_per_token(shown)}"
+    if not trained_mixing(model):
+        recipe += " --mixing_scale 1"
+    modules = own_modules(model)
+    adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
+    return {"recipe": recipe, "trl": " ".join(adapters)}
+
+
+def drawn_layers(config: Any) -> str:
+    """Draw the layers in text: a row for each kind of layer, a column for each layer."""
+    layers = list(zip(config.attention_kinds, config.layer_types))
+    reach = {"full_attention": "all tokens", "sliding_attention": f"window of {config.sliding_window} tokens"}
+    rows = {layer: f"{layer[0]}, {reach.get(layer[1], layer[1])}" for layer in dict.fromkeys(layers)}
+    width = max(map(len, rows.values()))
+    lines = [f"{'layer':<{width}}  {''.join(f'{number:<5}' for number in range(0, len(layers), 5))}".rstrip()]
+    for row, label in rows.items():
+        lines.append(f"{label:<{width}}  {''.join('█' if layer == row else '·' for layer in layers)}")
+    return "\n".join(lines)
+
+
+def _costs(config: Any) -> str | None:
+    """Return the table of predicted costs next to the same model with "mha" over all tokens in every layer.
+
+    It is `None` where the cost model does not know a layer.
+    """
+    if not isinstance(config, IHAConfig) or not all(companion_of(kind).cost for kind in config.attention_kinds):
+        return None
+    tokens = config.max_position_embeddings
+    ours, mha = (astuple(cost_of_model(each, tokens)) for each in (config, with_mha(config, "full_attention")))
+    rows = []
+    for title, of_ours, of_mha in zip(COSTS, ours, mha):
+        is_flops = "FLOPs" in title  # two for each multiply-add
+        figures = [_short(2 * value) if is_flops else f"{value:,}" for value in (of_ours, of_mha)]
+        rows.append([title, *figures, f"{of_ours / of_mha:.3f}"])
+    return markdown_table(["", "this model", "mha", "ratio"], rows).rstrip()
+
+
+def _short(number: float) -> str:
+    """Return a large number in four digits, such as "45.38 T"."""
+    units = ("", "k", "M", "G", "T", "P", "E")
+    thousands = min(max(0, int(math.log10(number)) // 3), len(units) - 1)
+    return f"{number / 1000**thousands:.4g} {units[thousands]}".rstrip()
