@@ -11,6 +11,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from matplotlib.backend_bases import FigureCanvasBase
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from iha.errors import run_cli
@@ -24,7 +25,10 @@ parser.add_argument("out", help="the picture to write")
 parser.add_argument("--layer", type=int, help="index of a layer with virtual tokens (the first)")
 parser.add_argument("--head", type=int, default=0, help="index of the head, or of the group of paired heads (0)")
 args = parser.parse_args()
-run_cli(lambda: find_source(args.model))  # a wrong path: one line, before anything is loaded
+run_cli(lambda: find_source(args.model))  # a wrong name is an error of one line, before anything is loaded
+endings = FigureCanvasBase.get_supported_filetypes()
+if Path(args.out).suffix.removeprefix(".") not in endings:
+    parser.error(f"{args.out}: expected a file name that ends in one of .{', .'.join(endings)}")
 
 # Only the eager core returns attention weights.
 model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=True, attn_implementation="eager").eval()
@@ -44,6 +48,9 @@ if layer not in layers or not 0 <= args.head < attentions[layer].shape[1]:
 num_pseudo_heads = model.config.num_pseudo_heads
 # Virtual token n P + p is pseudo-head p of token n.
 weights = attentions[layer][0, args.head].unflatten(1, (-1, num_pseudo_heads)).unflatten(0, (-1, num_pseudo_heads))
+# Most heads attend to the first token more than to all others together: the scale is that of the others.
+others = weights[1:, :, 1:]
+highest = float(others.max()) if others.numel() else 1.0
 
 mixed = [each for each in model.modules() if hasattr(each, "q_mix") and each.layer_idx == layer]  # not paired heads
 figure = plt.figure(figsize=(6 + 4 * len(mixed), 6), layout="constrained")
@@ -52,11 +59,12 @@ figure.suptitle(f"{place}: attention of {num_pseudo_heads}² pairs of pseudo-hea
 left, *right = figure.subfigures(1, 1 + len(mixed), width_ratios=[3, 2][: 1 + len(mixed)], squeeze=False)[0]
 for pair, axes in enumerate(left.subplots(*[num_pseudo_heads] * 2, squeeze=False, sharex=True, sharey=True).flat):
     p, q = divmod(pair, num_pseudo_heads)
-    image = axes.imshow(weights[:, p, :, q], vmin=0, vmax=weights.max(), cmap="viridis", aspect="auto")
+    image = axes.imshow(weights[:, p, :, q], vmin=0, vmax=highest, cmap="viridis", aspect="auto")
     axes.set(title=f"query {p}, key {q}", xlabel="token", ylabel="token")
     axes.locator_params(integer=True)
     axes.label_outer()
-left.colorbar(image, ax=left.axes, location="bottom", shrink=0.6, label="attention weight")
+scale = {"label": "attention weight (arrow: the first token may have more)", "extend": "max"}
+left.colorbar(image, ax=left.axes, location="bottom", shrink=0.6, **scale)
 for module, side in zip(mixed, right):
     group = args.head // (module.q_mix.weight.shape[0] // module.k_mix.weight.shape[0])
     shares = {

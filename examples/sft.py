@@ -6,22 +6,23 @@ example: python examples/sft.py HuggingFaceTB/SmolLM2-135M-Instruct trl-lib/Capy
 from argparse import ArgumentParser
 
 import torch
-from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from iha.errors import run_cli
-from iha.sources import find_source, locate
+from iha.sources import find_source
 from modeling_iha import interleave_heads
+from sft.data import load_rows
 
 
 parser = ArgumentParser(description=__doc__)
 parser.add_argument("model", help="any decoder: a directory or a Hub id")
-parser.add_argument("dataset", help="rows that TRL knows: a folder of JSON lines or a Hub id")
+parser.add_argument("dataset", help="rows that TRL knows: a file such as rows.jsonl, a folder of them or a Hub id")
 parser.add_argument("out", help="the directory to make")
 parser.add_argument("--max_steps", type=int, default=-1)
 args = parser.parse_args()
-run_cli(lambda: [find_source(args.model), locate(args.dataset)])  # a wrong path: one line, before anything is loaded
+run_cli(lambda: find_source(args.model))  # a wrong name is an error of one line, before anything is loaded
+rows = run_cli(lambda: load_rows(args.dataset))
 
 # Many checkpoints are in bfloat16, whose weights round small steps away: train in float32, under autocast on a GPU.
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
@@ -29,7 +30,7 @@ interleave_heads(model, num_pseudo_heads=2)
 trainer = SFTTrainer(
     model,
     SFTConfig(args.out, max_steps=args.max_steps, bf16=torch.cuda.is_available()),
-    train_dataset=load_dataset(args.dataset, split="train"),
+    train_dataset=rows,
     processing_class=AutoTokenizer.from_pretrained(args.model),
 )
 trainer.train()

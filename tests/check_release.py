@@ -25,13 +25,18 @@ SECONDS = 300
 
 
 def check_address(tag: str | None) -> None:
-    """Raise SystemExit if setup.py has no address of a repository, or if a tag is not that of the version."""
+    """Raise SystemExit if setup.py or the notebook lacks the repository's address, or for a tag of another version."""
     setup = (CHECKOUT / "setup.py").read_text(encoding="utf-8")
     address = re.search(r'^REPOSITORY = "(.+)"', setup, re.MULTILINE)[1]
     if "/OWNER/" in address and os.environ.get("PLACEHOLDER") != "allowed":
         raise SystemExit(
             f"Error: REPOSITORY in setup.py is the placeholder {address}: write the address of the repository there, "
             "or run `make release-check PLACEHOLDER=allowed` to check everything else."
+        )
+    notebook = (CHECKOUT / "examples" / "interleaved_heads.ipynb").read_text(encoding="utf-8")
+    if f'pip install -q git+{address}"' not in notebook:
+        raise SystemExit(
+            f"Error: examples/interleaved_heads.ipynb does not install from {address}: write that address."
         )
     package = (CHECKOUT / "modeling_iha" / "__init__.py").read_text(encoding="utf-8")
     number = re.search(r'^__version__ = "(.+?)"', package, re.MULTILINE)[1]

@@ -313,12 +313,12 @@ def assert_loads_what_it_trained(left: dict) -> None:
     assert max(weight.abs().max() for weight in mixing_parameters(trained)) > 0
 
 
-@pytest.mark.parametrize("name", ["sft", "lora"])
-def test_an_example_trains_and_loads_what_it_saved(name, tmp_path, monkeypatch):
-    path = ROOT / "examples" / f"{name}.py"
-    monkeypatch.setattr(sys, "argv", [str(path), *base_and_rows(tmp_path), str(tmp_path / "out"), "--max_steps", "2"])
+@pytest.mark.parametrize(("name", "file"), [("sft", "train.jsonl"), ("lora", "")])
+def test_an_example_trains_on_a_file_or_a_folder_and_loads_what_it_saved(name, file, tmp_path, monkeypatch):
+    path, (base, rows) = ROOT / "examples" / f"{name}.py", base_and_rows(tmp_path)
+    words = [str(path), base, str(Path(rows, file)), str(tmp_path / "out"), "--max_steps", "2"]
+    monkeypatch.setattr(sys, "argv", words)
     assert_loads_what_it_trained(runpy.run_path(str(path)))
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
 
 
 def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeypatch):
@@ -332,7 +332,6 @@ def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeyp
         assert len(counted) == made and left["trainer"].state.global_step == int(steps_in_all)
         assert left["written"].shape == (1, 100)
         assert_loads_what_it_trained(left)
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 40
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
@@ -351,6 +350,11 @@ def assert_readable(figure) -> None:
             assert all(tick == int(tick) for tick in ticks), ticks
 
 
+def figure_scale(figure) -> float:
+    """Return the weight with the brightest colour in the first pattern."""
+    return next(axes for axes in figure.axes if axes.images).images[0].norm.vmax
+
+
 @pytest.mark.parametrize("way", ["iha", "interleaved", "paired"])
 def test_the_example_of_patterns_draws_every_pair(way, tmp_path, monkeypatch, capsys):
     """Compare a pattern with the weights of the model, and reject a head and a layer that are not there."""
@@ -367,6 +371,8 @@ def test_the_example_of_patterns_draws_every_pair(way, tmp_path, monkeypatch, ca
     assert left["weights"].sum(dim=(2, 3)) == pytest.approx(torch.ones(3, size), abs=1e-5)
     last = left["attentions"][left["layer"]][0, 1, -1]  # the last pseudo-head of the last token
     assert left["weights"][-1, -1].flatten().equal(last)
+    scale = figure_scale(left["figure"])
+    assert scale == pytest.approx(float(left["weights"][1:, :, 1:].max()))  # without the first token, which has most
     figure = left["figure"]
     assert ("head 1" if way != "paired" else "group 1") in figure.get_suptitle()
     assert_readable(figure)
@@ -378,24 +384,30 @@ def test_the_example_of_patterns_draws_every_pair(way, tmp_path, monkeypatch, ca
         with pytest.raises(SystemExit):
             runpy.run_path(str(path))
         assert "expected a layer among" in capsys.readouterr().err
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 75
+
+
+def said_by(path: Path, words: list[str], monkeypatch, capsys) -> str:
+    """Return what an example prints on stderr before it stops."""
+    monkeypatch.setattr(sys, "argv", [str(path), *words])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(path))
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["sft", "lora", "attention_patterns"])
-def test_an_example_answers_a_wrong_path_in_one_line(name, tmp_path, monkeypatch, capsys):
+def test_an_example_answers_a_wrong_name_in_one_line(name, tmp_path, monkeypatch, capsys):
     path, (base, rows) = ROOT / "examples" / f"{name}.py", base_and_rows(tmp_path)
     wrong = str(tmp_path / "nowhere")
-    given = (
-        [[wrong, "prompt", "out.png"]]
-        if name == "attention_patterns"
-        else [[wrong, rows, "out"], [base, wrong, "out"]]
-    )
-    for words in given:
-        monkeypatch.setattr(sys, "argv", [str(path), *words])
-        with pytest.raises(SystemExit):
-            runpy.run_path(str(path))
-        said = f"Error: {wrong} is not a directory, and {tmp_path} is one: expected a directory in it, or a Hub id"
-        assert capsys.readouterr().err == f"{said} such as org/name.\n"
+    words = ["prompt", "out.png"] if name == "attention_patterns" else [rows, "out"]
+    said = said_by(path, [wrong, *words], monkeypatch, capsys)
+    assert said.startswith(f"Error: {wrong} is not a directory, and {tmp_path} is one: expected a directory in it")
+    if name == "attention_patterns":
+        assert "patterns.xyz: expected a file name that ends in one of ." in said_by(
+            path, [base, "prompt", "patterns.xyz"], monkeypatch, capsys
+        )
+    else:
+        for missing in (wrong, f"{wrong}.jsonl", "no-such-dataset"):
+            assert said_by(path, [base, missing, "out"], monkeypatch, capsys).startswith(f"Error: {missing}")
 
 
 def test_the_example_from_scratch_refuses_a_short_text_and_a_wrong_path(tmp_path, monkeypatch, capsys):

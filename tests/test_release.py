@@ -3,6 +3,7 @@
 `make release-check` builds the wheel and tries it in a new environment, which takes minutes."""
 
 import re
+import shutil
 import subprocess
 import sys
 from email.message import Message
@@ -35,10 +36,12 @@ def test_a_package_index_shows_absolute_links_to_files_that_exist():
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Make a checkout of two files, of version 1.2.3 and with a placeholder for the address."""
+    """Make a checkout of three files, of version 1.2.3 and with a placeholder for the address."""
     (tmp_path / "modeling_iha").mkdir()
     (tmp_path / "modeling_iha" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     (tmp_path / "setup.py").write_text((ROOT / "setup.py").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "examples").mkdir()
+    shutil.copy(ROOT / "examples" / "interleaved_heads.ipynb", tmp_path / "examples")
     monkeypatch.setattr(check_release, "CHECKOUT", tmp_path)
     monkeypatch.delenv("PLACEHOLDER", raising=False)
     return tmp_path
@@ -52,6 +55,10 @@ def test_a_placeholder_is_not_released(checkout, monkeypatch):
         flags=re.M,
     )
     (checkout / "setup.py").write_text(setup)
+    notebook = checkout / "examples" / "interleaved_heads.ipynb"
+    notebook.write_text(
+        notebook.read_text(encoding="utf-8").replace("/OWNER/modeling-iha", "/OWNER/x"), encoding="utf-8"
+    )
     with pytest.raises(
         SystemExit, match="^Error: REPOSITORY in setup.py is the placeholder https://github.com/OWNER/x"
     ):
@@ -60,6 +67,11 @@ def test_a_placeholder_is_not_released(checkout, monkeypatch):
     check_release.check_address("")
     monkeypatch.delenv("PLACEHOLDER")
     (checkout / "setup.py").write_text(setup.replace("OWNER", "me"))
+    with pytest.raises(
+        SystemExit, match="interleaved_heads.ipynb does not install from https://github.com/me/x: write"
+    ):
+        check_release.check_address("")
+    notebook.write_text(notebook.read_text(encoding="utf-8").replace("/OWNER/", "/me/"), encoding="utf-8")
     check_release.check_address("")
 
 
