@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 
+# Packages that `evaluation.run` needs besides those of the extra "scripts".
+PACKAGES = ("lm_eval", "datasets", "markdown_it", "math_verify", "wonderwords")
 # A few hand-made rows of each benchmark, in the layout of a data directory, which are part of the repository.
 SMOKE = Path(__file__).with_name("smoke_data")
 # RULER's tasks: multi-key retrieval comes first, because the paper sees the largest difference there.

@@ -28,12 +28,13 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path: see CONTRIBUTING.md
 
+from evaluation import names
 from evaluation.arguments import parse
 from iha.errors import UserError, check_packages, refusing, run_cli
 
 
 if __name__ == "__main__":
-    run_cli(lambda: check_packages("lm_eval", "datasets", "markdown_it", "math_verify", "wonderwords"))
+    run_cli(lambda: check_packages(*names.PACKAGES))
     ARGS = run_cli(lambda: parse(description=__doc__))  # before the imports below, which take long
 
 import lm_eval
@@ -42,7 +43,7 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from lm_eval.api.model import CachingLM
 from transformers import PreTrainedTokenizerBase
 
-from evaluation import data, names, report, run_code, suites
+from evaluation import data, report, run_code, suites
 from evaluation.model import Model, device_type
 from iha import thoughts
 from iha.cards import source_name

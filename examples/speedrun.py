@@ -34,10 +34,11 @@ from statistics import mean, median, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a launcher by path does not find the checkout
 
+from evaluation.names import PACKAGES
 from iha import plots
 from iha.arguments import fields_of
 from iha.conversion.shared import preset_config
-from iha.errors import UserError, run_cli
+from iha.errors import UserError, check_packages, run_cli
 from iha.files import read_json, read_jsonl, write_json, write_jsonl
 from iha.model_cost import model
 from iha.step_memory import of_training
@@ -374,9 +375,19 @@ class Run:
 
 # The table
 
+BY_POSITION = "loss of tokens "
+
 
 def tokens_per_second(out: Path) -> float:
     return median(value for _, value in read_json(out / "loss.json")["tokens_per_second"])
+
+
+def by_position(metric: str) -> str | None:
+    """Return the column of a loss at some positions of a text, whose metric is "loss@64", or `None` for others."""
+    if not metric.startswith("loss@"):
+        return None
+    first = int(metric.removeprefix("loss@"))
+    return f"{BY_POSITION}{first} to {max(64, 2 * first) - 1}"
 
 
 def figures_of(out: Path, size: Size) -> dict[str, float]:
@@ -398,7 +409,7 @@ def figures_of(out: Path, size: Size) -> dict[str, float]:
         for task, result in read_json(results)["tasks"].items() if results.exists() else ():
             for name, metric in result["metrics"].items():
                 if name != "bits_per_byte":  # that of the second stage
-                    figures[name if name.startswith("loss@") else f"{task}, {name}"] = metric["value"]
+                    figures[by_position(name) or f"{task}, {name}"] = metric["value"]
     figures["tokens/s"] = tokens_per_second(out / "pretrain")
     figures |= {f"seconds, {each['stage']}": each["seconds"] for each in read_jsonl(out / "seconds.jsonl")}
     return figures
@@ -410,7 +421,7 @@ def mean_of(values: Sequence[float]) -> dict[str, float]:
 
 
 def report(run: Run, forms: Sequence[str], seeds: int) -> str:
-    """Write table.json, with every seed, report.md and table.png, and return the report."""
+    """Write table.json, with every seed, report.md and table.png, and return the table."""
     found = {form: [figures_of(run.out / f"{form}-{seed}", run.size) for seed in range(seeds)] for form in forms}
     names = list(found[forms[0]][0])
     means = {name: {form: mean_of([each[name] for each in found[form]]) for form in forms} for name in names}
@@ -421,12 +432,16 @@ def report(run: Run, forms: Sequence[str], seeds: int) -> str:
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     note = f"Means and standard errors of {seeds} seeds." if seeds > 1 else "One seed: no ranking."
-    units = "Losses are in nats per token, those of answers in nats per answer."
-    text = "\n".join([*lines, "", f"{note} {units}", "", "![the figures](table.png)", ""])
+    units = (
+        "Losses are in nats per token. The loss of an answer is the sum over its tokens: minus the logarithm of the "
+        "probability that the model gives to the whole right answer. Bits per byte and losses of tokens are of "
+        "held-out text, the losses of tokens by their place in it."
+    )
+    table = "\n".join([*lines, "", f"{note} {units}", ""])
     write_json(run.out / "table.json", {"means": means, "seeds": found})
-    run.out.joinpath("report.md").write_text(text, encoding="utf-8")
-    by_position = [name for name in names if name.startswith("loss@")]
-    others = [name for name in names if name not in by_position and not name.startswith("seconds")]
+    run.out.joinpath("report.md").write_text(f"{table}\n![the figures](table.png)\n", encoding="utf-8")
+    placed = [name for name in names if name.startswith(BY_POSITION)]
+    others = [name for name in names if name not in placed and not name.startswith("seconds")]
     title = f"speedrun, size {run.args.size}: {note.lower()}"
     figure, axes = plots.panels(title, len(others) + 1, columns=2, height=1 + 0.3 * len(forms))
     for name, each in zip(others, axes):
@@ -434,11 +449,12 @@ def report(run: Run, forms: Sequence[str], seeds: int) -> str:
         plots.dots(each, forms, {"_": points})
         each.set(xlabel=name)
     for form in forms:
-        losses = [means[name][form]["mean"] for name in by_position]
-        axes[-1].plot([int(name.removeprefix("loss@")) for name in by_position], losses, marker=".", label=form)
+        losses = [means[name][form]["mean"] for name in placed]
+        first = [int(name.removeprefix(BY_POSITION).split()[0]) for name in placed]
+        axes[-1].plot(first, losses, marker=".", label=form)
     axes[-1].set(xlabel="position from which the loss is averaged", ylabel="nats per token", xscale="log")
     plots.save_plot(figure, run.out / "table.png")
-    return text
+    return f"{table}\nWrote report.md, table.png and table.json (every seed) in {run.out}."
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -474,6 +490,7 @@ def claim(run: Run) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all commands, or print them."""
     args = parse(argv)
+    check_packages("matplotlib", "reasoning_gym", "trl", *PACKAGES)  # what all stages need, before the first
     run = Run(args)
     if args.dry_run:
         for each in [*run.data_commands(), *(each for form in args.forms for each in run.form_commands(form, 0))]:

@@ -1,5 +1,11 @@
-"""Draw every plot alike: 800 pixels wide, with a message above, units on the axes and one legend below all panels."""
+"""Draw every plot alike: 800 pixels wide, with a message above, units on the axes and one legend below all panels.
 
+As a command, draw runs of `sft.train` against each other.
+
+example: python -m iha.plots run-windows run-paired --output compared.png
+"""
+
+import argparse
 import textwrap
 from collections.abc import Mapping, Sequence
 from math import inf, isnan
@@ -11,12 +17,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
-from iha.files import whole_file
+from iha.errors import UserError, run_cli
+from iha.files import check_output_file, expanded, read_json, whole_file
 
 
 WIDTH = 8
 DOTS_PER_INCH = 100
 LINE = 0.24  # inches, of text
+# Figures of the loss.json of a run, and their labels.
+FIGURES_OF_RUNS = {
+    "eval_bits_per_byte": "held-out text, bits per byte",
+    "eval": "held-out loss, nats per token",
+    "train": "training loss, nats per token",
+    "tokens_per_second": "tokens per second",
+}
 # A mean, and how far its interval goes down and up.
 Point = tuple[float, float, float]
 
@@ -110,3 +124,33 @@ def save_plot(figure: Figure, path: Path) -> None:
         )
     with whole_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH)
+
+
+def draw_runs(directories: Sequence[Path], path: Path) -> None:
+    """Draw the figures that runs of `sft.train` logged, by step, with a line for each run. Raise `UserError`."""
+    runs = {str(directory): read_json(directory / "loss.json") for directory in directories}
+    shown = [name for name in FIGURES_OF_RUNS if any(run.get(name) for run in runs.values())]
+    if not shown:
+        raise UserError(f"{', '.join(runs)}: nothing was logged; train for more than logging_steps steps.")
+    figure, all_axes = panels("Runs by steps", len(shown), 2)
+    for axes, name in zip(all_axes, shown):
+        for directory, run in runs.items():
+            if run.get(name):
+                axes.plot(*zip(*run[name]), marker=".", label=directory)
+        axes.set(xlabel="step", ylabel=FIGURES_OF_RUNS[name])
+    save_plot(figure, path)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command with the words of a command line. Raise `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=expanded, nargs="+", help="output directories of `sft.train`, with a loss.json")
+    parser.add_argument("--output", type=expanded, required=True, help="picture to write or replace, a .png")
+    args = parser.parse_args(argv)
+    check_output_file(args.output, replace=True)
+    draw_runs(args.runs, args.output)
+    print(f"Wrote {args.output}")
+
+
+if __name__ == "__main__":
+    run_cli(main)

@@ -20,8 +20,16 @@ def test_the_smallest_size_ends_in_a_table(tmp_path):
     words = ["examples/speedrun.py", "--size", "seconds", "--forms", "paired-heads", "--out", str(tmp_path)]
     printed = run_script(words)
     assert "One seed: no ranking." in printed
+    assert printed.rstrip().endswith(
+        f"Wrote report.md, table.png and table.json (every seed) in {tmp_path / 'seconds'}."
+    )
     (figures,) = json.loads((tmp_path / "seconds" / "table.json").read_text())["seeds"]["paired-heads"]
-    assert {"bits per byte, long", "loss of answers, sums-test", "loss@64", "seconds, long"} <= figures.keys()
+    assert {
+        "bits per byte, long",
+        "loss of answers, sums-test",
+        "loss of tokens 64 to 127",
+        "seconds, long",
+    } <= figures.keys()
     assert figures["bits per byte, pretrain"] < 8
     assert (tmp_path / "seconds" / "table.png").stat().st_size > 1000
     again = run_script(words)
@@ -36,6 +44,15 @@ def test_a_dry_run_prints_commands_hours_and_memory(size, tmp_path, capsys):
     assert printed.count("| long |") == len(speedrun.FORMS)
     assert printed.count("perplexity_by_position") == printed.count("--text ") == len(speedrun.FORMS)
     assert ("sft.make_tokenizer" in printed) == ("<|im_end|>" in printed) == (size == "2.4b")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("package", ["lm_eval", "reasoning_gym"])
+def test_a_package_of_the_last_stages_is_missed_before_the_first(package, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, package, None)
+    for words in ([], ["--dry-run"]):
+        with pytest.raises(UserError, match=f"the package {package} is not installed: run pip install"):
+            speedrun.main(["--size", "seconds", "--out", str(tmp_path / "new"), *words])
     assert not (tmp_path / "new").exists()
 
 
