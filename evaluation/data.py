@@ -12,7 +12,7 @@ from pathlib import Path
 
 from datasets import Dataset, load_dataset
 
-from evaluation.names import SMOKE
+from evaluation.options import BY_POSITION, SMOKE
 from iha import files
 from iha.errors import UserError, refusing
 from iha.files import read_json, read_jsonl
@@ -70,6 +70,14 @@ def text(name: str, directory: str | os.PathLike | None) -> str:
     return locate(name, directory).read_text(encoding="utf-8", errors="replace")
 
 
+def checksums(directory: Path | None, text_file: Path | None) -> dict[str, str]:
+    """Return the SHA-256 of the text `--text` and of each data file in the directory `--data`."""
+    found = {} if text_file is None else {text_file.name: file_sha256(text_file)}
+    if directory is not None:
+        found |= {name: file_sha256(directory / name) for name in MANIFEST if (directory / name).is_file()}
+    return found
+
+
 # Functions that a task names under `custom_dataset`
 
 
@@ -108,7 +116,7 @@ def text_windows(
     """
     if not tokenizer.is_fast:
         raise UserError(
-            "perplexity_by_position needs a tokenizer that says where its tokens lie in a text, and this one, a "
+            f"{BY_POSITION} needs a tokenizer that says where its tokens lie in a text, and this one, a "
             "tokenizer in Python, does not: leave the task out with --tasks, or give a --tokenizer with a "
             "tokenizer.json."
         )

@@ -20,15 +20,13 @@ from iha.thoughts import skipped_tokens
 # Some chat templates write the date. A fixed date keeps prompts the same when a run resumes another day.
 DAY = datetime(2024, 7, 26)
 # A macro that hides the function of Transformers, which calls datetime.now(). A template takes no function from its
-# caller. Each part of a format, such as %d, is replaced by what it stands for on that day.
-_CODES = [f"%{flag}{letter}" for letter in ascii_letters for flag in ("", "-")]
-_FORMATTED = "".join(f" | replace({code!r}, {DAY.strftime(code)!r})" for code in _CODES)
-# "%%" stands for "%". The line break at the end belongs to the macro (`trim_blocks`): the template's first line stays
-# the beginning of a line.
+# caller. Each part of a format, such as %d, is replaced by what it stands for on that day. The line break at the end
+# belongs to the macro (`trim_blocks`): the template's first line stays the beginning of a line.
+_PARTS = [f"%{flag}{letter}" for letter in ascii_letters for flag in ("", "-")]
 _CLOCK = (
-    "{% macro strftime_now(format) %}{% for part in format.split('%%') %}"
-    f"{{{{ '%' if not loop.first }}}}{{{{ part{_FORMATTED} }}}}"
-    "{% endfor %}{% endmacro %}\n"
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace({part!r}, {DAY.strftime(part)!r})" for part in _PARTS)
+    + " }}{% endmacro %}\n"
 )
 
 

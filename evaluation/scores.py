@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from lm_eval.tasks.ruler.common_utils import postprocess_pred, string_match_all
+
 from evaluation.replies import equal_answers, math_answer, names_needed, program
 from evaluation.run_code import passes_each
 
@@ -119,6 +121,20 @@ def humaneval(document: dict, replies: list[str]) -> dict[str, float]:
     prompt's function or defines it again.
     """
     return humaneval_completion(document, [program(reply, {document["entry_point"]}) for reply in replies])
+
+
+# RULER
+
+
+def string_match(document: dict, replies: list[str]) -> dict[str, float]:
+    """Score the share of the references that the reply contains (RULER's string_match_all)."""
+    return {"string_match": string_match_all(postprocess_pred(replies), [document["outputs"]])}
+
+
+def string_match_any(document: dict, replies: list[str]) -> dict[str, float]:
+    """Score whether the reply contains any reference (RULER's string_match_part). lm-eval takes their mean."""
+    each = [string_match({"outputs": [reference]}, replies)["string_match"] for reference in document["outputs"]]
+    return {"string_match": max(each)}
 
 
 # Likelihoods

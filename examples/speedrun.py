@@ -34,7 +34,7 @@ from statistics import mean, median, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a launcher by path does not find the checkout
 
-from evaluation.names import PACKAGES
+from evaluation.options import PACKAGES
 from iha import plots
 from iha.arguments import fields_of
 from iha.conversion.shared import preset_config

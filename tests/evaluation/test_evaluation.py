@@ -31,7 +31,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks.ruler import cwe_utils
 from math_verify import parse, verify
 
-from evaluation import arguments, compare, data, names, replies, report, ruler, run, scores, suites
+from evaluation import compare, data, options, replies, report, run, scores, suites
 from evaluation.model import Model, on_one_day
 from iha.checkpoints import load_model
 from iha.errors import ROOT, UserError
@@ -313,15 +313,14 @@ def quick_ruler():
 
 def test_scores_of_ruler():
     document = {"outputs": ["Rome", "the city of Rome"]}
-    assert ruler.score_any(document, ["rome"]) == {"string_match": 1.0}
-    assert ruler.score_all({"outputs": ["12", "34"]}, ["34"]) == {"string_match": 0.5}
+    assert scores.string_match_any(document, ["rome"]) == {"string_match": 1.0}
+    assert scores.string_match({"outputs": ["12", "34"]}, ["34"]) == {"string_match": 0.5}
 
 
-def build(*tasks, lengths=(512,), seed=0, suite="smoke", **changes):
-    settings = {"data": data.SMOKE, "no_chat": False, "max_new_tokens": None, "samples": None, "limit": None}
-    settings["text"] = None
-    args = SimpleNamespace(tasks=tasks, lengths=list(lengths), seed=seed, suite=suite, **{**settings, **changes})
-    return suites.build_tasks(args, tiny_tokenizer())
+def build(*tasks, lengths=(512,), suite="smoke", **changes):
+    settings = {"model": "", "output": Path(), "data": data.SMOKE, **changes}
+    chosen = options.Options(tasks=list(tasks), lengths=list(lengths), suite=suite, **settings)
+    return suites.build_tasks(chosen, tiny_tokenizer())
 
 
 OFFLINE = ("niah_single_1", "niah_multikey_2")
@@ -509,7 +508,7 @@ def smoke(tiny, tmp_path_factory):
 def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch):
     results, output = smoke[0], shutil.copytree(smoke[1], tmp_path / "out")
     assert set(results["tasks"]) == {
-        *(name for name in names.SUITES["smoke"] if name not in names.BY_LENGTH),
+        *(name for name in options.SUITES["smoke"] if name not in options.BY_LENGTH),
         *("niah_multikey_2@512", "niah_single_1@512", "perplexity_by_position@512"),
     }
     for name, task in results["tasks"].items():
@@ -519,17 +518,14 @@ def test_the_smoke_suite_offline_and_again(smoke, tiny, tmp_path, monkeypatch):
     assert "maj@5" in results["tasks"]["gsm8k_5shot_maj5"]["metrics"]
     assert read_json(output / "results.json") == results
     text = (output / "report.md").read_text()
-    assert "math500: 4 of 4 replies were still going" in text and "The run began" not in text
-    assert "Next to the paper" not in text and "| **ours** |" not in text  # the examples are hand-made
+    assert "math500: 4 of 4 replies were still going" in text
     rows = list(read_jsonl(output / "samples_gsm8k.jsonl"))
     assert [len(row["replies"]) for row in rows] == [2, 2] and rows[0]["target"].endswith("#### 7")
 
     monkeypatch.setattr(Model, "_model_generate", fails(AssertionError("a reply in the cache is generated again")))
-    monkeypatch.setattr(run, "current_commit", lambda: "0" * 40)
     tasks = ["gsm8k", "niah_single_1", "dcformer_synthetic", "perplexity_by_position"]
     again = run.main([str(tiny), *SMOKE, "--tasks", *tasks, "--output", str(output)])
     assert len(again["tasks"]) == 4 and all(entry == results["tasks"][name] for name, entry in again["tasks"].items())
-    assert f"The run began at commit {results['commit']}, and was scored at 000" in (output / "report.md").read_text()
     with sole_writer(output), pytest.raises(UserError, match="Another run is writing"):
         run.main([str(tiny), *SMOKE, "--output", str(output)])
     with pytest.raises(UserError, match="holds replies of another seed"):
@@ -591,10 +587,10 @@ def test_a_chat_template_that_asks_for_the_date_gets_a_fixed_one(tiny):
     written = Model(find_source(tiny), tokenizer).apply_chat_template([{"role": "user", "content": "100%d"}])
     assert written == "\n26 Jul 2024, 26 July 2024, 2024-07-26: 100%d"
     # The blanks before a block at the beginning of a line are not the prompt's.
-    tokenizer.chat_template = "  {% if strftime_now is defined %}\n{{ strftime_now('%d%%, %%d') }}{% endif %}"
+    tokenizer.chat_template = "  {% if strftime_now is defined %}\n{{ strftime_now('%d') }}{% endif %}"
     turns = [{"role": "user", "content": "hi"}]
     written = tokenizer.apply_chat_template(turns, tokenize=False, **on_one_day(tokenizer))
-    assert written == "26%, %d"
+    assert written == "26"
     tokenizer.chat_template = {"rag": "{{ strftime_now('%d') }}"}
     assert "chat_template" not in on_one_day(tokenizer)
 
@@ -608,70 +604,45 @@ def two_runs(smoke, tmp_path) -> list[Path]:
     write_jsonl(runs[1] / "samples_niah_single_1@512.jsonl", [first, second])
     results = read_json(runs[1] / "results.json")
     results["tasks"]["niah_single_1@512"]["metrics"]["string_match"] = {"value": 0.5, "stderr": 0.5}
-    results["tasks"]["gsm8k"]["metrics"]["other"] = results["tasks"]["gsm8k"]["metrics"].pop("maj@2")
     write_json(runs[1] / "results.json", results)
     return runs
 
 
-def test_two_evaluations_are_compared_example_by_example(two_runs, tmp_path):
-    compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
-    text = (tmp_path / "comparison.md").read_text()
+def test_two_evaluations_are_compared_example_by_example(two_runs, capsys):
+    compare.main([str(run) for run in two_runs])
+    text = capsys.readouterr().out
     assert "| niah_single_1@512 | string_match | 2 | 0.0 ± 0.0 | 50.0 ± 50.0 | 50.0 ± 50.0 | 1 |" in text
     assert "| gsm8k | pass@1 | 2 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0.0 ± 0.0 | 0 |" in text
     assert re.search(r"\| dcformer_synthetic \| acc \| 2 \|.*\| – \|$", text, re.MULTILINE)  # it has no replies
-    assert "| gsm8k | maj@2 |" not in text and "| other |" not in text
     assert "other prompts" not in text and "had another" not in text
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_evaluations_of_one_name_are_compared(two_runs, tmp_path):
-    for name, source in zip(("a", "b", "c"), (*two_runs, two_runs[0])):
-        shutil.copytree(source, tmp_path / name / "ruler")
-    runs = [str(tmp_path / name / "ruler") for name in ("a", "b", "c")]
-    compare.main([*runs, "--output", str(tmp_path / "comparison.md")])
-    text = (tmp_path / "comparison.md").read_text()
-    assert "| a/ruler | b/ruler | c/ruler | b/ruler − a/ruler | other replies | c/ruler − a/ruler |" in text
-    figures = "0.0 ± 0.0 | 50.0 ± 50.0 | 0.0 ± 0.0 | 50.0 ± 50.0 | 1 | 0.0 ± 0.0 | 0 |"
-    assert f"| niah_single_1@512 | string_match | 2 | {figures}" in text
-
-
-def test_a_comparison_names_the_tasks_with_other_prompts(two_runs, tmp_path):
-    file = two_runs[1] / "samples_gsm8k.jsonl"
-    write_jsonl(file, [row | {"prompt_hash": "0"} for row in read_jsonl(file)])
-    compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
-    assert "tuned had other prompts than base in gsm8k.\n" in (tmp_path / "comparison.md").read_text()
-
-
-def test_a_comparison_names_what_else_differed(two_runs, tmp_path):
-    results = read_json(two_runs[1] / "results.json")
-    write_json(two_runs[1] / "results.json", results | {"first_commit": "0", "batch_size": 3})
-    compare.main([*map(str, two_runs), "--output", str(tmp_path / "comparison.md")])
-    assert "tuned had another first_commit, batch_size than base.\n" in (tmp_path / "comparison.md").read_text()
-
-
-def test_evaluations_that_are_not_alike_are_not_compared(two_runs, tmp_path):
-    def refused(*runs) -> str:
-        with pytest.raises(UserError) as error:
-            compare.main([*map(str, runs), "--output", str(tmp_path / "comparison.md")])
-        assert not (tmp_path / "comparison.md").exists()
-        return str(error.value)
-
+def test_a_comparison_names_other_prompts_and_machines(two_runs):
     base, tuned = two_runs
-    (tmp_path / "comparison.png").mkdir()
-    assert f"{tmp_path / 'comparison.png'} is a directory" in refused(base, tuned)
-    (tmp_path / "comparison.png").rmdir()
-    assert "expected different directories" in refused(base, base)
+    file = tuned / "samples_gsm8k.jsonl"
+    write_jsonl(file, [row | {"prompt_hash": "0"} for row in read_jsonl(file)])
+    write_json(tuned / "results.json", read_json(tuned / "results.json") | {"batch_size": 3})
+    text = compare.compare(base, tuned)
+    assert f"gsm8k had other prompts in {tuned} than in {base}.\n" in text
+    assert f"{tuned} had another batch_size than {base}.\n" in text
+
+
+def test_evaluations_that_are_not_alike_are_not_compared(two_runs):
+    base, tuned = two_runs
     file = tuned / "samples_gsm8k.jsonl"
     file.write_text(file.read_text().splitlines()[0] + "\n")
-    message = refused(base, tuned)
-    assert "gsm8k has other examples in tuned than in base" in message and "--seed and on the tokenizer" in message
-    file, results = tuned / "results.json", read_json(base / "results.json")
+    with pytest.raises(UserError, match="gsm8k has other examples in .*: give both one --limit and one --data"):
+        compare.compare(base, tuned)
+    results = read_json(base / "results.json")
     gsm8k = results["tasks"]["gsm8k"]
-    for what, value in (("generation", {}), ("chat", not gsm8k["chat"])):
-        write_json(file, results | {"tasks": results["tasks"] | {"gsm8k": gsm8k | {what: value}}})
-        assert f"gsm8k has another {what} in tuned than in base" in refused(base, tuned)
-    write_json(file, results | {"tasks": {}})
-    assert "no task in common" in refused(base, tuned)
+    for what, value in (("generation", {}), ("chat", not gsm8k["chat"]), ("task_hash", "0")):
+        changed = results | {"tasks": results["tasks"] | {"gsm8k": gsm8k | {what: value}}}
+        write_json(tuned / "results.json", changed)
+        with pytest.raises(UserError, match=f"gsm8k has another {what} in .*: evaluate both alike"):
+            compare.compare(base, tuned)
+    write_json(tuned / "results.json", results | {"tasks": {}})
+    with pytest.raises(UserError, match="no task in common"):
+        compare.compare(base, tuned)
 
 
 @pytest.mark.parametrize("isolates", [True, False])
@@ -757,13 +728,9 @@ def test_a_usage_error_comes_before_the_imports(words, message, tiny, monkeypatc
     assert capsys.readouterr().err.startswith(f"Error: {message}")
 
 
-@pytest.mark.parametrize(
-    ("tasks", "suite"),
-    [(["niah_single_1"], "ruler"), (["gsm8k", "math500"], "reasoning"), (["gsm8k", "niah_single_1"], "paper")],
-)
-def test_tasks_need_no_suite(tasks, suite, tiny):
-    args = arguments.parse([str(tiny), "--tasks", *tasks])
-    assert (args.suite, sorted(args.tasks)) == (suite, sorted(tasks))
+def test_tasks_need_no_suite(tiny):
+    chosen = options.parse([str(tiny), "--tasks", "niah_single_1", "gsm8k"])
+    assert (chosen.suite, chosen.tasks, chosen.lengths) == ("paper", ["gsm8k", "niah_single_1"], options.LENGTHS)
 
 
 # The report
@@ -780,29 +747,6 @@ def test_means_of_ruler_are_over_the_lengths_that_were_run():
     assert means["by_length"]["1024"] == {"value": 0.25, "stderr": pytest.approx(0.02**0.5 / 2)}
     assert means["all"]["value"] == 0.5 and means["tasks"] == ["niah_single_1", "ruler_vt"]
     assert report.ruler_means({"gsm8k": {}}) == {}
-
-
-@pytest.mark.parametrize(
-    ("left_out", "suite", "lengths", "note", "beside"),
-    [
-        (0, "ruler", names.DEFAULTS["lengths"], {}, True),
-        (1, "ruler", names.DEFAULTS["lengths"], {}, False),
-        (0, "smoke", names.DEFAULTS["lengths"], {}, False),
-        (0, "ruler", [512], {}, False),
-        (0, "ruler", names.DEFAULTS["lengths"], {"note": "measured with --limit 50"}, False),
-    ],
-)
-def test_only_a_mean_of_all_of_rulers_tasks_stands_beside_the_papers(left_out, suite, lengths, note, beside):
-    counts = {"examples": 50, "samples_each": 1, "unfinished_replies": 0, "prompt_tokens": {"min": 1, "max": 2}}
-    titles = [f"{name}@{length}" for length in lengths for name in names.RULER[left_out:]]
-    tasks = {title: ruler_entry(0.5) | counts | note for title in titles}
-    about = {"model": "m", "suite": suite, "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
-    about |= {"commit": "0", "first_commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu"}
-    about |= {"versions": {"torch": "2"}, "first_device": "cuda", "first_versions": {"torch": "1"}}
-    text = report.markdown({**about, "tasks": tasks, "ruler": report.ruler_means(tasks)})
-    assert "- The run began with torch 1, device cuda." in text
-    assert ("| **ours** | 50.0" in text) == ("Next to the paper" in text) == beside
-    assert ("was measured with --limit 50, so it cannot be compared with published figures." in text) == bool(note)
 
 
 @pytest.mark.parametrize(
@@ -823,7 +767,19 @@ def test_figures_that_cannot_be_compared_are_noted(suite, changes, expected):
     """Build a task of Table 1, one of Table 2 and a loss."""
     tasks = build("math500", "gsm8k_5shot", "dcformer_synthetic", suite=suite, **changes)
     hand_made = f"--data {data.SMOKE}" if suite == "paper" else ""
-    assert [task.options for task in tasks.values()] == [f"{each} {hand_made}".strip() for each in expected]
+    notes = [f"measured with {each} {hand_made}".replace("with  ", "with ").rstrip() for each in expected]
+    assert [task.note or "measured with" for task in tasks.values()] == notes
+
+
+def test_the_report_says_what_cannot_be_compared():
+    task = ruler_entry(0.5) | {"examples": 50, "samples_each": 1, "unfinished_replies": 0}
+    task |= {"prompt_tokens": {"min": 1, "max": 2}, "note": "measured with --limit 50"}
+    about = {"model": "m", "suite": "ruler", "parameters": 1, "model_dtype": "float32", "seed": 0, "seconds": 1}
+    about |= {"commit": "0", "checkpoint": "0", "processes": 1, "device": "cpu", "versions": {"torch": "2"}}
+    tasks = {"niah_single_1@512": task}
+    text = report.markdown({**about, "tasks": tasks, "ruler": report.ruler_means(tasks)})
+    assert "- niah_single_1@512 was measured with --limit 50, so it cannot be compared with published" in text
+    assert "Not run, and not in the means: niah_multikey_1, " in text
 
 
 def test_an_answer_that_cannot_be_read_in_time_is_no_answer(monkeypatch):
@@ -834,6 +790,6 @@ def test_an_answer_that_cannot_be_read_in_time_is_no_answer(monkeypatch):
 def test_the_words_of_ruler_cwe_depend_on_the_seed_alone():
     drawn = []
     for seed in (0, 0, 1):
-        with ruler.seeded("ruler_cwe@512", seed):
+        with suites.seeded("ruler_cwe@512", seed):
             drawn.append(cwe_utils.RNG.sample(range(10**6), 5))
     assert drawn[0] == drawn[1] != drawn[2]
