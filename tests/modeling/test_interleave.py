@@ -743,7 +743,7 @@ def test_maps_that_are_not_there_or_not_of_these_tokens_are_refused():
 
 
 def test_a_model_without_mixing_has_no_mixing_parameters():
-    """Say so, because an optimizer would silently get an empty group. Frozen mixing and paired heads have no others."""
+    """Say so, because an optimizer would get an empty group. Frozen mixing and paired heads have no others."""
     for plain in (decoder("llama"), random_model(small_config(attention_kinds="mha"))):
         with pytest.raises(ValueError, match=f"{type(plain).__name__} has no weights that mix heads"):
             mixing_parameters(plain)
