@@ -3,7 +3,7 @@
 Read two output directories of evaluation.run. The table has the figures of both, their difference with its standard
 error over the same examples, and how many examples have another reply.
 
-example: python -m evaluation.compare outputs/evaluation/smollm2 outputs/evaluation/smollm2-iha > comparison.md
+example: python -m evaluation.compare outputs/evaluation/smollm2 outputs/evaluation/smollm2-iha
 """
 
 import argparse
