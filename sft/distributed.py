@@ -7,6 +7,7 @@ from accelerate.utils import DistributedType
 from peft import PeftModel, get_peft_model
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from trl import SFTConfig
 
 from iha.checkpoints import check_finite
 from iha.errors import UserError, refusing
@@ -67,11 +68,38 @@ def check_launch(args: TrainingArguments) -> None:
         )
     with refusing("parallelism_config", ValueError):  # for sizes that exclude each other
         sizes = args.parallelism_config or ParallelismConfig()  # the launcher's, which it reads by itself
-    if max(sizes.cp_size, sizes.tp_size, sizes.sp_size) > 1:
+    if max(sizes.tp_size, sizes.sp_size) > 1:
         raise UserError(
-            "context and sequence parallelism drop windows and the boundaries of packed documents, and tensor "
-            "parallelism cannot share attention that mixes all heads: set cp_size, sp_size and tp_size to 1."
+            "sequence parallelism of DeepSpeed drops windows and the boundaries of packed documents, and tensor "
+            "parallelism cannot share attention that mixes all heads: set sp_size and tp_size to 1. Processes share "
+            f"rows by cp_size ({CONFIGS}/fsdp2_shared_rows.yaml)."
         )
+    if sizes.cp_size > 1 and not asks_for_fsdp:
+        raise UserError(f"cp_size={sizes.cp_size} needs FSDP2: use {CONFIGS}/fsdp2_shared_rows.yaml.")
+    if sizes.cp_size > 1:
+        check_shared_rows(args)
+
+
+def processes_of_a_row(args: TrainingArguments) -> int:
+    """Return how many processes share each row, as accelerate's launcher tells it; 1 without it."""
+    return (args.parallelism_config or ParallelismConfig()).cp_size
+
+
+def check_shared_rows(args: SFTConfig) -> None:
+    """Raise `UserError` for keys with which a row that processes share would be trained in another way."""
+    size = processes_of_a_row(args)
+    if args.world_size % size:
+        raise UserError(f"{args.world_size} processes are no groups of {size}: change num_processes or cp_size.")
+    if not (args.packing or args.padding_free):
+        raise UserError("Processes share rows without padding: set packing or padding_free to true.")
+    if (args.pad_to_multiple_of or 1) % size:
+        raise UserError(f"{size} processes share each row: set pad_to_multiple_of to a multiple of {size}.")
+    if args.loss_type not in ("nll", "chunked_nll") or args.label_smoothing_factor:
+        raise UserError("Shared rows take the plain loss: leave out loss_type and label_smoothing_factor.")
+    if args.eval_strategy != "no" and args.per_device_eval_batch_size > 1:
+        raise UserError("Shared rows are evaluated one by one: set per_device_eval_batch_size to 1.")
+    if args.neftune_noise_alpha:
+        raise UserError("Each process would add the same noise to its piece: leave out neftune_noise_alpha.")
 
 
 def whole_model(trainer: Trainer) -> PreTrainedModel | None:

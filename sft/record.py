@@ -15,6 +15,7 @@ from iha.files import current_commit, read_json, write_json
 from sft.arguments import UNUSED_KEYS, RunArguments
 from sft.base_model import INTERLEAVING_KEYS, Start, identify_start
 from sft.checkpoints import RECORD
+from sft.distributed import processes_of_a_row
 from sft.sources import MIXTURES, RunData, check_splits, identify_data
 
 
@@ -28,7 +29,7 @@ class Record(TypedDict):
     data: Section
     held_out: Section
     recipe: Section
-    processes: int
+    processes: int  # that read rows of their own
     commit: str
     versions: dict[str, str]
 
@@ -92,7 +93,7 @@ def make_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig)
         "held_out": held_out,
         "base_model": identify_start(start, args.seed),
         "recipe": recipe,
-        "processes": args.world_size,
+        "processes": args.world_size // processes_of_a_row(args),
         "commit": current_commit(),
         "versions": {name: version(name) for name in LIBRARIES},
     }

@@ -37,9 +37,10 @@ from sft.checkpoints import (
     newest_whole_checkpoint,
 )
 from sft.data import Rows, are_texts, training_rows
-from sft.distributed import check_launch, whole_model
+from sft.distributed import check_launch, processes_of_a_row, whole_model
 from sft.record import Record, write_record
 from sft.results import card, write_curves
+from sft.shared_row_trainer import SharedRowTrainer
 from sft.sources import RunData, data_of
 from sft.trainer import NotFiniteError, SFTRecipeTrainer
 
@@ -109,7 +110,8 @@ def build_trainer(
     train_rows, eval_rows = rows
     if not are_texts(train_rows.features):
         stop_at_end_of_turn(model, tokenizer)
-    trainer = SFTRecipeTrainer(
+    trainer_class = SharedRowTrainer if processes_of_a_row(args) > 1 else SFTRecipeTrainer
+    trainer = trainer_class(
         model=model,
         args=args,
         train_dataset=train_rows,

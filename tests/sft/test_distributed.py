@@ -279,7 +279,7 @@ def test_the_configs_are_accepted_where_they_do_what_they_say(monkeypatch, confi
     check_launch(as_launched(monkeypatch, environment, state, processes))
 
 
-@pytest.mark.parametrize("name", ["cp", "sp", "tp"])
+@pytest.mark.parametrize("name", ["sp", "tp"])
 def test_parallelism_that_would_compute_something_else_is_refused(monkeypatch, name):
     options = ["--use_fsdp", "--fsdp_version=2", "--use_parallelism_config", f"--parallelism_config_{name}_size=2"]
     environment = launcher_environment("fsdp2.yaml", *options)
