@@ -7,7 +7,7 @@ pieces of a row are contiguous pieces of its virtual sequence: here n and N coun
 
     without a window: heads for sequence (Ulysses)          with a window: keys of the processes before
       query     [1, H,   n, d] -> [1, H/S, N, d]              query     [1, H, n, d]
-      key       [1, G,   n, d] -> [1, G/S, N, d]              key       [1, G, n, d] -> [1, G, W + n, d]
+      key       [1, G,   n, d] -> [1, G/S, N, d]              key       [1, G, n, d] -> [1, G, W - 1 + n, d]
       core      over the whole row, own heads                 core      over own queries, all heads
       output    [1, N, H/S, d] -> [1, n, H, d]                output    [1, n, H, d]
 
@@ -90,13 +90,13 @@ def sequence_for_heads(output: torch.Tensor, group) -> torch.Tensor:
     return parts.transpose(0, 1).flatten(1, 2)[None]
 
 
-def with_tokens_before(states: torch.Tensor, window: int, group) -> torch.Tensor:
-    """Return states [1, G, reach + n, d] of the own piece [1, G, n, d] and of up to `window` tokens before it."""
+def with_tokens_before(states: torch.Tensor, most: int, group) -> torch.Tensor:
+    """Return states [1, G, reach + n, d] of the own piece [1, G, n, d] and of up to `most` tokens before it."""
     size, rank, length = group.size(), group.rank(), states.shape[2]
 
     def needed(distance: int) -> int:
         """Return how many tokens a process needs from the one that is `distance` places before it."""
-        return min(max(window - (distance - 1) * length, 0), length) if distance > 0 else 0
+        return min(max(most - (distance - 1) * length, 0), length) if distance > 0 else 0
 
     rows = states[0].transpose(0, 1)  # [n, G, d]
     sent = [needed(other - rank) for other in range(size)]
@@ -120,7 +120,7 @@ def attend_by_heads(attend: Callable, group, query, key, value, **lengths) -> to
 def attend_by_neighbours(attend: Callable, group, query, key, value, window: int, bounds, longest) -> torch.Tensor:
     """Return the output [1, n, H, d] of a layer with a window: each process gets the keys that its queries reach."""
     length = query.shape[2]
-    states = with_tokens_before(torch.cat((key, value), dim=-1), window, group)  # one exchange for both
+    states = with_tokens_before(torch.cat((key, value), dim=-1), window - 1, group)  # one exchange for both
     key, value = states.split((key.shape[-1], value.shape[-1]), dim=-1)
     begin = group.rank() * length
     first = begin + length - key.shape[2]  # place in the row of the first key
