@@ -11,8 +11,8 @@ pieces of a row are contiguous pieces of its virtual sequence: here n and N coun
       core      over the whole row, own heads                 core      over own queries, all heads
       output    [1, N, H/S, d] -> [1, n, H, d]                output    [1, n, H, d]
 
-    S divides H (H / P of paired heads), and so does        any S
-    lcm(S, G): keys repeat where S does not divide G
+    lcm(S, G) divides H (of paired heads both over P):      any S
+    keys repeat where S does not divide G
 
 Documents need no exchange: every process has the `cu_seq_lens_q` of the whole row, which TRL's collator writes.
 """
