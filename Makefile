@@ -13,7 +13,7 @@ TORCH ?= torch --index-url https://download.pytorch.org/whl/cpu
 # Where this is set, each process would compile PyTorch and Transformers anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-full test-oldest test-newest vllm test-vllm bench gpu checkpoints experiments lint release-check clean
+.PHONY: help demo test test-full test-oldest test-newest vllm test-vllm bench gpu lint release-check clean
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (2 to 3 minutes on 2 quiet cores)"
@@ -25,8 +25,6 @@ help:
 	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
 	@echo "make bench  measure speed and memory; writes research/benchmarks/results (leave the machine alone)"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements"
-	@echo "make checkpoints   make the checkpoints of model_cards/ and compare them with their records (see model_cards/README.md)"
-	@echo "make experiments  run the studies that need no checkpoint (hours on one core); an interrupted run goes on"
 	@echo "make release-check  build the wheel and the sdist, check them, and try the wheel in a new environment (3 minutes)"
 	@echo "make lint   ruff, mypy and Transformers' linter of modeling files"
 	@echo "make clean  remove the environments and outputs/, with the runs of studies, comparisons and trainings in it"
@@ -152,37 +150,6 @@ release-check:
 # Only here, because Transformers and bitsandbytes would look for kernels on the Hub where this package is installed.
 	$(WHEEL) -m pip install --no-compile --quiet --disable-pip-version-check kernels pytest triton
 	$(WHEEL) -m pytest tests/test_hub_kernels.py
-
-checkpoints: .venv/test-installed
-	OMP_NUM_THREADS=1 $(RUN) -m research.checkpoints.make_checkpoints
-
-# From the cheapest to the dearest, with the options of the tables that git tracks.
-STUDY := OMP_NUM_THREADS=1 $(RUN) -m research.experiments
-TRACKED := --results research/experiments/results
-experiments: .venv/installed
-	$(STUDY).theorems $(TRACKED)
-	$(STUDY).interactions $(TRACKED)
-	$(STUDY).polynomial_filters $(TRACKED)
-	$(STUDY).dcmha_tasks --most-seeds 6 $(TRACKED)
-	$(STUDY).recall --most-seeds 6 $(TRACKED)
-	$(STUDY).recall --most-seeds 6 --pairs 8 --kinds mha paired_heads_window iha_window wide_window $(TRACKED)
-	$(STUDY).relation_composition $(TRACKED)
-	$(STUDY).relation_composition --task binary --epochs 4 --kinds mha paired_heads talking_heads $(TRACKED)
-	$(STUDY).language_models --most-seeds 6 $(TRACKED)
-	$(STUDY).paired_heads --most-seeds 6 --kinds global_local paired_4 wide_4_64 wide_4_16 mha iha_4 paired_4_shared \
-		iha_2 paired_2 wide_2_32 $(TRACKED)
-	$(STUDY).paired_heads --width 128 --tokens 512 --most-seeds 6 --kinds global_local wide_4_64 paired_4 paired_8 \
-		$(TRACKED)
-	$(STUDY).stacking --most-seeds 6 --kinds windows paired windows+all paired+all windows+xsa+gate paired+xsa+gate \
-		schedule schedule+all mha mha+xsa+gate mha+all mixed+all $(TRACKED)
-	$(STUDY).stacking --steps 400 --most-seeds 6 --kinds windows paired windows+xsa paired+xsa windows+gate paired+gate \
-		windows+residual paired+residual windows+all paired+all $(TRACKED)
-	$(STUDY).hyper_language --most-seeds 4 $(TRACKED)
-	$(STUDY).scarce_data $(TRACKED)
-	$(STUDY).scarce_data --longer --kinds windows schedule paired_4 two_models --seeds 0 1 2 3 4 5 6 7 9 10 \
-		--control-seeds 6 $(TRACKED)
-	$(STUDY).scarce_data --bytes 1000000 --given 0.004 1 8 --kinds windows schedule paired_4 --seeds 0 1 2 $(TRACKED)
-	$(STUDY).model_types
 
 clean:
 	rm -rf .venv .venv-oldest .venv-5.23 .venv-newest .venv-torch .venv-vllm .venv-release .venv-wheel dist outputs

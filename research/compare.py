@@ -3,12 +3,12 @@
 Small models learn the bytes of the text. Each form learns at its best rate, on the same rows and seeds, as
 research/experiments/protocol.py says; the last tenth of the text is held out. The arms are:
 
-- `windows`: four layers in five have windows of N / 16 tokens. The other arms are compared with it. If it is left out,
-  they are compared with the first given arm of this list.
-- `short_windows`: windows of N / 64 tokens with RoPE positions times 4.
+- `windows`: ordinary attention, with windows of N / 16 tokens in four layers of five. The other arms are compared with
+  it. If it is left out, they are compared with the first given arm of this list.
+- `short_windows`: the same with windows of N / 64 tokens and RoPE positions times 4.
 - `mha`: ordinary attention in every layer.
-- `paired`: paired heads (P = 4) with windows of N / 16 virtual tokens.
-- `iha`: the paper's schedule (P = 4).
+- `paired`: paired heads (P = 4) in windows of N / 16 virtual tokens.
+- `iha`: interleaved heads (P = 4) in the paper's windows of N / 32 tokens.
 
 Each arm may have additions in all its layers: `paired+xsa` has exclusive self attention (XSA), `paired+gate` an output
 gate, and `paired+xsa+gate` both. The FFN pays for the parameters of the gate.
@@ -21,9 +21,9 @@ far, and draws them as so_far.png. The same command resumes a run that was inter
 example: python -m research.compare --arms windows mha paired iha --text train.txt --size tiny --seeds 3
 """
 
-import argparse
 import math
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,46 +33,95 @@ from iha.errors import ROOT, UserError, check_packages, refusing, run_cli
 if __name__ == "__main__":
     run_cli(lambda: check_packages("matplotlib", "scipy"))
 
+import torch
+from matplotlib.figure import Figure
+
 from iha import plots
-from iha.files import read_json
+from iha.files import read_json, sole_writer
+from iha.model_cost import model as cost_of
 from iha.step_memory import of_training
-from research.experiments import paired_heads
-from research.experiments.language_models import config_of, size_of
+from modeling_iha import IHAConfig
+from research.benchmarks.harness import processor
+from research.experiments.arms import ARMS, SIZES, Size, config_of
+from research.experiments.byte_models import EVALUATIONS, given_text, read_text, step_seconds, text_sha256, train
 from research.experiments.options import StudyParser, path_from_root
-from research.experiments.paired_heads import ARMS, EFFECT, given_text
-from research.experiments.protocol import LEAST_SEEDS, WARM_UP, end
-from research.experiments.study import plot_losses
+from research.experiments.protocol import BUDGETS, LEAST_SEEDS, WARM_UP, Plan, Rates, budgets, compare_tuned, end
+from research.experiments.study import Study, correct_by_holm, interval, plot_losses, points, run_once, write
 
 
-SIZES = {"seconds": 32, "tiny": 64, "small": 128, "medium": 256, "large": 512}  # widths
+EFFECT = 0.01  # nats per byte: the smallest difference worth having
 
 
-def table(record: dict) -> str:
-    """Return the table of a study's record as text: a line for each arm."""
-    first = record["rows"][0]["variant"]
-    titles = ("bits per byte", "equal steps", "equal FLOPs", "equal time", "tokens/s", "step, MB")
-    width = max(14, *(len(row["variant"]) + 2 for row in record["rows"]))
-    lines = [f"{'arm':<{width}}{'parameters':>11}{''.join(f'{title:>18}' for title in titles)}"]
-    for row in record["rows"]:
-        loss = row["loss"]
-        cells = [f"{loss['mean'] / math.log(2):.4f} ± {loss['half_width'] / math.log(2):.4f}"]
-        for budget in ("steps", "FLOPs", "time"):
-            compared = row.get("minus_base", {}).get(budget)
-            difference = compared and compared["difference"]
-            cells.append(f"{difference['mean']:+.4f} ± {difference['half_width']:.4f}" if difference else "-")
-        # A row that is longer than half of `tokens_per_step` is alone in its step.
-        cells.append(f"{record['batch'] * record['tokens'] / record['step_seconds'][row['variant']]:,.0f}")
-        config = config_of(record, **ARMS[row["variant"]])
-        cells.append(f"{of_training(config, record['batch'], record['tokens'], False).peak / 1e6:,.0f}")
-        lines.append(f"{row['variant']:<{width}}{row['parameters']:>11,}{''.join(f'{cell:>18}' for cell in cells)}")
-    clock = "wall-clock time" if record["gpu"] else "the CPU time of one thread"
-    lines += [
-        f"Differences: loss in nats per byte minus that of {first!r}, with 95% intervals over "
-        f"{len(record['rows'][0]['loss']['values'])} seeds; below 0 is better.",
-        f"Equal time and tokens/s use {clock}, measured once; the intervals do not include its error.",
-        "The memory of a training step is counted, not measured, and in bfloat16 autocast.",
-    ]
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Comparison:
+    """Hold what a command line asks for."""
+
+    plan: Plan
+    size: Size
+    text: str  # a path, "python" or "prose"
+    device: str
+    study: Study
+
+    def config_of(self, arm: str) -> IHAConfig:
+        return config_of(self.size, ARMS[arm])
+
+
+# The command line
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> Comparison:
+    """Return what the command line asks for. Raise `UserError`."""
+    parser = StudyParser("research.compare", description=__doc__)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["windows", "mha", "paired", "iha"], metavar="ARM")
+    parser.add_argument(
+        "--text", type=given_text, required=True, help="file to learn from, or python or prose (this Python's own)"
+    )
+    parser.add_argument("--size", choices=SIZES, default="tiny", help="size of the model (default: tiny)")
+    parser.add_argument("--tokens", type=int, default=256, help="length of rows, N, in bytes (default: 256)")
+    parser.add_argument("--steps", type=int, help="training steps (default: 400 to 800, by size)")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        help="at most this many seeds, 3 or more (default: 3); from 6 on training stops once the intervals are narrow",
+    )
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
+    where = "(outputs/compare/TEXT-SIZE-TOKENS, with --steps TEXT-SIZE-TOKENS-STEPS); its table is replaced"
+    parser.add_argument("--output", type=path_from_root, help=where)
+    args = parser.parse_args(argv)
+
+    if args.seeds < LEAST_SEEDS:
+        raise UserError(f"--seeds {args.seeds}: expected at least {LEAST_SEEDS}.")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: PyTorch sees no CUDA device here.")
+    size = SIZES[args.size].with_rows(args.tokens)
+    if args.steps is not None:
+        if args.steps < EVALUATIONS:
+            raise UserError(f"--steps {args.steps}: expected at least {EVALUATIONS}.")
+        if args.steps < WARM_UP:
+            print(
+                f"Note: --steps {args.steps} ends before the warm-up of {WARM_UP} steps: no rate is reached, or tuned."
+            )
+        size = replace(size, steps=args.steps)
+    arms = sorted(set(args.arms), key=list(ARMS).index)
+    for arm in arms:
+        with refusing(f"--tokens {args.tokens}: the arm {arm!r} cannot be built; give longer rows", Exception):
+            config_of(size, ARMS[arm])
+    tuned = args.size != "seconds" and size.steps >= WARM_UP
+    output = args.output
+    if output is None:
+        steps = "" if args.steps is None else f"-{args.steps}"
+        output = Path("outputs/compare", f"{Path(args.text).stem}-{args.size}-{args.tokens}{steps}")
+    return Comparison(
+        plan=Plan(arms, args.seeds, EFFECT, size.first_rate, tuned),
+        size=size,
+        text=args.text,
+        device=args.device,
+        study=Study("compare", args.command, ROOT / output / "runs", ROOT / output),
+    )
+
+
+# What is printed and drawn
 
 
 def so_far(directory: Path, tuning: dict[str, dict], runs: dict[str, list[dict]]) -> None:
@@ -95,59 +144,121 @@ def so_far(directory: Path, tuning: dict[str, dict], runs: dict[str, list[dict]]
     plots.save_plot(figure, directory / "so_far.png")
 
 
+def table(comparison: Comparison, record: dict) -> str:
+    """Return the table of a record as text: a line for each arm."""
+    size = comparison.size
+    first = record["rows"][0]["arm"]
+    titles = ("bits per byte", *(f"equal {budget}" for budget in BUDGETS), "tokens/s", "step, MB")
+    width = max(14, *(len(row["arm"]) + 2 for row in record["rows"]))
+    lines = [f"{'arm':<{width}}{'parameters':>11}{''.join(f'{title:>18}' for title in titles)}"]
+    for row in record["rows"]:
+        loss = row["loss"]
+        cells = [f"{loss['mean'] / math.log(2):.4f} ± {loss['half_width'] / math.log(2):.4f}"]
+        for budget in BUDGETS:
+            difference = row["minus_first"][budget]["difference"] if row["arm"] != first else None
+            cells.append(f"{difference['mean']:+.4f} ± {difference['half_width']:.4f}" if difference else "-")
+        # A row that is longer than half of `tokens_per_step` is alone in its step.
+        cells.append(f"{size.batch * size.tokens / record['step_seconds'][row['arm']]:,.0f}")
+        peak = of_training(comparison.config_of(row["arm"]), size.batch, size.tokens, False).peak
+        cells.append(f"{peak / 1e6:,.0f}")
+        lines.append(f"{row['arm']:<{width}}{row['parameters']:>11,}{''.join(f'{cell:>18}' for cell in cells)}")
+    clock = "wall-clock time" if record["gpu"] else "the CPU time of one thread"
+    lines += [
+        f"Differences: loss in nats per byte minus that of {first!r}, with 95% intervals over "
+        f"{len(record['rows'][0]['loss']['values'])} seeds; below 0 is better.",
+        f"Equal time and tokens/s use {clock}, measured once; the intervals do not include its error.",
+        "The memory of a training step is counted, not measured, and in bfloat16 autocast.",
+    ]
+    return "\n".join(lines)
+
+
+def plot(record: dict) -> Figure:
+    """Plot the losses by time, and the differences from the first arm, a panel for each budget."""
+    first, *others = record["rows"]
+    message = (
+        f"Losses in nats per byte by time, and their differences from those of {first['arm']} with 95% intervals: "
+        f"rows of {record['tokens']} bytes, {first['parameters']:,} parameters"
+    )
+    figure, (by_time, *by_budget) = plots.panels(message, 4, 2, height=1.8 + 0.2 * len(record["rows"]))
+    for row in record["rows"]:
+        curves = record["runs"][row["arm"]]
+        seconds = [point[0] * record["step_seconds"][row["arm"]] for point in curves[0]]
+        plot_losses(by_time, seconds, curves, label=row["arm"])
+    clock = f"seconds on {record['gpu']}" if record["gpu"] else "CPU seconds, one thread"
+    # All lines fall alike before the third evaluation.
+    shown = [point[1] for curves in record["runs"].values() for curve in curves for point in curve[2:]]
+    by_time.set(xlabel=f"training {clock}", ylabel="held-out loss", ylim=(min(shown) - 0.02, max(shown) + 0.02))
+    for axes, budget in zip(by_budget, BUDGETS):
+        compared = [row["minus_first"][budget]["difference"] for row in others]
+        plots.dots(axes, [row["arm"] for row in others], {"difference": points(compared)}, mark=0)
+        axes.set(xlabel=f"difference after equal {budget} (below 0 is better)")
+    return figure
+
+
+# The runs
+
+
+def rows_of_table(comparison: Comparison, rates: dict[str, Rates], runs: dict[str, list[dict]]) -> list[dict]:
+    """Return a row for each arm, with its differences from the first arm and their p-values."""
+    first, *_ = runs
+    flops = {arm: cost_of(comparison.config_of(arm), comparison.size.tokens, "sdpa").training for arm in runs}
+    rows = []
+    for arm, of_arm in runs.items():
+        config = comparison.config_of(arm)
+        row = {
+            "arm": arm,
+            "parameters": cost_of(config, 1).parameters,
+            "intermediate_size": config.intermediate_size,
+            **rates[arm]._asdict(),
+            "loss": interval([end(run) for run in of_arm]),
+        }
+        if arm != first:
+            row["minus_first"] = budgets(runs, arm, first, flops[arm] / flops[first])
+        rows.append(row)
+    correct_by_holm([row["minus_first"][budget]["difference"] for row in rows[1:] for budget in BUDGETS])
+    return rows
+
+
+def run(comparison: Comparison) -> dict:
+    """Train the arms, write the table and the plot, and return the table. Raise `UserError`."""
+    plan, size, study = comparison.plan, comparison.size, comparison.study
+    study.start()
+    text = read_text(comparison.text, size.tokens)
+    on_gpu = comparison.device == "cuda"
+    setting = {
+        **asdict(size),
+        "gpu": torch.cuda.get_device_name() if on_gpu else None,
+        "text": Path(comparison.text).name,
+        "text_sha256": text_sha256(text),
+    }
+    text = text.to(comparison.device)
+
+    def one_run(arm: str, seed: int, rate: float, mixing: float) -> dict:
+        return train(size, text, arm, ARMS[arm], seed, rate, mixing)
+
+    report = partial(so_far, study.results)
+    rates, runs = compare_tuned(plan, study.runs, setting, one_run, comparison.config_of, report)
+    timed = study.runs / f"seconds-{'-'.join(plan.variants)}.json"
+    with sole_writer(study.runs):  # another command that trains there would disturb the times
+        take_times = partial(step_seconds, size, text, {arm: ARMS[arm] for arm in plan.variants})
+        seconds = run_once(timed, take_times, {**setting, "machine": processor()})
+    for arm, of_arm in runs.items():
+        for each in of_arm:
+            each["seconds"] = seconds[arm] * size.steps
+    rows = rows_of_table(comparison, rates, runs)
+    curves = {arm: [each["curve"] for each in of_arm] for arm, of_arm in runs.items()}
+    write(study, plot, **setting, step_seconds=seconds, rows=rows, runs=curves)
+    return read_json(study.table)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare the arms, and print their table. Raise `UserError`."""
-    parser = StudyParser("research.compare", description=__doc__)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["windows", "mha", "paired", "iha"], metavar="ARM")
-    parser.add_argument(
-        "--text", type=given_text, required=True, help="file to learn from, or python or prose (this Python's own)"
-    )
-    parser.add_argument("--size", choices=SIZES, default="tiny", help="size of the model (default: tiny)")
-    parser.add_argument("--tokens", type=int, default=256, help="length of rows, N, in bytes (default: 256)")
-    parser.add_argument("--steps", type=int, help="training steps (default: 400 to 800, by size)")
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=3,
-        help="at most this many seeds, 3 or more (default: 3); from 6 on training stops once the intervals are narrow",
-    )
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="default: cpu")
-    where = "(outputs/compare/TEXT-SIZE-TOKENS, with --steps TEXT-SIZE-TOKENS-STEPS); its table is replaced"
-    parser.add_argument("--output", type=path_from_root, help=where)
-    args = parser.parse_args(argv)
-    if args.seeds < LEAST_SEEDS:
-        raise UserError(f"--seeds {args.seeds}: expected at least {LEAST_SEEDS}.")
-    if args.output is None:
-        steps = "" if args.steps is None else f"-{args.steps}"
-        args.output = Path("outputs/compare", f"{Path(args.text).stem}-{args.size}-{args.tokens}{steps}")
-    arms = sorted(set(args.arms), key=list(ARMS).index)
-    size = size_of(paired_heads.SIZES[SIZES[args.size]], args.tokens)
-    for arm in arms:
-        with refusing(f"--tokens {args.tokens}: the arm {arm!r} cannot be built; give longer rows", Exception):
-            config_of(size, **ARMS[arm])
-    if args.steps is not None and args.steps < WARM_UP:
-        print(f"Note: --steps {args.steps} ends before the warm-up of {WARM_UP} steps: no rate is reached, or tuned.")
-    directory = ROOT / args.output
-    study = argparse.Namespace(
-        study="paired_heads",
-        effect=EFFECT,
-        command=args.command,
-        kinds=arms,
-        text=args.text,
-        device=args.device,
-        width=SIZES[args.size],
-        tokens=args.tokens,
-        steps=args.steps,
-        most_seeds=args.seeds,
-        untuned=args.size == "seconds" or (args.steps or WARM_UP) < WARM_UP,
-        output=directory / "runs",
-        results=directory,
-    )
-    path = paired_heads.run(study, partial(so_far, directory))
-    (directory / "so_far.png").unlink(missing_ok=True)
-    print(table(read_json(path)))
-    if args.size == "seconds":
-        print("The size seconds tunes no rate and learns for 60 steps: its differences mean nothing.")
+    comparison = read_arguments(argv)
+    record = run(comparison)
+    (comparison.study.results / "so_far.png").unlink(missing_ok=True)
+    print(table(comparison, record))
+    if not comparison.plan.tuned:
+        print("No rate was tuned in this short comparison: its differences mean nothing.")
 
 
 if __name__ == "__main__":

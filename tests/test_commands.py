@@ -36,7 +36,6 @@ FOLDERS = (
     "evaluation",
     "research/benchmarks",
     "research/experiments",
-    "research/checkpoints",
     "research",
     "vllm_iha/tests",
 )

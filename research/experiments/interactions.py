@@ -267,13 +267,13 @@ def plot(table: dict) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
     args = study_parser(__doc__, "interactions", seeds=3).parse_args(argv)
-    begin(args)
+    study = begin(args)
     exact = [constructed(seed) for seed in args.seeds]
     found = {}
-    with sole_writer(args.output):
+    with sole_writer(study.runs):
         for name in TASKS:
             file = name.replace(", ", "-").replace(" ", "-")
-            paths = {seed: args.output / f"{file}-{seed}.json" for seed in args.seeds}
+            paths = {seed: study.runs / f"{file}-{seed}.json" for seed in args.seeds}
             runs = [run_once(path, partial(learned, name, seed), {"steps": STEPS}) for seed, path in paths.items()]
             found[name] = {each: spread([run[each] for run in runs]) for each in runs[0]}
     largest = {name: max(errors[name] for errors in exact) for name in exact[0]}
@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ranks = {
         f"{agents} agents": {f"{rows} rows": full_rank(rows, agents) for rows in FEW_ROWS} for agents in (2, AGENTS)
     }
-    write(args, plot, **setting, largest_error_of_constructions=largest, full_rank=ranks, learned=found)
+    write(study, plot, **setting, largest_error_of_constructions=largest, full_rank=ranks, learned=found)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,9 @@ def path_from_root(text: str) -> Path:
 
 
 class StudyParser(argparse.ArgumentParser):
-    """Keep the command line as `command`, to be recorded. `module` is that of the command."""
+    """Keep the command line as `command`, to be recorded, and name no seed or variant twice.
+
+    `module` is that of the command."""
 
     def __init__(self, module: str, **options):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -33,6 +35,9 @@ class StudyParser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else map(str, args)
         parsed = super().parse_args(args, namespace)
         parsed.command = shown_command([self.module, *words])
+        for name in ("seeds", "kinds"):
+            if isinstance(values := getattr(parsed, name, None), list):
+                setattr(parsed, name, list(dict.fromkeys(values)))
         return parsed
 
 
@@ -66,5 +71,4 @@ def protocol_parser(doc: str, study: str, effect: float, variants: Iterable[str]
     parser = study_parser(doc, study)
     parser.add_argument("--kinds", nargs="+", choices=variants, default=variants, metavar="VARIANT")
     parser.add_argument("--most-seeds", type=int, default=12, help=f"where intervals are wider than ± {effect} (12)")
-    parser.set_defaults(effect=effect)
     return parser

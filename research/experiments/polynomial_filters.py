@@ -207,7 +207,7 @@ def plot(table: dict) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
     args = study_parser(__doc__, "polynomial_filters", seeds=3).parse_args(argv)
-    begin(args)
+    study = begin(args)
     exactness = [
         {
             "graph": name,
@@ -233,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in ("mha", "iha")
         for k in FILTERS
     ]
-    write(args, plot, features=FEATURES, dtype="float64", seeds=args.seeds, exactness=exactness, counts=counts)
+    write(study, plot, features=FEATURES, dtype="float64", seeds=args.seeds, exactness=exactness, counts=counts)
 
 
 if __name__ == "__main__":

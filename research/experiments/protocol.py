@@ -12,18 +12,18 @@
    with 6 to 12 seeds they hold the true difference in 93 to 95% of the cases (simulated for normal losses). A
    `--most-seeds` below FEWEST_SEEDS is a number fixed before, which looks at no interval.
 4. The rate is constant after a warm-up, and what is evaluated is a running mean of the weights. So one run tells the
-   loss for four budgets: equal steps, equal FLOPs within the windows, equal FLOPs as the paper of IHA counts them
-   (`counted_pairs` has both counts), and equal time on this machine. Rates are tuned for equal steps alone. The dearer
-   of two variants is read before its end, where a rate tuned for that many steps could be better and where the running
-   mean lags behind by a larger share of the run: these budgets favour the cheaper one.
+   loss for three budgets: equal steps, equal FLOPs and equal time on this machine. Rates are tuned for equal steps
+   alone. The dearer of two variants is read before its end, where a rate tuned for that many steps could be better and
+   where the running mean lags behind by a larger share of the run: these budgets favour the cheaper one.
 """
 
-import argparse
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -46,9 +46,7 @@ LEAST_SEEDS = 3  # of `--most-seeds`
 FIRST_RATE = 4e-3
 RATE_FACTOR = 2.0
 MIXING_FACTOR = 4.0
-# Form of the cost model -> the budget that it counts.
-COUNTS = {"sdpa": "FLOPs", "paper": "FLOPs as the paper counts"}
-BUDGETS = ("steps", *COUNTS.values(), "time")
+BUDGETS = ("steps", "FLOPs", "time")
 WARM_UP = 40  # steps
 AVERAGE = 0.98  # of the running mean of the weights, by step
 
@@ -156,10 +154,10 @@ def walk(loss_at: Callable[[float], float], start: float, factor: float) -> floa
     return best
 
 
-def tune(end_of: Callable[[float, float], float], mixes: bool, first: float | None = None) -> Rates:
+def tune(end_of: Callable[[float, float], float], mixes: bool, first: float) -> Rates:
     """Return the best rates by the loss at the end of a run, a function of the rate and of the mixing's multiple.
 
-    The search begins at the rate `first`, or at FIRST_RATE."""
+    The search begins at the rate `first`."""
     tried = []
 
     def loss_at(rate: float, mixing: float = 1.0) -> float:
@@ -167,47 +165,63 @@ def tune(end_of: Callable[[float, float], float], mixes: bool, first: float | No
         tried.append([rate, mixing, loss])
         return loss if math.isfinite(loss) else math.inf
 
-    rate = walk(loss_at, first or FIRST_RATE, RATE_FACTOR)
+    rate = walk(loss_at, first, RATE_FACTOR)
     return Rates(rate, walk(partial(loss_at, rate), 1.0, MIXING_FACTOR) if mixes else 1.0, tried)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Hold what is compared under the protocol.
+
+    Args:
+        variants: their names; differences are from the first.
+        most_seeds: so many at most. Raise `UserError` for too few.
+        effect: smallest difference worth having, in the unit of the loss.
+        first_rate: the learning rate at which the tuning begins.
+        tuned: false if every variant learns at `first_rate`.
+    """
+
+    variants: list[str]
+    most_seeds: int
+    effect: float
+    first_rate: float = FIRST_RATE
+    tuned: bool = True
+
+    def __post_init__(self) -> None:
+        if self.most_seeds < LEAST_SEEDS:
+            raise UserError(f"--most-seeds {self.most_seeds}: expected at least {LEAST_SEEDS}.")
+
+
 def compare_tuned(
-    args: argparse.Namespace,
+    plan: Plan,
+    directory: Path,
     setting: dict,
     run: Callable[[str, int, float, float], dict],
     config_of: Callable[[str], IHAConfig],
-    first: float | None = None,
     report: Callable[[dict[str, dict], dict[str, list[dict]]], None] = lambda tuning, runs: None,
 ) -> tuple[dict[str, Rates], dict[str, list[dict]]]:
-    """Tune each of `args.kinds`, the variants, and run it on seeds 0, 1, ... as the protocol says.
-
-    With `args.untuned` every variant learns at the first rate.
+    """Tune each of the variants of a plan, and run it on seeds 0, 1, ... as the protocol says.
 
     Args:
+        directory: where finished runs are kept.
+        setting: all that a run depends on besides its variant, its rates and its seed.
         run: returns from a variant, a seed, a rate and a multiple for the mixing a record with a "curve", whose last
             entry ends with the loss, [step, loss, ...], and the "seconds" of training.
         config_of: returns the config of a variant.
-        first: the rate at which the tuning begins, or FIRST_RATE.
         report: is called after each run, with the best run of the tuning and the runs by seed, of each variant so far.
 
     Returns:
         the rates, and the runs by seed, of each variant.
-
-    Raises:
-        UserError: for too few seeds.
     """
-    if args.most_seeds < LEAST_SEEDS:
-        raise UserError(f"--most-seeds {args.most_seeds}: expected at least {LEAST_SEEDS}.")
-
-    for name in args.kinds:
+    for name in plan.variants:
         with refusing(f"{name} cannot be built at this size", Exception):
             config_of(name)
 
     def result(name: str, seed: int, rate: float, mixing: float) -> dict:
-        path = args.output / f"{name}-{rate:g}-{mixing:g}-{seed}.json"
+        path = directory / f"{name}-{rate:g}-{mixing:g}-{seed}.json"
         return run_once(path, partial(run, name, seed, rate, mixing), setting)
 
-    runs: dict[str, list[dict]] = {name: [] for name in args.kinds}
+    runs: dict[str, list[dict]] = {name: [] for name in plan.variants}
     tuning: dict[str, dict] = {}
 
     def loss_of_tuning(name: str, rate: float, mixing: float) -> float:
@@ -221,17 +235,18 @@ def compare_tuned(
         return end(run)
 
     def rates_of(name: str) -> Rates:
-        if getattr(args, "untuned", False):
-            return Rates(first or FIRST_RATE, 1.0, [])
-        return tune(partial(loss_of_tuning, name), has_mixing(config_of(name)), first)
+        if not plan.tuned:
+            return Rates(plan.first_rate, 1.0, [])
+        return tune(partial(loss_of_tuning, name), has_mixing(config_of(name)), plan.first_rate)
 
-    with sole_writer(args.output):
-        rates = {name: rates_of(name) for name in args.kinds}
+    with sole_writer(directory):
+        rates = {name: rates_of(name) for name in plan.variants}
         for seed in count():
             for name, of_variant in runs.items():
                 of_variant.append(result(name, seed, rates[name].rate, rates[name].mixing))
                 report(tuning, runs)
-            if seed + 1 >= args.most_seeds or (seed + 1 >= FEWEST_SEEDS and widest(runs) <= args.effect):
+            enough = seed + 1 >= FEWEST_SEEDS and widest(runs) <= plan.effect
+            if seed + 1 >= plan.most_seeds or enough:
                 return rates, runs
 
 
@@ -260,25 +275,22 @@ def loss_at(curve: list, step: float) -> float:
     return float(PchipInterpolator(steps, losses)(step))
 
 
-def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: Iterable[float]) -> dict[str, dict]:
+def budgets(runs: dict[str, list[dict]], name: str, base: str, flops: float) -> dict[str, dict]:
     """Return how a variant compares with `base` by each of BUDGETS.
 
     Args:
-        runs: by variant; where one has no "seconds", because they do not compare, equal time is left out.
-        flops: of a step of the variant, in steps of `base`, by each of COUNTS.
+        runs: by variant; "seconds" of a run are those of its training.
+        flops: of a step of the variant, in steps of `base`.
 
     Returns:
         for each budget what a step of the variant costs in steps of `base`, and the interval of its loss minus that of
         `base`. Both are compared at the total cost of the cheaper one: the cheaper one at its last step, the dearer
         one at the step where it has cost as much.
     """
-    costs = [1.0, *flops]
+    ours, theirs = (median(run["seconds"] for run in runs[each]) for each in (name, base))
+    steps = runs[name][0]["curve"][-1][0]
     compared = {}
-    if all(run["seconds"] for each in (name, base) for run in runs[each]):
-        ours, theirs = (median(run["seconds"] for run in runs[each]) for each in (name, base))
-        costs.append(ours / theirs)
-    for budget, cost in zip(BUDGETS, costs):
-        steps = runs[name][0]["curve"][-1][0]
+    for budget, cost in zip(BUDGETS, (1.0, flops, ours / theirs)):
         losses = [loss_at(run["curve"], steps * min(1.0, 1 / cost)) for run in runs[name]]
         of_base = [loss_at(run["curve"], steps * min(1.0, cost)) for run in runs[base]]
         compared[budget] = {"cost": cost, "difference": differences(losses, of_base)}

@@ -1,5 +1,7 @@
 """Train small models to recall pairs, and compare attention kinds in the layer that recalls.
 
+This study is also the example of how to write one: variants, one run, a row of the table, a plot, and `main`.
+
 Multi-query recall is the task by which attention is judged since Zoology (Arora et al., 2023); IHA claims multi-key
 retrieval with fewer heads. A row lists pairs of a key and a value, from two to `--pairs`, and then asks for keys until
 the row of 4 tokens for each of `--pairs` is full. A filler follows each asked key, because the value is not told.
@@ -8,7 +10,7 @@ The models have two layers. In every variant but `mha_global` the first has a wi
 and so joins a value to the key before it, as the short convolutions of Zoology's later models do. The second is
 global. A variant's kind stands in the second layer, and the first is "mha"; in `paired_heads_window` and `iha_window`
 it stands in the first, and the second is "mha", as in the models that docs/FROM_SCRATCH.md trains. At the size of
-SMALL "mha" learns the task in half a minute of one core; `mha_global` and 64 keys or more take longer than the two
+SHAPE "mha" learns the task in half a minute of one core; `mha_global` and 64 keys or more take longer than the two
 minutes that were tried (docs/LOG.md).
 
 The protocol is that of protocol.py. The study compares the share of wrong answers with `--pairs` pairs, averaged over
@@ -28,13 +30,13 @@ from torch.nn.functional import cross_entropy
 from iha import plots
 from iha.errors import UserError, run_cli
 from modeling_iha import IHAConfig
-from research.experiments.language_models import build, sized
+from research.experiments.arms import PLAIN_ROPE
 from research.experiments.options import protocol_parser
-from research.experiments.paired_heads import wide
-from research.experiments.protocol import compare_tuned, differences, end, fit, new_model
+from research.experiments.protocol import Plan, compare_tuned, differences, end, fit, new_model
 from research.experiments.study import begin, correct_by_holm, interval, points, write
 
 
+WIDE = {**PLAIN_ROPE, "rope_type": "linear", "factor": 0.5}  # positions times 2
 VARIANTS: dict[str, dict] = {
     "mha": {},
     "mha_global": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
@@ -42,10 +44,13 @@ VARIANTS: dict[str, dict] = {
     "paired_heads_window": {"attention_kinds": ["paired_heads", "mha"]},
     "iha_window": {"attention_kinds": ["iha", "mha"]},
     # Controls of these two: ordinary heads whose positions lie as far apart, and paired heads at the plain positions
-    "wide_window": {"rope_parameters": wide(1, 2)["rope_parameters"]},
+    "wide_window": {"rope_parameters": {"full_attention": PLAIN_ROPE, "sliding_attention": WIDE}},
     "paired_heads_shared_window": {"attention_kinds": ["paired_heads", "mha"], "pseudo_positions": "shared"},
 }
-SMALL = sized(width=64, ffn=128, layers=2, heads=2, rows_per_step=64, steps=1000)
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+HEADS = 2
+ROWS_PER_STEP = 64
+STEPS = 1000
 EVALUATIONS = 20
 HELD_OUT_ROWS = 256
 EFFECT = 0.02  # share of answers
@@ -78,9 +83,22 @@ def draw(count: int, pairs: int, most_pairs: int, generator: torch.Generator) ->
 
 def config_of(most_pairs: int, **fields) -> IHAConfig:
     """Return the config of a variant."""
-    own = {"num_pseudo_heads": 2, "initializer_range": 0.125, "vocab_size": 1 + KEYS + VALUES}
-    window = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    return build({**SMALL, "tokens": tokens_of(most_pairs)}, **{**own, **window, **fields})
+    usual = {
+        **SHAPE,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "max_position_embeddings": tokens_of(most_pairs),
+        "vocab_size": 1 + KEYS + VALUES,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.125,
+        "attention_kinds": "mha",
+        "num_pseudo_heads": 2,
+        "sliding_window": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
+    return IHAConfig(**{**usual, **fields})
 
 
 def one_run(most_pairs: int, name: str, seed: int, rate: float, mixing: float) -> dict:
@@ -92,12 +110,12 @@ def one_run(most_pairs: int, name: str, seed: int, rate: float, mixing: float) -
     model = new_model(config_of(most_pairs, **VARIANTS[name]), config_of(most_pairs), seed)
     held_out, labels = draw(HELD_OUT_ROWS, most_pairs, most_pairs, torch.Generator().manual_seed(3001))
     asked = labels != -100
-    steps = SMALL["steps"]
+    steps = STEPS
     wrong = []
 
     def loss() -> torch.Tensor:
         pairs = int(torch.randint(2, most_pairs + 1, (), generator=generator))
-        rows, answers = draw(SMALL["rows_per_step"], pairs, most_pairs, generator)
+        rows, answers = draw(ROWS_PER_STEP, pairs, most_pairs, generator)
         return cross_entropy(model(rows, use_cache=False).logits.transpose(1, 2), answers)
 
     def evaluate(averaged: torch.nn.Module, step: int) -> list[float]:
@@ -149,14 +167,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"--pairs {args.pairs}: expected 2 to {KEYS}.")
     if args.pairs != 4:
         args.study += f"_{args.pairs}"
-    begin(args)
-    setting = {**SMALL, "evaluations": EVALUATIONS, "pairs": args.pairs, "tokens": tokens_of(args.pairs)}
-    run = partial(one_run, args.pairs)
-    rates, runs = compare_tuned(args, setting, run, lambda name: config_of(args.pairs, **VARIANTS[name]), FIRST_RATE)
+    study = begin(args)
+    setting = {**SHAPE, "heads": HEADS, "rows_per_step": ROWS_PER_STEP, "steps": STEPS, "evaluations": EVALUATIONS}
+    setting |= {"pairs": args.pairs, "tokens": tokens_of(args.pairs)}
+    plan = Plan(args.kinds, args.most_seeds, EFFECT, FIRST_RATE)
+
+    def config_of_variant(name: str) -> IHAConfig:
+        return config_of(args.pairs, **VARIANTS[name])
+
+    rates, runs = compare_tuned(plan, study.runs, setting, partial(one_run, args.pairs), config_of_variant)
     rows = [summary(name, rates, runs) for name in runs]
     correct_by_holm([row["minus_base"] for row in rows if "minus_base" in row])
     curves = {name: [run["curve"] for run in of_variant] for name, of_variant in runs.items()}
-    write(args, plot, **setting, rows=rows, runs=curves)
+    write(study, plot, **setting, rows=rows, runs=curves)
 
 
 if __name__ == "__main__":

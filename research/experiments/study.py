@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -21,24 +22,40 @@ from research.benchmarks.harness import environment, processor
 # Runs and results
 
 
-def begin(args: argparse.Namespace, threads: int | None = 1) -> None:
-    """Check and complete the options of a study, and go to the root of the checkout.
+@dataclass(frozen=True)
+class Study:
+    """Hold the name of a study, its command line, and where its runs, and its table and plot, are kept."""
 
-    A study takes that many threads, or with `None` PyTorch's own number, as the processes that it starts do. Raise
-    `UserError`.
-    """
-    if threads:
-        torch.set_num_threads(threads)
-    os.chdir(ROOT)
-    _origins.clear()
-    if hasattr(args, "kinds"):
-        args.kinds = list(dict.fromkeys(args.kinds))
-    if hasattr(args, "seeds"):
-        args.seeds = list(dict.fromkeys(args.seeds))
-    args.output = args.output or Path("outputs") / args.study
-    args.results = args.results or Path("outputs") / args.study
-    for suffix in ("json", "png"):
-        check_output_file(args.results / f"{args.study}.{suffix}", replace=True)
+    name: str
+    command: str
+    runs: Path
+    results: Path
+
+    @property
+    def table(self) -> Path:
+        return self.results / f"{self.name}.json"  # the name of a text in it may have dots
+
+    @property
+    def plot(self) -> Path:
+        return self.results / f"{self.name}.png"
+
+    def start(self) -> None:
+        """Take one thread, go to the root of the checkout, and check that the results can be written there.
+
+        Raise `UserError`."""
+        torch.set_num_threads(1)
+        os.chdir(ROOT)
+        _origins.clear()
+        for path in (self.table, self.plot):
+            check_output_file(path, replace=True)
+
+
+def begin(args: argparse.Namespace) -> Study:
+    """Return the study of its options, started. Raise `UserError`."""
+    usual = Path("outputs") / args.study
+    study = Study(args.study, args.command, args.output or usual, args.results or usual)
+    study.start()
+    return study
 
 
 # The origin of each run that the study of this process has made or read: runs of several commands share a table.
@@ -74,18 +91,16 @@ def run_once(path: Path, compute: Callable[[], dict], setting: dict | None = Non
     return record
 
 
-def write(args: argparse.Namespace, plot: Callable[[dict], Figure], **content) -> Path:
-    """Write the table `content`, with the command line, the machine and the versions, and its plot; return its path.
+def write(study: Study, plot: Callable[[dict], Figure], **content) -> None:
+    """Write the table `content`, with the command line, the machine and the versions, and its plot.
 
     `origins` has the commit and the machine of each run, which may be older than the table. `plot` draws what was
     written, so that the table alone gives the plot again.
     """
-    path = args.results / f"{args.study}.json"  # the name of a text in it may have dots
-    write_json(path, {**environment(args.command), "origins": _origins, **content})
-    figure = plot(read_json(path))
-    plots.save_plot(figure, args.results / f"{args.study}.png")
-    print(f"{figure.get_suptitle()}\nWrote {path} and .png", flush=True)
-    return path
+    write_json(study.table, {**environment(study.command), "origins": _origins, **content})
+    figure = plot(read_json(study.table))
+    plots.save_plot(figure, study.plot)
+    print(f"{figure.get_suptitle()}\nWrote {study.table} and .png", flush=True)
 
 
 # Spreads over seeds
@@ -107,12 +122,6 @@ def interval(values: Sequence[float]) -> dict:
 def differences(values: Sequence[float], base: Sequence[float]) -> dict:
     """Return the interval of how much each value is above that of the base on the same seed."""
     return interval([value - other for value, other in zip(values, base)])
-
-
-def detectable(difference: dict) -> float:
-    """Return the smallest effect that a test at 5% finds in 80% of the cases, by the spread of these differences."""
-    degrees = len(difference["values"]) - 1
-    return float(stats.sem(difference["values"]) * (stats.t.ppf(0.975, degrees) + stats.t.ppf(0.8, degrees)))
 
 
 def correct_by_holm(compared: Sequence[dict]) -> None:
@@ -150,15 +159,3 @@ def plot_losses(axes: Axes, places: Sequence[float], curves: Sequence[list], **s
     low, mean, high = ([s["mean"] + sign * (s["half_width"] or 0.0) for s in spreads] for sign in (-1, 0, 1))
     (line,) = axes.plot(places, mean, **style)
     axes.fill_between(places, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
-
-
-def verdict(difference: dict, effect: float, better: int) -> str:
-    """Say what an interval means; `better` is the sign of a gain."""
-    if difference["half_width"] is None:
-        return "undecided"
-    low, high = (difference["mean"] + sign * difference["half_width"] for sign in (-1, 1))
-    if -effect < low and high < effect:
-        return "does not matter"
-    if low > 0 or high < 0:
-        return "helps" if difference["mean"] * better > 0 else "hurts"
-    return "undecided"

@@ -165,10 +165,10 @@ def plot(table: dict) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study and write its results."""
     args = study_parser(__doc__, "theorems", seeds=3).parse_args(argv)
-    begin(args)
+    study = begin(args)
     by_p = [theorem_2(virtual, args.seeds) for virtual in PSEUDO_HEADS]
     by_n = [theorem_4(tokens, args.seeds) for tokens in LENGTHS]
-    write(args, plot, heads=HEADS, sequences=SEQUENCES, seeds=args.seeds, theorem_2=by_p, theorem_4=by_n)
+    write(study, plot, heads=HEADS, sequences=SEQUENCES, seeds=args.seeds, theorem_2=by_p, theorem_4=by_n)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,8 @@
-"""Test that model cards hold what they should, that no name breaks them, and that their example runs as it stands.
-
-A checkpoint of model_cards/ is made again.
-"""
+"""Test that model cards hold what they should, that no name breaks them, and that their example runs as it stands."""
 
 import json
 import re
-import shutil
 import subprocess
-from copy import deepcopy
-from pathlib import Path
 
 import pytest
 from helpers import random_model, small_config
@@ -20,12 +14,9 @@ from iha import cards
 from iha.card_template import render_card
 from iha.cards import name_of_place, source_name, title_of, with_name, with_results
 from iha.checkpoints import fingerprint
-from iha.errors import ROOT, UserError
-from iha.files import read_json
 from iha.model_cost import model as cost_of_model
 from iha.sources import find_source
 from modeling_iha import IHAConfig, interleave_heads
-from research.checkpoints import make_checkpoints
 
 
 BASE = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -186,114 +177,3 @@ def test_a_card_from_scratch_has_no_base_model():
     card = render_card(small_config(), "name", from_scratch=True)
     assert "base model" not in card and "France" not in card and "The limits of" not in card
     assert "The limits of the base model remain." in render_card(small_config(), "name", base_model="me/base")
-
-
-# The checkpoints of model_cards/
-
-NAME = "tiny-iha"
-
-
-@pytest.fixture
-def index(tmp_path, monkeypatch):
-    """Return a copy of the folders of model_cards, which takes its place, as another folder does of the outputs'."""
-    monkeypatch.setattr(make_checkpoints, "OUTPUT", tmp_path / "made")
-    monkeypatch.setattr(make_checkpoints, "INDEX", tmp_path / "index")
-    return shutil.copytree(ROOT / "model_cards", tmp_path / "index")
-
-
-@pytest.fixture
-def made(tmp_path, monkeypatch):
-    """Return a checkpoint and its results, which take the place of the recipes."""
-    checkpoint = tmp_path / "made"
-    random_model(small_config()).save_pretrained(checkpoint)
-    (checkpoint / "README.md").write_text(render_card(small_config(), "made"), encoding="utf-8")
-    made = make_checkpoints.Made(checkpoint, RESULTS | {"checkpoint": fingerprint(find_source(checkpoint))})
-    monkeypatch.setattr(make_checkpoints, "RECIPES", {"a": lambda output: made})
-    return made
-
-
-@pytest.mark.slow  # it trains as many steps as the record says
-def test_a_checkpoint_is_made_again_as_recorded(index, tmp_path, capsys):
-    """Make it twice: the second time nothing is done again."""
-    before = {path: path.read_bytes() for path in index.rglob("*") if path.is_file()}
-    make_checkpoints.main([NAME])
-    first = capsys.readouterr().out
-    assert re.search(f"^{NAME}: (the recorded weights, bit for bit|other bits than recorded; .*, within)", first, re.M)
-    weights = tmp_path / "made" / NAME / "run" / "final" / "model.safetensors"
-    made, recorded = (read_json(path) for path in (weights.with_name("config.json"), index / NAME / "record.json"))
-    assert made | recorded["config"] | {"transformers_version": made["transformers_version"]} == made
-    stamp = weights.stat().st_mtime_ns
-    make_checkpoints.main([NAME])
-    assert capsys.readouterr().out.count("exists: skipping this step") == 2 and weights.stat().st_mtime_ns == stamp
-    assert {path: path.read_bytes() for path in index.rglob("*") if path.is_file()} == before
-
-
-def test_a_checkpoint_that_is_made_again_is_verified_again(tmp_path, monkeypatch):
-    ran = []
-
-    def run_command(result, module, *arguments):
-        if not result.exists():
-            ran.append(module)
-            result.write_text("{}")
-
-    monkeypatch.setattr(make_checkpoints, "run_command", run_command)
-    monkeypatch.setattr(make_checkpoints, "smollm2_gguf", lambda: "source")
-    monkeypatch.setattr(make_checkpoints, "evaluated", lambda *arguments: {})
-    for checkpoint_is_gone, steps in ((False, 2), (False, 0), (True, 2)):
-        if checkpoint_is_gone:
-            (tmp_path / "checkpoint").unlink()
-        ran.clear()
-        make_checkpoints.convert(tmp_path)
-        assert len(ran) == steps
-
-
-def test_what_differs_from_its_record_is_named(made, index, capsys):
-    make_checkpoints.main([])
-    assert "a: recorded in" in capsys.readouterr().out
-    make_checkpoints.main([])
-    assert "a: the recorded weights, bit for bit" in capsys.readouterr().out
-    random_model(small_config(), seed=1).save_pretrained(made.checkpoint)
-    made.results = deepcopy(made.results) | {"checkpoint": fingerprint(find_source(made.checkpoint))}
-    loss = made.results["tasks"]["niah@512"]["metrics"]["loss"]
-    loss["value"] += make_checkpoints.TOLERANCE / 2
-    make_checkpoints.main([])
-    assert "a: other bits than recorded; the losses differ by up to 0.0250 nats" in capsys.readouterr().out
-    loss["value"] += make_checkpoints.TOLERANCE
-    with pytest.raises(UserError, match=r"a has other weights than recorded, and losses that differ by up to 0\.0750"):
-        make_checkpoints.main([])
-    loss["value"] = float("nan")
-    with pytest.raises(UserError, match="losses that differ by up to nan nats"):
-        make_checkpoints.compare("a", made, index / "a")
-
-
-FOLDERS = sorted(path.parent.name for path in make_checkpoints.INDEX.glob("*/record.json"))
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_card_says_what_the_cost_model_and_the_template_say(folder):
-    """Render the card again; only how the model was made is the card's own."""
-    path = make_checkpoints.INDEX / folder
-    record, results = read_json(path / "record.json"), cards.read_results(path)
-    card = ModelCard.load(path / "README.md")
-    details = re.search(r"^## (Conversion|Fine-tuning)\n.*?(?=^## Evaluation)", card.text, re.DOTALL | re.MULTILINE)[0]
-    made_from = {key: card.data.get(key) for key in ("base_model", "license", "datasets")}
-    rendered = render_card(IHAConfig(**record["config"]), folder, **made_from, details=details)
-    expected = ModelCard(with_results(rendered, folder, results))
-    assert card.data.to_dict() == expected.data.to_dict()
-    assert card.text == expected.text
-
-
-def test_every_folder_of_the_index_is_whole():
-    folders = [path for path in make_checkpoints.INDEX.iterdir() if (path / "record.json").is_file()]
-    assert {path.name for path in folders} == make_checkpoints.RECIPES.keys()
-    table = (make_checkpoints.INDEX / "README.md").read_text(encoding="utf-8")
-    assert table.count("/README.md) | ") == len(folders)
-    for folder in folders:
-        record = read_json(folder / "record.json", make_checkpoints.Record)
-        config, (weights,) = IHAConfig(**record["config"]), record["weights_sha256"].values()
-        kinds = ", ".join(dict.fromkeys(config.attention_kinds))
-        heads = config.num_pseudo_heads if kinds == "iha" else "–"
-        assert f"| [{folder.name}]({folder.name}/README.md) | {kinds} | {heads} | `{weights[:12]}` |" in table
-        assert "Not evaluated." not in (folder / "README.md").read_text(encoding="utf-8")
-        texts = [path.read_text(encoding="utf-8") for path in folder.iterdir()]
-        assert not any(str(Path.home()) in text or "site-packages" in text for text in texts)

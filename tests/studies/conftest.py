@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from iha.errors import UserError
 from iha.files import sole_writer
-from research.experiments import language_models, protocol
+from research.experiments import protocol
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,19 +53,13 @@ def run_protocol(run_study, tmp_path, monkeypatch):
     """Return a function that runs a study under the protocol with one seed and then with two.
 
     Rates are tuned in the first run only. It returns the table, and the runs of the seeds by kind. `sizes` replace
-    constants of the module, and `changed` are other values of them, by default another "SMALL".
+    constants of the module, and `changed` are other values of them.
     """
 
-    def run(
-        module, sizes: dict, kinds: list[str], *words: str, changed: dict | None = None
-    ) -> tuple[dict, dict[str, list[dict]]]:
+    def run(module, sizes: dict, kinds: list[str], *words: str, changed: dict) -> tuple[dict, dict[str, list[dict]]]:
         monkeypatch.setattr(protocol, "FEWEST_SEEDS", 1)
         monkeypatch.setattr(protocol, "LEAST_SEEDS", 1)
-        monkeypatch.setattr(protocol, "FIRST_RATE", 4.096)  # near the best one of so few steps: a short walk
-        monkeypatch.setattr(language_models, "HELD_OUT_ROWS", 4)
-        monkeypatch.setattr(language_models, "EVALUATIONS", 1)
         one, two = ([*words, "--kinds", *kinds, "--most-seeds", number] for number in "12")
-        changed = changed or {"SMALL": {**sizes["SMALL"], "heads": 1}}
         table, (tuned, added) = run_study(module, one, sizes, changed, two)
         assert tuned >= 4 * len(kinds) and added == len(kinds)
         files = {kind: sorted((tmp_path / "runs").glob(f"*{kind}-*-[01].json")) for kind in kinds}

@@ -1,11 +1,12 @@
-"""Test the protocol of comparisons, and the studies that keep to it: language models, paired heads, recall."""
+"""Test the protocol of comparisons, `research.compare`, and the study that is the example of others, recall."""
 
-import argparse
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from iha.errors import ROOT, UserError
 from iha.model_cost import model as cost_of
 from modeling_iha import IHAForCausalLM
 from research import compare
-from research.experiments import hyper_language, language_models, paired_heads, protocol, recall
-from research.experiments.language_models import VARIANTS, config_of, size_of
+from research.experiments import byte_models, protocol, recall
+from research.experiments.arms import ARMS, BARE_ARMS, SIZES, Arm, Size, build, config_of
+from research.experiments.protocol import Plan
 
 
-TINY = language_models.sized(width=16, ffn=48, layers=5, heads=4, tokens_per_step=64, tokens=32, steps=4)
-MHA, IHA, DCMHA = (language_models.build(TINY, attention_kinds=kind) for kind in ("mha", "iha", "dcmha"))
-TEXT = (torch.arange(2000) * 7 % 50).to(torch.uint8)
+TINY = Size(16, 48, 5, 4, tokens_per_step=128, steps=12, first_rate=4.096, held_out_rows=4, tokens=128)
+MHA, IHA = (build(TINY, Arm(kind, 4)) for kind in ("mha", "iha"))
+TEXT = (torch.arange(4000) * 7 % 50).to(torch.uint8)
 
 
 # The protocol
@@ -50,16 +52,17 @@ def test_the_mixing_is_tuned_beside_the_best_rate_and_a_diverged_run_is_never_th
     def end_of(rate: float, mixing: float) -> float:
         return math.nan if rate > protocol.FIRST_RATE else abs(math.log(mixing / 4))
 
-    assert protocol.tune(lambda rate, mixing: math.nan if rate > 2e-3 else 1.0, mixes=False).rate == 2e-3
-    rates = protocol.tune(end_of, mixes=True)
+    first = protocol.FIRST_RATE
+    assert protocol.tune(lambda rate, mixing: math.nan if rate > 2e-3 else 1.0, False, first).rate == 2e-3
+    rates = protocol.tune(end_of, True, first)
     assert (rates.rate, rates.mixing) == (protocol.FIRST_RATE, 4.0)
     assert [tried[:2] for tried in rates.tried[:3]] == [[4e-3, 1.0], [8e-3, 1.0], [2e-3, 1.0]]
-    assert protocol.tune(end_of, mixes=False).mixing == 1.0
+    assert protocol.tune(end_of, False, first).mixing == 1.0
 
 
 def compared(output: Path, most_seeds: int, spread: float) -> tuple[dict, dict, list]:
     """Run the protocol with losses whose differences from the base scatter by `spread` over seeds."""
-    args = argparse.Namespace(output=output, kinds=["base", "other"], most_seeds=most_seeds, effect=0.1)
+    plan = Plan(["base", "other"], most_seeds, effect=0.1)
     ran = []
 
     def run(name: str, seed: int, rate: float, mixing: float) -> dict:
@@ -67,7 +70,7 @@ def compared(output: Path, most_seeds: int, spread: float) -> tuple[dict, dict, 
         loss = 1.0 if name == "base" else 1.5 + spread * (-1) ** seed
         return {"curve": [[0, 2.0], [10, loss + abs(rate - protocol.FIRST_RATE)]], "seconds": 1.0}
 
-    return *protocol.compare_tuned(args, {}, run, {"base": MHA, "other": IHA}.__getitem__), ran
+    return *protocol.compare_tuned(plan, output, {}, run, {"base": MHA, "other": IHA}.__getitem__), ran
 
 
 def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path, monkeypatch):
@@ -86,16 +89,16 @@ def test_seeds_are_added_until_the_intervals_are_narrow(tmp_path, monkeypatch):
         assert {len(of_variant) for of_variant in runs.values()} == {most}
 
 
-def protocol_of(output: Path, loss_of, report=lambda *_: None, **options) -> tuple[dict, dict, list]:
+def protocol_of(output: Path, loss_of, report=lambda *_: None, tuned: bool = True) -> tuple[dict, dict, list]:
     """Run the protocol on one variant whose loss at the end is a function of its rate, from an untrained loss of 2."""
-    args = argparse.Namespace(output=output, kinds=["base"], most_seeds=3, effect=0.1, **options)
+    plan = Plan(["base"], 3, effect=0.1, tuned=tuned)
     ran = []
 
     def run(name: str, seed: int, rate: float, mixing: float) -> dict:
         ran.append((seed, rate))
         return {"curve": [[0, 2.0], [10, loss_of(rate)]], "seconds": 1.0}
 
-    return *protocol.compare_tuned(args, {}, run, {"base": MHA}.__getitem__, report=report), ran
+    return *protocol.compare_tuned(plan, output, {}, run, {"base": MHA}.__getitem__, report), ran
 
 
 def test_a_rate_that_learns_nothing_ends_the_search(tmp_path):
@@ -105,7 +108,7 @@ def test_a_rate_that_learns_nothing_ends_the_search(tmp_path):
 
 
 def test_an_untuned_protocol_takes_the_first_rate(tmp_path):
-    rates, _, ran = protocol_of(tmp_path, lambda rate: 1.0, untuned=True)
+    rates, _, ran = protocol_of(tmp_path, lambda rate: 1.0, tuned=False)
     assert rates["base"] == (protocol.FIRST_RATE, 1.0, [])
     assert ran == [(seed, protocol.FIRST_RATE) for seed in range(3)]
 
@@ -130,11 +133,11 @@ def test_budgets_are_read_where_the_dearer_side_has_spent_what_the_cheaper_one_h
         return [{"curve": [[0, 10.0 + value], [10, value]], "seconds": seconds} for value in values]
 
     sides = {"base": runs(1.0, 2.0, seconds=2.0), "dear": runs(0.5, 1.5, seconds=8.0)}
-    found = protocol.budgets(sides, "dear", "base", (2.0, 1.0))
-    assert [found[budget]["cost"] for budget in protocol.BUDGETS] == [1.0, 2.0, 1.0, 4.0]
-    assert [each["difference"]["mean"] for each in found.values()] == [-0.5, 4.5, -0.5, 7.0]
-    cheap = protocol.budgets(sides, "base", "dear", (0.5, 1.0))
-    assert [each["difference"]["mean"] for each in cheap.values()] == [0.5, -4.5, 0.5, -7.0]
+    found = protocol.budgets(sides, "dear", "base", 2.0)
+    assert [found[budget]["cost"] for budget in protocol.BUDGETS] == [1.0, 2.0, 4.0]
+    assert [each["difference"]["mean"] for each in found.values()] == [-0.5, 4.5, 7.0]
+    cheap = protocol.budgets(sides, "base", "dear", 0.5)
+    assert [each["difference"]["mean"] for each in cheap.values()] == [0.5, -4.5, -7.0]
 
 
 def test_a_loss_between_evaluations_lies_on_a_curve():
@@ -146,114 +149,36 @@ def test_a_loss_between_evaluations_lies_on_a_curve():
     assert math.isnan(protocol.loss_at([*curve[:-1], [400, math.inf]], 60))
 
 
-# Language models
+# The arms
 
 
 @pytest.mark.parametrize("tokens", [256, 512])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_have_equal_parameters_and_the_schedules_about_equal_flops(variant, tokens):
+@pytest.mark.parametrize("name", ARMS)
+def test_arms_have_equal_parameters(name, tokens):
     """Allow half a channel of the FFN, and count as PyTorch does."""
-    size = size_of(language_models.SMALL, tokens)
-    config, base = config_of(size, **VARIANTS[variant]), config_of(size)
+    size = SIZES["tiny"].with_rows(tokens)
+    config, base = config_of(size, ARMS[name]), config_of(size, ARMS["mha"])
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in IHAForCausalLM(config).parameters())
     assert count == cost_of(config, tokens).parameters
     assert abs(count - cost_of(base, tokens).parameters) <= 3 * 64 * 5 / 2
-    if variant in ("iha_2", "iha_4"):
-        pseudo_heads = config.num_pseudo_heads
-        assert config.sliding_window == tokens // (2 * pseudo_heads**2)
-        assert list(config.attention_kinds) == ["iha"] * 4 + ["mha"]
-        assert config.layer_types == ["sliding_attention"] * 4 + ["full_attention"]
-        costs = [cost_of(each, tokens, "sdpa").training for each in (config, base)]
-        assert costs[0] / costs[1] == pytest.approx(1, abs=0.03)
 
 
-def test_language_models_compare_and_go_on_where_they_stopped(run_protocol, tmp_path):
-    table, _ = run_protocol(language_models, {"SMALL": TINY}, ["mha", "iha_2"], "--tokens", "32")
-    assert (tmp_path / "language_models_32.json").exists()
-    base, row = table["rows"]
-    ends = {name: [curve[-1][1] for curve in curves] for name, curves in table["runs"].items()}
-    assert base["loss"]["values"] == ends["mha"] and row["loss"]["values"] == ends["iha_2"]
-    found = row["minus_base"]["steps"]["difference"]
-    assert found["mean"] == pytest.approx(mean(ends["iha_2"]) - mean(ends["mha"])) and "p_holm" in found
-    assert row["minus_base"]["FLOPs"]["cost"] > 1 and "minus_base" not in base
+def test_arms_attend_to_as_many_pairs_as_their_base():
+    """Compare paired heads and short windows with windows, and the paper's schedule with ordinary attention."""
+    size = SIZES["small"].with_rows(512)
+    steps = {name: cost_of(config_of(size, arm), 512, "sdpa").training for name, arm in BARE_ARMS.items()}
+    assert steps["paired"] == pytest.approx(steps["windows"], rel=0.04)
+    assert steps["short_windows"] == pytest.approx(steps["windows"], rel=0.04)
+    assert steps["iha"] == pytest.approx(steps["mha"], rel=0.06)
+    config = config_of(size, ARMS["iha"])
+    assert config.sliding_window == 512 // (2 * config.num_pseudo_heads**2)
+    assert list(config.attention_kinds) == ["iha"] * 4 + ["mha"]
+    assert config.layer_types == ["sliding_attention"] * 4 + ["full_attention"]
 
 
-def one_run(size: dict, text: torch.Tensor, variant: str = "mha", seed: int = 0) -> dict:
-    return language_models.one_run(size, VARIANTS, text, variant, seed, 1e-2, 1.0)
-
-
-def test_variants_of_a_seed_start_from_common_weights_and_read_the_same_rows(monkeypatch):
-    train, losses_of = language_models.train, language_models.losses_of
-    started, read = [], []
-
-    def watch_start(name, model, *others):
-        started.append({name: value.detach().clone() for name, value in model.named_parameters()})
-        read.append([])
-        return train(name, model, *others)
-
-    def watch_rows(model, rows):
-        read[-1].append(rows)
-        return losses_of(model, rows)
-
-    monkeypatch.setattr(language_models, "train", watch_start)
-    monkeypatch.setattr(language_models, "losses_of", watch_rows)
-    for variant, seed in (("mha", 0), ("iha_2", 0), ("mha", 1)):
-        one_run(size_of(TINY, 32), TEXT, variant, seed)
-    mha, iha, of_other_seed = started
-    assert mha.keys() < iha.keys()
-    for name, value in mha.items():
-        common = tuple(slice(min(sizes)) for sizes in zip(value.shape, iha[name].shape))
-        assert iha[name][common].equal(value[common]), name
-    assert torch.cat(read[0]).equal(torch.cat(read[1])) and not torch.cat(read[0]).equal(torch.cat(read[2]))
-    assert not mha["model.embed_tokens.weight"].equal(of_other_seed["model.embed_tokens.weight"])
-
-
-def test_the_held_out_text_is_never_trained_on(monkeypatch):
-    """Make the bytes of the last tenth ones, all others zeros."""
-    text = torch.zeros(1000, dtype=torch.uint8)
-    text[900:] = 1
-    seen = {True: set(), False: set()}
-    losses_of = language_models.losses_of
-
-    def watch(model, rows):
-        seen[torch.is_grad_enabled()].update(rows.unique().tolist())
-        return losses_of(model, rows)
-
-    monkeypatch.setattr(language_models, "losses_of", watch)
-    one_run({**size_of(TINY, 32), "batch": 200}, text)
-    assert seen == {True: {0}, False: {1}}
-
-
-def test_three_layers_of_hyper_feature_attention_learn_in_small(run_protocol):
-    size = language_models.sized(width=24, ffn=48, layers=3, heads=2, tokens_per_step=256, steps=4)
-    kinds = ["mha", "hyper_feature_3"]
-    table, runs = run_protocol(hyper_language, {"SIZE": size}, kinds, changed={"SIZE": {**size, "steps": 5}})
-    base, row = table["rows"]
-    assert row["parameters"] == base["parameters"] and row["minus_base"]["steps"]["cost"] == 1
-    config = config_of(size_of(size, 256), **hyper_language.VARIANTS["hyper_feature_3"])
-    assert config.options_of("hyper_feature").orders == 3
-    assert runs.keys() == set(kinds)
-
-
-# Paired heads
-
-
-@pytest.mark.parametrize(
-    "variant", [name for name in paired_heads.VARIANTS if name.startswith(("wide", "paired")) and "+" not in name]
-)
-def test_paired_heads_and_their_controls_attend_to_as_many_pairs_as_windows_alone(variant):
-    """Allow the twice as long windows, and paired heads in the global layer."""
-    size = size_of(paired_heads.SIZES[128], 512)
-    config, base = (config_of(size, **paired_heads.VARIANTS[name]) for name in (variant, "global_local"))
-    assert config.intermediate_size == base.intermediate_size  # no parameter more
-    costs = [cost_of(each, 512).training for each in (config, base)]
-    assert costs[0] / costs[1] == pytest.approx(1, abs=0.04)
-
-
-def test_wide_windows_have_the_positions_of_interleaved_tokens_in_their_windows_alone():
-    size = size_of(TINY, 64)
-    model = paired_heads.model_of(size, "wide_4_16", 0)
+def test_short_windows_have_wide_positions_in_their_windows_alone():
+    model = IHAForCausalLM(config_of(TINY, ARMS["short_windows"]))
     seen = []
     for layer in model.model.layers:
         attention = layer.self_attn
@@ -266,86 +191,155 @@ def test_wide_windows_have_the_positions_of_interleaved_tokens_in_their_windows_
         assert torch.allclose(cos[0, :, : len(frequencies)], (positions[:, None] * frequencies).cos(), atol=1e-6)
 
 
-def test_paired_heads_compare_with_windows_alone_at_equal_time(run_protocol, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(paired_heads, "TIMED_STEPS", 1)
-    monkeypatch.setattr(paired_heads, "TIMED_ROUNDS", 1)
-    monkeypatch.setattr(paired_heads, "read_text", lambda *given: TEXT)
-    names, sizes = ["global_local", "paired_4"], {64: {**TINY, "tokens_per_step": 128}}
-    changed = {"SIZES": {64: {**sizes[64], "heads": 1}}}
-    table, runs = run_protocol(paired_heads, {"SIZES": sizes}, names, "--tokens", "128", changed=changed)
-    base, row = table["rows"]
-    assert row["minus_base"]["time"]["cost"] == pytest.approx(
-        table["step_seconds"]["paired_4"] / table["step_seconds"]["global_local"]
-    )
-    assert row["parameters"] == base["parameters"] and runs.keys() == set(names)
-
-    # The same table as the command for one's own text prints it. A step reads whole rows, of 128 tokens here.
-    arm_of = {"global_local": "windows", "paired_4": "paired"}
-    for each in table["rows"]:
-        each["variant"] = arm_of[each["variant"]]
-    for key in ("step_seconds", "runs"):
-        table[key] = {arm_of[name]: value for name, value in table[key].items()}
-    (tmp_path / "table.json").write_text(json.dumps(table | {"tokens_per_step": 200}))
-    asked = []
-    monkeypatch.setattr(paired_heads, "run", lambda args, report: asked.append(args) or tmp_path / "table.json")
-    words = ["--arms", "paired", "windows", "--text", "my.txt", "--seeds", "4", "--tokens", "128"]
-    compare.main([*words, "--steps", "50"])
-    (given,) = asked
-    assert given.kinds == ["windows", "paired"] and given.output == ROOT / "outputs/compare/my-tiny-128-50/runs"
-    assert Path(given.text).name == "my.txt" and (given.most_seeds, given.steps, given.untuned) == (4, 50, False)
-    command = "research.compare --arms paired windows --text my.txt --seeds 4 --tokens 128 --steps 50"
-    assert given.command == command
-    _, windows, paired, *_ = capsys.readouterr().out.splitlines()
-    assert windows.split()[0] == "windows" and f"{base['loss']['mean'] / math.log(2):.4f}" in windows
-    differences = [row["minus_base"][budget]["difference"] for budget in ("steps", "FLOPs", "time")]
-    shown = [f"{each['mean']:+.4f} ± {each['half_width']:.4f}" for each in differences]
-    assert re.split(" {2,}", paired)[3:7] == [*shown, f"{128 / table['step_seconds']['paired']:,.0f}"]
-    compare.main([*words, "--steps", "10"])
-    assert "Note: --steps 10 ends before the warm-up of 40 steps: no rate is" in capsys.readouterr().out
-    assert asked[-1].untuned
-    with pytest.raises(UserError, match="--tokens 64: the arm 'paired' cannot be built; give longer rows"):
-        compare.main([*words[:-1], "64"])
-
-    # The axis of the losses is cut above where they all fall alike, if any of them ends below.
-    for lowest, is_cut in ((1.0, True), (3.0, False)):
-        base["loss"]["mean"] = row["loss"]["mean"] = lowest
-        figure = paired_heads.plot(table)
-        by_time, differences = figure.axes
-        bottom, top = by_time.get_ylim()
-        assert bottom == pytest.approx(lowest - 0.05) and top > bottom and (top == paired_heads.HIGHEST_LOSS) == is_cut
-
-    # The plot names the arms as the table does, and no legend covers the curves.
-    plots.save_plot(figure, tmp_path / "plot.png")
-    figure.draw_without_rendering()
-    [legend] = figure.legends
-    assert [text.get_text() for text in legend.get_texts()][:2] == ["windows", "paired"]
-    assert [text.get_text() for text in differences.get_yticklabels()] == ["paired - windows"]
-    assert by_time.get_legend() is None and legend.get_window_extent().y1 <= by_time.get_tightbbox().y0
+# Models of bytes
 
 
-def test_paired_heads_learn_a_file_of_ones_own(tmp_path):
+def one_run(size: Size, text: torch.Tensor, arm: str = "mha", seed: int = 0) -> dict:
+    return byte_models.train(size, text, arm, ARMS[arm], seed, 1e-2, 1.0)
+
+
+def test_arms_of_a_seed_start_from_common_weights_and_read_the_same_rows(monkeypatch):
+    model_on, losses_of = byte_models.model_on, byte_models.losses_of
+    started, read = [], []
+
+    def watch_start(*arguments):
+        model = model_on(*arguments)
+        started.append({name: value.detach().clone() for name, value in model.named_parameters()})
+        read.append([])
+        return model
+
+    def watch_rows(model, rows):
+        read[-1].append(rows)
+        return losses_of(model, rows)
+
+    monkeypatch.setattr(byte_models, "model_on", watch_start)
+    monkeypatch.setattr(byte_models, "losses_of", watch_rows)
+    for arm, seed in (("mha", 0), ("iha", 0), ("mha", 1)):
+        one_run(TINY, TEXT, arm, seed)
+    mha, iha, of_other_seed = started
+    assert mha.keys() < iha.keys()
+    for name, value in mha.items():
+        common = tuple(slice(min(sizes)) for sizes in zip(value.shape, iha[name].shape))
+        assert iha[name][common].equal(value[common]), name
+    assert torch.cat(read[0]).equal(torch.cat(read[1])) and not torch.cat(read[0]).equal(torch.cat(read[2]))
+    assert not mha["model.embed_tokens.weight"].equal(of_other_seed["model.embed_tokens.weight"])
+
+
+def test_the_held_out_text_is_never_trained_on(monkeypatch):
+    """Make the bytes of the last tenth ones, all others zeros."""
+    text = torch.zeros(2000, dtype=torch.uint8)
+    text[1800:] = 1
+    seen = {True: set(), False: set()}
+    losses_of = byte_models.losses_of
+
+    def watch(model, rows):
+        seen[torch.is_grad_enabled()].update(rows.unique().tolist())
+        return losses_of(model, rows)
+
+    monkeypatch.setattr(byte_models, "losses_of", watch)
+    one_run(replace(TINY, tokens_per_step=128 * 100), text)
+    assert seen == {True: {0}, False: {1}}
+
+
+def test_a_file_of_ones_own_is_read(tmp_path):
     file = tmp_path / "my.txt"
     file.write_bytes(bytes(range(256)) * 20)
-    assert bytes(paired_heads.read_text(str(file), 254).tolist()) == file.read_bytes()
+    assert bytes(byte_models.read_text(str(file), 254).tolist()) == file.read_bytes()
     with pytest.raises(UserError, match=r"my.txt has 5,120 bytes: expected at least 5,140"):
-        paired_heads.read_text(str(file), 256)
-    for argument, message in (
-        ("absent.txt", "absent.txt: No such file or directory; expected a file"),
-        (str(file), "has 5,120 bytes"),
-    ):
-        with pytest.raises(UserError, match=message):
-            paired_heads.main(["--text", argument, "--output", str(tmp_path), "--results", str(tmp_path)])
+        byte_models.read_text(str(file), 256)
+    with pytest.raises(UserError, match="absent.txt: No such file or directory; expected a file"):
+        compare.main(["--text", str(tmp_path / "absent.txt"), "--output", str(tmp_path / "out")])
 
 
 def test_steps_are_timed_on_the_shortest_text(tmp_path, monkeypatch):
     """A text that is long enough for two held-out rows may have fewer rows than a batch."""
-    monkeypatch.setattr(paired_heads, "TIMED_STEPS", 1)
-    monkeypatch.setattr(paired_heads, "TIMED_ROUNDS", 1)
+    monkeypatch.setattr(byte_models, "TIMED_STEPS", 1)
+    monkeypatch.setattr(byte_models, "TIMED_ROUNDS", 1)
     (tmp_path / "short.txt").write_bytes(bytes(range(33)) * 20)
-    text = paired_heads.read_text(str(tmp_path / "short.txt"), 32)
-    size = size_of({**TINY, "tokens_per_step": 1024}, 32)
-    assert size["batch"] * 32 > len(text)
-    assert paired_heads.step_seconds(size, text, ["mha"])["mha"] > 0
+    text = byte_models.read_text(str(tmp_path / "short.txt"), 32)
+    size = replace(TINY, tokens_per_step=1024, tokens=32)
+    assert size.batch * 32 > len(text)
+    assert byte_models.step_seconds(size, text, {"mha": ARMS["mha"]})["mha"] > 0
+
+
+# The command
+
+
+@pytest.fixture
+def tiny_compare(tmp_path, monkeypatch, capsys):
+    """Return a function that compares two arms in small, and returns the table and what was printed."""
+    monkeypatch.setattr(byte_models, "TIMED_STEPS", 1)
+    monkeypatch.setattr(byte_models, "TIMED_ROUNDS", 1)
+    monkeypatch.setitem(SIZES, "tiny", TINY)
+    (tmp_path / "my.txt").write_bytes(bytes(TEXT.tolist()))
+
+    def run(*words: str) -> tuple[dict, str]:
+        given = ["--arms", "paired", "windows", "--text", str(tmp_path / "my.txt"), "--tokens", "128"]
+        compare.main([*given, "--output", str(tmp_path / "out"), *words])
+        return json.loads((tmp_path / "out" / "compare.json").read_text()), capsys.readouterr().out
+
+    return run
+
+
+def test_a_comparison_prints_its_table_and_goes_on_where_it_stopped(tiny_compare, tmp_path):
+    record, out = tiny_compare()
+    windows, paired = record["rows"]
+    assert (windows["arm"], paired["arm"]) == ("windows", "paired") and "minus_first" not in windows
+    ends = {arm: [curve[-1][1] for curve in curves] for arm, curves in record["runs"].items()}
+    assert windows["loss"]["values"] == ends["windows"] and len(ends["windows"]) == 3
+    compared = paired["minus_first"]
+    assert compared["steps"]["difference"]["mean"] == pytest.approx(mean(ends["paired"]) - mean(ends["windows"]))
+    assert "p_holm" in compared["time"]["difference"]
+    costs = record["step_seconds"]
+    assert compared["time"]["cost"] == pytest.approx(costs["paired"] / costs["windows"])
+    assert compared["FLOPs"]["cost"] > 0
+
+    _, shown, of_paired, *_ = out[out.index("arm   ") :].splitlines()
+    assert shown.split()[0] == "windows" and f"{windows['loss']['mean'] / math.log(2):.4f}" in shown
+    differences = [compared[budget]["difference"] for budget in ("steps", "FLOPs", "time")]
+    cells = [f"{each['mean']:+.4f} ± {each['half_width']:.4f}" for each in differences]
+    assert re.split(" {2,}", of_paired)[3:7] == [*cells, f"{128 / costs['paired']:,.0f}"]
+    assert "No rate was tuned in this short comparison" in out  # it ends before the warm-up
+    assert not (tmp_path / "out" / "so_far.png").exists()
+
+    _, again = tiny_compare("--seeds", "4")
+    assert again.count(" done\n") == 2  # a fourth seed of both; the times are kept
+
+
+def test_the_words_of_a_comparison_become_one_object(capsys):
+    words = ["--arms", "paired", "windows", "--text", "my.txt", "--seeds", "4", "--tokens", "128"]
+    given = compare.read_arguments([*words, "--steps", "50"])
+    assert given.plan == Plan(["windows", "paired"], 4, 0.01, 4e-3, tuned=True)
+    assert given.study.runs == ROOT / "outputs/compare/my-tiny-128-50/runs" and Path(given.text).name == "my.txt"
+    assert given.study.command == "research.compare " + " ".join([*words, "--steps", "50"])
+    assert (given.size.steps, given.size.tokens, given.size.batch) == (50, 128, 16)
+    assert not compare.read_arguments([*words, "--steps", "10"]).plan.tuned
+    assert "Note: --steps 10 ends before the warm-up of 40 steps: no rate is" in capsys.readouterr().out
+    assert not compare.read_arguments([*words[:-2], "--size", "seconds"]).plan.tuned
+    for wrong, message in (
+        (["--tokens", "64"], "--tokens 64: the arm 'paired' cannot be built; give longer rows"),
+        (["--seeds", "2"], "--seeds 2: expected at least 3"),
+        (["--steps", "9"], "--steps 9: expected at least 10"),
+    ):
+        with pytest.raises(UserError, match=message):
+            compare.read_arguments([*words, *wrong])
+
+
+def test_each_pair_is_drawn_once_and_every_value_on_its_scale(tiny_compare, tmp_path):
+    record, _ = tiny_compare()
+    record["rows"][1]["minus_first"]["time"]["difference"]["mean"] = 0.6  # far beyond those of the other budgets
+    figure = compare.plot(record)
+    plots.save_plot(figure, tmp_path / "plot.png")
+    figure.draw_without_rendering()
+    by_time, *by_budget = figure.axes
+    for axes in by_budget:
+        assert [text.get_text() for text in axes.get_yticklabels()] == ["paired"]
+        assert not axes.texts  # no number stands in for a dot
+    low, high = by_budget[-1].get_xlim()
+    assert low < 0.6 < high
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()][:2] == ["windows", "paired"]
+    assert by_time.get_legend() is None and legend.get_window_extent().y1 <= by_time.get_tightbbox().y0
 
 
 # Recall
@@ -378,7 +372,7 @@ def test_recall_averages_the_share_of_wrong_answers_over_a_run(monkeypatch):
 
     def answers(tokens: torch.Tensor):
         logits = torch.nn.functional.one_hot(tokens, 256).float()
-        return lambda rows, use_cache: argparse.Namespace(logits=logits)
+        return lambda rows, use_cache: SimpleNamespace(logits=logits)
 
     def fit(model, loss, evaluate, *others):
         return [[0, *evaluate(answers(wrong), 0)], [1, *evaluate(answers(right), 1)]], 1.0
@@ -388,8 +382,9 @@ def test_recall_averages_the_share_of_wrong_answers_over_a_run(monkeypatch):
 
 
 def test_recall_goes_on_where_it_stopped(run_protocol):
-    small = recall.sized(width=16, ffn=48, layers=2, heads=2, rows_per_step=2, steps=4)
-    sizes = {"SMALL": small, "EVALUATIONS": 2, "HELD_OUT_ROWS": 4, "FIRST_RATE": 4.096}
+    shape = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
+    # The rate is near the best one of so few steps: a short walk.
+    sizes = {"SHAPE": shape, "ROWS_PER_STEP": 2, "STEPS": 4, "EVALUATIONS": 2, "HELD_OUT_ROWS": 4, "FIRST_RATE": 4.096}
     table, runs = run_protocol(recall, sizes, ["mha", "paired_heads"], changed={"EVALUATIONS": 1})
     for row in table["rows"]:
         assert row["wrong"]["values"] == [run["curve"][-1][1] for run in runs[row["variant"]]]

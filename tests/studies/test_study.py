@@ -2,14 +2,13 @@
 
 import json
 import math
-from argparse import Namespace
 
 import pytest
 
 from iha import plots
 from iha.errors import UserError
 from research.benchmarks import harness
-from research.experiments import model_types, paired_heads, relation_composition, study
+from research.experiments import byte_models, model_types, recall, study
 from research.experiments.options import path_from_root
 
 
@@ -19,8 +18,6 @@ def test_intervals_over_seeds():
     half_width = pytest.approx(1.96324, abs=1e-4)
     assert study.interval(values) == {"mean": 3.0, "half_width": half_width, "values": values}
     assert study.interval([7.0]) == {"mean": 7.0, "half_width": None, "values": [7.0]}
-    # (4.3027 + 1.0607) standard errors for three seeds
-    assert study.detectable(study.interval([-1.0, 0.0, 1.0])) == pytest.approx(5.3633 / 3**0.5, abs=1e-4)
     wide = {"mean": 0.25, "half_width": 0.5, "values": []}
     assert study.points([wide, study.spread([0.0, 1.0, 0.5]), None]) == [(0.25, 0.5, 0.5), (0.5, 0.5, 0.5), None]
 
@@ -45,8 +42,8 @@ def test_a_run_that_is_damaged_is_refused(tmp_path):
 def test_a_table_has_the_origin_of_every_run(tmp_path, monkeypatch, capsys):
     """Make a run here, and read it and one of another commit and machine for one table."""
     path = tmp_path / "run.json"
-    args = Namespace(study="table", output=tmp_path, results=tmp_path, command="table")
-    study.begin(args)
+    given = study.Study("table", "table", tmp_path, tmp_path)
+    given.start()
     assert study.run_once(path, lambda: {"loss": 1.0}) == {"loss": 1.0}
     assert study.run_once(path, dict) == {"loss": 1.0} and "Note" not in capsys.readouterr().out
     here, there = study.own_origin(), {"commit": "0123abc", "machine": "another"}
@@ -54,8 +51,8 @@ def test_a_table_has_the_origin_of_every_run(tmp_path, monkeypatch, capsys):
     assert study.run_once(path, dict) == {"loss": 1.0}
     assert capsys.readouterr().out == f"Note: run.json was made at commit {here['commit']} on {here['machine']}.\n"
     study.run_once(tmp_path / "other.json", dict)
-    table = study.write(args, lambda table: plots.panels("A table")[0])
-    assert json.loads(table.read_text())["origins"] == [here, there]
+    study.write(given, lambda table: plots.panels("A table")[0])
+    assert json.loads(given.table.read_text())["origins"] == [here, there]
 
 
 def test_a_recorded_command_names_no_place_of_this_machine(tmp_path):
@@ -77,7 +74,7 @@ def test_a_recorded_command_names_no_place_of_this_machine(tmp_path):
 @pytest.mark.parametrize(
     ("module", "words", "expected"),
     [
-        (relation_composition, ["--epochs", "0"], "--epochs 0: expected at least 1"),
+        (recall, ["--pairs", "1"], "--pairs 1: expected 2 to 36"),
         (model_types, ["--types", "llama", "lama"], "--types lama: expected names that docs/MODEL_TYPES.md lists"),
     ],
 )
@@ -91,5 +88,5 @@ def test_a_path_of_a_study_is_that_of_the_users_directory(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert path_from_root("runs") == tmp_path / "runs" and path_from_root("~/runs") == tmp_path / "home" / "runs"
-    assert paired_heads.given_text("./python") == str(tmp_path / "python")
-    assert paired_heads.given_text("python") == "python"
+    assert byte_models.given_text("./python") == str(tmp_path / "python")
+    assert byte_models.given_text("python") == "python"
