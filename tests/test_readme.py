@@ -200,7 +200,14 @@ def steps(text: str) -> list[tuple[str, str, str]]:
 
 
 def run(command: str, arguments: dict[str, list[str]]) -> None:
-    """Run a console command in this process, which spares the imports, and add `arguments` to its script's."""
+    """Run a console command in this process, which spares the imports, and add `arguments` to its own.
+
+    `iha NAME` stands in `arguments` as "iha NAME", and `python -m NAME` as "NAME"."""
+    if command.startswith("iha "):
+        _, *words = shlex.split(command)
+        sys.argv = ["iha.cli", *words, *arguments.get(f"iha {words[0]}", [])]
+        runpy.run_module("iha.cli", run_name="__main__")
+        return
     python, option, *words = shlex.split(command)
     assert (python, option) == ("python", "-m")
     sys.argv = [*words, *arguments.get(words[0], [])]
@@ -450,7 +457,7 @@ TINY_SCRATCH = {
         "--max_steps 2 --eval_steps 2 --save_steps 2 --warmup_steps 1 --use_cpu true --bf16 false --max_length 64 "
         "--preset_fields num_hidden_layers=5 hidden_size=32 intermediate_size=64 num_attention_heads=8"
     ),
-    "conversion_scripts.push_to_hub": ["--dry-run"],
+    "iha push": ["--dry-run"],
 }
 
 
@@ -486,12 +493,12 @@ def test_the_page_from_scratch_runs(tmp_path, monkeypatch, capsys):
                 assert said["usage"]["completion_tokens"] > 0
                 ran.append("iha serve")
                 continue
-            command = re.sub("^iha ", "python -m iha.cli ", command)
             if "-m research." in command:  # tests/studies runs it in small
                 continue
-            ran.append(command.split()[2])
+            words = command.split()
+            ran.append(f"iha {words[1]}" if words[0] == "iha" else words[2])
             run(command, TINY_SCRATCH)
-    assert {*TINY_SCRATCH, "sft.make_model", "iha.cli", "iha serve"} == {*ran}
+    assert {*TINY_SCRATCH, "sft.make_model", "iha cost", "iha serve"} == {*ran}
     card = (tmp_path / "run" / "final" / "README.md").read_text(encoding="utf-8")
     assert "rained from scratch" in card and (tmp_path / "run" / "final" / "curves.png").exists()
     assert "def main(" in capsys.readouterr().out
