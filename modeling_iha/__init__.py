@@ -15,8 +15,8 @@ from transformers import (
 from .adapters import load_adapter, save_adapter
 from .attention_maps import token_attentions
 from .configuration_iha import IHAConfig
-from .in_place import LocalInterleavedConfig, interleave_heads, remove_interleaving
-from .mixing_weights import mixing_parameters, set_mixing_scale
+from .in_place import interleave_heads, remove_interleaving
+from .mixing_weights import mixing_change, mixing_parameters, set_mixing_scale
 from .modeling_iha import (
     IHAForCausalLM,
     IHAForQuestionAnswering,
@@ -25,7 +25,7 @@ from .modeling_iha import (
     IHAModel,
     IHAPreTrainedModel,
 )
-from .package import from_preset, save_pretrained
+from .package import LocalInterleavedConfig, from_preset, save_pretrained
 from .paired_decoders import pair_heads
 
 
@@ -56,6 +56,7 @@ __all__ = [
     "IHAPreTrainedModel",
     "interleave_heads",
     "load_adapter",
+    "mixing_change",
     "mixing_parameters",
     "pair_heads",
     "remove_interleaving",

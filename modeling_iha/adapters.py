@@ -7,8 +7,6 @@ two files: the mixing below the adapter, with its starts and scales, and a recor
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from .in_place import FIELDS, detach, interleave_heads
+from .in_place import FIELDS, hub_id, interleave_heads, left_as_it_was
 from .interleaved_attention import decoder_config, has_virtual_heads
 from .mixing_weights import gathered, is_sharded
-from .modeling_interleaved import (
-    backbone_of,
-    interleaved_attention,
-    is_mixing,
-)
+from .modeling_interleaved import backbone_of, interleaved_attention, is_mixing
 from .paired_decoders import pair_heads
 
 
@@ -75,7 +69,8 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
     record = json.loads(Path(find_record(source, hub)).read_text())
     if lacking := sorted({*FIELDS, "base_model_type", "num_hidden_layers"} - record.keys()):
         raise ValueError(f"{RECORD_FILE} of {source} lacks {', '.join(lacking)}: it is damaged.")
-    with interleaved_as(record, model, source):
+    with left_as_it_was(model):
+        interleave_as(record, model, source)
         if record["virtual_heads"] != "paired":
             load_mixing(model, load_file(cached_file(source, MIXING_FILE, **hub)), source)
         if cached_file(source, "adapter_config.json", _raise_exceptions_for_missing_entries=False, **hub) is None:
@@ -112,7 +107,7 @@ def make_record(model: PreTrainedModel) -> dict[str, Any]:
     """Return how a model is interleaved, and on which base."""
     config = decoder_config(model)
     base = {"base_model_type": model.config.model_type, "num_hidden_layers": config.num_hidden_layers}
-    base["base_model_name_or_path"] = model.name_or_path or config.base_name_or_path
+    base["base_model_name_or_path"] = hub_id(model.name_or_path) or config.base_name_or_path
     return {name: getattr(config, name) for name in FIELDS} | base
 
 
@@ -131,41 +126,28 @@ def mixing_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return state
 
 
-@contextmanager
-def interleaved_as(record: dict, model: PreTrainedModel, source: str) -> Iterator[None]:
-    """Interleave a plain model as recorded, or check that an interleaved one matches.
-
-    Undo the interleaving if the body of the `with` statement fails."""
-    is_plain = not hasattr(decoder_config(model), "interleaved_layers")
-    if is_plain:
-        interleave_as(record, model, source)
-    try:
-        own = make_record(model)
-        names = [name for name in own if name not in ("mixing_scale", "base_model_name_or_path")]
-        different = [name for name in names if record.get(name) != own[name]]
-        if different:
-            raise ValueError(
-                f"{source} was trained on another model, or one that is interleaved otherwise "
-                f"({', '.join(different)}): load it on its plain base."
-            )
-        decoder_config(model).mixing_scale = record["mixing_scale"]
-        yield
-    except Exception:
-        if is_plain:
-            detach(model)
-        raise
-
-
 def interleave_as(record: dict, model: PreTrainedModel, source: str) -> None:
-    try:
-        layers = sorted({backbone_of(model).get_submodule(name).layer_idx for name in record["interleaved_layers"]})
-    except AttributeError as error:
-        raise ValueError(f"{source} was trained on another base than this model: {error}.") from None
-    if record["virtual_heads"] == "paired":
-        pair_heads(model, record["num_pseudo_heads"], layers, record["interleaved_window"])
-    else:
-        options = {"collapse": record["pseudo_collapse"], "mixing_scale": record["mixing_scale"]}
-        interleave_heads(model, record["num_pseudo_heads"], layers, record["interleaved_window"], **options)
+    """Interleave a plain model as recorded. Raise a ValueError for a model that then differs from the record."""
+    if not hasattr(decoder_config(model), "interleaved_layers"):
+        backbone = backbone_of(model)
+        try:
+            layers = sorted({backbone.get_submodule(name).layer_idx for name in record["interleaved_layers"]})
+        except AttributeError as error:
+            raise ValueError(f"{source} was trained on another base than this model: {error}.") from None
+        if record["virtual_heads"] == "paired":
+            pair_heads(model, record["num_pseudo_heads"], layers, record["interleaved_window"])
+        else:
+            options = {"collapse": record["pseudo_collapse"], "mixing_scale": record["mixing_scale"]}
+            interleave_heads(model, record["num_pseudo_heads"], layers, record["interleaved_window"], **options)
+    own = make_record(model)
+    names = [name for name in own if name not in ("mixing_scale", "base_model_name_or_path")]
+    different = [name for name in names if record.get(name) != own[name]]
+    if different:
+        raise ValueError(
+            f"{source} was trained on another model, or one that is interleaved otherwise ({', '.join(different)}): "
+            "load it on its plain base."
+        )
+    decoder_config(model).mixing_scale = record["mixing_scale"]
 
 
 @torch.no_grad()

@@ -1,54 +1,39 @@
 # Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
 """Interleave the heads of a decoder of Transformers in place, without changing what it computes, and undo it.
 
-exact_start.py makes a mixing that changes nothing, and explains why. A probe compares the model before and after.
+probes.py shows what a decoder's attention does, and compares the model before and after. exact_start.py makes a mixing
+that changes nothing, and explains why. modeling_interleaved.py attaches the virtual heads, as for a loaded checkpoint.
 """
 
 import copy
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .exact_start import deviations, exact_start
 from .flop_matched_window import flop_matched_window
-from .interleaved_attention import core_of, decoder_config
+from .interleaved_attention import decoder_config
 from .mixing_weights import state_with_values
 from .modeling_interleaved import (
-    HOOK,
-    MIXING_MODULES,
-    MODEL_TYPE,
     attach_virtual_heads,
     backbone_of,
-    base_class,
     check_layers,
     check_no_tensor_parallelism,
-    decoder_of,
+    detach_virtual_heads,
     interleaved_attention,
-    interleaved_class,
     is_mixing,
-    register_models,
     tasks,
-    use_virtual_core,
-    without_types,
 )
-from .probes import (
-    TOLERANCE,
-    AttentionCall,
-    one_line,
-    passes_lengths,
-    passes_windows,
-    probe,
-    recording,
-    relative_difference,
-    try_probe,
-)
+from .probes import AttentionCall, check_same, examine
 
 
 FIELDS = (
@@ -60,29 +45,6 @@ FIELDS = (
     "mixing_scale",
 )
 FACTS_OF_BASE = ("passes_windows", "passes_cu_seq_lens", "base_name_or_path")  # fields too
-
-
-class LocalInterleavedConfig(PreTrainedConfig):
-    """Read a saved configuration as one of the installed package.
-
-    The Auto classes then load the model classes from the package too, and not from the checkpoint's code."""
-
-    model_type = MODEL_TYPE
-
-    def __new__(cls, **fields):
-        # `AutoConfig.for_model` passes the fields as keywords, for the decoder of an encoder-decoder.
-        return cls.from_dict(fields)
-
-    @classmethod
-    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig:
-        base = config_dict.get("base_model_type")
-        if base not in CONFIG_MAPPING:
-            raise ValueError(
-                f"base_model_type is {base!r}: expected a model type of Transformers {transformers.__version__}. A "
-                "newer version may have it."
-            )
-        register_models(CONFIG_MAPPING[base])
-        return interleaved_class(CONFIG_MAPPING[base]).from_dict(without_types(config_dict), **kwargs)
 
 
 def interleave_heads(
@@ -130,31 +92,26 @@ def interleave_heads(
     if sliding_window == "paper":
         sliding_window = flop_matched_window(_context_length(model), num_pseudo_heads)
     check_window(model, sliding_window)
-    # The configuration is changed below. A model with a head gets a copy of it, because other models may share the
-    # object. A model without a head may be part of a larger model, which must read the same object, so there it is
-    # changed in place.
-    own_configs = config_attributes(model)
-    if tasks(type(model.config)).get("AutoModel") is not type(model):
-        _copy_config(model)
-    try:
-        calls, expected = _record_attention(model)
-        chosen = _choose(calls, layers, model, sliding_window)
-        decoder_config(model).passes_windows = passes_windows(model, expected)
-        decoder_config(model).passes_cu_seq_lens = passes_lengths(model)
-        _attach_and_compare(model, chosen, expected, num_pseudo_heads, collapse, seed, mixing_scale)
-    except Exception:
-        restore_configs(own_configs)
-        raise
-    set_interleaved_window(model, sliding_window)
-    decoder_config(model).base_name_or_path = model.name_or_path
-    set_name(model, "")
+    with left_as_it_was(model):
+        _make_own_config(model)
+        base = examine(model)
+        chosen = _choose(base.calls, layers, model)
+        config = decoder_config(model)
+        config.interleaved_layers = _head_counts(model, chosen)
+        config.num_pseudo_heads = num_pseudo_heads
+        config.pseudo_collapse = collapse
+        config.virtual_heads = None
+        config.interleaved_window = None  # until the comparison with the base, which has none
+        config.mixing_scale = mixing_scale
+        config.passes_windows = base.passes_windows
+        config.passes_cu_seq_lens = base.passes_cu_seq_lens
+        _attach(model)
+        _start_exactly(model, chosen, seed)
+        claim = f"{model.config.model_type} does not compute the same with interleaved heads, and is left as it was"
+        check_same(model, base.states, claim)
+    config.interleaved_window = sliding_window
+    _hide_name(model)
     return model
-
-
-def set_name(model: PreTrainedModel, name: str) -> None:
-    """Set what a model was loaded from, which other libraries read from the model or from its configuration."""
-    model.name_or_path = name
-    model.config.name_or_path = name
 
 
 def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
@@ -192,6 +149,123 @@ def largest_change(model: PreTrainedModel) -> float:
         moved = deviations(state_with_values(module), head_counts, config.num_pseudo_heads, config.pseudo_collapse)
         changes += [tensor.abs().max().nan_to_num(torch.inf).item() for tensor in moved.values()]
     return max(changes)
+
+
+# Attaching and undoing
+
+
+@contextmanager
+def left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """Undo what the body did to a plain model, if the body raises an error."""
+    was_plain = not hasattr(decoder_config(model), "num_pseudo_heads")
+    configs = _config_attributes(model)
+    try:
+        yield
+    except Exception:
+        if was_plain:
+            detach(model)
+            for module, name, config in configs:
+                setattr(module, name, config)
+        raise
+
+
+@torch.inference_mode(False)  # a weight that is made in inference mode gets no gradient
+def _attach(model: PreTrainedModel) -> None:
+    """Attach the virtual heads, and forget what Transformers knows of the model by the name of its base's class."""
+    if get_checkpoint_conversion_mapping(type(model).__name__) is not None:
+        # Transformers renamed weights on load by this name (GPT-NeoX), and would undo this on save. A load of the
+        # interleaved model finds no such rule, so its weights are saved under the names that they have. No public
+        # name forgets the renaming.
+        vars(model).pop("_weight_conversions", None)
+    with torch.device("cpu"):  # whatever the default device is: the mixing goes where its attention module is
+        attach_virtual_heads(model)
+    # A model's `__init__` registers by `str(class)` what `output_hidden_states` returns, and this model was built as
+    # another class. No public call does so later. From 5.24 on the registry takes models as its keys; the method
+    # of `dict` works in every version.
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
+
+
+@torch.inference_mode(False)
+def _start_exactly(model: PreTrainedModel, chosen: dict[nn.Module, AttentionCall], seed: int | None) -> None:
+    """Set the mixing to a start that changes nothing, on the devices and in the dtypes of the attention modules."""
+    config = decoder_config(model)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    for module, call in chosen.items():
+        start = exact_start(call.head_counts, config.num_pseudo_heads, config.pseudo_collapse, generator)
+        for name, value in start.items():
+            mixing = module.get_submodule(name.removesuffix(".weight")).to(call.query.device, call.query.dtype)
+            mixing.init_weight("weight", value)
+            # `init_weights` then leaves it, as it leaves all weights of the base. There is no public mark for this.
+            mixing._is_hf_initialized = True
+    # `tie_weights` ties parameters and not buffers, so a tied weight takes a copy of its source's start.
+    buffers = dict(model.named_buffers())
+    for name, source in model.all_tied_weights_keys.items():
+        if is_mixing(name):
+            buffers[f"{name}_start"].copy_(buffers[f"{source}_start"])
+    model.tie_weights(recompute_mapping=False)
+
+
+def _hide_name(model: PreTrainedModel) -> None:
+    """Empty what a model was loaded from, which is another model now.
+
+    The configuration keeps a Hub id. A path of this machine would be published with it, so the model alone keeps
+    that."""
+    model.base_name_or_path = model.name_or_path
+    decoder_config(model).base_name_or_path = hub_id(model.name_or_path)
+    _set_name(model, "")
+
+
+def _set_name(model: PreTrainedModel, name: str) -> None:
+    """Set what a model was loaded from, which other libraries read from the model or from its configuration."""
+    model.name_or_path = name
+    model.config.name_or_path = name
+
+
+def hub_id(name: str) -> str:
+    """Return a name if it can be an id of the Hub, and an empty string for a path."""
+    can_be = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None
+    return name if can_be and not Path(name).exists() else ""
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Undo what `interleave_heads` did to a model, as far as it got."""
+    config = decoder_config(model)
+    if not hasattr(config, "interleaved_layers"):
+        return
+    if hasattr(config, "base_name_or_path"):
+        _set_name(model, vars(model).pop("base_name_or_path", config.base_name_or_path))
+    detach_virtual_heads(model)
+    for field in (*FIELDS, *FACTS_OF_BASE):
+        vars(config).pop(field, None)
+    # `save_pretrained` and a load add our entries to `auto_map`, and a load adds the type of the base.
+    vars(model.config).pop("auto_map", None)
+    vars(model.config).pop("base_model_type", None)
+
+
+def _make_own_config(model: PreTrainedModel) -> None:
+    """Give a model with a head a configuration of its own, one object for all modules.
+
+    Models that were built from one object share it, and an EncoderDecoderModel gives its decoder a second one. A model
+    without a head may be a part of a larger model, which has to read the same object: it keeps the shared one."""
+    if tasks(type(model.config)).get("AutoModel") is type(model):
+        return
+    copies: dict = {}  # the memo of `deepcopy`: from the id of each configuration to its copy
+    own = copy.deepcopy(model.config, copies)
+    for module, name, config in _config_attributes(model):
+        if id(config) in copies:
+            setattr(module, name, copies[id(config)])
+        elif type(config) is type(own) and config.to_dict() == own.to_dict():
+            setattr(module, name, own)
+
+
+def _config_attributes(model: PreTrainedModel) -> list[tuple[nn.Module, str, PreTrainedConfig]]:
+    """Return each module, name and value of an attribute that is a configuration."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PreTrainedConfig)
+    ]
 
 
 # Arguments
@@ -261,100 +335,16 @@ def check_unwrapped(model: PreTrainedModel) -> None:
         )
 
 
-# Configurations
-
-
-def _copy_config(model: PreTrainedModel) -> None:
-    """Give the model a configuration of its own, one object for all modules.
-
-    Models that were built from one object share it, and an EncoderDecoderModel gives its decoder a second one."""
-    copies: dict = {}  # the memo of `deepcopy`: from the id of each configuration to its copy
-    own = copy.deepcopy(model.config, copies)
-    for module, name, config in config_attributes(model):
-        if id(config) in copies:
-            setattr(module, name, copies[id(config)])
-        elif type(config) is type(own) and config.to_dict() == own.to_dict():
-            setattr(module, name, own)
-
-
-def config_attributes(model: PreTrainedModel) -> list[tuple[nn.Module, str, PreTrainedConfig]]:
-    """Return each module, name and value of an attribute that is a configuration."""
-    return [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, PreTrainedConfig)
-    ]
-
-
-def restore_configs(attributes: list[tuple[nn.Module, str, PreTrainedConfig]]) -> None:
-    """Set attributes back to the values that `config_attributes` found."""
-    for module, name, config in attributes:
-        setattr(module, name, config)
-
-
-def set_interleaved_window(model: PreTrainedModel, window: int | None) -> None:
-    """Give the interleaved layers a window in tokens, after the comparison with the base, which has no such window."""
-    decoder_config(model).interleaved_window = window
-    use_virtual_core(model)
-
-
-# Which modules attend
-
-
-def _record_attention(model: PreTrainedModel) -> tuple[dict[nn.Module, AttentionCall], list[torch.Tensor]]:
-    """Return the calls of the attention modules that call the registry, and the hidden states of the probe.
-
-    Raise a ValueError for a model whose calls show that it cannot be interleaved, or that does not run the probe."""
-    with recording(model) as calls:
-        states, error = try_probe(model)
-    # Check the calls before the error: if a model cannot be interleaved, they show the reason, and its own error does
-    # not.
-    _check_calls(model, calls)
-    if error is None:
-        # Some models branch on the name of their core, and took another branch for the name that records. Run the
-        # probe once more under the real name: these are the states to compare with.
-        states, error = try_probe(model)
-    model_type = model.config.model_type
-    if error is not None:
-        raise ValueError(f"{model_type} does not run with a padding mask and a cache: {one_line(error)}") from error
-    if not all(each.isfinite().all() for each in states):
-        raise ValueError(
-            f"{model_type} itself returns NaN or infinity for a padded batch: try another dtype or "
-            "attn_implementation."
-        )
-    return calls, states
-
-
-def _check_calls(model: PreTrainedModel, calls: dict[nn.Module, AttentionCall]) -> None:
-    """Raise a ValueError for a model whose attention cannot be interleaved, by the recorded calls."""
-    model_type = model.config.model_type
-    if not calls:
-        raise ValueError(
-            f"{model_type} does not call attention through the registry of Transformers, so its heads cannot be "
-            "interleaved."
-        )
-    if "reference_sliding_attention" in (getattr(decoder_config(model), "layer_types", None) or ()):
-        raise ValueError(
-            f"{model_type} cannot be interleaved: its own cache layers keep the prompt in addition to a window."
-        )
-    for module, call in calls.items():
-        name = f"{model_type} cannot be interleaved: {type(module).__name__}"
-        if not call.is_causal:
-            raise ValueError(f"{name} is not marked as causal self-attention.")
-        if not hasattr(module, "layer_idx"):
-            raise ValueError(f"{name} has no layer_idx.")
-        if getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
-            raise ValueError(f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own.")
-
-
-def _choose(calls: dict, layers: Iterable[int] | str | None, model: PreTrainedModel, window: int | None) -> dict:
+def _choose(calls: dict, layers: Iterable[int] | str | None, model: PreTrainedModel) -> dict:
     """Return the recorded modules of the chosen layers."""
     indices = sorted({module.layer_idx for module in calls})
-    if layers == "paper":
-        layers = [index for place, index in enumerate(indices) if place % 5 != 4]
-    chosen: list = indices if layers is None else list(layers) if isinstance(layers, Iterable) else []
-    if not chosen or any(isinstance(index, bool) or index not in indices for index in chosen):
+    if layers is None:
+        chosen = indices
+    elif layers == "paper":
+        chosen = [index for place, index in enumerate(indices) if place % 5 != 4]
+    else:
+        chosen = list(layers)
+    if not chosen or not set(chosen) <= set(indices):
         raise ValueError(
             f'layers is {layers!r}: expected "paper", None, or some of the attention layers {indices} of '
             f"{model.config.model_type}."
@@ -362,114 +352,7 @@ def _choose(calls: dict, layers: Iterable[int] | str | None, model: PreTrainedMo
     return {module: call for module, call in calls.items() if module.layer_idx in chosen}
 
 
-def _attach_and_compare(
-    model: PreTrainedModel,
-    chosen: dict,
-    expected: list[torch.Tensor],
-    num_pseudo_heads: int,
-    collapse: str,
-    seed: int | None,
-    mixing_scale: float,
-) -> None:
-    """Attach the mixing to the chosen modules.
-
-    Raise a ValueError, and detach it again, if the hidden states of the probe are not the `expected` ones."""
-    cause = None
-    try:
-        _make_interleaved(model, chosen, num_pseudo_heads, collapse, seed, mixing_scale)
-        difference = relative_difference(expected, probe(model))
-        problem = None if difference <= TOLERANCE[expected[0].dtype] else f"hidden states differ by {difference:.1e}"
-    except torch.OutOfMemoryError:  # not a property of the model type
-        detach(model)
-        raise
-    except Exception as error:  # whatever the base model's code does with a mask or a state that it does not expect
-        cause = error
-        problem = one_line(error)
-    if problem is not None:
-        detach(model)
-        raise ValueError(
-            f"{model.config.model_type} does not compute the same with interleaved heads ({problem}), and is left as "
-            "it was: docs/MODEL_TYPES.md lists the types that do."
-        ) from cause
-
-
-@torch.inference_mode(False)  # a weight that is made in inference mode gets no gradient
-def _make_interleaved(
-    model: PreTrainedModel,
-    chosen: dict,
-    num_pseudo_heads: int,
-    collapse: str,
-    seed: int | None,
-    mixing_scale: float,
-) -> None:
-    """Turn the model into one of an interleaved class, with an exact start."""
-    names = {module: name for name, module in backbone_of(model).named_modules() if module in chosen}
-    config = decoder_config(model)
-    config.interleaved_layers = {names[module]: list(call.head_counts) for module, call in chosen.items()}
-    config.num_pseudo_heads = num_pseudo_heads
-    config.pseudo_collapse = collapse
-    config.virtual_heads = None
-    config.interleaved_window = None
-    config.mixing_scale = mixing_scale
-    if get_checkpoint_conversion_mapping(type(model).__name__) is not None:
-        # Transformers renamed weights on load by the name of the base's class (GPT-NeoX), and would undo this on save.
-        # A load of the interleaved model finds no such rule, so its weights are saved under the names that they have.
-        # No public name forgets the renaming.
-        vars(model).pop("_weight_conversions", None)
-    base = type(model.config)
-    register_models(base)  # for `from_config` of the Auto classes
-    model.config.__class__ = interleaved_class(base)
-    model.__class__ = interleaved_class(type(model), base)
-    # A model's `__init__` registers by `str(class)` what `output_hidden_states` returns, and this model was built as
-    # another class. No public call does so later. From 5.24 on the registry takes models as its keys; the method
-    # of `dict` works in every version.
-    dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(model)), model._can_record_outputs)
-    with torch.device("cpu"):  # whatever the default device is: the mixing goes where its attention module is
-        attach_virtual_heads(model)
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    for module, call in chosen.items():
-        for name, start in exact_start(call.head_counts, num_pseudo_heads, collapse, generator).items():
-            mixing = module.get_submodule(name.removesuffix(".weight")).to(call.query.device, call.query.dtype)
-            mixing.init_weight("weight", start)
-            # `init_weights` then leaves it, as it leaves all weights of the base. There is no public mark for this.
-            mixing._is_hf_initialized = True
-    # `tie_weights` ties parameters and not buffers, so a tied weight takes a copy of its source's start.
-    buffers = dict(model.named_buffers())
-    for name, source in model.all_tied_weights_keys.items():
-        if is_mixing(name):
-            buffers[f"{name}_start"].copy_(buffers[f"{source}_start"])
-    model.tie_weights(recompute_mapping=False)
-
-
-def detach_virtual_heads(model: PreTrainedModel) -> None:
-    """Remove what `attach_virtual_heads` added, but for the fields of the configuration."""
-    config = decoder_config(model)
-    decoder = decoder_of(model)
-    # `register_forward_pre_hook` returns a handle, which a copy of the model would lack: the hook goes by its key.
-    for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
-        getattr(decoder, name).pop(HOOK, None)
-    vars(decoder).pop("save_pretrained", None)
-    for module in interleaved_attention(model).values():
-        for name in (*MIXING_MODULES, "paired_heads"):
-            if hasattr(module, name):
-                delattr(module, name)
-    tied = model.all_tied_weights_keys
-    model.all_tied_weights_keys = {name: source for name, source in tied.items() if not is_mixing(name)}
-    # The public `set_attn_implementation` also changes the configurations of vision towers.
-    config._attn_implementation_internal = core_of(config._attn_implementation)
-
-
-def detach(model: PreTrainedModel) -> None:
-    """Undo `_make_interleaved`, as far as it got."""
-    config = decoder_config(model)
-    if hasattr(config, "interleaved_layers"):
-        detach_virtual_heads(model)
-    if hasattr(config, "base_name_or_path"):
-        set_name(model, config.base_name_or_path)
-    for field in (*FIELDS, *FACTS_OF_BASE):
-        vars(config).pop(field, None)
-    # `save_pretrained` and a load add our entries to `auto_map`, and a load adds the type of the base.
-    vars(model.config).pop("auto_map", None)
-    vars(model.config).pop("base_model_type", None)
-    model.__class__ = base_class(type(model))
-    model.config.__class__ = base_class(type(model.config))
+def _head_counts(model: PreTrainedModel, chosen: dict[nn.Module, AttentionCall]) -> dict[str, list[int]]:
+    """Return the numbers of heads of the chosen modules, by their names in the model without a head."""
+    names = {module: name for name, module in backbone_of(model).named_modules()}
+    return {names[module]: list(call.head_counts) for module, call in chosen.items()}

@@ -49,7 +49,7 @@ MODEL_TYPE = "interleaved"  # in config.json and nowhere else, so that nothing l
 TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering", "ImageTextToText")
 AUTO_CLASSES = ("AutoModel", *(f"AutoModelFor{task}" for task in (*TASKS, "MultimodalLM")))
 MIXING_MODULES = ("q_mix", "k_mix", "v_mix", "collapse")
-# PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. This name is fixed.
+# PyTorch numbers hooks per process, so equal models would get different hashes in `datasets`. This key is fixed.
 HOOK = "interleaving"
 
 
@@ -89,6 +89,18 @@ class ConfigMixin:
         if kwargs.get("mixing_scale", own) != own:
             raise ValueError(f"The saved weights depend on mixing_scale={own}: call modeling_iha.set_mixing_scale.")
         return super().from_dict(config_dict, **kwargs)
+
+    def save_pretrained(self, *args, **kwargs):
+        """Save the configuration. Raise a ValueError if a plain model that shares the object is being saved.
+
+        Transformers has then set `architectures` to the model's class. A model without a head holds no other one."""
+        plain = tasks(base_class(type(self))).get("AutoModel")
+        if plain is not None and self.architectures == [plain.__name__]:
+            raise ValueError(
+                f"This {plain.__name__} shares its configuration object with a model whose heads are interleaved, and "
+                "would be saved as that model: make each from a copy of the configuration (copy.deepcopy)."
+            )
+        return super().save_pretrained(*args, **kwargs)
 
     # Transformers returns attention weights of "eager" alone, and does not know our name of it.
     @property
@@ -205,8 +217,30 @@ def is_mixing(name: str) -> bool:
     return not set(MIXING_MODULES).isdisjoint(name.split("."))
 
 
-def attach_virtual_heads(model: PreTrainedModel) -> None:
-    """Add virtual heads to the attention modules that the configuration lists, and a hook to the decoder."""
+def take_classes(model: PreTrainedModel) -> None:
+    """Make a plain model and its configuration ones of the interleaved classes. A load has made them so."""
+    if isinstance(model, ModelMixin):
+        return
+    config = model.config
+    base = type(config)
+    register_models(base)  # for `from_config` of the Auto classes
+    model.__class__ = interleaved_class(type(model), base)
+    config.__class__ = interleaved_class(base)
+    if config.architectures:
+        config.architectures = [f"Interleaved{name}" for name in config.architectures]
+
+
+def return_classes(model: PreTrainedModel) -> None:
+    """Make an interleaved model and its configuration ones of the classes of the base."""
+    config = model.config
+    model.__class__ = base_class(type(model))
+    config.__class__ = base_class(type(config))
+    if config.architectures:
+        config.architectures = [base_name(name) for name in config.architectures]
+
+
+def add_heads(model: PreTrainedModel) -> None:
+    """Add virtual heads to the attention modules that the configuration lists."""
     config = decoder_config(model)
     modules = interleaved_attention(model)
     if not modules:
@@ -230,18 +264,16 @@ def attach_virtual_heads(model: PreTrainedModel) -> None:
     weights = dict(model.named_parameters(remove_duplicate=False))
     tied = model.get_expanded_tied_weights_keys(all_submodels=True)
     model.all_tied_weights_keys |= {name: tied[name] for name in tied if is_mixing(name) and name in weights}
-    use_virtual_core(model)
-    decoder = decoder_of(model)
-    if decoder is not backbone_of(model):
-        decoder.save_pretrained = do_not_save_part
-    parameters = signature(type(decoder).forward).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"]
-    decoder._forward_pre_hooks[HOOK] = partial(prepare_call, names)
-    decoder._forward_pre_hooks_with_kwargs[HOOK] = True
 
 
-def do_not_save_part(*args, **kwargs) -> None:
-    raise ValueError("This part of a model with interleaved heads would load without them: save the whole model.")
+def remove_heads(model: PreTrainedModel) -> None:
+    """Remove the virtual heads, whether mixed or paired."""
+    tied = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {name: source for name, source in tied.items() if not is_mixing(name)}
+    for module in interleaved_attention(model).values():
+        for name in (*MIXING_MODULES, "paired_heads"):
+            if hasattr(module, name):
+                delattr(module, name)
 
 
 def use_virtual_core(model: PreTrainedModel) -> None:
@@ -254,6 +286,58 @@ def use_virtual_core(model: PreTrainedModel) -> None:
     if core == "sdpa" and decoder_of(model)._supports_flash_attn and getattr(config, "passes_windows", True):
         core = SDPA_IN_BLOCKS
     config._attn_implementation_internal = register_core(core)
+
+
+def use_base_core(model: PreTrainedModel) -> None:
+    """Let the decoder attend over tokens, on the same attention function."""
+    config = decoder_config(model)
+    # The public `set_attn_implementation` also changes the configurations of vision towers.
+    config._attn_implementation_internal = core_of(config._attn_implementation)
+
+
+def add_hook(model: PreTrainedModel) -> None:
+    """Let the decoder prepare its calls, and refuse to be saved alone if it is a part of the model."""
+    decoder = decoder_of(model)
+    if decoder is not backbone_of(model):
+        decoder.save_pretrained = do_not_save_part
+    parameters = signature(type(decoder).forward).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD and each.name != "self"]
+    # `register_forward_pre_hook` returns a handle, which a copy of the model would lack: the hook has a fixed key.
+    decoder._forward_pre_hooks[HOOK] = partial(prepare_call, names)
+    decoder._forward_pre_hooks_with_kwargs[HOOK] = True
+
+
+def remove_hook(model: PreTrainedModel) -> None:
+    """Let the decoder take its calls as they are, and be saved."""
+    decoder = decoder_of(model)
+    decoder._forward_pre_hooks.pop(HOOK, None)
+    decoder._forward_pre_hooks_with_kwargs.pop(HOOK, None)
+    vars(decoder).pop("save_pretrained", None)
+
+
+def do_not_save_part(*args, **kwargs) -> None:
+    raise ValueError("This part of a model with interleaved heads would load without them: save the whole model.")
+
+
+# What gives a model virtual heads, in order, and what undoes each. All read the fields of the configuration.
+EFFECTS = (
+    (take_classes, return_classes),
+    (add_heads, remove_heads),
+    (use_virtual_core, use_base_core),
+    (add_hook, remove_hook),
+)
+
+
+def attach_virtual_heads(model: PreTrainedModel) -> None:
+    """Give a model the virtual heads of which its configuration has the fields."""
+    for attach, _ in EFFECTS:
+        attach(model)
+
+
+def detach_virtual_heads(model: PreTrainedModel) -> None:
+    """Undo `attach_virtual_heads`, as far as it got. The fields of the configuration stay."""
+    for _, detach in reversed(EFFECTS):
+        detach(model)
 
 
 def check_layers(model: PreTrainedModel) -> None:
@@ -269,6 +353,11 @@ def check_layers(model: PreTrainedModel) -> None:
             f"that its configuration lists ({', '.join(listed)}): a load would make other layers. Change the layers "
             "first, and interleave the heads then."
         )
+
+
+def base_name(interleaved: str) -> str:
+    """Return the name of the class of Transformers that the name of an interleaved class holds."""
+    return interleaved.removeprefix("Interleaved").partition("_of_")[0]
 
 
 def interleaved_name(base: type, config: type | None = None) -> str:
@@ -316,13 +405,13 @@ def register_models(config_class: type[PreTrainedConfig]) -> None:
 
 def __getattr__(name: str) -> type:
     """Make `InterleavedX` where Transformers or pickle look it up in this file."""
-    base_name, _, config_name = name.removeprefix("Interleaved").partition("_of_")
-    base = getattr(transformers, base_name, None)
+    base = getattr(transformers, base_name(name), None)
     if not name.startswith("Interleaved") or base is None:
         raise AttributeError(f"{__name__} has no attribute {name}.")
     if issubclass(base, PreTrainedConfig):
         register_models(base)
         return interleaved_class(base)
+    config_name = name.partition("_of_")[2]
     config = getattr(transformers, config_name) if config_name else base.config_class
     register_models(config)
     return interleaved_class(base, config)

@@ -1,7 +1,8 @@
 # Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
-"""Add to [`IHAConfig`] the methods that a checkpoint does not need.
+"""Do for configurations what a checkpoint does not need, because it ships its own code.
 
-`from_preset` reads the named presets. `save_pretrained` ships the code of a model's own mechanisms only."""
+`from_preset` reads the named presets. `save_pretrained` ships the code of a model's own mechanisms only. Interleaved
+checkpoints load as models of the installed package."""
 
 import os
 import re
@@ -10,12 +11,16 @@ from contextlib import suppress
 from difflib import get_close_matches
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any
 
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from .configuration_iha import OPTIONS_CLASSES, IHAConfig
 from .flop_matched_window import flop_matched_window
 from .modeling_iha import ATTENTION_CLASSES
+from .modeling_interleaved import MODEL_TYPE, interleaved_class, register_models, without_types
 
 
 KIND_LISTS = ("modeling_iha.py", "configuration_iha.py")  # these name the files of every kind
@@ -174,3 +179,27 @@ def _is_ours(file: Path) -> bool:
     with suppress(FileNotFoundError), file.open("rb") as opened:
         return opened.readline().startswith(OUR_FIRST_LINE)
     return False
+
+
+class LocalInterleavedConfig(PreTrainedConfig):
+    """Read a saved configuration as one of the installed package.
+
+    The Auto classes then load the model classes from the package too, and not from the checkpoint's code."""
+
+    model_type = MODEL_TYPE
+
+    def __new__(cls, **fields):
+        # `AutoConfig.for_model` passes the fields as keywords, for the decoder of an encoder-decoder.
+        return cls.from_dict(fields)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> PreTrainedConfig:
+        base = config_dict.get("base_model_type")
+        if base not in CONFIG_MAPPING:
+            raise ValueError(
+                f"base_model_type is {base!r}: expected a model type of Transformers {transformers.__version__}. A "
+                "newer version may have it."
+            )
+        register_models(CONFIG_MAPPING[base])
+        own: Any = interleaved_class(CONFIG_MAPPING[base])
+        return own.from_dict(without_types(config_dict), **kwargs)

@@ -12,19 +12,10 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
-from .in_place import (
-    check_unwrapped,
-    check_window,
-    config_attributes,
-    detach,
-    detach_virtual_heads,
-    interleave_heads,
-    restore_configs,
-    set_interleaved_window,
-)
+from .in_place import check_unwrapped, check_window, interleave_heads, left_as_it_was
 from .interleaved_attention import decoder_config
-from .modeling_interleaved import attach_virtual_heads, interleaved_attention
-from .probes import TOLERANCE, one_line, probe, relative_difference
+from .modeling_interleaved import add_heads, interleaved_attention, remove_heads
+from .probes import check_same, probe
 
 
 def pair_heads(
@@ -53,34 +44,22 @@ def pair_heads(
 
     Return the model. Raise a ValueError, and leave the model as it was, where its heads cannot be paired."""
     check_unwrapped(model)
-    own_configs = config_attributes(model)
-    interleave_heads(model, num_pseudo_heads, layers, seed=None, mixing_scale=1.0)
-    config = decoder_config(model)
-    model_type = model.config.model_type
-    try:
-        check_window(model, sliding_window)
+    check_window(model, sliding_window)
+    with left_as_it_was(model):
+        interleave_heads(model, num_pseudo_heads, layers, seed=None, mixing_scale=1.0)
+        config = decoder_config(model)
         for name, module in interleaved_attention(model).items():
             head_counts = config.interleaved_layers[name]
             _check_heads(module, head_counts, num_pseudo_heads)
             for weight, value in fixed_mixing(head_counts, num_pseudo_heads).items():
                 module.get_parameter(weight).data.copy_(value)
         expected = probe(model)
-        detach_virtual_heads(model)
+        remove_heads(model)
         config.virtual_heads = "paired"
-        attach_virtual_heads(model)
-        difference = relative_difference(expected, probe(model))
-        if difference > TOLERANCE[expected[0].dtype]:
-            raise ValueError(
-                f"The heads of {model_type} cannot be paired: hidden states differ by {difference:.1e} from those "
-                "expected. docs/MODEL_TYPES.md lists types to use instead."
-            )
-    except Exception as error:
-        detach(model)
-        restore_configs(own_configs)
-        if isinstance(error, ValueError | torch.OutOfMemoryError):
-            raise
-        raise ValueError(f"The heads of {model_type} cannot be paired ({one_line(error)}).") from error
-    set_interleaved_window(model, sliding_window)
+        add_heads(model)
+        model_type = model.config.model_type
+        check_same(model, expected, f"The heads of {model_type} cannot be paired")
+    config.interleaved_window = sliding_window
     warnings.warn(f"The heads of this {model_type} are paired, which changes its outputs: train it.")
     return model
 

@@ -1,7 +1,8 @@
 # Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
-"""Run a decoder of Transformers on a few tokens, to record the calls of its attention modules and to compare.
+"""Run a decoder of Transformers on a few tokens, to see what its attention modules do and to compare it with itself.
 
-`interleave_heads` and `pair_heads` compare what a model computes before and after.
+`interleave_heads` examines a plain model (`examine`). Then it and `pair_heads` compare what the model computes with
+what it has to compute (`check_same`).
 """
 
 from collections.abc import Iterator
@@ -39,6 +40,74 @@ class AttentionCall(NamedTuple):
     has_lengths: bool  # of documents (`cu_seq_lens_q`)
 
 
+class Examined(NamedTuple):
+    """Hold what `examine` found about a plain model."""
+
+    calls: dict[nn.Module, AttentionCall]
+    states: list[torch.Tensor]  # hidden states of the probe
+    passes_windows: bool
+    passes_cu_seq_lens: bool
+
+
+def examine(model: PreTrainedModel) -> Examined:
+    """Return the calls of the attention modules of a plain model, and the hidden states of the probe.
+
+    Raise a ValueError for a model whose calls show that it cannot be interleaved, or that does not run the probe."""
+    with recording(model) as calls:
+        states, error = try_probe(model)
+    # Check the calls before the error: if a model cannot be interleaved, they show the reason, and its own error does
+    # not.
+    check_calls(model, calls)
+    if error is None:
+        # Some models branch on the name of their core, and took another branch for the name that records. Run the
+        # probe once more under the real name: these are the states to compare with.
+        states, error = try_probe(model)
+    model_type = model.config.model_type
+    if error is not None:
+        raise ValueError(f"{model_type} does not run with a padding mask and a cache: {one_line(error)}") from error
+    if not all(each.isfinite().all() for each in states):
+        raise ValueError(
+            f"{model_type} itself returns NaN or infinity for a padded batch: try another dtype or "
+            "attn_implementation."
+        )
+    return Examined(calls, states, passes_windows(model, states), passes_lengths(model))
+
+
+def check_calls(model: PreTrainedModel, calls: dict[nn.Module, AttentionCall]) -> None:
+    """Raise a ValueError for a model whose attention cannot be interleaved, by the recorded calls."""
+    model_type = model.config.model_type
+    if not calls:
+        raise ValueError(
+            f"{model_type} does not call attention through the registry of Transformers, so its heads cannot be "
+            "interleaved."
+        )
+    if "reference_sliding_attention" in (getattr(decoder_config(model), "layer_types", None) or ()):
+        raise ValueError(
+            f"{model_type} cannot be interleaved: its own cache layers keep the prompt in addition to a window."
+        )
+    for module, call in calls.items():
+        name = f"{model_type} cannot be interleaved: {type(module).__name__}"
+        if not call.is_causal:
+            raise ValueError(f"{name} is not marked as causal self-attention.")
+        if not hasattr(module, "layer_idx"):
+            raise ValueError(f"{name} has no layer_idx.")
+        if getattr(module, "indexer", None) is not None or getattr(module, "compressor", None) is not None:
+            raise ValueError(f"{name} chooses or compresses the keys of each query, in a mask over tokens of its own.")
+
+
+def check_same(model: PreTrainedModel, expected: list[torch.Tensor], claim: str) -> None:
+    """Raise a ValueError that begins with `claim` if the hidden states of the probe are not the expected ones."""
+    states, error = try_probe(model)
+    if error is None:
+        difference = relative_difference(expected, states)
+        if difference <= TOLERANCE[expected[0].dtype]:
+            return
+        problem = f"hidden states differ by {difference:.1e}"
+    else:
+        problem = one_line(error)
+    raise ValueError(f"{claim} ({problem}): docs/MODEL_TYPES.md lists the types to use instead.") from error
+
+
 def try_probe(model: PreTrainedModel) -> tuple[list[torch.Tensor], Exception | None]:
     """Return the hidden states of the probe, or the error that the base model's code raises."""
     try:
@@ -47,39 +116,6 @@ def try_probe(model: PreTrainedModel) -> tuple[list[torch.Tensor], Exception | N
         raise
     except Exception as error:  # whatever it does with a mask or a cache
         return [], error
-
-
-@cache  # a name is registered once and stays: no public method removes it
-def recorded(core: str) -> str:
-    """Register a core under another name, by which it records its calls, and return the name."""
-
-    def record(module, query, key, value, *args, **kwargs):
-        is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
-        head_counts = query.shape[1], key.shape[1], value.shape[1]
-        has_lengths = kwargs.get("cu_seq_lens_q") is not None
-        CALLS.get()[module] = AttentionCall(query, head_counts, is_causal, has_lengths)
-        return attend_on_core(core, 1, module, query, key, value, *args, **kwargs)
-
-    name = f"recorded_{core.replace('/', '_')}"
-    AttentionInterface.register(name, record)
-    if core in ALL_MASK_ATTENTION_FUNCTIONS:
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[core])
-    return name
-
-
-@contextmanager
-def recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
-    """Record the calls of a model's attention modules, and yield them by module."""
-    config = decoder_config(model)
-    core = config._attn_implementation
-    token = CALLS.set({})
-    try:
-        # The public `set_attn_implementation` also changes the configurations of vision towers.
-        config._attn_implementation_internal = recorded(core)
-        yield CALLS.get()
-    finally:
-        config._attn_implementation_internal = core
-        CALLS.reset(token)
 
 
 def probe(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -104,6 +140,75 @@ def probe(model: PreTrainedModel) -> list[torch.Tensor]:
             prompt = backbone(input_ids=tokens[1:, :6], use_cache=True, **{CACHE: cache}, **options)
         last = backbone(input_ids=tokens[1:, 6:], use_cache=True, **{CACHE: cache}, **options)
     return [padded, prompt[0], last[0]]
+
+
+def passes_windows(model: PreTrainedModel, expected: list[torch.Tensor]) -> bool:
+    """Return whether a decoder hands its windows to its attention, by the hidden states of the probe.
+
+    Some, such as Qwen2-MoE, have them in their masks alone, which `sdpa_in_blocks` does not get."""
+    with _core(model, SDPA_IN_BLOCKS):
+        states, error = try_probe(model)
+    return error is None and relative_difference(expected, states) <= TOLERANCE[expected[0].dtype]
+
+
+def passes_lengths(model: PreTrainedModel) -> bool:
+    """Return whether a decoder hands the lengths of documents, `cu_seq_lens_q`, to each of its attention modules.
+
+    Some drop them, and in others linear attention reads them, but not as it reads a mask. Their calls keep masks."""
+    config = decoder_config(model)
+    if getattr(config, "attention_chunk_size", None) is not None:
+        return False
+    tokens = torch.arange(3, 10, device=model.device)[None] % config.vocab_size
+    lengths = read_documents("sdpa", tokens, None, None, None)
+    try:
+        with recording(model) as calls, _evaluating(model):
+            backbone_of(model)(input_ids=tokens, use_cache=False, **lengths)
+    except Exception:  # whatever the base model's code does with arguments that it does not know
+        return False
+    return all(call.has_lengths for call in calls.values())
+
+
+@contextmanager
+def recording(model: PreTrainedModel) -> Iterator[dict[nn.Module, AttentionCall]]:
+    """Record the calls of a model's attention modules, and yield them by module."""
+    token = CALLS.set({})
+    try:
+        with _core(model, recorded(decoder_config(model)._attn_implementation)):
+            yield CALLS.get()
+    finally:
+        CALLS.reset(token)
+
+
+@cache  # a name is registered once and stays: no public method removes it
+def recorded(core: str) -> str:
+    """Register a core under another name, by which it records its calls, and return the name."""
+
+    def record(module, query, key, value, *args, **kwargs):
+        is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
+        head_counts = query.shape[1], key.shape[1], value.shape[1]
+        has_lengths = kwargs.get("cu_seq_lens_q") is not None
+        CALLS.get()[module] = AttentionCall(query, head_counts, is_causal, has_lengths)
+        return attend_on_core(core, 1, module, query, key, value, *args, **kwargs)
+
+    name = f"recorded_{core.replace('/', '_')}"
+    AttentionInterface.register(name, record)
+    if core in ALL_MASK_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[core])
+    return name
+
+
+@contextmanager
+def _core(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let the decoder attend by another core.
+
+    The public `set_attn_implementation` also changes the configurations of vision towers."""
+    config = decoder_config(model)
+    own = config._attn_implementation
+    config._attn_implementation_internal = name
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = own
 
 
 @contextmanager
@@ -137,36 +242,6 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-def passes_windows(model: PreTrainedModel, expected: list[torch.Tensor]) -> bool:
-    """Return whether a decoder hands its windows to its attention, by the hidden states of the probe.
-
-    Some, such as Qwen2-MoE, have them in their masks alone, which `sdpa_in_blocks` does not get."""
-    config = decoder_config(model)
-    core = config._attn_implementation
-    config._attn_implementation_internal = SDPA_IN_BLOCKS
-    try:
-        states, error = try_probe(model)
-    finally:
-        config._attn_implementation_internal = core
-    return error is None and relative_difference(expected, states) <= TOLERANCE[expected[0].dtype]
-
-
-def passes_lengths(model: PreTrainedModel) -> bool:
-    """Return whether a decoder hands the lengths of documents, `cu_seq_lens_q`, to each of its attention modules.
-
-    Some drop them, and in others linear attention reads them, but not as it reads a mask. Their calls keep masks."""
-    config = decoder_config(model)
-    tokens = torch.arange(3, 10, device=model.device)[None] % config.vocab_size
-    lengths = read_documents("sdpa", tokens, None, None, None)
-    try:
-        with recording(model) as calls, _evaluating(model):
-            backbone_of(model)(input_ids=tokens, use_cache=False, **lengths)
-    except Exception:  # whatever the base model's code does with arguments that it does not know
-        return False
-    has_chunks = getattr(config, "attention_chunk_size", None) is not None
-    return all(call.has_lengths for call in calls.values()) and not has_chunks
 
 
 def relative_difference(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> float:

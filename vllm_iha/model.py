@@ -205,19 +205,14 @@ class Interleaved(VirtualTransformers):
 
     def _create_hf_to_vllm_mapper(self):
         # The mapper finds the names of weights, and what experts do, by the class: it sees that of the base.
-        own_class = type(self.model)
-        own_names = self.config.architectures
-        self.model.__class__ = next(each for each in own_class.__mro__ if each.__module__.startswith("transformers."))
-        self.config.architectures = [name.removeprefix("Interleaved").split("_of_")[0] for name in own_names]
+        code = file_of(self.model)
+        code.return_classes(self.model)
         super()._create_hf_to_vllm_mapper()
-        self.model.__class__ = own_class
-        self.config.architectures = own_names
+        code.take_classes(self.model)
 
     def recursive_replace(self):
+        file_of(self.model).remove_hook(self.model)  # It prepares calls for our attention, and vLLM's comes here.
         self.model.config.get_text_config()._attn_implementation = VLLM_ATTN_IMPL
-        for module in self.model.modules():  # The hook of the decoder checks that its own attention is in place.
-            module._forward_pre_hooks.pop("interleaving", None)
-            module._forward_pre_hooks_with_kwargs.pop("interleaving", None)
         super().recursive_replace()
 
 

@@ -173,8 +173,21 @@ def test_a_changed_model_has_no_name_by_which_its_plain_base_loads(base, tmp_pat
         with pytest.raises(OSError):
             AutoModelForCausalLM.from_pretrained(changed.config.name_or_path)
     assert remove_interleaving(changed).config.name_or_path == changed.name_or_path == str(base)
-    record = json.loads((tmp_path / "interleaving.json").read_text())
-    assert record["base_model_name_or_path"] == str(base)
+
+
+def test_no_path_of_this_machine_is_saved(base, tmp_path):
+    """Keep an id of the Hub, which tells where the base is."""
+    for name, kept in ((base, ""), ("org/base-1.0", "org/base-1.0"), ("/gone/base", "")):
+        model = plain(base)
+        model.name_or_path = model.config.name_or_path = name
+        interleave_heads(model, 2).save_pretrained(tmp_path / "model")
+        save_adapter(model, tmp_path / "adapter")
+        assert json.loads((tmp_path / "model" / "config.json").read_text())["base_name_or_path"] == kept
+        save_adapter(plain(tmp_path / "model"), tmp_path / "again")
+        for place in ("adapter", "again"):
+            record = json.loads((tmp_path / place / "interleaving.json").read_text())
+            assert record["base_model_name_or_path"] == kept
+        assert remove_interleaving(model).name_or_path == model.config.name_or_path == name
 
 
 def test_the_mixing_alone_is_saved_and_loaded(base, tmp_path):

@@ -4,9 +4,17 @@ import pytest
 import torch
 from helpers import assert_close, decoder, random_ids, train_mixing
 from helpers import uncached_logits as logits
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from modeling_iha import interleave_heads, remove_interleaving
+from modeling_iha import interleave_heads, modeling_interleaved, remove_interleaving
 from modeling_iha.interleaved_attention import core_of
 from modeling_iha.transformers_versions import CACHE
 from research.experiments.model_types import CAUSAL, MULTIMODAL, tiny_model
@@ -27,6 +35,23 @@ def test_weights_that_are_renamed_by_the_name_of_the_class_are_saved(name, auto_
     model = interleave_heads(auto_class.from_pretrained(tmp_path / "plain"), 2)
     remove_interleaving(model).save_pretrained(tmp_path / "again")
     assert_close(logits(auto_class.from_pretrained(tmp_path / "again").eval(), input_ids=tokens), plain)
+
+
+def test_a_server_takes_the_class_of_the_base_and_its_calls(tmp_path):
+    """Do what the plugin for vLLM does with a loaded model: it maps weights by the base's class, and has a core."""
+    interleave_heads(decoder("llama"), 2).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    own, own_config = type(model), type(model.config)
+    modeling_interleaved.return_classes(model)
+    assert type(model) is LlamaForCausalLM and type(model.config) is LlamaConfig
+    assert model.config.architectures == ["LlamaForCausalLM"]
+    modeling_interleaved.take_classes(model)
+    assert type(model) is own and type(model.config) is own_config
+    assert model.config.architectures == ["InterleavedLlamaForCausalLM"]
+    modeling_interleaved.remove_hook(model)
+    model.config._attn_implementation = "sdpa"
+    assert hasattr(model.model.layers[0].self_attn, "q_mix")
+    assert logits(model, input_ids=random_ids(1, 5)).equal(logits(decoder("llama"), input_ids=random_ids(1, 5)))
 
 
 @pytest.mark.skipif("internlm3" not in CONFIG_MAPPING, reason="this Transformers has no InternLM 3")

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
+    AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     BertConfig,
@@ -91,8 +93,8 @@ def test_a_whole_takes_its_part_with_the_package(name, tmp_path):
     whole = decoder("llama") if name == "llama" else tiny_model(name, MULTIMODAL)
     part = whole.model if name == "llama" else whole.model.language_model
     fields = whole.config.to_dict()
-    with pytest.raises(ValueError, match="layers is 7"):
-        interleave_heads(part, 2, layers=7)
+    with pytest.raises(ValueError, match="layers is .7"):
+        interleave_heads(part, 2, layers=[7])
     assert whole.config.to_dict() == fields
     remove_interleaving(interleave_heads(part, 2))
     assert whole.config.to_dict() == fields
@@ -101,6 +103,25 @@ def test_a_whole_takes_its_part_with_the_package(name, tmp_path):
     loader = AutoModelForCausalLM if name == "llama" else AutoModelForImageTextToText
     loaded = loader.from_pretrained(tmp_path, trust_remote_code=True)
     assert_close(logits(loaded, input_ids=random_ids(1, 7)), logits(whole, input_ids=random_ids(1, 7)))
+
+
+def test_a_plain_model_does_not_save_the_configuration_of_an_interleaved_one(tmp_path):
+    """Build two from one configuration object: the plain one computes what it did, and would load as the other."""
+    decoder("llama").model.save_pretrained(tmp_path / "base")
+    config = AutoConfig.from_pretrained(tmp_path / "base")
+    one, other = (AutoModel.from_config(config).eval() for _ in range(2))
+    expected = other(random_ids(1, 7)).last_hidden_state
+    interleave_heads(one, 2)
+    config.save_pretrained(tmp_path / "alone")
+    torch.testing.assert_close(other(random_ids(1, 7)).last_hidden_state, expected)
+    with pytest.raises(ValueError, match="This LlamaModel shares its configuration object .*copy.deepcopy"):
+        other.save_pretrained(tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())
+    one.save_pretrained(tmp_path / "one")
+    assert AutoConfig.from_pretrained(tmp_path / "one").architectures == ["InterleavedLlamaModel"]
+    remove_interleaving(one)
+    other.save_pretrained(tmp_path / "other")
+    assert type(AutoModel.from_pretrained(tmp_path / "other")) is type(other)
 
 
 def test_a_part_of_an_interleaved_model_is_interleaved_already():
