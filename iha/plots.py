@@ -10,16 +10,19 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from math import inf, isnan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from iha.errors import UserError, run_cli
 from iha.files import check_output_file, expanded, read_json, whole_file
 
+
+if TYPE_CHECKING:
+    from torch import nn
 
 WIDTH = 8
 DOTS_PER_INCH = 100
@@ -106,6 +109,41 @@ def plain_numbers(axes: Axes) -> None:
             ratio = max(low, high) / min(low, high)
             axis.set_minor_formatter(plain if ratio < 12 else few if ratio < 100 else NullFormatter())
             axis.set_tick_params(which="minor", labelsize="small")
+
+
+def plot_mixing(model: "nn.Module") -> Figure:
+    """Draw how far the mixing of each head has moved from its start (`mixing_change`), and which heads it then reads.
+
+    Above are layers and heads. Below are the heads that each head reads, and the pseudo-heads that its collapse reads:
+    how much their shares have changed, the root mean square over the layers.
+    """
+    import torch  # here, because the other plots need none of these
+
+    from modeling_iha import mixing_change
+    from modeling_iha.mixing_weights import mixing_differences
+
+    distances = mixing_change(model)
+    differences = mixing_differences(model)
+    figure = Figure(figsize=(WIDTH, 5.5), layout="constrained")
+    figure.suptitle("Change of the mixing from its start", x=0.01, ha="left", fontsize="large", fontweight="bold")
+    above, below = figure.subplots(2, len(distances))
+    for axes, (part, layers) in zip(above, distances.items()):
+        image = axes.imshow(torch.stack(list(layers.values())).numpy(), vmin=0, aspect="auto")
+        axes.set(title=part, ylabel="layer")
+        shown = range(0, len(layers), -(-len(layers) // 8))
+        axes.set_yticks(shown, [list(layers)[place] for place in shown])
+        figure.colorbar(image, ax=axes, location="bottom", label="distance")
+    for axes, (part, layers) in zip(below, differences.items()):
+        squares = torch.stack([each.square() for each in layers.values()]).mean(0)  # [sources, heads, P]
+        reads = squares.sum(0).T if part == "collapse" else squares.mean(-1)
+        image = axes.imshow(reads.sqrt().numpy(), vmin=0, aspect="auto")
+        axes.set(ylabel="pseudo-head" if part == "collapse" else "head that it reads")
+        axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+        figure.colorbar(image, ax=axes, location="bottom", label="change, all layers")
+    for axes in (*above, *below):
+        axes.set_xlabel("head")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return figure
 
 
 def save_plot(figure: Figure, path: Path) -> None:

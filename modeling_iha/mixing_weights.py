@@ -1,5 +1,5 @@
 # Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
-"""Find the weights that mix heads, read their values, and change the rate at which they learn.
+"""Find the weights that mix heads, read their values and how far they moved, and change the rate at which they learn.
 
 Mixing modules are recognized by their buffers (`weight_names`) and not by their class, because a loaded checkpoint has
 its own copy of the classes. Under FSDP2 every process must call these functions, because they gather sharded weights.
@@ -10,6 +10,12 @@ import math
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
+
+from .exact_start import identity_mixing
+
+
+# What the modules of an attention module mix.
+PARTS = {"q_mix": "queries", "k_mix": "keys", "v_mix": "values", "collapse": "collapse"}
 
 
 def weight_names(module: nn.Module) -> list[str]:
@@ -82,6 +88,65 @@ def state_with_values(module: nn.Module) -> dict[str, torch.Tensor]:
             del state[f"{full}_start"]
             del state[f"{full}_scale"]
     return state
+
+
+def mixing_change(model: nn.Module) -> dict[str, dict[int, torch.Tensor]]:
+    """Return how far the mixing of each head has moved from its start.
+
+    The result has the parts "queries", "keys", "values" and "collapse", and for each of them, by the index of the
+    layer, a distance for each head, float32 [heads]. A pseudo-head is a sum of heads, and its distance is the length
+    of the vector of what its shares have changed by. That of a head is the root mean square over its pseudo-heads. At
+    a distance of 1 a pseudo-head lost its own head, or reads another head in addition.
+
+    The start is that of `interleave_heads`, or the values at the last `set_mixing_scale`. A model that is trained from
+    scratch keeps no start, so there the distance is from what the weights are drawn around: its own head for each
+    pseudo-head, and the mean over the pseudo-heads for the collapse. `iha.plots.plot_mixing(model)` draws it.
+
+    Raise a ValueError for a model without such weights."""
+    differences = mixing_differences(model)
+    return {
+        part: {layer: each.square().sum(0).mean(-1).sqrt() for layer, each in layers.items()}
+        for part, layers in differences.items()
+    }
+
+
+@torch.no_grad()
+def mixing_differences(model: nn.Module) -> dict[str, dict[int, torch.Tensor]]:
+    """Return the values of the mixing minus their start, by part and layer, float32 [sources, heads, P] on the CPU.
+
+    A collapse of a head's own pseudo-heads has one source."""
+    found: dict[str, dict[int, torch.Tensor]] = {part: {} for part in PARTS.values()}
+    for attention in model.modules():
+        if "q_mix" not in attention._modules:
+            continue
+        for name, part in PARTS.items():
+            mixing = trained_copy(getattr(attention, name))
+            difference = gathered(mixing.weight).float() * mixing.weight_scale
+            if not mixing.weight_start.any():  # none is kept from scratch
+                difference -= drawn_around(mixing, part)
+            if part == "collapse":
+                difference = difference.unflatten(1, (-1, mixing.num_pseudo_heads)).transpose(0, 1)
+            found[part][attention.layer_idx] = difference.cpu()
+    if not found["queries"]:
+        raise ValueError(f"{type(model).__name__} has no weights that mix heads: interleave_heads makes them.")
+    return found
+
+
+def trained_copy(module: nn.Module) -> nn.Module:
+    """Return the copy of a module that an adapter of PEFT trains, or the module itself."""
+    copies = getattr(module, "modules_to_save", None)
+    return module if copies is None else copies[module.active_adapters[0]]
+
+
+def drawn_around(mixing: nn.Module, part: str) -> torch.Tensor:
+    """Return what the weights of a mixing are drawn around in a model that is trained from scratch."""
+    weight = mixing.weight_start
+    if part != "collapse":
+        return identity_mixing(weight.shape[1], weight.shape[2]).to(weight.device)
+    heads, columns = weight.shape
+    is_per_head = columns == mixing.num_pseudo_heads
+    own = torch.ones(heads, 1) if is_per_head else torch.eye(heads)
+    return own.repeat_interleave(mixing.num_pseudo_heads, dim=1).to(weight.device) / mixing.num_pseudo_heads
 
 
 @torch.no_grad()

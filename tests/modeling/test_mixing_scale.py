@@ -16,16 +16,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArgu
 
 from iha.checkpoints import load_model
 from iha.errors import UserError
+from iha.plots import plot_mixing, save_plot
 from iha.sources import find_source
 from modeling_iha import (
     IHAConfig,
     IHAForCausalLM,
     interleave_heads,
+    mixing_change,
     mixing_parameters,
     set_mixing_scale,
 )
 from modeling_iha.interleaving import HeadMixing
-from modeling_iha.mixing_weights import state_with_values
+from modeling_iha.mixing_weights import PARTS, state_with_values
 from modeling_iha.modeling_interleaved import MIXING_MODULES
 
 
@@ -163,6 +165,62 @@ def test_the_scale_changes_and_the_values_stay(name, dtype, tmp_path):
             set_mixing_scale(model, scale)
     with pytest.raises(ValueError, match="no weights that mix heads"):
         set_mixing_scale(decoder("llama"), 10)
+
+
+@pytest.mark.parametrize("collapse", ["per_head", "all_heads"])
+def test_the_change_of_the_mixing_is_that_of_each_head(collapse, tmp_path):
+    """Move one pseudo-head of one part at a time, by 0.3 and 0.4 of two heads."""
+    model = interleave_heads(decoder("llama"), 2, layers=[0, 2], collapse=collapse)
+    assert not any(head.any() for layers in mixing_change(model).values() for head in layers.values())
+    for name, part in PARTS.items():
+        moved = copy.deepcopy(model)
+        weight = getattr(moved.model.layers[2].self_attn, name).weight.data
+        of_head = weight[1] if name == "collapse" else weight[:, 1].flatten()
+        of_head[0], of_head[-1] = 0.3 / 40, 0.4 / 40
+        weight[:, 1] = weight[:, 1] if name == "collapse" else of_head.view_as(weight[:, 1])
+        moved.save_pretrained(tmp_path / name)
+        adapted = get_peft_model(copy.deepcopy(moved), LoraConfig(**LORA))
+        for weight_name, original in adapted.named_parameters():
+            if weight_name.endswith(".original_module.weight"):
+                original.data.zero_()  # a copy is trained
+        for each in (moved, adapted, AutoModelForCausalLM.from_pretrained(tmp_path / name)):
+            changes = mixing_change(each)
+            expected = torch.zeros(len(changes[part][2]))
+            expected[1] = ((0.3**2 + 0.4**2) / 2) ** 0.5  # of two pseudo-heads
+            assert_close(changes[part].pop(2), expected)
+            assert not any(heads.any() for layers in changes.values() for heads in layers.values())
+
+
+@pytest.mark.parametrize("pseudo_collapse", ["per_head", "all_heads"])
+def test_a_mixing_from_scratch_starts_as_far_away_as_its_noise(pseudo_collapse):
+    model = IHAForCausalLM(small_config(num_pseudo_heads=2, pseudo_collapse=pseudo_collapse, initializer_range=0.02))
+    changes = mixing_change(model)
+    assert not changes["collapse"][0].any()
+    for part, heads in (("queries", 4), ("keys", 2), ("values", 2)):
+        assert (changes[part][1] / (0.02 * heads**0.5) - 1).abs().max() < 1
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_mix.weight[0, 3] += 1  # head 3 now reads head 0
+    assert (mixing_change(model)["queries"][1] > 0.5).tolist() == [False, False, False, True]
+    with pytest.raises(ValueError, match="no weights that mix heads"):
+        mixing_change(decoder("llama"))
+
+
+def test_the_picture_of_the_mixing_shows_its_change(tmp_path):
+    model = train_mixing(interleave_heads(decoder("llama"), 2, layers=[0, 2], collapse="all_heads"))
+    figure = plot_mixing(model)
+    panels = [axes for axes in figure.axes if axes.images]
+    changes = mixing_change(model)
+    assert len(panels) == 8
+    for axes, (part, layers) in zip(panels, changes.items()):
+        assert axes.get_title() == part and [label.get_text() for label in axes.get_yticklabels()] == ["0", "2"]
+        assert axes.images[0].get_array().tolist() == torch.stack(list(layers.values())).tolist()
+    queries = panels[4].images[0].get_array()  # head m read by head h
+    values = [state_with_values(model.model.layers[layer].self_attn.q_mix)["weight"] for layer in (0, 2)]
+    own = torch.eye(4)[:, :, None]
+    squares = torch.stack([(value - own).square().mean(-1) for value in values])
+    assert_close(torch.tensor(queries), squares.mean(0).sqrt())
+    save_plot(figure, tmp_path / "mixing.png")
+    assert (tmp_path / "mixing.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(("scale", "stored"), [(1e5, "inf"), (1e-9, "0")])
