@@ -107,8 +107,7 @@ def interleave_heads(
         config.passes_cu_seq_lens = base.passes_cu_seq_lens
         _attach(model)
         _start_exactly(model, chosen, seed)
-        claim = f"{model.config.model_type} does not compute the same with interleaved heads, and is left as it was"
-        check_same(model, base.states, claim)
+        check_same(model, base.states, f"{model.config.model_type} does not compute the same with interleaved heads")
     config.interleaved_window = sliding_window
     _hide_name(model)
     return model
