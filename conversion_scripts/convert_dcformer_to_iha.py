@@ -2,12 +2,10 @@
 
 from functools import partial
 
-from iha.api import convert_dcformer
-from iha.cli import call
-from iha.errors import run_cli
+from iha import api, cli, errors
 
 
-main = partial(call, convert_dcformer)
+main = partial(cli.call, api.convert_dcformer)
 
 if __name__ == "__main__":
-    run_cli(main)
+    errors.run_cli(main)

@@ -2,12 +2,10 @@
 
 from functools import partial
 
-from iha.api import convert_diffllama
-from iha.cli import call
-from iha.errors import run_cli
+from iha import api, cli, errors
 
 
-main = partial(call, convert_diffllama)
+main = partial(cli.call, api.convert_diffllama)
 
 if __name__ == "__main__":
-    run_cli(main)
+    errors.run_cli(main)

@@ -10,6 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from iha.adapter_card import write_adapter_card
 from iha.errors import run_cli
 from iha.sources import find_source
 from modeling_iha import interleave_heads, load_adapter, save_adapter
@@ -35,6 +36,7 @@ trainer = SFTTrainer(
 )
 trainer.train()
 save_adapter(trainer.model, args.out)  # the adapters and the mixing, without the base
+write_adapter_card(args.out, args.model)
 
 loaded = load_adapter(AutoModelForCausalLM.from_pretrained(args.model), args.out)
 print(f"{loaded.get_nb_trainable_parameters()[1]:,} parameters with the base: {args.out}")

@@ -327,6 +327,9 @@ def test_an_example_trains_on_a_file_or_a_folder_and_loads_what_it_saved(name, f
     words = [str(path), base, str(Path(rows, file)), str(tmp_path / "out"), "--max_steps", "2"]
     monkeypatch.setattr(sys, "argv", words)
     assert_loads_what_it_trained(runpy.run_path(str(path)))
+    if name == "lora":
+        card = (tmp_path / "out" / "README.md").read_text()
+        assert "LoRA adapters of base, trained with interleaved heads" in card and "None" not in card
 
 
 def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeypatch):

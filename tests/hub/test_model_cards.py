@@ -5,18 +5,21 @@ import re
 import subprocess
 
 import pytest
-from helpers import random_model, small_config
+import torch
+from helpers import decoder, random_ids, random_model, small_config
 from huggingface_hub import ModelCard
+from peft import LoraConfig, get_peft_model
 from tiny_training import byte_config, saved
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from iha import cards
+from iha.adapter_card import write_adapter_card
 from iha.card_template import render_card
 from iha.cards import name_of_place, source_name, title_of, with_name, with_results
 from iha.checkpoints import fingerprint
 from iha.model_cost import model as cost_of_model
 from iha.sources import find_source
-from modeling_iha import IHAConfig, interleave_heads
+from modeling_iha import IHAConfig, interleave_heads, save_adapter
 
 
 BASE = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -171,6 +174,29 @@ def test_a_card_of_a_run_loads_it_and_is_called_as_it_is(tmp_path, monkeypatch):
         assert "\n# me/iha\n" in with_name(card, "me/iha")
     (tmp_path / "runs" / "paired" / "final").mkdir(parents=True)
     assert (source_name("runs/paired/final"), source_name("me/iha")) == ("paired", "me/iha")
+
+
+def test_the_card_of_an_adapter_says_how_to_merge_it(tmp_path, monkeypatch):
+    """Run its example: the merged model computes what the adapted one does."""
+    monkeypatch.chdir(tmp_path)
+    saved(decoder("llama"), "base")
+    model = interleave_heads(AutoModelForCausalLM.from_pretrained("base"), 2)
+    modules = ["q_mix", "k_mix", "v_mix", "collapse"]
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", modules_to_save=modules)).eval()
+    for weight in adapted.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.02)
+    save_adapter(adapted, "out/adapter")
+    write_adapter_card("out/adapter", "base")
+    card = ModelCard.load("out/adapter/README.md")
+    assert "\n# adapter\n" in card.text and card.data.base_model is None and str(tmp_path) not in str(card)
+    exec(re.search(r"^```python\n(.*?)^```", card.text, re.DOTALL | re.MULTILINE)[1], {})
+    tokens = random_ids(2, 9)
+    merged = AutoModelForCausalLM.from_pretrained("merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits)
+    write_adapter_card("out/adapter", "me/base")
+    assert ModelCard.load("out/adapter/README.md").data.base_model == "me/base"
 
 
 def test_a_card_from_scratch_has_no_base_model():
