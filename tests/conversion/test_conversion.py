@@ -240,15 +240,11 @@ def test_what_would_change_the_logits_is_refused_by_name(change, message):
         ({"num_pseudo_heads": 2, "window": 8}, "the global schedule has no window"),
         ({"num_pseudo_heads": 2, "schedule": "hybrid", "window": 257}, "window=257: expected at most .* 256 tokens"),
         ({"num_pseudo_heads": 9, "schedule": "hybrid"}, "num_pseudo_heads=9 leaves no window .*: give --window"),
-        ({}, "'iha' needs a number of pseudo-heads"),
         ({"num_pseudo_heads": 2, **TALKING_HEADS}, "'talking_heads' has no pseudo-heads"),
-        ({"schedule": "hybrid", **TALKING_HEADS}, "only 'iha' has that schedule"),
         ({"kind": "diff_v2", "mixing_scale": 3.0}, "'diff_v2' with these options has no weights that mix heads"),
         ({"kind": "mha"}, "kind 'mha' without a gate is what the source has: give --output-gate"),
         ({"kind": "diff"}, "kind='diff' has no exact start"),
-        ({"kind": "paired_heads"}, "kind='paired_heads' has no exact start"),
         ({"kind": "knocking_heads", "options": {"every": 4}}, "unexpected keyword argument 'every'"),
-        ({"kind": "mha", "output_gate": "per_token"}, "output_gate"),
     ],
     ids=str,
 )
@@ -261,9 +257,7 @@ def test_arguments_that_cannot_work_are_refused(arguments, message):
     ("arguments", "message"),
     [
         ({"schedule": "paper"}, "schedule='paper': expected 'global' or 'hybrid'"),
-        ({"value_offsets": "some"}, "value_offsets='some': expected 'balanced' or 'none'"),
         ({"num_pseudo_heads": "2"}, "num_pseudo_heads='2': expected a valid integer"),
-        ({"seed": None}, "seed=None"),
     ],
 )
 def test_a_program_may_give_no_other_types_than_the_command(arguments, message, tmp_path):
@@ -643,7 +637,6 @@ def test_back_conversion_command(road, travel, tmp_path, cli):
     [
         ("llama", "rope_freqs.weight", lambda file: file.add_tensor("rope_freqs.weight", np.ones(4, np.float32))),
         ("llama", "blk.0.attn_q.bias", lambda file: file.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32))),
-        ("llama", "blk.0.ffn_up.bias", lambda file: file.add_tensor("blk.0.ffn_up.bias", np.ones(24, np.float32))),
         ("qwen2", "rope.scaling.factor", lambda file: file.add_rope_scaling_factor(4.0)),
         ("phi3", "attention.sliding_window", lambda file: file.add_sliding_window(2047)),
         ("phi3", "rope.dimension_count=6", lambda file: file.add_rope_dimension_count(6)),
@@ -682,7 +675,6 @@ def test_a_source_without_a_tokenizer_converts_there_and_back(tmp_path, cli):
 @pytest.mark.parametrize(
     ("name", "added"),
     [
-        ("LlamaTokenizer", {}),
         ("GemmaTokenizer", {}),
         ("Qwen2Tokenizer", {"0": {"content": "<|im_end|>", "special": True}, "1": {"content": "<think>"}}),
     ],
@@ -705,18 +697,11 @@ def test_a_tokenizer_of_other_words_is_taken(tmp_path):
     assert load_tokenizer(find_source(tmp_path), 61)("zwei")["input_ids"] == [2]
 
 
-@pytest.mark.parametrize("scale, dtype, stored", [(1e5, "float16", "inf"), (1e-8, "float16", "0")])
-def test_a_scale_that_the_dtype_cannot_hold_is_refused(scale, dtype, stored, tmp_path, cli):
+def test_a_scale_that_the_dtype_cannot_hold_is_refused(tmp_path, cli):
     save_tiny_source(tmp_path / "source")
-    options = ("--num-pseudo-heads", 2, "--mixing-scale", scale, "--dtype", dtype)
+    options = ("--num-pseudo-heads", 2, "--mixing-scale", 1e5, "--dtype", "float16")
     code, _, err = cli(convert_llama_to_iha, tmp_path / "source", tmp_path / "iha", *options)
-    assert code == 1 and f"is {stored} in torch.float16: choose another number" in last_line(err), err
-
-
-def test_options_are_an_object(tmp_path, cli):
-    for text in ('{"a": 1', "[1]"):
-        code, _, err = cli(convert_llama_to_iha, "source", tmp_path / "iha", "--options", text)
-        assert code == 2 and "is not a JSON object, such as" in err
+    assert code == 1 and "is inf in torch.float16: choose another number" in last_line(err), err
 
 
 def test_no_number_of_the_mixing_is_nan(tmp_path, converted):

@@ -363,13 +363,3 @@ def test_nobodys_work_is_overwritten(directory, hub, push, monkeypatch):
     assert "Published" in push()
     assert hub.head("me/iha")["README.md"] == (directory / "README.md").read_bytes()
     assert hub.head("me/iha")["note.txt"] == b"2"
-
-
-def test_a_commit_that_fails_leaves_the_old_checkpoint(directory, hub, push):
-    push()
-    old = hub.head("me/iha")
-    append("README.md", "More.\n")(directory)
-    hub.fault = ("POST", "/commit/", 403)
-    assert push().startswith("Error: ") and hub.head("me/iha") == old
-    hub.fault = None
-    assert "Published: " in push() and hub.head("me/iha")["README.md"].endswith(b"More.\n")
