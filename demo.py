@@ -5,9 +5,11 @@ Every finished step leaves its result in outputs/demo and is not repeated: the d
 """
 
 import argparse
+import importlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import time
@@ -18,7 +20,7 @@ import torch
 from iha.checkpoints import load_config, load_model, load_tokenizer, smollm2_gguf
 from iha.errors import ROOT, UserError, run_cli
 from iha.files import new_directory, read_json
-from iha.processes import load_in_clean_process, run_command
+from iha.processes import load_in_clean_process
 from iha.sources import find_source
 
 
@@ -47,9 +49,16 @@ def unpack(source: Path) -> None:
 
 
 def step(title: str, result: Path, module: str, *arguments: object) -> None:
-    """Say what a command is for, and run it unless its `result` exists."""
+    """Say what a command is for, and run it in this process, which saves its imports, unless its `result` exists."""
     print(f"\n== {title}", flush=True)
-    run_command(result, module, *arguments)
+    if result.exists():
+        print(f"{result} exists: skipping this step", flush=True)
+        return
+    words = [str(argument) for argument in arguments]
+    print(f"$ python -m {shlex.join([module, *words])}", flush=True)
+    start = time.monotonic()
+    importlib.import_module(module).main(words)
+    print(f"   {time.monotonic() - start:.0f} s", flush=True)
 
 
 def score(title: str, model: Path, result: Path) -> dict:

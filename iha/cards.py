@@ -219,7 +219,7 @@ def with_name(card: str, name: str) -> str:
     if in_python:
         with suppress(ValueError):  # a stranger's line
             former = json.loads(in_python[1])
-    if f"\nname={shlex.quote(former)}\n" not in edited.text:
+    if not in_python or f"\nname={shlex.quote(former)}\n" not in edited.text:
         return card  # with its metadata, of which a ModelCard drops what it does not know
     for old, new in (
         (in_python[0], f"name = {json.dumps(name, ensure_ascii=False)}"),

@@ -1,32 +1,14 @@
-"""Run a command in this process, and a checkpoint's own code in a process that cannot import this package."""
+"""Run a checkpoint's own code in a process that cannot import this package."""
 
-import importlib
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from iha.errors import ROOT, UserError
-
-
-def run_command(result: str | os.PathLike, module: str, *arguments: object) -> None:
-    """Run the `main` of a command in this process, which saves the time of its imports.
-
-    Do nothing if `result` exists.
-    """
-    if os.path.exists(result):
-        print(f"{result} exists: skipping this step", flush=True)
-        return
-    words = [str(argument) for argument in arguments]
-    print(f"$ python -m {shlex.join([module, *words])}", flush=True)
-    start = time.monotonic()
-    importlib.import_module(module).main(words)
-    print(f"   {time.monotonic() - start:.0f} s", flush=True)
 
 
 # The start of the program of a clean process. The finder blocks this package even if it is installed: a process in

@@ -43,10 +43,10 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
 import vllm_iha
+from conversion_scripts import convert_llama_to_iha
 from iha.checkpoints import smollm2_gguf
 from iha.errors import ROOT
 from iha.kinds import all_companions
-from iha.processes import run_command
 from modeling_iha import IHAConfig, pair_heads
 from modeling_iha.modeling_interleaved import interleaved_class, tasks
 from vllm_iha.checks import KINDS
@@ -299,7 +299,7 @@ def test_forty_requests_at_once(tmp_path):
 
 def test_a_converted_model(tmp_path, undecorated):
     converted, schedule = tmp_path / "iha", ["--num-pseudo-heads", "2", "--schedule", "hybrid", "--window", "32"]
-    run_command(converted, "conversion_scripts.convert_llama_to_iha", smollm2_gguf(), converted, *schedule)
+    convert_llama_to_iha.main([str(smollm2_gguf()), str(converted), *schedule])
     # From random tokens beyond its windows the model makes a text in which rounding grows twentyfold at one place.
     text = AutoTokenizer.from_pretrained(converted)((ROOT / "LICENSE").read_text())["input_ids"]
     with engine(converted) as llm:
