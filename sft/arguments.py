@@ -136,6 +136,16 @@ class RecipeParser(TrlParser):
         for action in self._actions:
             if action.dest in UNUSED_KEYS:
                 action.help = SUPPRESS  # `parse` rejects these
+        self._show_first(list(RunArguments.__annotations__))
+
+    def _show_first(self, names: list[str]) -> None:
+        """Show these keys in a group at the top of the help. Transformers' parser puts all keys into one group."""
+        actions = {action.dest: action for action in self._actions}
+        group = self.add_argument_group("keys of this package")
+        group._group_actions = [actions.pop(name) for name in names]
+        self._optionals._group_actions = list(actions.values())
+        self._optionals.title = "keys of TRL and Transformers"
+        self._action_groups.sort(key=lambda each: each is not group)
 
     def parse(self, argv: Sequence[str] | None) -> tuple[RunArguments, SFTConfig]:
         """Return the keys of `argv`, or of the command line if it is None.
@@ -143,8 +153,6 @@ class RecipeParser(TrlParser):
         Raise `UserError` for a key that is unknown, unused or excluded by another, and for a number out of range.
         """
         words = sys.argv[1:] if argv is None else argv
-        if words[-1:] == ["--config"]:
-            raise UserError("--config: give the recipe's file.")
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
         if args.chat_template_path is not None:

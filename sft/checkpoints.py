@@ -83,6 +83,8 @@ class WholeCheckpoints(TrainerCallback):
     def on_train_begin(self, args, state, control, lr_scheduler=None, **kwargs):
         # A checkpoint holds the steps of logs, saves and evaluations. Those of this run count.
         state.compute_steps(args, state.max_steps)
+        if state.max_steps < state.logging_steps:
+            state.logging_steps = 1  # else a short run would end without a curve
         if args.load_best_model_at_end and state.best_global_step and state.best_model_checkpoint is None:
             # Its path is not there any more, because the directory of the run was moved.
             best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"

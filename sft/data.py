@@ -19,7 +19,7 @@ from trl.chat_template_utils import is_chat_template_stop_token_trained
 from typing_extensions import TypedDict
 
 from iha.errors import UserError, one_line, refusing
-from iha.files import typed
+from iha.files import read_jsonl, typed
 from sft.arguments import RunArguments
 from sft.sources import READERS, RunData, check_source, is_one_row, splits, suffix_of
 
@@ -175,6 +175,9 @@ def load_rows(
     except StopIteration:  # raised by the reader of an empty file
         first = None
     except Exception as error:  # each reader raises its own exceptions, and its cause says what is wrong
+        if name.endswith(".jsonl") and Path(name).is_file():
+            for _ in read_jsonl(name):  # names the row, which the reader counts from 0, and from each block anew
+                pass
         raise UserError(f"{name}, split {split!r}, cannot be read: {one_line(error.__cause__ or error)}") from error
     if first is None:
         raise UserError(f"{name}: it holds no rows.")

@@ -119,7 +119,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     where = "other names of special tokens of --from: '<|reserved_special_token_0|>=<|im_start|>'"
     add("--rename", type=pair, nargs="+", default=[], metavar="OLD=NEW", help=where)
     args = parser.parse_args(argv)
-    if (args.text is None) == (args.source is None):
+    if args.text is None and args.source is None:
+        raise UserError(f"{args.dst} is the only name: give rows to train on and a new directory, or use --from.")
+    if args.text is not None and args.source is not None:
         raise UserError("give rows to train on, or a tokenizer with --from, and not both.")
     if args.rename and args.source is None:
         raise UserError("--rename: the tokens of a tokenizer of --from, which is not given.")

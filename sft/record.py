@@ -125,18 +125,19 @@ def compare_records(record: Record, checkpoint: Path) -> None:
 
 def _refuse_changes(kept: Record, record: Record, checkpoint: Path) -> None:
     """Raise `UserError` if a run that went on from `checkpoint`, with the record `kept`, would be another one."""
-    for section in ("base_model", "data"):
-        if kept[section] | {"name": None} != record[section] | {"name": None}:
-            raise UserError(
-                f"{checkpoint} belongs to a run with another {section}, {kept[section]['name']}: choose another "
-                "output_dir, or give this run what it began with."
-            )
+    # The keys come first, because the seed is a part of the identity of random weights too.
     for name in fixed_keys(record):
         then, now = (each["recipe"].get(name) for each in (kept, record))
         if _as_words(then) != _as_words(now):
             raise UserError(
                 f"{name}: the run began with {then} and cannot go on with {now}. Set it back, or start another run "
                 "from its final model."
+            )
+    for section in ("base_model", "data"):
+        if kept[section] | {"name": None} != record[section] | {"name": None}:
+            raise UserError(
+                f"{checkpoint} belongs to a run with another {section}, {kept[section]['name']}: choose another "
+                "output_dir, or give this run what it began with."
             )
     if rows_of_a_step(kept) != rows_of_a_step(record):
         raise UserError(

@@ -13,8 +13,15 @@ from sft.sources import RowSource
 from sft.trainer import SFTRecipeTrainer
 
 
-# Figures that have a panel in curves.png, together with those of the evaluation, if they were logged.
-CURVES = ("loss", "bits_per_byte", "tokens_per_second", "model_flops_utilization", "peak_memory_gb")
+# Figures that are logged in training, in evaluation ("eval_"), or in both, and the panel of each in curves.png. The
+# memory hardly changes in a run, and has none.
+CURVES = {
+    "loss": "loss, nats per token",
+    "bits_per_byte": "bits per byte of text",
+    "tokens_per_second": "tokens per second",
+    "model_flops_utilization": "share of the peak FLOP/s",
+    "peak_memory_gb": None,
+}
 # Keys of a recipe that every card names. It names other keys if they differ from their defaults.
 CARD_KEYS = (
     "learning_rate",
@@ -42,15 +49,13 @@ def write_curves(history: list[dict], output_dir: Path) -> None:
 
 def draw(points: dict[str, list], path: Path) -> None:
     """Draw a panel for each of the `CURVES` that was logged."""
-    shown = [name for name in CURVES if points[name] or points[f"eval_{name}"]] or ["loss"]
+    shown = [name for name, words in CURVES.items() if words and (points[name] or points[f"eval_{name}"])] or ["loss"]
     figure, all_axes = plots.panels("Curves of the run", len(shown), 2)
     for axes, panel in zip(all_axes, shown):
-        for name in (panel, f"eval_{panel}"):
+        for name, label, color in ((panel, "training", "C0"), (f"eval_{panel}", "held-out rows", "C1")):
             if points[name]:
-                axes.plot(*zip(*points[name]), marker=".", label=name)
-        axes.set(xlabel="step", ylabel=panel)
-        if axes.lines:
-            axes.legend(fontsize="small")
+                axes.plot(*zip(*points[name]), marker=".", label=label, color=color)
+        axes.set(xlabel="step", ylabel=CURVES[panel])
     plots.save_plot(figure, path)
 
 

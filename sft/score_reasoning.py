@@ -129,8 +129,9 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
     # would not be greedy.
     model.generation_config = end_tokens_alone(model, tokenizer)
     skipped = skipped_tokens(tokenizer)
-    replies = []
-    for start in tqdm(range(0, len(texts), batch_size), desc="Answering", unit="batch"):
+    replies: list[str] = []
+    bar = tqdm(total=len(texts), desc="Answering", unit="row")
+    for start in range(0, len(texts), batch_size):
         inputs = tokenizer(
             texts[start : start + batch_size],
             add_special_tokens=False,
@@ -147,6 +148,8 @@ def generate_replies(model, tokenizer, prompts: list[list[dict]], batch_size: in
         )
         for row in output[:, inputs["input_ids"].shape[1] :].tolist():
             replies.append(tokenizer.decode([token for token in row if token not in skipped]))
+        bar.update(len(output))
+    bar.close()
     return [opened_thought(text) + reply for text, reply in zip(texts, replies)]
 
 

@@ -3,6 +3,7 @@
 examples/sft.py is the same pipeline on one page, without checks, records and resume.
 """
 
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,8 +16,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for runs by path
 from iha.errors import UserError, check_packages, run_cli
 
 
+def check_before_imports(words: Sequence[str]) -> None:
+    """Check what can be checked before the imports below, which take seconds. Raise `UserError`."""
+    check_packages("datasets", "peft", "trl")
+    if "--config" in words:
+        after = words[words.index("--config") + 1 :]
+        if not after:
+            raise UserError("--config: give the recipe's file.")
+        if not os.path.isfile(after[0]):
+            raise UserError(
+                f"--config {after[0]}: no such file here, in {os.getcwd()}. The names sft/recipes/NAME/sft.yaml are "
+                "seen from the root of a checkout."
+            )
+
+
 if __name__ == "__main__":
-    run_cli(lambda: check_packages("datasets", "peft", "trl"))
+    run_cli(lambda: check_before_imports(sys.argv[1:]))
+    if os.environ.get("RANK", "0") == "0":
+        print("Loading TRL (some seconds)", file=sys.stderr, flush=True)
 
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig

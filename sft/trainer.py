@@ -26,6 +26,7 @@ from iha.errors import UserError, refusing
 from modeling_iha.mixing_weights import trained_mixing
 from sft.checkpoints import RECORD, WholeCheckpoints
 from sft.distributed import whole_model
+from sft.shared_cores import WatchCores
 from sft.sources import splits
 
 
@@ -128,6 +129,7 @@ class SFTRecipeTrainer(SFTTrainer):
         self.finite = StopAtNaN(self.accelerator)
         self.add_callback(self.finite)
         self.add_callback(WholeCheckpoints(self.accelerator, self.args.save_total_limit))
+        self.add_callback(WatchCores())
         self.args.save_total_limit = None  # Trainer would remove a checkpoint before the next one is whole
         # It must be the first callback, so that the others print and report what it adds.
         self.count_tokens = CountTokens()
@@ -201,9 +203,7 @@ class SFTRecipeTrainer(SFTTrainer):
             # `eval_loss` is a mean over rows of the means over the tokens of their batches.
             loss, tokens = self.accelerator.reduce(self.eval_sums).tolist()
             predicted_tokens, predicted_bytes = self.eval_predicted
-            bits = loss / tokens * predicted_tokens / predicted_bytes / math.log(2)
-            logs["eval_bits_per_byte"] = bits
-            self.accelerator.print(f"Held-out text: {bits:.4f} bits per byte.")
+            logs["eval_bits_per_byte"] = loss / tokens * predicted_tokens / predicted_bytes / math.log(2)
         super().log(logs, *args, **kwargs)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

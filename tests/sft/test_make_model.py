@@ -72,8 +72,15 @@ def test_special_tokens_are_renamed_and_keep_their_ids(tmp_path, cli):
     known = ("--from", tmp_path / "start", tmp_path / "none", "--rename", "<|im_end|>=a")
     both = ("text.txt", tmp_path / "none", "--from", tmp_path / "start")
     neither = ("text.txt", tmp_path / "none", "--rename", "a=b")
-    messages = ("needs a special token <|absent|>", "and no token a", "and not both", "--from, which is not given")
-    for words, named in zip((absent, known, both, neither), messages):
+    alone = ("text.txt",)
+    messages = (
+        "needs a special token <|absent|>",
+        "and no token a",
+        "and not both",
+        "--from, which is not given",
+        "text.txt is the only name: give rows to train on and a new directory",
+    )
+    for words, named in zip((absent, known, both, neither, alone), messages, strict=True):
         code, _, errors = cli(make_tokenizer, *words)
         assert code == 1 and named in last_line(errors), errors
 

@@ -241,12 +241,13 @@ def test_prompts_that_leave_no_room_for_a_reply_are_refused(tiny):
         score_reasoning.generate_replies(model, tokenizer, prompts, 2, room + 1)
 
 
-def test_replies_do_not_depend_on_the_batch(tiny):
+def test_replies_do_not_depend_on_the_batch(tiny, capsys):
     model = random_model(IHAConfig.from_pretrained(tiny))
     tokenizer = with_template("smollm2.jinja")
     tokenizer.pad_token = None
     prompts = [[{"role": "user", "content": "1" * length}] for length in (1, 9, 30)]
     together = score_reasoning.generate_replies(model, tokenizer, prompts, 3, 12)
+    assert "3/3" in capsys.readouterr().err  # the bar counts rows, because a short test has few batches
     alone = score_reasoning.generate_replies(model, tokenizer, prompts, 1, 12)
     assert together == alone
     assert len(set(together)) == 3

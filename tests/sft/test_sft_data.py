@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import re
 from itertools import product
 from pathlib import Path
 
@@ -101,6 +102,9 @@ def test_one_name_is_a_list_and_unused_keys_are_not_offered(capsys):
         RecipeParser("usage").parse(["--help"])
     help = capsys.readouterr().out
     assert "--load_in_4bit" not in help and "--push_to_hub" not in help and "--learning_rate" in help
+    first, others = help.split("keys of TRL and Transformers:")
+    assert re.findall(r"^  --(\w+)", first, re.MULTILINE)[:3] == ["model_name_or_path", "preset", "preset_fields"]
+    assert "--num_pseudo_heads" in first and "--num_pseudo_heads" not in others and "--lora_r" in others
 
 
 # Rows
@@ -332,7 +336,7 @@ def test_an_empty_file_is_refused_before_a_note_on_its_size(tmp_path, capsys):
         ("rows.jsonl", b'{"completion": "Q"}', "row 1, column 'prompt'"),
         ("dates.jsonl", b'{"prompt": "Q", "completion": "2024-01-02"}', "column 'completion': .* got datetime. A col"),
         ("numbers.jsonl", b'{"prompt": "Q", "completion": 17}', "column 'completion': .* a list of turns, got int"),
-        ("cut.jsonl", b'{"text": "Q"}\n{"text": "', "cannot be read: .*Missing a closing quotation mark"),
+        ("cut.jsonl", b'{"text": "Q"}\n{"text": "', "cut.jsonl, row 2 is no object of JSON"),
     ],
 )
 def test_a_damaged_file_is_refused(name, content, named, tmp_path):

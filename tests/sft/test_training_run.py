@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +25,7 @@ from iha.errors import ROOT, UserError, run_cli
 from iha.files import sole_writer
 from iha.hub.checkpoint_checks import checkpoint_files
 from iha.sources import find_source
-from sft import make_model, results, train
+from sft import make_model, results, shared_cores, train
 from sft.arguments import RecipeParser
 from sft.checkpoints import RECORD, newest_whole_checkpoint
 from sft.record import compare_records
@@ -152,13 +154,25 @@ def test_what_the_trainer_refuses_is_one_line(key, value, named, tiny, tmp_path)
         train.main(command(tiny, rows, tmp_path / "run", **NO_EVALUATION, **{key: value}))
 
 
-def test_a_recipe_may_have_aliases_and_needs_a_file(tmp_path, tiny, rows_file):
+def test_a_recipe_may_have_aliases(tmp_path, tiny, rows_file):
     (tmp_path / "recipe.yaml").write_text("seed: &number 3\ndata_seed: *number\neval_size: null")
     words = ["--config", str(tmp_path / "recipe.yaml"), *sizes(tiny, rows_file, tmp_path, eval_size=None)]
     run, args = RecipeParser("").parse(words)
     assert (args.data_seed, run.eval_size) == (3, 0)
-    with pytest.raises(UserError, match="--config: give the recipe's file"):
-        train.main(["--config"])
+
+
+def test_the_file_of_a_recipe_is_looked_for_before_trl_is_imported(monkeypatch, capsys):
+    """Run the command up to an import of its own, which fails here."""
+    monkeypatch.setitem(sys.modules, "sft.arguments", None)
+    found = {}
+    for words in (["--config"], ["--config", "absent/sft.yaml"], ["--config", recipe("demo")]):
+        monkeypatch.setattr(sys, "argv", ["sft/train.py", *words])
+        with pytest.raises((SystemExit, ImportError)):
+            runpy.run_module("sft.train", run_name="__main__")
+        found[words[-1]] = capsys.readouterr().err
+    assert "--config: give the recipe's file" in found["--config"]
+    assert "absent/sft.yaml: no such file here" in found["absent/sft.yaml"]
+    assert found[recipe("demo")].endswith("Loading TRL (some seconds)\n")
 
 
 def test_the_best_weights_need_a_checkpoint_of_each_evaluation(tiny, rows_file, tmp_path):
@@ -281,8 +295,10 @@ def test_checkpoints_of_others_are_left_alone(tiny, rows_file, tmp_path):
     """Begin a run where another tool has left a checkpoint."""
     (tmp_path / "run" / "checkpoint-100").mkdir(parents=True)
     (tmp_path / "run" / "checkpoint-100" / "model.safetensors").write_text("theirs")
-    train.main(command(tiny, rows_file, tmp_path / "run", max_steps=2, save_total_limit=None))
+    train.main(command(tiny, rows_file, tmp_path / "run", max_steps=2, save_total_limit=None, logging_steps=5))
     assert (tmp_path / "run" / "checkpoint-100" / "model.safetensors").read_text() == "theirs"
+    # It is shorter than `logging_steps`, and has a curve.
+    assert len(json.loads((tmp_path / "run" / "loss.json").read_text())["train"]) == 2
 
 
 # One run in one directory
@@ -452,8 +468,11 @@ def test_pretraining_on_a_text(rows_file, tmp_path, monkeypatch):
     with interrupted_at(SFTRecipeTrainer, 3):
         train.main(["--config", recipe("pretrain"), *arguments, *fields])
     assert len(read) < 20, read  # not a thousand copies for TRL to pack
-    for others in (["--preset_fields", "max_position_embeddings=256"], [*fields, "--seed", "4"]):
-        with pytest.raises(UserError, match="belongs to a run with another base_model, preset tiny"):
+    for others, named in (
+        (["--preset_fields", "max_position_embeddings=256"], "belongs to a run with another base_model, preset tiny"),
+        ([*fields, "--seed", "4"], "seed: the run began with 3 and cannot go on with 4"),
+    ):
+        with pytest.raises(UserError, match=named):
             train.main(["--config", recipe("pretrain"), *arguments, *others])
     train.main(["--config", recipe("pretrain"), *arguments, *fields])
     assert json.loads((tmp_path / "run" / "final" / "config.json").read_text())["max_position_embeddings"] == 128
@@ -588,6 +607,23 @@ def test_the_time_that_is_left_is_logged(monkeypatch):
     assert [each["minutes_left"] for each in logs] == [9 * 20 / 60, round(7 * 25 / 60, 1)]
 
 
+@pytest.mark.parametrize(
+    ("others", "threads", "is_said"), [(1.9, 2, True), (0.1, 2, False), (1.9, 1, False), (1.0, 2, True)]
+)
+def test_other_processes_on_the_cores_are_said(others, threads, is_said, monkeypatch, capsys):
+    """Watch two cores for two seconds and a bit, of which this process has one."""
+    times = iter([(10.0, 50.0, 7.0), (11.0, 52.0, 8.0), (12.5, 52.5 + 2.5 * others, 9.5)])
+    monkeypatch.setattr(shared_cores, "_times", lambda: next(times))
+    monkeypatch.setattr(shared_cores.psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    args, watch = SimpleNamespace(device=torch.device("cpu"), world_size=1), shared_cores.WatchCores()
+    watch.on_train_begin(args, None, None)
+    for _ in range(4):
+        watch.on_step_end(args, None, None)
+    said = f"Note: other processes use {others:.1f} of 2 cores, and this run has 2 threads"
+    assert capsys.readouterr().out.startswith(said) == is_said
+
+
 def test_a_loss_that_is_not_plain_has_no_bits_per_byte(tmp_path):
     write_jsonl(tmp_path / "rows.jsonl", [{"text": f"text {number} " * 20} for number in range(8)])
     keys = {"max_length": 64, "packing": "true", "packing_strategy": "bfd_split", "assistant_only_loss": "false"}
@@ -651,8 +687,14 @@ def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
     assert not (output / "README.md").exists() and not (output / ".lock").exists()
 
 
-def test_the_curves_fill_their_picture(tmp_path):
+def test_the_curves_fill_their_picture(tmp_path, monkeypatch):
+    save, figures = results.plots.save_plot, []
+    monkeypatch.setattr(results.plots, "save_plot", lambda figure, path: (save(figure, path), figures.append(figure)))
     points = {name: [] for panel in results.CURVES for name in (panel, f"eval_{panel}")}
-    DRAW(points | {"loss": [[1, 2.0], [2, 1.5]]}, tmp_path / "curves.png")
+    memory = {"peak_memory_gb": [[1, 0.736], [2, 0.74]]}
+    DRAW(points | memory | {"loss": [[1, 2.0], [2, 1.5]], "eval_loss": [[2, 1.6]]}, tmp_path / "curves.png")
     picture = imread(tmp_path / "curves.png")
     assert all(half.min() < 0.5 for half in np.array_split(picture, 2, axis=1))  # drawn on white
+    [axes] = figures[0].axes
+    assert axes.get_ylabel() == "loss, nats per token"
+    assert [text.get_text() for text in figures[0].legends[0].get_texts()] == ["training", "held-out rows"]
