@@ -1,6 +1,5 @@
 """Declare the keys of a recipe, TRL's and our own. TRL reads them from a YAML file and the command line."""
 
-import math
 import os
 import sys
 from argparse import SUPPRESS, Namespace
@@ -15,43 +14,23 @@ from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
 from iha.arguments import preset_names
 from iha.errors import UserError, refusing, similar
-from iha.files import read_text
 
 
-# Keys of TRL that nothing here reads. They would silently do nothing, or break what a recipe promises.
-_BIT_KEYS = ("load_in_8bit", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage")
-_PUSH_KEYS = ("push_to_hub", "hub_token", "hub_model_id", "hub_strategy", "hub_always_push")
-_REPOSITORY_KEYS = ("hub_private_repo", "hub_revision")
-_LOADING_KEYS = ("model_revision", "model_init_kwargs", "lora_task_type", "ignore_bias_buffers")
-UNUSED_KEYS = (
-    *_BIT_KEYS,
-    *_PUSH_KEYS,
-    *_REPOSITORY_KEYS,
-    *_LOADING_KEYS,
-    "trust_remote_code",  # the code of checkpoints of this package is the package
-    "save_only_model",  # such a checkpoint cannot be resumed
-    "ignore_data_skip",  # a resumed run would repeat rows
-    "auto_find_batch_size",  # each size that is tried would train the first steps again
-    # sft/train.py tokenizes whole rows and cuts them on the right.
-    "completion_only_loss",
-    "dataset_kwargs",
-    "truncation_mode",
-)
+# Keys of TRL and Transformers that a run does not take, and why: they would have no effect, or a silent one.
+_PUSH_KEYS = ("push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_private_repo", "hub_revision")
+_OTHER_START = "the run loads model_name_or_path as it is"
+NOT_TAKEN = {
+    **dict.fromkeys(_PUSH_KEYS, "to publish the result, use iha push"),
+    **dict.fromkeys(("model_revision", "model_init_kwargs"), _OTHER_START),
+    "save_only_model": "such a checkpoint cannot be resumed",
+    "ignore_data_skip": "a resumed run would repeat rows",
+    "auto_find_batch_size": "each size that is tried would train the first steps again",
+    "dataset_kwargs": "the run prepares its rows itself",
+    "truncation_mode": "rows are cut on the right",
+    "bnb_4bit_quant_storage": "weights of 4 bits are stored as bytes",
+}
 # Keys of a run that starts from random weights.
 PRESET_KEYS = ("preset", "preset_fields", "tokenizer")
-# Bounds of numbers, which the trainers do not check before they train.
-ABOVE_0 = ("mixing_scale", "rope_theta", "peak_tflops")
-LEAST = {
-    "learning_rate": 0,
-    "num_pseudo_heads": 1,
-    "max_position_embeddings": 1,
-    "max_length": 2,  # no token predicts the first one
-    "lora_r": 1,
-    "eval_size": 0,
-    "per_device_train_batch_size": 1,
-    "per_device_eval_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-}
 
 
 def key(help: str, default: Any = None) -> Any:
@@ -134,13 +113,14 @@ class RecipeParser(TrlParser):
     def __init__(self, usage: str) -> None:
         super().__init__((RunArguments, SFTConfig), usage=usage.replace("%", "%%"), allow_abbrev=False)
         for action in self._actions:
-            if action.dest in UNUSED_KEYS:
+            if action.dest in NOT_TAKEN:
                 action.help = SUPPRESS  # `parse` rejects these
         self._show_first(list(RunArguments.__annotations__))
 
     def _show_first(self, names: list[str]) -> None:
         """Show these keys in a group at the top of the help. Transformers' parser puts all keys into one group."""
         actions = {action.dest: action for action in self._actions}
+        self._declared_defaults = {action.dest: action.default for action in self._actions}
         group = self.add_argument_group("keys of this package")
         group._group_actions = [actions.pop(name) for name in names]
         self._optionals._group_actions = list(actions.values())
@@ -150,7 +130,7 @@ class RecipeParser(TrlParser):
     def parse(self, argv: Sequence[str] | None) -> tuple[RunArguments, SFTConfig]:
         """Return the keys of `argv`, or of the command line if it is None.
 
-        Raise `UserError` for a key that is unknown, unused or excluded by another, and for a number out of range.
+        Raise `UserError` for a key that is unknown, not taken or excluded by another.
         """
         words = sys.argv[1:] if argv is None else argv
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
@@ -163,27 +143,13 @@ class RecipeParser(TrlParser):
                 "Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32."
             )
         _choose_start(run, words)
-        values = vars(args) | vars(run)
-        for name, declared in (RunArguments.__dataclass_fields__ | SFTConfig.__dataclass_fields__).items():
-            if name in UNUSED_KEYS and values[name] != declared.default:
-                instead = " To publish the result, use conversion_scripts.push_to_hub." if "hub" in name else ""
-                raise UserError(f"{name} is not used here: remove the key.{instead}")
-        for name in ABOVE_0:
-            value = values[name]
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"{name}={value:g}: expected a number above 0.")
-        for name, least in LEAST.items():
-            value = values[name]
-            if value is not None and not least <= value < math.inf:
-                raise UserError(f"{name}={value:g}: expected at least {least}.")
-        self._check_choices(values)
+        self._check_values(vars(args) | vars(run))
         _check_adapters(run)
-        _check_order(args)
-        _check_saves(args)
+        _check_resumable(args)
         return run, args
 
-    def _check_choices(self, values: dict[str, Any]) -> None:
-        """Reject values of a recipe's file that the command line would reject. Raise `UserError`."""
+    def _check_values(self, values: dict[str, Any]) -> None:
+        """Reject keys that are not taken, and values of a file that the command line rejects. Raise `UserError`."""
         for action in self._actions:
             value = values.get(action.dest)
             for each in value if isinstance(value, list) else [value]:
@@ -191,6 +157,8 @@ class RecipeParser(TrlParser):
                     raise UserError(f"{action.dest}={each}: expected one of {', '.join(map(str, action.choices))}.")
 
     def _check_key(self, name: str) -> None:
+            if action.dest in NOT_TAKEN and value != self._declared_defaults[action.dest]:
+                raise UserError(f"{action.dest} is not used here: {NOT_TAKEN[action.dest]}. Remove the key.")
         """Raise `UserError` for a key that neither TRL nor this package declares."""
         known = [action.dest for action in self._actions if action.help != SUPPRESS]
         if name not in known:
@@ -253,23 +221,14 @@ def _check_adapters(run: RunArguments) -> None:
         )
 
 
-def _check_order(args: SFTConfig) -> None:
-    """Reject orders of the rows that a resumed run cannot go on with. Raise `UserError`."""
-    # These two draw from the global random state, which is not that of the epoch's start when a run resumes.
+def _check_resumable(args: SFTConfig) -> None:
+    """Reject settings with which a run would not end as it says. Raise `UserError`."""
+    # It draws from the global random state, which is not that of the epoch's start when a run resumes.
     if args.train_sampling_strategy == "group_by_length":
         raise UserError(
             "train_sampling_strategy=group_by_length: a resumed run would train on other rows: set it to random, "
             "sequential or batch_rebalance."
         )
-    if not args.accelerator_config.use_seedable_sampler:
-        raise UserError(
-            "accelerator_config with use_seedable_sampler=false: a resumed run would train on other rows: set it to "
-            "true."
-        )
-
-
-def _check_saves(args: SFTConfig) -> None:
-    """Reject `load_best_model_at_end` where the best evaluation may have no checkpoint. Raise `UserError`."""
     by_steps = args.save_strategy == "steps" and args.eval_strategy == "steps"
     if args.load_best_model_at_end and by_steps and args.save_steps != args.eval_steps:
         raise UserError(
@@ -282,4 +241,4 @@ def _read_template(path: str) -> str:
     """Return the text of a chat template, a .jinja file. Raise `UserError`."""
     if Path(path).suffix != ".jinja":  # TRL would take the name of a model
         raise UserError(f"chat_template_path: {path} is not a .jinja file.")
-    return read_text(path)
+    return Path(path).read_text(encoding="utf-8")

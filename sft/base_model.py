@@ -7,7 +7,6 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -324,18 +323,13 @@ def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments) -> None:
     if model.dtype.itemsize == 4:
         return
     least = torch.finfo(model.dtype).eps / 4  # half of the distance of two numbers below 1
-    advice = "is rounded away: set dtype to float32, and bf16 to true for a GPU."
-    if not run.use_peft:
-        PartialState().print(f"Warning: in {run.dtype} weights a step below {least:.1g} times a weight {advice}")
-        return
+    what = f"in {run.dtype} weights a step"
+    if run.use_peft:
+        what = f"the final model has the adapters merged into {run.dtype} weights, where a change"
     PartialState().print(
-        f"Warning: the final model has the adapters merged into {run.dtype} weights, where a change below {least:.1g} "
-        f"times a weight {advice}"
+        f"Warning: {what} below {least:.1g} times a weight is rounded away: set dtype to float32, and bf16 to true "
+        "for a GPU."
     )
-    if getattr(model.config.get_text_config(decoder=True), "mixing_scale", 1) == 1 and trained_mixing(model):
-        PartialState().print(
-            f"Warning: in {run.dtype} a step below {least:.1g} on a weight of the mixing, which is near 1, {advice}"
-        )
 
 
 def stop_at_end_of_turn(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -373,33 +367,6 @@ def lora_config(run: RunArguments, model: PreTrainedModel) -> LoraConfig | None:
         unknown = set(names) - modules  # PEFT ignores them silently
         if unknown:
             raise UserError(f"{key}: the model has no module named {', '.join(sorted(unknown))}.")
-    if "lm_head" in named:
-        raise UserError("lora_target_modules: TRL's loss would pass over an adapter of lm_head: remove the name.")
-    parameters = [name for name, _ in model.named_parameters()]
-    for target in config.target_parameters or ():
-        if not any(f".{name}".endswith(f".{target}") for name in parameters):
-            raise UserError(f"lora_target_parameters: the model has no parameter named {target}.")
-    _check_tied(model, {"lora_target_modules": named, "lora_target_parameters": config.target_parameters or ()})
     config.target_modules = named or "all-linear"
     config.modules_to_save = [*own_modules(model), *(config.modules_to_save or ())] or None
     return config
-
-
-def _check_tied(model: PreTrainedModel, targets: dict[str, Iterable[str]]) -> None:
-    """Reject an adapter of the input embedding if this is the output head too. Raise `UserError`.
-
-    `targets` are modules or parameters, by the keys of the recipe that name them.
-    """
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()
-    # The weights decide: a multimodal configuration has two fields for this, and they may differ.
-    if head is None or head.weight is not embedding.weight:
-        return
-    tied = next(name for name, module in model.named_modules() if module is embedding)
-    for key, names in targets.items():
-        wrong = [name for name in names if f".{tied}".endswith(f".{name.removesuffix('.weight')}")]
-        if wrong:
-            raise UserError(
-                f"{key}: {', '.join(wrong)} is tied to the output head, which would get the adapter only in the "
-                "merge: remove the name."
-            )

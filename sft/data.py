@@ -7,19 +7,16 @@ import glob
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 from accelerate import PartialState
-from annotated_types import MinLen
 from datasets import Dataset, Features, IterableDataset, List, Value, interleave_datasets, load_dataset
 from transformers import PreTrainedTokenizerBase
 from trl import SFTConfig
 from trl.chat_template_utils import is_chat_template_stop_token_trained
-from typing_extensions import TypedDict
 
 from iha.errors import UserError, one_line, refusing
-from iha.files import read_jsonl, typed
+from iha.files import read_jsonl
 from sft.arguments import RunArguments
 from sft.sources import READERS, RunData, check_source, is_one_row, splits, suffix_of
 
@@ -27,16 +24,11 @@ from sft.sources import READERS, RunData, check_source, is_one_row, splits, suff
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 # A column of a row -> the names under which its turns hold the role and the text.
 TURN_KEYS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-Text = Annotated[str, MinLen(0)]  # a bound makes pydantic read the text, and reject half of a surrogate pair
-Role = Literal[*ROLES]
-Messages = Annotated[list[TypedDict("Message", {"role": Role, "content": Text})], MinLen(1)]
-Conversation = Annotated[list[TypedDict("Turn", {"from": Role, "value": Text})], MinLen(1)]
-# Keys of a turn that a chat template may render and `to_messages` does not read.
+# Keys of a turn, and columns of a row, that hold what this run would not train on.
 UNREAD_KEYS = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
-# Keys of a turn by which other trainers leave the turn out of the loss.
-WEIGHT_KEYS = ("weight", "train")
-# Columns of a row that TRL would pass to the template or the processor.
 UNREAD_COLUMNS = ("tools", "chat_template_kwargs", "image", "images", "video", "videos", "audio", "audios")
+# Keys by which other trainers leave a turn out of the loss.
+WEIGHT_KEYS = ("weight", "train")
 TURNS = List({"role": Value("string"), "content": Value("string")})
 Rows = Dataset | IterableDataset
 
@@ -49,76 +41,66 @@ def to_messages(row: dict, where: str) -> list[dict[str, str]]:
 
     The row may be of OpenThoughts-114k (`system` and `conversations` of {from: user|assistant, value}), of
     OpenThoughts3-1.2M (`conversations` of {from: human|gpt, value}), or already hold `messages`. `where` names the row
-    in errors. Raise `UserError` naming the row and the column.
+    in errors. Raise `UserError`, also for content that would be lost.
     """
     columns = [name for name in TURN_KEYS if row.get(name) is not None]
     if len(columns) != 1:
-        raise UserError(
-            f"{where}: expected one column of 'conversations' and 'messages', or plain text in 'text', or 'prompt' "
-            f"with 'completion'; the row has {sorted(name for name in row if row[name] is not None)}."
-        )
-    _refuse_lost(row, where, UNREAD_COLUMNS)
-    column = columns[0]
-    turns = typed(row[column], Messages if column == "messages" else Conversation, f"{where}, column '{column}'")
-    role_key, text_key = TURN_KEYS[column]
-    messages = []
-    if row.get("system") not in (None, ""):
-        messages.append({"role": "system", "content": _text(row["system"], f"{where}, column 'system'")})
-    for number, turn in enumerate(turns, 1):
-        place = f"{where}, column '{column}', turn {number}"
-        lost = [name for name in UNREAD_KEYS if turn.get(name)]
-        if lost:
-            raise UserError(f"{place}: '{lost[0]}' would be lost; write it into '{text_key}' or drop the row.")
-        ignored = [name for name in WEIGHT_KEYS if turn.get(name, 1) not in (1, None)]
-        if ignored:
-            raise UserError(
-                f"{place}: '{ignored[0]}' is {turn[ignored[0]]!r:.80}, and the turn would be learned like any other: "
-                "expected 1, true or no such key; drop the turn or the row."
-            )
-        role = ROLES[turn[role_key]]
-        content = _text(turn[text_key], f"{place}, '{text_key}'", may_be_empty=role == "system")
-        messages.append({"role": role, "content": content})
-    if row.get("system") and any(message["role"] == "system" for message in messages[1:]):
-        raise UserError(f"{where}: column 'system' and a turn of '{column}' both hold a system prompt; remove one.")
+        held = sorted(name for name in row if row[name] is not None)
+        raise UserError(f"{where}: expected one column of 'conversations' and 'messages'; the row has {held}.")
+    messages = turns_of(row[columns[0]], *TURN_KEYS[columns[0]], f"{where}, column '{columns[0]}'")
     if messages[-1]["role"] != "assistant":
-        raise UserError(
-            f"{where}, column '{column}': the last turn must be the assistant's, got {messages[-1]['role']}."
-        )
+        raise UserError(f"{where}: the last turn must be the assistant's, got {messages[-1]['role']}.")
+    if not row.get("system"):
+        return messages
+    if any(message["role"] == "system" for message in messages):
+        raise UserError(f"{where}: column 'system' and a turn both hold a system prompt; remove one.")
+    return [{"role": "system", "content": row["system"]}, *messages]
+
+
+def turns_of(turns: list[dict], role_key: str, text_key: str, where: str) -> list[dict[str, str]]:
+    """Return turns by TRL's names of their keys and roles. Raise `UserError`, also for content that would be lost."""
+    messages = []
+    for number, turn in enumerate(turns, 1):
+        place = f"{where}, turn {number}"
+        lost = [name for name in UNREAD_KEYS if turn.get(name)]
+        lost += [name for name in WEIGHT_KEYS if turn.get(name) not in (1, None)]
+        if lost:
+            raise UserError(f"{place}: '{lost[0]}' would be lost; write it into the text, or drop the row.")
+        role = ROLES.get(turn.get(role_key))
+        text = turn.get(text_key)
+        if role is None:
+            raise UserError(
+                f"{place}: '{role_key}' is {turn.get(role_key)!r:.80}: expected one of {', '.join(ROLES)}."
+            )
+        if not isinstance(text, str) or not (text.strip() or role == "system"):
+            raise UserError(f"{place}: '{text_key}' is {text!r:.80}: expected a text.")
+        messages.append({"role": role, "content": text})
+    if not messages:
+        raise UserError(f"{where}: there are no turns.")
     return messages
 
 
-def _refuse_lost(row: dict, where: str, columns: tuple[str, ...]) -> None:
-    """Raise `UserError` if a row has content in columns that are not read."""
-    lost = [name for name in columns if row.get(name)]
-    if lost:
-        raise UserError(f"{where}: column '{lost[0]}' would be lost; write it into the text, or remove the column.")
-
-
-def _text(value: str, place: str, may_be_empty: bool = False) -> str:
-    if not (typed(value, Text, place).strip() or may_be_empty):
-        raise UserError(f"{place}: the text is empty.")
-    return value
-
-
 def _to_text(row: dict, where: str) -> dict:
-    _refuse_lost(row, where, (*UNREAD_COLUMNS, "system", "completion"))
-    return {"text": _text(row.get("text"), f"{where}, column 'text'")}
+    if not isinstance(row.get("text"), str) or not row["text"].strip():
+        raise UserError(f"{where}, column 'text': expected a text, got {row.get('text')!r:.80}.")
+    return {"text": row["text"]}
 
 
 def _to_prompt(row: dict, where: str) -> dict:
-    _refuse_lost(row, where, (*UNREAD_COLUMNS, "system"))
-    prompt = typed(row.get("prompt"), Text, f"{where}, column 'prompt'")
-    return {"prompt": prompt, "completion": _text(row.get("completion"), f"{where}, column 'completion'")}
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if not isinstance(prompt, str) or not isinstance(completion, str) or not completion.strip():
+        raise UserError(
+            f"{where}: expected texts in 'prompt' and 'completion', got {prompt!r:.80}, {completion!r:.80}."
+        )
+    return {"prompt": prompt, "completion": completion}
 
 
 def _to_prompt_turns(row: dict, where: str) -> dict:
-    if not isinstance(row.get("completion"), str | list | None):
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if not isinstance(prompt, list) or not isinstance(completion, list) or not completion:
         raise UserError(
-            f"{where}, column 'completion': expected a text or a list of turns, got "
-            f"{type(row['completion']).__name__}. A column of a .jsonl file with dates only is read as timestamps: "
-            "write it to a .parquet file."
+            f"{where}: expected turns in 'prompt' and 'completion', got {prompt!r:.80}, {completion!r:.80}."
         )
-    prompt, completion = (typed(row.get(name), Messages, f"{where}, '{name}'") for name in ("prompt", "completion"))
     messages = to_messages({**row, "messages": [*prompt, *completion]}, where)
     return {"prompt": messages[: -len(completion)], "completion": messages[-len(completion) :]}
 
@@ -130,18 +112,18 @@ def schema_of(first: dict) -> tuple[Callable[[dict, str], dict], Features]:
     read.
     """
     held = {name for name, value in first.items() if value is not None}
-    if not held & {*TURN_KEYS, "text", "completion"}:
-        raise UserError(
-            f"expected rows with 'conversations' or 'messages', or plain text in 'text', or 'prompt' with "
-            f"'completion'; row 1 has {sorted(held)}. For plain text in another column set dataset_text_field."
-        )
     if held & TURN_KEYS.keys():
         return lambda row, where: {"messages": to_messages(row, where)}, Features({"messages": TURNS})
     if "text" in held:
         return _to_text, Features({"text": Value("string")})
-    is_text = isinstance(first["completion"], str)
-    columns = Features(dict.fromkeys(("prompt", "completion"), Value("string") if is_text else TURNS))
-    return _to_prompt if is_text else _to_prompt_turns, columns
+    if "completion" in held:
+        is_text = isinstance(first["completion"], str)
+        columns = Features(dict.fromkeys(("prompt", "completion"), Value("string") if is_text else TURNS))
+        return _to_prompt if is_text else _to_prompt_turns, columns
+    raise UserError(
+        f"expected rows with 'conversations' or 'messages', or plain text in 'text', or 'prompt' with 'completion'; "
+        f"row 1 has {sorted(held)}. For plain text in another column set dataset_text_field."
+    )
 
 
 # All rows of a source
@@ -188,10 +170,11 @@ def load_rows(
         first = {"text": first[text_column]}
     with refusing(name, UserError):
         convert, features = schema_of(first)
-    read = {*features, "system"}
-    if "messages" in features:
-        read |= TURN_KEYS.keys()
+    read = {*features, *(("system", *TURN_KEYS) if are_chats(features) else ())}
     unread = [column for column in first if column not in read]
+    lost = [column for column in unread if column in UNREAD_COLUMNS and first[column]]
+    if lost:
+        raise UserError(f"{name}: column '{lost[0]}' would be lost; write it into the text, or remove the column.")
     if unread:
         PartialState().print(f"Note: the run does not read these columns of {name}: {', '.join(unread)}.")
     return rows.map(
@@ -218,7 +201,7 @@ def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args:
     If the loss is on the assistant's text only, its chat template must mark this text together with its end-of-turn
     token. Raise `UserError`.
     """
-    if are_texts(features):
+    if not are_chats(features):
         if args.assistant_only_loss:
             raise UserError("assistant_only_loss is for chats, and these rows are plain text: set it to false.")
         if tokenizer.eos_token is None and args.eos_token is None:
@@ -239,9 +222,9 @@ def check_template(features: Features, tokenizer: PreTrainedTokenizerBase, args:
 # The rows of a run
 
 
-def are_texts(features: Features) -> bool:
-    """Return whether rows with these columns are plain text, and not chats."""
-    return "text" in features or features.get("prompt") == Value("string")
+def are_chats(features: Features) -> bool:
+    """Return whether rows with these columns are chats, and not plain text."""
+    return TURNS in features.values()
 
 
 def training_rows(

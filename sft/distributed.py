@@ -26,11 +26,6 @@ def check_launch(args: TrainingArguments) -> None:
     The launcher's request is in environment variables, and the state that resulted in `args.distributed_state`. If
     the two differ, accelerate prints no warning and trains without sharding, or in one process.
     """
-    if args.n_gpu > 1:
-        raise UserError(
-            f"one process sees {args.n_gpu} GPUs, and TRL trains on one GPU a process: start it by accelerate launch, "
-            "or set CUDA_VISIBLE_DEVICES to one GPU."
-        )
     started = int(os.environ.get("WORLD_SIZE", 1))
     resolved = args.distributed_state.distributed_type
     if started != args.world_size:

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 from contextlib import AbstractContextManager
-from itertools import product
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -31,17 +30,6 @@ class RowSource(NamedTuple):
     split: str = "train"
     config: str | None = None
 
-    @property
-    def slices(self) -> list[str]:
-        """Return the parts of the split, which may be a sum of slices, such as train[:10%]+test."""
-        return [part.strip() for part in self.split.split("+")]
-
-    @property
-    def place(self) -> str | Path:
-        """Return a canonical path, so that aliases of a file compare equal, or an id on the Hub."""
-        path = Path(self.name)
-        return path.resolve() if path.exists() else self.name
-
 
 class RunData(NamedTuple):
     """Hold where a run reads its rows."""
@@ -57,14 +45,13 @@ def data_of(run: RunArguments, args: SFTConfig) -> RunData:
     With TRL's strategies `bfd` and `bfd_split`, `position_ids` restart at every document. The masks of eager, SDPA and
     FlexAttention and the lengths of FlashAttention follow from them. With `wrapped`, documents cannot be told apart.
 
-    Raise `UserError` for keys that exclude each other or have no effect, and for missing files.
+    Raise `UserError` for keys that exclude each other, and for missing files.
     """
-    _check_packing(args)
+    if args.packing and args.packing_strategy == "wrapped":
+        raise UserError("packing_strategy 'wrapped' lets documents attend to one another: use 'bfd' or 'bfd_split'.")
     _check_evaluation(run, args)
     named = sources(run.dataset_name)
     parts = [RowSource(name, run.dataset_train_split, run.dataset_config) for name, _ in named]
-    if run.dataset_config is not None and names_file(run.dataset_name):
-        raise UserError(f"dataset_config: {run.dataset_name} is a file and has no configurations: remove the key.")
     if run.dataset_streaming and len(parts) > 1:
         raise UserError("dataset_streaming reads one source: give no mixture.")
     if run.dataset_streaming and args.max_steps < 1:
@@ -77,47 +64,32 @@ def data_of(run: RunArguments, args: SFTConfig) -> RunData:
                 "join the .txt files, or write each as rows of a .jsonl file."
             )
         _check_whole(part.name, args, args.packing)
-        _note_short_file(part.name, args)
     held_out = None
     if run.eval_dataset_name:
         held_out = RowSource(run.eval_dataset_name, run.dataset_test_split or "train")
     elif evaluates(args) and not run.eval_size:
         held_out = RowSource(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
     if held_out is not None:
+        if held_out in parts:
+            raise UserError(
+                f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set "
+                "eval_size."
+            )
         check_source(held_out.name, held_out.split)
         _check_whole(held_out.name, args, args.packing if args.eval_packing is None else args.eval_packing)
     return RunData(parts, [share for _, share in named], held_out)
 
 
-def _check_packing(args: SFTConfig) -> None:
-    if args.eval_packing and not args.packing:
-        raise UserError("eval_packing without packing would join the held-out rows: set both or neither.")
-    if args.packing and args.packing_strategy == "wrapped":
-        raise UserError("packing_strategy 'wrapped' lets documents attend to one another: use 'bfd' or 'bfd_split'.")
-    if args.padding_free and not args.packing and args.max_length is not None:
-        raise UserError("padding_free without packing leaves rows uncut: set packing to true, or max_length to null.")
-    if args.packing_strategy != "bfd" and not args.packing:
-        raise UserError(
-            f"packing_strategy={args.packing_strategy} has no effect without packing: set packing to true, or remove "
-            "the key."
-        )
-
-
 def _check_evaluation(run: RunArguments, args: SFTConfig) -> None:
     """Reject keys that do not say what to evaluate on, or say it twice. Raise `UserError`."""
-    if run.dataset_test_split is not None and run.eval_size:
-        raise UserError(
-            "dataset_test_split and eval_size both say what to evaluate on: set eval_size to 0, or remove the split."
-        )
-    if run.eval_dataset_name and run.eval_size:
-        raise UserError("eval_dataset_name and eval_size both say what to evaluate on: give one.")
-    if run.eval_size > 1 and not float(run.eval_size).is_integer():
-        raise UserError(f"eval_size={run.eval_size:g}: expected a number of rows, or a share below 1.")
+    others = [name for name in ("eval_dataset_name", "dataset_test_split") if getattr(run, name)]
+    if run.eval_size and others:
+        raise UserError(f"{others[0]} and eval_size both say what to evaluate on: give one.")
     if run.dataset_streaming and 0 < run.eval_size < 1:
         raise UserError(f"eval_size={run.eval_size:g}: the length of a stream is not known, so give a number of rows.")
-    given = {name: getattr(run, name) for name in ("eval_size", "eval_dataset_name", "dataset_test_split")}
-    for name, value in {**given, "load_best_model_at_end": args.load_best_model_at_end}.items():
-        if value and not evaluates(args):
+    given = {"eval_size": run.eval_size, "load_best_model_at_end": args.load_best_model_at_end}
+    for name in [*others, *(name for name, value in given.items() if value)]:
+        if not evaluates(args):
             raise UserError(f"{name}: this run does not evaluate: set eval_strategy, or remove the key.")
     if evaluates(args) and names_file(run.dataset_name) and not run.eval_size and run.eval_dataset_name is None:
         raise UserError(
@@ -189,76 +161,30 @@ def _check_whole(name: str, args: SFTConfig, packs: bool) -> None:
         )
 
 
-def _note_short_file(name: str, args: SFTConfig) -> None:
-    """Print a note on a file that is packed into one row and does not fill it."""
-    if not args.packing or args.max_length is None or not name.endswith((".txt", ".json", ".jsonl")):
-        return
-    size = Path(name).stat().st_size
-    if size < args.max_length:  # a token is at least one byte
-        args.distributed_state.print(
-            f"Note: {name} has {size} bytes and does not fill one row of max_length={args.max_length} tokens, so "
-            "every step trains on all of it."
-        )
-
-
 def splits(args: SFTConfig, packs: bool) -> bool:
     """Return whether long rows are split at `max_length` and not cut."""
     return packs and args.packing_strategy == "bfd_split"
 
 
-def check_splits(data: RunData, run: RunArguments) -> None:
-    """Reject configurations and splits that the run's datasets do not have, and an evaluation on the training rows.
+def check_splits(data: RunData) -> None:
+    """Reject configurations and splits that the run's datasets do not have, before the model is loaded.
 
-    Raise `UserError`.
+    Raise `UserError`, which lists what there is.
     """
-    for part in data.parts:
-        check_split(part, "dataset_train_split")
-    if data.held_out is None:
-        return
-    if any(_share_rows(data.held_out, part) for part in data.parts):
-        raise UserError(
-            f"the run would train and evaluate on the same rows of {data.held_out.name}: name other rows, or set "
-            "eval_size."
-        )
-    or_else = "" if run.eval_dataset_name else ", or eval_size to a number of rows"
-    check_split(data.held_out, "dataset_test_split", or_else)
-
-
-def _share_rows(one: RowSource, other: RowSource) -> bool:
-    """Return whether two sources are known to have rows in common.
-
-    Two different slices of a split are not compared, and neither is the default configuration with its name.
-    """
-    if (one.place, one.config) != (other.place, other.config):
-        return False
-    for slices in product(one.slices, other.slices):
-        names = {each.partition("[")[0] for each in slices}
-        has_whole = any("[" not in each for each in slices)
-        if (len(names) == 1 or "all" in names) and (has_whole or slices[0] == slices[1]):
-            return True
-    return False
-
-
-def check_split(source: RowSource, key: str, or_else: str = "") -> None:
-    """Reject a configuration or a split that a directory or a dataset on the Hub does not have.
-
-    `key` is the key of the recipe that names the split, and `or_else` is another way out. Raise `UserError`, which
-    lists what there is.
-    """
-    name, _, config = source
-    if names_file(name):
-        return
-    with loading(name, config):
-        try:
-            known = get_dataset_split_names(name, config)
-        except SplitsNotFoundError:  # for archives that cannot be streamed: `load_rows` will read them whole
-            return
-    for each in source.slices:
-        part = each.partition("[")[0]
-        if part not in (*known, "all"):
-            raise UserError(
-                f"dataset {name!r} has no split {part!r}: set {key} to one of {', '.join(known)}{or_else}."
-            )
+    held_out = [] if data.held_out is None else [(data.held_out, "dataset_test_split")]
+    for (name, split, config), key in (*((part, "dataset_train_split") for part in data.parts), *held_out):
+        if names_file(name):
+            continue
+        with loading(name, config):
+            try:
+                known = get_dataset_split_names(name, config)
+            except SplitsNotFoundError:  # for archives that cannot be streamed: `load_rows` will read them whole
+                continue
+        # A split may be a sum of slices, such as train[:10%]+test.
+        parts = [part.strip().partition("[")[0] for part in split.split("+")]
+        unknown = [part for part in parts if part not in (*known, "all")]
+        if unknown:
+            raise UserError(f"dataset {name!r} has no split {unknown[0]!r}: set {key} to one of {', '.join(known)}.")
 
 
 def loading(name: str, config: str | None) -> AbstractContextManager[None]:

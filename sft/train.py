@@ -53,7 +53,7 @@ from sft.checkpoints import (
     clear_later_checkpoints,
     newest_whole_checkpoint,
 )
-from sft.data import Rows, are_texts, training_rows
+from sft.data import Rows, are_chats, training_rows
 from sft.distributed import check_launch, processes_of_a_row, whole_model
 from sft.record import Record, write_record
 from sft.results import card, write_curves
@@ -125,7 +125,7 @@ def build_trainer(
 ) -> SFTRecipeTrainer:
     """Build the trainer of a recipe from its model, its adapters, and its rows. Raise `UserError`."""
     train_rows, eval_rows = rows
-    if not are_texts(train_rows.features):
+    if are_chats(train_rows.features):
         stop_at_end_of_turn(model, tokenizer)
     trainer_class = SharedRowTrainer if processes_of_a_row(args) > 1 else SFTRecipeTrainer
     trainer = trainer_class(

@@ -5,7 +5,6 @@ Incomplete checkpoints are skipped. A loss, a gradient or a weight that is NaN o
 
 import copy
 import math
-import re
 import resource
 import sys
 import time
@@ -18,12 +17,13 @@ from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from peft import PeftModel
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 from trl import SFTTrainer
 
 from iha.checkpoints import positions_of
 from iha.errors import UserError, refusing
 from modeling_iha.mixing_weights import trained_mixing
+from sft.bits_per_byte import BitsPerByte
 from sft.checkpoints import RECORD, WholeCheckpoints
 from sft.distributed import whole_model
 from sft.shared_cores import WatchCores
@@ -112,19 +112,17 @@ class SFTRecipeTrainer(SFTTrainer):
     Matrices decay. Vectors do not decay, nor do the weights that mix heads, because their start from scratch is not
     zero. Raise `NotFiniteError` as `StopAtNaN` does, and `UserError` before a weight that is NaN or infinite is saved.
 
-    Each override of a private method says why nothing public does the same.
+    Two private methods are overridden, and each says why nothing public does the same.
     """
 
-    eval_predicted: tuple[int, int] | None = None  # of whole texts to evaluate on: see `count_predicted`
-    eval_sums: torch.Tensor | int = 0  # over the batches of an evaluation: the loss of all tokens, and their number
-
     def __init__(self, *args, **kwargs) -> None:
+        texts = _texts_of(kwargs.get("eval_dataset"))
         with refusing("the recipe", ValueError):  # a special token that the tokenizer lacks, keys that exclude others
             super().__init__(*args, **kwargs)
         check_length(self)
-        is_plain = self.args.loss_type == "nll" and self.args.label_smoothing_factor == 0 and not self.aux_loss_enabled
-        if not is_plain:  # bits per byte need the plain loss of the tokens
-            self.eval_predicted = None
+        self.bits_per_byte = None
+        if texts and self._takes_bits_per_byte():
+            self.bits_per_byte = BitsPerByte(self.eval_dataset, texts, self.processing_class)
         self.args.logging_nan_inf_filter = False  # the mean of an evaluation would leave out what is NaN
         self.finite = StopAtNaN(self.accelerator)
         self.add_callback(self.finite)
@@ -169,15 +167,12 @@ class SFTRecipeTrainer(SFTTrainer):
         # take one more.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else begun
 
-    # Rows, and the evaluation of plain text
+    # Rows
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         # TRL cuts and drops rows silently, and takes tokenized rows as they are. So it prepares them in two steps, and
         # `check_cut` counts whole rows between the two. TRL has no public function that tokenizes rows.
         cut_to = None if splits(args, packing) else args.max_length
-        is_whole_text = dataset_name == "eval" and cut_to is None and "text" in dataset.column_names
-        if is_whole_text:
-            size = sum(len(text.encode()) for text in dataset["text"])
         whole = copy.copy(args)
         whole.max_length = None
         whole.shuffle_dataset = False
@@ -188,30 +183,32 @@ class SFTRecipeTrainer(SFTTrainer):
         elif cut_to is not None:
             with args.main_process_first():  # the other processes find its count in the cache
                 check_cut(dataset_name, dataset, cut_to, args.dataset_num_proc)
-        dataset = super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
-        if is_whole_text:
-            self.eval_predicted = count_predicted(dataset, size, processing_class)
-        return dataset
+        return super()._prepare_dataset(dataset, processing_class, args, packing, None, dataset_name)
 
-    def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        self.eval_sums = 0
-        return super().evaluate(*args, **kwargs)
+    # The evaluation of plain text
 
-    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
-        """Log, with the loss of an evaluation, that of plain text in bits per byte, which tokenizers do not change."""
-        if self.eval_predicted and "eval_loss" in logs:
-            # `eval_loss` is a mean over rows of the means over the tokens of their batches.
-            loss, tokens = self.accelerator.reduce(self.eval_sums).tolist()
-            predicted_tokens, predicted_bytes = self.eval_predicted
-            logs["eval_bits_per_byte"] = loss / tokens * predicted_tokens / predicted_bytes / math.log(2)
-        super().log(logs, *args, **kwargs)
+    def _takes_bits_per_byte(self) -> bool:
+        """Return whether texts are evaluated whole, by the plain loss of their tokens."""
+        packs = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+        is_whole = splits(self.args, packs) or self.args.max_length is None
+        is_plain = self.args.loss_type == "nll" and self.args.label_smoothing_factor == 0 and not self.aux_loss_enabled
+        return is_whole and is_plain
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if self.eval_predicted and loss is not None:
-            tokens = (inputs["labels"][..., 1:] != -100).sum().to(loss.device)
-            self.eval_sums = self.eval_sums + torch.stack((loss.double() * tokens, tokens.double()))
+        if self.bits_per_byte is not None:
+            self.bits_per_byte.add(loss, inputs["labels"])
         return loss, *others
+
+    def log(self, logs: dict[str, float], *args, **kwargs) -> None:
+        if self.bits_per_byte is not None and "eval_loss" in logs:
+            logs["eval_bits_per_byte"] = self.bits_per_byte.result(self.accelerator)
+        super().log(logs, *args, **kwargs)
+
+
+def _texts_of(rows: Dataset | None) -> list[str]:
+    """Return the texts of rows of plain text, or none."""
+    return rows["text"][:] if isinstance(rows, Dataset) and "text" in rows.column_names else []
 
 
 # Tokenized rows
@@ -230,13 +227,13 @@ def check_cut(name: str, rows: Dataset, max_length: int, num_proc: int | None) -
     what = "rows to evaluate on" if name == "eval" else "rows"
     arrays = rows.select_columns("labels").with_format("numpy")
     counted = arrays.map(count, remove_columns="labels", num_proc=num_proc, desc="Counting tokens")
-    empty = counted["is_empty"][:].sum()
-    lengths = counted["tokens"][:]
+    empty = sum(counted["is_empty"])
     if empty:
         raise UserError(
             f"{empty} of {len(rows)} {what} have no token to learn within max_length={max_length}: raise "
             "max_length, or remove the rows."
         )
+    lengths = np.array(counted["tokens"])
     is_cut = lengths > max_length
     if is_cut.any():
         lost = 1 - np.minimum(lengths, max_length).sum() / lengths.sum()
@@ -251,10 +248,10 @@ def check_learned(rows: IterableDataset, max_length: int | None) -> IterableData
 
     def check(row: dict) -> dict:
         if all(label == -100 for label in row["labels"][:max_length]):
-            wrong = "a row of the stream has no token to learn"
-            if max_length is None:
-                raise UserError(f"{wrong}: remove such rows.")
-            raise UserError(f"{wrong} within max_length={max_length}: raise max_length, or remove such rows.")
+            raise UserError(
+                f"a row of the stream has no token to learn within max_length={max_length}: raise max_length, or "
+                "remove such rows."
+            )
         return row
 
     return rows.map(check)
@@ -277,29 +274,3 @@ def check_length(trainer: SFTTrainer) -> None:
                 f"a row has {longest} tokens, and the model {positions} positions: set max_length, or "
                 "max_position_embeddings with a rope_theta for that length."
             )
-
-
-def count_predicted(rows: Dataset, size: int, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """Count the predicted tokens of texts of `size` bytes, and the bytes of these tokens.
-
-    The first token of each packed document, and of each piece of a long one, is not predicted. `rows` are tokenized.
-    """
-    first = []
-    for row in rows.with_format("numpy"):
-        starts = np.cumsum([0, *row.get("seq_lengths", [])[:-1]])
-        first += row["input_ids"][starts].tolist()
-    unpredicted = sum(bytes_of_token(tokenizer, token) for token in first)
-    return sum(map(len, rows["labels"])) - len(first), size - unpredicted
-
-
-def bytes_of_token(tokenizer: PreTrainedTokenizerBase, token: int) -> int:
-    """Return how many bytes of a text a token stands for. A special token stands for none."""
-    if token in tokenizer.all_special_ids:
-        return 0
-    piece = tokenizer.convert_ids_to_tokens(token)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and "ByteLevel" in repr(backend.decoder):  # it may be one of a sequence
-        return len(piece)  # each character stands for a byte
-    if re.fullmatch("<0x[0-9A-F]{2}>", piece):
-        return 1
-    return len(piece.replace("\u2581", " ").encode())  # SentencePiece's mark of a space

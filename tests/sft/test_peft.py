@@ -263,23 +263,6 @@ def test_adapters_of_a_model_without_mixing_weights():
         lora_config(run(use_peft=True, lora_target_modules=["q_projj"]), model)
     with pytest.raises(UserError, match="lora_modules_to_save: the model has no module named lm_heda"):
         lora_config(run(use_peft=True, lora_modules_to_save=["lm_heda", "embed_tokens"]), model)
-    with pytest.raises(UserError, match="lora_target_parameters: the model has no parameter named j.weight"):
-        lora_config(run(use_peft=True, lora_target_parameters=["q_proj.weight", "j.weight"]), model)
     config = lora_config(run(use_peft=True, lora_modules_to_save=["lm_head"]), model)
     assert config.modules_to_save == ["lm_head"]
     assert lora_config(run(), model) is None
-
-
-def test_an_embedding_that_is_the_output_head_too_takes_no_adapter():
-    """The merge would give the head the adapter too, with which it was not trained."""
-    keys = {"use_peft": True, "lora_target_modules": ["q_proj", "embed_tokens"]}
-    assert "embed_tokens" in lora_config(run(**keys), IHAForCausalLM(byte_config())).target_modules
-    tied = IHAForCausalLM(byte_config(tie_word_embeddings=True))
-    with pytest.raises(UserError, match="embed_tokens is tied to the output head"):
-        lora_config(run(**keys), tied)
-    # A multimodal model ties by its outer field.
-    tied.config.tie_word_embeddings = False
-    with pytest.raises(UserError, match="embed_tokens is tied to the output head"):
-        lora_config(run(**keys), tied)
-    with pytest.raises(UserError, match="lora_target_parameters: embed_tokens.weight is tied to the output head"):
-        lora_config(run(use_peft=True, lora_target_parameters=["embed_tokens.weight"]), tied)

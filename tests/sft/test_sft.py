@@ -90,7 +90,7 @@ def test_a_template_without_an_end_of_turn_is_said(capsys):
     [
         ({"attn_implementation": "flash_attention_2"}, "package for FlashAttention2 doesn't seem to be", False),
         ({"use_peft": "true", "lora_target_modules": "absent"}, "no module named absent", False),
-        ({"use_peft": "true", "lora_target_modules": "lm_head"}, "an adapter of lm_head", False),
+        ({"use_peft": "true", "lora_target_modules": "lm_head"}, "PEFT adapter to `lm_head` is not supported", True),
         ({"eval_size": 20}, "eval_size=20", True),
         ({"max_length": 10}, "max_length=10", True),
         ({"dataloader_drop_last": "true", "per_device_train_batch_size": 17}, "rows do not fill one batch", True),
