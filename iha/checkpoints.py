@@ -204,7 +204,9 @@ def check_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: object) ->
             raise UserError(f"{wrong}: the checkpoint is damaged or has diverged, or needs another dtype.")
 
 
-def load_model(source: Source, dtype="auto", config: PreTrainedConfig | None = None) -> Any:
+def load_model(
+    source: Source, dtype="auto", config: PreTrainedConfig | None = None, quantization_config: Any = None
+) -> Any:
     """Return the causal language model in `source`, of the class that its config names, on CPU, in eval mode.
 
     It comes from a directory, a Hub id or a GGUF file, which is dequantised, and `config` replaces its own.
@@ -212,6 +214,8 @@ def load_model(source: Source, dtype="auto", config: PreTrainedConfig | None = N
     finite in that dtype, or if there is a generation config that cannot be read.
     """
     arguments: dict[str, Any] = source.arguments
+    if quantization_config is not None:
+        arguments["quantization_config"] = quantization_config
     config = config or load_config(source)
     if source.gguf_file is not None:
         arguments["quantization_config"] = GgufConfig(dequantize=True)

@@ -88,6 +88,11 @@ class RunArguments(ScriptArguments, ModelConfig):
     on_command_line = frozenset()  # the keys that the command line names
     chat_template = None  # the text of chat_template_path
 
+    @property
+    def is_quantized(self) -> bool:
+        """Return whether the run trains adapters on a base in 4 or 8 bits."""
+        return self.load_in_4bit or self.load_in_8bit
+
     def __post_init__(self) -> None:
         super().__post_init__()
         # No shell has read the values of a file, and a shell leaves the ~ of --key=~/name.
@@ -115,12 +120,12 @@ class RecipeParser(TrlParser):
         for action in self._actions:
             if action.dest in NOT_TAKEN:
                 action.help = SUPPRESS  # `parse` rejects these
+        self._declared_defaults = {action.dest: action.default for action in self._actions}
         self._show_first(list(RunArguments.__annotations__))
 
     def _show_first(self, names: list[str]) -> None:
         """Show these keys in a group at the top of the help. Transformers' parser puts all keys into one group."""
         actions = {action.dest: action for action in self._actions}
-        self._declared_defaults = {action.dest: action.default for action in self._actions}
         group = self.add_argument_group("keys of this package")
         group._group_actions = [actions.pop(name) for name in names]
         self._optionals._group_actions = list(actions.values())
@@ -152,13 +157,13 @@ class RecipeParser(TrlParser):
         """Reject keys that are not taken, and values of a file that the command line rejects. Raise `UserError`."""
         for action in self._actions:
             value = values.get(action.dest)
+            if action.dest in NOT_TAKEN and value != self._declared_defaults[action.dest]:
+                raise UserError(f"{action.dest} is not used here: {NOT_TAKEN[action.dest]}. Remove the key.")
             for each in value if isinstance(value, list) else [value]:
                 if action.choices and each is not None and each not in action.choices:
                     raise UserError(f"{action.dest}={each}: expected one of {', '.join(map(str, action.choices))}.")
 
     def _check_key(self, name: str) -> None:
-            if action.dest in NOT_TAKEN and value != self._declared_defaults[action.dest]:
-                raise UserError(f"{action.dest} is not used here: {NOT_TAKEN[action.dest]}. Remove the key.")
         """Raise `UserError` for a key that neither TRL nor this package declares."""
         known = [action.dest for action in self._actions if action.help != SUPPRESS]
         if name not in known:
@@ -210,7 +215,14 @@ def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
 
 
 def _check_adapters(run: RunArguments) -> None:
-    """Reject keys of adapters for a run without them. Raise `UserError`."""
+    """Reject keys of adapters and of their base for a run without adapters. Raise `UserError`."""
+    if run.is_quantized and not run.use_peft:
+        raise UserError(
+            "load_in_4bit, load_in_8bit: rounded weights cannot be trained, but adapters next to them can: set use_peft "
+            "to true."
+        )
+    if run.is_quantized and run.preset:
+        raise UserError("load_in_4bit, load_in_8bit: for pretrained weights. Give model_name_or_path, and no preset.")
     fields = RunArguments.__dataclass_fields__
     of_adapters = [name for name in fields if name.startswith(("lora_", "use_rslora", "use_dora"))]
     given = [name for name in of_adapters if getattr(run, name) != fields[name].default]

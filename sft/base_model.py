@@ -14,7 +14,7 @@ from accelerate import PartialState
 from peft import LoraConfig
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.generic import is_flash_attention_requested
-from trl import SFTConfig, get_peft_config
+from trl import SFTConfig, get_peft_config, get_quantization_config
 
 from iha.checkpoints import (
     end_tokens,
@@ -30,7 +30,7 @@ from iha.errors import UserError, one_line, refusing
 from iha.kinds import is_interleaved, own_modules, virtual_tokens_per_token
 from iha.sources import Source, find_source
 from modeling_iha import IHAConfig, interleave_heads, set_mixing_scale
-from modeling_iha.mixing_weights import trained_mixing
+from modeling_iha.mixing_weights import trained_mixing, weight_names
 from modeling_iha.modeling_iha import IHARotaryEmbedding
 from modeling_iha.modeling_interleaved import core_of
 from sft.arguments import RunArguments
@@ -213,10 +213,22 @@ def load_base_model(start: Start, config: PreTrainedConfig, run: RunArguments, a
         config._attn_implementation = run.attn_implementation
     if start.source is None:
         return random_model(config, args.seed).to(dtype)
-    model = load_model(start.source, dtype, config)
+    model = load_model(start.source, dtype, config, get_quantization_config(run))
     if interleaves(config, run):
         _interleave(model, run)
+    if run.is_quantized:
+        _prepare_quantized(model)
     return model
+
+
+def _prepare_quantized(model: PreTrainedModel) -> None:
+    """Have the mixing learn in float32, and the layers of 4 bits keep their weights as they are."""
+    for module in model.modules():
+        if weight_names(module):
+            module.float()
+        # On some CPUs bitsandbytes repacks the weights in an evaluation, and adapters below then learn nothing more.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _interleave(model: PreTrainedModel, run: RunArguments) -> None:
@@ -320,7 +332,7 @@ def prepare_model(
 
 def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments) -> None:
     """Print a warning where weights in half precision are trained, which round small steps away."""
-    if model.dtype.itemsize == 4:
+    if model.dtype.itemsize == 4 or run.is_quantized:  # whose adapters are not merged
         return
     least = torch.finfo(model.dtype).eps / 4  # half of the distance of two numbers below 1
     what = f"in {run.dtype} weights a step"

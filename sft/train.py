@@ -36,14 +36,16 @@ if __name__ == "__main__":
         print("Loading TRL (some seconds)", file=sys.stderr, flush=True)
 
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
 from iha.cards import FINAL
 from iha.files import new_directory, read_json, sole_writer
-from iha.kinds import is_ours
+from iha.kinds import is_interleaved, is_ours
 from iha.model_cost import flops_of_a_token
+from modeling_iha import save_adapter
+from modeling_iha.mixing_weights import trained_mixing
 from sft.arguments import RecipeParser, RunArguments
 from sft.base_model import find_start, lora_config, prepare_model, run_config, settle_pseudo_heads, stop_at_end_of_turn
 from sft.checkpoints import (
@@ -127,6 +129,7 @@ def build_trainer(
     train_rows, eval_rows = rows
     if are_chats(train_rows.features):
         stop_at_end_of_turn(model, tokenizer)
+    mixing = [weight.detach().clone() for weight in trained_mixing(model)]
     trainer_class = SharedRowTrainer if processes_of_a_row(args) > 1 else SFTRecipeTrainer
     trainer = trainer_class(
         model=model,
@@ -136,6 +139,14 @@ def build_trainer(
         processing_class=tokenizer,
         peft_config=adapters,
     )
+    if run.is_quantized:
+        # TRL rounds what is trained to bfloat16, which is too coarse for steps of the mixing. PEFT loads adapters in
+        # float32, so a run that was interrupted would end elsewhere.
+        for weight in trainer.model.parameters():
+            if weight.requires_grad:
+                weight.data = weight.data.float()
+        for weight, value in zip(trained_mixing(trainer.model), mixing, strict=True):
+            weight.data.copy_(value)
     if isinstance(trainer.train_dataset, IterableDataset):
         # Repeat the stream without end, so that a resume can skip the batches that were seen, however many passes they
         # took. TRL has packed the stream before: of a short stream that repeats, it would pack 1,000 rows at a time.
@@ -182,6 +193,9 @@ def save_final(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments) -> N
     model = whole_model(trainer)
     if trainer.args.process_index != 0:
         return
+    if run.is_quantized:
+        write_adapter(trainer, model, run)
+        return
     record = read_json(output / RECORD, Record)  # raises an error if the directory was removed
     write_curves(trainer.state.log_history, output)
     with new_directory(output / FINAL) as directory:
@@ -193,6 +207,25 @@ def save_final(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments) -> N
             text = card(model.config, trainer, data.held_out, run, record)
             (directory / "README.md").write_text(text, encoding="utf-8")
     print(f"Final model: {output / FINAL}\nCurves:      loss.json and curves.png next to it")
+
+
+def write_adapter(trainer: SFTRecipeTrainer, model: PeftModel, run: RunArguments) -> None:
+    """Write the curves and the adapter of a quantised base, into whose rounded weights it is not merged."""
+    output = Path(trainer.args.output_dir)
+    write_curves(trainer.state.log_history, output)
+    base = run.model_name_or_path
+    with new_directory(output / FINAL) as directory:
+        if is_interleaved(model.config):
+            save_adapter(model, directory)
+            how = f"load_adapter(AutoModelForCausalLM.from_pretrained({base!r}), {str(output / FINAL)!r})"
+        else:
+            model.save_pretrained(directory)
+            how = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {str(output / FINAL)!r})"
+        trainer.processing_class.save_pretrained(directory)
+    print(
+        f"Final adapter: {output / FINAL}\nCurves:        loss.json and curves.png next to it\n"
+        f"To merge it into the base in full precision: {how}.merge_and_unload()"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
