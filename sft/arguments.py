@@ -218,8 +218,8 @@ def _check_adapters(run: RunArguments) -> None:
     """Reject keys of adapters and of their base for a run without adapters. Raise `UserError`."""
     if run.is_quantized and not run.use_peft:
         raise UserError(
-            "load_in_4bit, load_in_8bit: rounded weights cannot be trained, but adapters next to them can: set use_peft "
-            "to true."
+            "load_in_4bit, load_in_8bit: rounded weights cannot be trained, but adapters next to them can: set "
+            "use_peft to true."
         )
     if run.is_quantized and run.preset:
         raise UserError("load_in_4bit, load_in_8bit: for pretrained weights. Give model_name_or_path, and no preset.")
