@@ -87,7 +87,10 @@ def begun(run: RunArguments, args: SFTConfig) -> Iterator[Path | None]:
     """
     check_launch(args)
     args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
-    args.dataloader_pin_memory &= args.device.type != "cpu"  # PyTorch warns at every epoch that it cannot
+    if args.device.type == "cpu":
+        args.dataloader_pin_memory = False  # PyTorch warns at every epoch that it cannot
+        # Checkpoints are in the memory of the host already, and PyTorch cannot pin it without a GPU.
+        (args.gradient_checkpointing_kwargs or {}).pop("offload", None)
     output = Path(args.output_dir)
     check_holds_no_model(output)
     # The main process holds the lock. The other processes of the run write next to it.

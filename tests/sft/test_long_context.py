@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from iha.errors import UserError
 from iha.model_cost import model
-from modeling_iha import IHAConfig, interleave_heads
+from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
 from sft.arguments import RecipeParser
 from sft.base_model import find_start, rope_reach, run_config, settle_pseudo_heads
 from sft.train import USAGE
@@ -157,6 +157,41 @@ def test_checkpointing_keeps_no_p_fold_activation():
     assert max(checkpointed) < P_FOLD
     for gradient, other in zip(gradients, expected, strict=True):
         assert_close(gradient, other)
+
+
+class Kept(saved_tensors_hooks):
+    """Stand in for `save_on_cpu`, which pins memory and needs a GPU, and record the sizes of what is kept."""
+
+    sizes: list[int] = []
+
+    def __init__(self, pin_memory, device_type):
+        super().__init__(self.keep, lambda tensor: tensor.clone())
+
+    def keep(self, tensor):
+        self.sizes.append(tensor.numel())
+        return tensor.detach().clone()
+
+
+@pytest.mark.parametrize("kind", ["iha", "interleaved"])
+def test_checkpoints_in_the_memory_of_the_host_change_no_step(kind, monkeypatch):
+    """Take two steps with `gradient_checkpointing_kwargs: {"offload": true}`, and without it."""
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", Kept)
+    monkeypatch.setattr(Kept, "sizes", [])
+    weights = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = IHAForCausalLM(CONFIGS["iha"]) if kind == "iha" else LlamaForCausalLM(LlamaConfig(**LLAMA))
+        model = model if kind == "iha" else interleave_heads(model, 2)
+        model.train().activation_checkpointing_enable(offload=offload)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for seed in range(2):
+            ids = random_ids(2, LENGTH, seed=seed)
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(list(model.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
+    assert Kept.sizes == [2 * LENGTH * model.config.hidden_size] * model.config.num_hidden_layers * 2
 
 
 def memory(field):

@@ -30,6 +30,7 @@ FILES = [
     "paper_sft/sft.yaml",
     "pretrain/sft.yaml",
     "lora/sft.yaml",
+    "qlora/sft.yaml",
 ]
 
 
