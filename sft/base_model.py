@@ -322,8 +322,6 @@ def prepare_model(
         )
     else:
         tokenizer = load_tokenizer(start.source, vocabulary_of(model.config))
-    if tokenizer.eos_token is None and tokenizer.pad_token is None:
-        raise UserError("the tokenizer has neither an end token nor a padding token: set its eos_token.")
     if run.chat_template is not None:
         tokenizer.chat_template = run.chat_template
     check_packing(model, args)

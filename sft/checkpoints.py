@@ -28,9 +28,7 @@ def check_holds_no_model(output: Path) -> None:
 
 
 def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
-    """Return the checkpoint that `resume_from_checkpoint` names, or else the newest whole one. Raise `UserError`."""
-    if str(given).lower() == "false":
-        raise UserError("resume_from_checkpoint: a run always resumes in its output_dir. Remove the key.")
+    """Return the checkpoint that `resume_from_checkpoint` names, or else the newest whole one."""
     return newest_whole_checkpoint(output) if str(given).lower() in ("none", "true") else Path(given).expanduser()
 
 
@@ -72,8 +70,7 @@ def clear_later_checkpoints(output: Path, checkpoint: Path | None) -> None:
 class WholeCheckpoints(TrainerCallback):
     """Mark a checkpoint as complete once it is, and only then remove older ones. Check the one to resume from.
 
-    Raise `UserError` for a checkpoint of another kind of launch, and for a lost best checkpoint: the run would
-    silently end with the last weights in its place.
+    Raise `UserError` for a checkpoint of another kind of launch.
     """
 
     def __init__(self, accelerator: Accelerator, limit: int | None) -> None:
@@ -85,12 +82,6 @@ class WholeCheckpoints(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         if state.max_steps < state.logging_steps:
             state.logging_steps = 1  # else a short run would end without a curve
-        if args.load_best_model_at_end and state.best_global_step and state.best_model_checkpoint is None:
-            # Its path is not there any more, because the directory of the run was moved.
-            best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            if not best.is_dir():
-                raise UserError(f"load_best_model_at_end: {best}, the best checkpoint so far, is lost: put it back.")
-            state.best_model_checkpoint = str(best)
         if isinstance(lr_scheduler, ReduceLROnPlateau):
             return  # It counts evaluations, and there may have been none.
         # Transformers silently ignores the files of a launch that shards in another way.
@@ -108,11 +99,3 @@ class WholeCheckpoints(TrainerCallback):
         with whole_file(output / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / RECORD) as file:
             shutil.copyfile(output / RECORD, file)
         rotate_checkpoints(args.output_dir, self.limit, state.best_model_checkpoint)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        best = state.best_model_checkpoint
-        if args.should_save and self.limit == 1 and best is not None:
-            # The last checkpoint was there to resume from. Trainer removes it too, but does not know the limit.
-            for path in checkpoints_after(0, args.output_dir):
-                if not path.samefile(best):
-                    shutil.rmtree(path)

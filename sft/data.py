@@ -158,7 +158,7 @@ def load_rows(
         first = None
     except Exception as error:  # each reader raises its own exceptions, and its cause says what is wrong
         if name.endswith(".jsonl") and Path(name).is_file():
-            for _ in read_jsonl(name):  # names the row, which the reader counts from 0, and from each block anew
+            for _ in read_jsonl(name):  # names the line, which the reader counts from 0, and in each block anew
                 pass
         raise UserError(f"{name}, split {split!r}, cannot be read: {one_line(error.__cause__ or error)}") from error
     if first is None:

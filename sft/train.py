@@ -177,8 +177,7 @@ def train(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments, checkpoin
         )
     if args.load_best_model_at_end and trainer.state.best_model_checkpoint is None:
         trainer.accelerator.print(
-            f"Warning: no evaluation gave a number for {args.metric_for_best_model}, so final/ has the last weights "
-            "and not the best ones."
+            f"Warning: there is no checkpoint of the best {args.metric_for_best_model}: final/ has the last weights."
         )
     save_final(trainer, data, run)
     # DDP's reducer must go before the process group. The last object to hold the group destroys it and joins its

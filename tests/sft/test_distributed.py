@@ -283,7 +283,7 @@ def test_parallelism_that_would_compute_something_else_is_refused(monkeypatch, n
     options = ["--use_fsdp", "--fsdp_version=2", "--use_parallelism_config", f"--parallelism_config_{name}_size=2"]
     environment = launcher_environment("fsdp2.yaml", *options)
     args = as_launched(monkeypatch, {**environment, "WORLD_SIZE": "2"}, GPU, 2)
-    with pytest.raises(UserError, match=f"drop windows.* mixes all heads: set .*{name}_size"):
+    with pytest.raises(UserError, match=f"drops windows.* mixes all heads: set .*{name}_size"):
         check_launch(args)
 
 

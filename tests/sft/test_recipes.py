@@ -22,7 +22,7 @@ from sft.sources import sources
 
 
 RECIPES = ROOT / "sft" / "recipes"
-# Those of preferences and rewards have separate tests, and most tests of runs take the demo.
+# Those of preferences, rewards and 4 bits have separate tests, and most tests of runs take the demo.
 FILES = [
     "openthoughts/sft.yaml",
     "openthoughts3/sft.yaml",
@@ -30,7 +30,6 @@ FILES = [
     "paper_sft/sft.yaml",
     "pretrain/sft.yaml",
     "lora/sft.yaml",
-    "qlora/sft.yaml",
 ]
 
 

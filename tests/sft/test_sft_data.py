@@ -323,7 +323,7 @@ def test_columns_that_are_not_read_are_said(tmp_path, capsys):
         ("absent.jsonl", None, "no such file"),
         ("rows.jsonl", b'{"completion": "Q"}', "row 1: expected texts in 'prompt' and 'completion', got None"),
         ("dates.jsonl", b'{"prompt": "Q", "completion": "2024-01-02"}', "row 1: expected turns .* datetime"),
-        ("cut.jsonl", b'{"text": "Q"}\n{"text": "', "cut.jsonl, row 2 is no object of JSON"),
+        ("cut.jsonl", b'{"text": "Q"}\n{"text": "', "cut.jsonl, line 2 is no object of JSON"),
     ],
 )
 def test_a_damaged_file_is_refused(name, content, named, tmp_path):
