@@ -27,10 +27,13 @@ model.merge_and_unload().save_pretrained("merged")  # a whole model, to publish 
 """
 
 
-def write_adapter_card(directory: str, base: str) -> None:
-    """Write the card of an adapter in a directory, in the place of TRL's. The base is a directory or a Hub id."""
+def write_adapter_card(directory: str | Path, base: str, place: str | None = None) -> None:
+    """Write the card of an adapter in a directory, in the place of TRL's. The base is a directory or a Hub id.
+
+    `place` is the name of the directory that the card shows, if it will get another one.
+    """
     data = ModelCardData(library_name="peft", tags=["iha", "lora"], base_model=source_base_model(base))
-    place = name_of_place(directory)
+    place = place or name_of_place(directory)
     card = TEMPLATE.format(
         metadata=data.to_yaml(),
         title=markdown(title_of(place)),

@@ -13,15 +13,15 @@ from sft.sources import RowSource
 from sft.trainer import SFTRecipeTrainer
 
 
-# Figures that are logged in training, in evaluation ("eval_"), or in both, and the panel of each in curves.png. The
-# memory hardly changes in a run, and has none.
-CURVES = {
-    "loss": "loss, nats per token",
-    "bits_per_byte": "bits per byte of text",
-    "tokens_per_second": "tokens per second",
-    "model_flops_utilization": "share of the peak FLOP/s",
-    "peak_memory_gb": None,
+# The panels of curves.png, and the figures that Trainer logs of which each has lines.
+PANELS = {
+    "loss, nats per token": {"loss": "training", "eval_loss": "held-out rows"},
+    "bits per byte of text": {"eval_bits_per_byte": "held-out rows"},
+    "tokens per second": {"tokens_per_second": "training"},
+    "share of the peak FLOP/s": {"model_flops_utilization": "training"},
+    "change of the mixing": {f"mixing_change_{part}": part for part in ("queries", "keys", "values", "collapse")},
 }
+COLORS = {"training": "C0", "held-out rows": "C1", "queries": "C2", "keys": "C3", "values": "C4", "collapse": "C5"}
 # Keys of a recipe that every card names. It names other keys if they differ from their defaults.
 CARD_KEYS = (
     "learning_rate",
@@ -35,27 +35,26 @@ MACHINE_KEYS = ("disable_tqdm", "dataloader_pin_memory")  # `sft.train` sets the
 
 
 def write_curves(history: list[dict], output_dir: Path) -> None:
-    """Write the `CURVES` that were logged as curves.png, and as loss.json: [[step, value], ...] each.
+    """Write the figures of the `PANELS` that were logged as curves.png and, with the memory, as loss.json.
 
-    In loss.json the losses are called "train" and "eval".
+    The file holds [[step, value], ...] of each figure. The losses are called "train" and "eval" there.
     """
-    names = [name for panel in CURVES for name in (panel, f"eval_{panel}")]
+    names = [*(name for lines in PANELS.values() for name in lines), "peak_memory_gb"]
     points = {name: [[entry["step"], entry[name]] for entry in history if name in entry] for name in names}
-    losses = {"train": points["loss"], "eval": points["eval_loss"]}
-    others = {name: values for name, values in points.items() if values and name not in ("loss", "eval_loss")}
-    write_json(output_dir / "loss.json", losses | others)
-    draw(points, output_dir / "curves.png")
+    draw({name: values for name, values in points.items() if values}, output_dir / "curves.png")
+    losses = {"train": points.pop("loss"), "eval": points.pop("eval_loss")}
+    write_json(output_dir / "loss.json", losses | {name: values for name, values in points.items() if values})
 
 
 def draw(points: dict[str, list], path: Path) -> None:
-    """Draw a panel for each of the `CURVES` that was logged."""
-    shown = [name for name, words in CURVES.items() if words and (points[name] or points[f"eval_{name}"])] or ["loss"]
-    figure, all_axes = plots.panels("Curves of the run", len(shown), 2)
-    for axes, panel in zip(all_axes, shown):
-        for name, label, color in ((panel, "training", "C0"), (f"eval_{panel}", "held-out rows", "C1")):
-            if points[name]:
-                axes.plot(*zip(*points[name]), marker=".", label=label, color=color)
-        axes.set(xlabel="step", ylabel=CURVES[panel])
+    """Draw the panels of the figures that were logged."""
+    shown = [label for label, lines in PANELS.items() if points.keys() & lines.keys()]
+    figure, all_axes = plots.panels("Curves of the run", max(1, len(shown)), 2)
+    for axes, label in zip(all_axes, shown):
+        for name, line in PANELS[label].items():
+            if name in points:
+                axes.plot(*zip(*points[name]), marker=".", label=line, color=COLORS[line])
+        axes.set(xlabel="step", ylabel=label)
     plots.save_plot(figure, path)
 
 

@@ -40,7 +40,8 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import SFTConfig
 
-from iha.cards import FINAL
+from iha.adapter_card import write_adapter_card
+from iha.cards import FINAL, name_of_place
 from iha.files import new_directory, read_json, sole_writer
 from iha.kinds import is_interleaved, is_ours
 from iha.model_cost import flops_of_a_token
@@ -217,16 +218,18 @@ def write_adapter(trainer: SFTRecipeTrainer, model: PeftModel, run: RunArguments
     write_curves(trainer.state.log_history, output)
     base = run.model_name_or_path
     with new_directory(output / FINAL) as directory:
+        load = "PeftModel.from_pretrained"
         if is_interleaved(model.config):
+            load = "load_adapter"
             save_adapter(model, directory)
-            how = f"load_adapter(AutoModelForCausalLM.from_pretrained({base!r}), {str(output / FINAL)!r})"
+            write_adapter_card(directory, base, name_of_place(output / FINAL))
         else:
             model.save_pretrained(directory)
-            how = f"PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base!r}), {str(output / FINAL)!r})"
         trainer.processing_class.save_pretrained(directory)
     print(
         f"Final adapter: {output / FINAL}\nCurves:        loss.json and curves.png next to it\n"
-        f"To merge it into the base in full precision: {how}.merge_and_unload()"
+        f"To merge it into the base in full precision: {load}(AutoModelForCausalLM.from_pretrained({base!r}), "
+        f"{str(output / FINAL)!r}).merge_and_unload()"
     )
 
 

@@ -5,9 +5,6 @@ Incomplete checkpoints are skipped. A loss, a gradient or a weight that is NaN o
 
 import copy
 import math
-import resource
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +23,7 @@ from modeling_iha.mixing_weights import trained_mixing
 from sft.bits_per_byte import BitsPerByte
 from sft.checkpoints import RECORD, WholeCheckpoints
 from sft.distributed import whole_model
+from sft.log_figures import CountTokens, LogMixing, mixes_heads
 from sft.shared_cores import WatchCores
 from sft.sources import splits
 
@@ -59,53 +57,6 @@ class StopAtNaN(TrainerCallback):
             raise NotFiniteError(f"step {state.global_step + 1}: the {what} is {value:g}.")
 
 
-def peak_memory(device: torch.device) -> int:
-    """Return the most bytes so far of the tensors on a GPU, or elsewhere of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class CountTokens(TrainerCallback):
-    """Log `tokens_per_second` since the last log, and continue the count of a resumed run, which TRL starts anew.
-
-    Log too `minutes_left`, by the steps since the last log and without evaluations, `peak_memory_gb`, the most memory
-    so far (`peak_memory`), and `model_flops_utilization`, if there is a peak to compare with.
-    """
-
-    peak_tokens_per_second: float | None = None  # of all devices together
-    time = 0.0  # of the last log; an evaluation may come before training
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
-        self.before = counts[-1] if counts else 0
-        self.last = self.before
-        self.step = state.global_step
-        self.time = time.monotonic()
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        self.time += metrics["eval_runtime"]
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if not logs or "num_tokens" not in logs:
-            return
-        logs["num_tokens"] += self.before
-        now = time.monotonic()
-        rate = (logs["num_tokens"] - self.last) / (now - self.time)
-        logs["tokens_per_second"] = rate
-        steps = state.global_step - self.step
-        if steps > 0:
-            logs["minutes_left"] = round((now - self.time) / steps * (state.max_steps - state.global_step) / 60, 1)
-        if self.peak_tokens_per_second is not None:
-            logs["model_flops_utilization"] = rate / self.peak_tokens_per_second
-        logs["peak_memory_gb"] = peak_memory(args.device) / 1e9
-        self.last = logs["num_tokens"]
-        self.step = state.global_step
-        self.time = now
-        state.log_history[-1].update(logs)
-
-
 class SFTRecipeTrainer(SFTTrainer):
     """Train by supervised fine-tuning, and keep what a recipe promises.
 
@@ -129,9 +80,11 @@ class SFTRecipeTrainer(SFTTrainer):
         self.add_callback(WholeCheckpoints(self.accelerator, self.args.save_total_limit))
         self.add_callback(WatchCores())
         self.args.save_total_limit = None  # Trainer would remove a checkpoint before the next one is whole
-        # It must be the first callback, so that the others print and report what it adds.
+        # These must be the first callbacks, so that the others print and report what they add.
         self.count_tokens = CountTokens()
         self.callback_handler.callbacks.insert(0, self.count_tokens)
+        if mixes_heads(self.model):
+            self.callback_handler.callbacks.insert(0, LogMixing())
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
         # Transformers chooses by names, and would decay vectors such as those of differential attention's lambda.

@@ -45,6 +45,7 @@ def test_the_adapter_of_a_quantized_base_merges_into_the_whole_base(key, rows_fi
     names = {file.name for file in final.iterdir()}
     assert {"adapter_model.safetensors", "interleaving.json", "tokenizer.json"} <= names
     assert "model.safetensors" not in names
+    assert "load_adapter(base" in (final / "README.md").read_text()
     assert f"load_adapter(AutoModelForCausalLM.from_pretrained('{tmp_path / 'plain'}')" in capsys.readouterr().out
 
     ids = random_ids(2, 9)

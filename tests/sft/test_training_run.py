@@ -28,7 +28,8 @@ from iha.sources import find_source
 from sft import make_model, results, shared_cores, train
 from sft.arguments import RecipeParser
 from sft.checkpoints import RECORD, newest_whole_checkpoint
-from sft.trainer import CountTokens, SFTRecipeTrainer
+from sft.log_figures import CountTokens
+from sft.trainer import SFTRecipeTrainer
 
 
 STEPS = 6
@@ -507,7 +508,7 @@ def test_a_schedule_that_counts_evaluations_is_resumed(tiny, rows_file, tmp_path
 def test_the_time_that_is_left_is_logged(monkeypatch):
     """Leave out the time of evaluations: the first step takes 20 s here, and the next two take 25 s each."""
     clock = iter((100.0, 130.0, 190.0))
-    monkeypatch.setattr("sft.trainer.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("sft.log_figures.time.monotonic", lambda: next(clock))
     state, logs = TrainerState(max_steps=10, log_history=[{}]), [{"num_tokens": 5}, {"num_tokens": 15}]
     counter = CountTokens()
     counter.on_train_begin(None, state, None)
@@ -577,6 +578,7 @@ def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
     train.main(command(base, rows_file, output, max_steps=4, eval_on_start="false"))
     losses = json.loads((output / "loss.json").read_text())
     assert [step for step, _ in losses["train"]] == [1, 2, 3, 4] and [step for step, _ in losses["eval"]] == [2, 4]
+    assert all(0 < losses[f"mixing_change_{part}"][-1][1] < 2 for part in ("queries", "keys", "values", "collapse"))
 
     card, record = (output / "final" / "README.md").read_text(), json.loads((output / RECORD).read_text())
     for fact in (
@@ -601,9 +603,8 @@ def test_a_run_leaves_what_it_did(tiny, rows_file, tmp_path, monkeypatch):
 def test_the_curves_fill_their_picture(tmp_path, monkeypatch):
     save, figures = results.plots.save_plot, []
     monkeypatch.setattr(results.plots, "save_plot", lambda figure, path: (save(figure, path), figures.append(figure)))
-    points = {name: [] for panel in results.CURVES for name in (panel, f"eval_{panel}")}
-    memory = {"peak_memory_gb": [[1, 0.736], [2, 0.74]]}
-    DRAW(points | memory | {"loss": [[1, 2.0], [2, 1.5]], "eval_loss": [[2, 1.6]]}, tmp_path / "curves.png")
+    losses = {"loss": [[1, 2.0], [2, 1.5]], "eval_loss": [[2, 1.6]]}
+    DRAW({"peak_memory_gb": [[1, 0.736], [2, 0.74]], **losses}, tmp_path / "curves.png")
     picture = imread(tmp_path / "curves.png")
     assert all(half.min() < 0.5 for half in np.array_split(picture, 2, axis=1))  # drawn on white
     [axes] = figures[0].axes
