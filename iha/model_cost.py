@@ -12,8 +12,8 @@ from typing import Any
 from iha.errors import UserError
 from iha.kinds import all_companions, companion_of
 from iha.layer_cost import Cost, linear
-from iha.overlay import Overlay
 from modeling_iha import IHAConfig
+from modeling_iha.virtual_tokens import View
 
 
 def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "sdpa") -> Cost:
@@ -85,7 +85,7 @@ def _in_layer(config: IHAConfig, layer_idx: int) -> IHAConfig:
         options = config.options_of(kind)
         return options.in_layer(layer_idx) if hasattr(options, "in_layer") else options
 
-    return Overlay(config, options_of=options_of)  # type: ignore[return-value]
+    return View(config, options_of=options_of)  # type: ignore[return-value]
 
 
 def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:

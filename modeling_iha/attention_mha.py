@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_iha import IHAConfig
-from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+from .sdpa_in_blocks import core_for
 from .transformers_versions import pop_cache
 
 
@@ -52,8 +52,7 @@ class MultiHeadAttention(LlamaAttention):
     @property
     def core(self) -> str:
         """Return the name of the attention function. For "sdpa" it is that of `sdpa_in_blocks`."""
-        name = self.config._attn_implementation or "eager"
-        return SDPA_IN_BLOCKS if name == "sdpa" else name
+        return core_for(self.config._attn_implementation)
 
     @property
     def core_function(self) -> Callable:

@@ -23,9 +23,16 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .interleaving import MixedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import read_documents
+from .sdpa_in_blocks import additive, read_call
 from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
-from .virtual_tokens import View, check_dense_mask, keep_window_edge, takes_flat_mask, virtual_attention, virtual_mask
+from .virtual_tokens import (
+    View,
+    keep_window_edge,
+    mask_over_virtual_tokens,
+    takes_flat_mask,
+    virtual_attention,
+    virtual_mask,
+)
 
 
 PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
@@ -37,21 +44,20 @@ def attend_interleaved(
     """Attend over virtual tokens where the module has virtual heads, and over tokens elsewhere.
 
     `core` is the attention function that computes it, such as "sdpa". The other arguments and the output are those of
-    an attention function of Transformers, in tokens."""
-    config = getattr(module, "config", None)  # a vision tower's has no fields of ours
+    an attention function of Transformers, in tokens, but for a dense mask, which is over virtual tokens."""
     if core == SDPA_IN_BLOCKS:  # it reads documents from `cu_seq_lens_q` alone
         kwargs = {name: kwargs[name] for name in kwargs.keys() - {"position_ids", "cu_seq_lens_k", "max_length_k"}}
     if not has_virtual_heads(module):
-        mask = mask_over_tokens(attention_mask, query.shape[2])
+        mask = mask_of_plain_module(attention_mask, module, query.shape[2])
         return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
+    mask = mask_of_interleaved_module(attention_mask, module.config)
     # CODEPATH: a window of the interleaved layers alone.
-    if config.interleaved_window is not None:
-        kwargs["sliding_window"] = min(config.interleaved_window, kwargs.get("sliding_window") or math.inf)
-        if isinstance(attention_mask, torch.Tensor) and is_over_virtual_tokens(attention_mask, query.shape[2]):
-            attention_mask = attention_mask[:, -1:]  # see `interleaved_mask`
+    if module.config.interleaved_window is not None:
+        kwargs["sliding_window"] = min(module.config.interleaved_window, kwargs.get("sliding_window") or math.inf)
+        mask = mask_of_cached_keys(mask, module.config, query.shape[2], key.shape[2])
     heads = module.paired_heads if hasattr(module, "paired_heads") else MixedHeads.of_module(module, value)
     attend = partial(attend_on_core, core, heads.num_pseudo_heads)
-    return virtual_attention(attend, module, heads, query, key, value, attention_mask, **kwargs)
+    return virtual_attention(attend, module, heads, query, key, value, mask, **kwargs)
 
 
 def attend_on_core(core: str, num_pseudo_heads: int, module: nn.Module, *args, **kwargs) -> tuple:
@@ -74,53 +80,94 @@ def attend_on_core(core: str, num_pseudo_heads: int, module: nn.Module, *args, *
     return attend(view, *args, **kwargs)
 
 
-def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: int | None = None, **kwargs) -> Any:
-    """Return the mask of all layers of a decoder: dense over virtual tokens, or [batch, keys] over tokens.
+class LayerMasks(BlockMask):
+    """Hold the `BlockMask` of interleaved layers, as which it counts, and that of the others."""
 
-    A dense mask has two planes, [batch, 2, N * P, K * P], where the interleaved layers have a window that the others
-    lack: without it for those, and with it. A `BlockMask` has no planes, so there the mask of layers without virtual
-    heads is its attribute `of_tokens`. No window cuts the mask of an encoder (`allow_is_bidirectional_skip`)."""
+    def __init__(self, of_interleaved: BlockMask, of_others: BlockMask):
+        for name, value in vars(of_interleaved).items():  # the arguments of its `__init__` depend on the version
+            setattr(self, name, value)
+        self.of_others = of_others
+
+    def to(self, device: torch.device | str) -> "LayerMasks":
+        return LayerMasks(super().to(device), self.of_others.to(device))
+
+
+def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: int | None = None, **kwargs) -> Any:
+    """Return the mask of all attention modules of a decoder, flat in tokens or dense over virtual tokens.
+
+    Where the interleaved ones have a window that others lack (`has_two_masks`), a dense mask holds that of the others
+    and that of the interleaved ones, one behind the other along the heads. A `BlockMask` of FlexAttention, which
+    cannot be cut to tokens, is a `LayerMasks` wherever there are others."""
+    make_plain_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], mask_function=mask_function, local_size=local_size)
     if not hasattr(config, "num_pseudo_heads"):  # that of a vision tower
-        make_mask = ALL_MASK_ATTENTION_FUNCTIONS[core]
-        return make_mask(config=config, mask_function=mask_function, local_size=local_size, **kwargs)
+        return make_plain_mask(config=config, **kwargs)
     kwargs["config"] = config
     window = config.interleaved_window
-    if window is None or "allow_is_bidirectional_skip" in kwargs or takes_flat_mask(core, **kwargs):
-        mask = virtual_mask(core, mask_function=mask_function, local_size=local_size, **kwargs)
+    make_mask = partial(virtual_mask, core, mask_function=mask_function, local_size=local_size)
+    if window is None or takes_flat_mask(core, **kwargs):
+        mask = make_mask(**kwargs)
     else:
-        kwargs["allow_is_causal_skip"] = False
-        sees, size = and_masks(mask_function, sliding_window_overlay(window)), min(window, local_size or window)
-        mask = virtual_mask(core, mask_function=sees, local_size=size, **kwargs)
-    if len(config.interleaved_layers) == config.num_hidden_layers:
-        return mask
+        # CODEPATH: a window of the interleaved layers alone.
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        sees = and_masks(mask_function, sliding_window_overlay(window))
+        mask = virtual_mask(core, mask_function=sees, local_size=min(window, local_size or window), **kwargs)
     if isinstance(mask, BlockMask):
-        make_mask = ALL_MASK_ATTENTION_FUNCTIONS[core]
-        mask.of_tokens = make_mask(mask_function=mask_function, local_size=local_size, **kwargs)
-    elif window is not None and mask is not None and mask.ndim == 4:
-        of_others = virtual_mask(core, mask_function=mask_function, local_size=local_size, **kwargs)
-        mask = torch.cat((of_others, mask), dim=1)
-    return mask
+        return LayerMasks(mask, make_plain_mask(**kwargs)) if has_other_modules(config) else mask
+    is_dense = mask is not None and mask.ndim == 4
+    return torch.cat((make_mask(**kwargs), mask), dim=1) if is_dense and has_two_masks(config) else mask
 
 
-def mask_over_tokens(mask: Any, num_tokens: int) -> Any:
-    """Return the mask of a layer without virtual tokens, from one of `interleaved_mask` or of a user."""
-    if isinstance(mask, BlockMask):
-        if not hasattr(mask, "of_tokens") and mask.shape[-2] != num_tokens:
-            raise ValueError(
-                "A copy to another device lost the mask of the layers that are not interleaved: keep the decoder on "
-                "one device, or use another attn_implementation than FlexAttention."
-            )
-        return getattr(mask, "of_tokens", mask)
-    if mask is None or not is_over_virtual_tokens(mask, num_tokens):
+def has_other_modules(config: PreTrainedConfig) -> bool:
+    """Return whether a decoder may have attention modules that are not interleaved, such as those of an encoder."""
+    is_partly_interleaved = len(config.interleaved_layers) < config.num_hidden_layers
+    return is_partly_interleaved or getattr(config, "add_cross_attention", False)
+
+
+def has_two_masks(config: PreTrainedConfig) -> bool:
+    """Return whether a dense mask of a decoder is two, of the interleaved modules and of the others."""
+    return config.interleaved_window is not None and has_other_modules(config)
+
+
+def mask_of_interleaved_module(mask: Any, config: PreTrainedConfig) -> Any:
+    """Return the mask of a module with virtual heads, from one of `interleaved_mask` or of `prepare_call`."""
+    is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
+    return mask.chunk(2, dim=1)[1] if is_dense and has_two_masks(config) else mask
+
+
+def mask_of_plain_module(mask: Any, module: nn.Module, num_tokens: int) -> Any:
+    """Return the mask over tokens of a module without virtual heads, from one of `interleaved_mask`.
+
+    A base model may have masks of its own, such as those of a vision tower and of images; they are over tokens."""
+    if isinstance(mask, LayerMasks):
+        return mask.of_others
+    num_pseudo_heads = getattr(module.config, "num_pseudo_heads", 1) if hasattr(module, "config") else 1
+    is_dense = isinstance(mask, torch.Tensor) and mask.ndim == 4
+    if not is_dense or num_pseudo_heads == 1 or mask.shape[-2] != num_tokens * num_pseudo_heads:
         return mask
-    num_pseudo_heads = mask.shape[-2] // num_tokens
+    if has_two_masks(module.config):
+        mask = mask.chunk(2, dim=1)[0]
+    # The last pseudo-head of a query sees all of the tokens that the query sees.
     last = slice(num_pseudo_heads - 1, None, num_pseudo_heads)
-    return mask[:, :1, last, last]
+    return mask[..., last, last]
 
 
-def is_over_virtual_tokens(mask: torch.Tensor, num_tokens: int) -> bool:
-    """Return whether `interleaved_mask` made a dense mask. Other masks are over tokens, such as a user's."""
-    return mask.ndim == 4 and mask.shape[-2] != num_tokens
+def mask_of_cached_keys(mask: Any, config: PreTrainedConfig, num_tokens: int, num_keys: int) -> Any:
+    """Return the mask of the last keys, which a layer with a window of its own has cached (`keep_windows`).
+
+    Raise a RuntimeError if keys of the window are missing, as the base does by the shape of its mask: a crop of the
+    cache may have taken them."""
+    if not isinstance(mask, torch.Tensor):
+        return mask
+    size = 1 if mask.ndim == 2 else config.num_pseudo_heads
+    if mask.shape[-1] == num_keys * size:
+        return mask
+    needed = min(mask.shape[-1] // size, config.interleaved_window + num_tokens)
+    if num_keys < needed:
+        raise RuntimeError(
+            f"The cache has {num_keys} of the {needed} keys that the window needs: a crop has removed more tokens "
+            "than were recorded (`activate_past_recording`). Start with an empty cache."
+        )
+    return mask[..., -num_keys * size :]
 
 
 def has_virtual_heads(module: nn.Module) -> bool:
@@ -172,28 +219,46 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
         keep_windows(decoder, cache)
         kwargs[CACHE] = cache
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    mask = kwargs.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[2] == tokens.shape[1]:
-        windows = config.interleaved_window, getattr(config, "sliding_window", None)
-        check_dense_mask(mask, tokens.shape[1], cache, min(each or math.inf for each in windows))
-    is_flat = mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)
-    if config._attn_implementation == PREFIX + SDPA_IN_BLOCKS and is_flat and tokens is not None:
-        found = declared(tokens, mask, cache, kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
-        kwargs |= found if getattr(config, "passes_cu_seq_lens", False) else {}  # as `interleave_heads` has tried
+    if tokens is not None and is_of_tokens(kwargs.get("attention_mask"), tokens):
+        kwargs |= declared(config, tokens, cache, kwargs)
     return args[len(names) :], kwargs
 
 
-def declared(tokens: torch.Tensor, mask, cache, positions, lengths) -> dict[str, Any]:
-    """Return the keyword arguments that tell all layers the documents of a call, without dense masks.
+def is_of_tokens(mask: Any, tokens: torch.Tensor) -> bool:
+    """Return whether a user gave the mask of a call, and not `generate`, which passes those of `interleaved_mask`."""
+    if mask is None:
+        return True
+    return isinstance(mask, torch.Tensor) and (mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == tokens.shape[1]))
+
+
+def declared(config: PreTrainedConfig, tokens: torch.Tensor, cache: Cache | None, kwargs: dict) -> dict[str, Any]:
+    """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
     A call without a mask gets one of ones, a single number that is expanded. Without it Transformers would look for
     documents in the positions again, and compiled code, which cannot look, would get dense masks."""
+    core = config._attn_implementation.removeprefix(PREFIX)
+    mask, positions, lengths = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
     if positions is not None and positions.ndim != 2:
         positions = positions[0] if len(positions) == 4 else None  # of text, or of images alone: no declaration
-    found = read_documents("sdpa", tokens, mask, positions, cache, lengths)
-    if mask is None and cache is None and (found or lengths is not None):
+    windows = config.interleaved_window, getattr(config, "sliding_window", None)
+    window = min(each or math.inf for each in windows)
+    call = read_call(core, tokens, mask, positions, cache, lengths, window)
+    if call.dense is not None:
+        return {"attention_mask": dense_mask_of_user(call.dense, core, config)}
+    if core != SDPA_IN_BLOCKS or call.documents is None or not getattr(config, "passes_cu_seq_lens", False):
+        return {}  # `interleave_heads` has tried whether the base passes lengths on
+    found = call.lengths()
+    if mask is None and cache is None:
         found["attention_mask"] = torch.ones((), dtype=torch.bool, device=tokens.device).expand(tokens.shape[:2])
     return found
+
+
+def dense_mask_of_user(mask: torch.Tensor, core: str, config: PreTrainedConfig) -> torch.Tensor:
+    """Return a user's mask [batch, heads, N, K] over virtual tokens, as `interleaved_mask` returns its own."""
+    if core == "eager":
+        mask = additive(mask, torch.float32)
+    mask = mask_over_virtual_tokens(mask, config.num_pseudo_heads)
+    return torch.cat((mask, mask), dim=1) if has_two_masks(config) else mask
 
 
 def new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None:

@@ -14,8 +14,8 @@ from torch import nn
 from transformers.utils.generic import maybe_autocast
 
 from .mixing import Mixing
+from .sdpa_in_blocks import masked_softmax
 from .triton_kernels import collapse, decode, expand, kernels_decode, kernels_take
-from .virtual_tokens import masked_softmax
 
 
 class HeadMixing(Mixing):

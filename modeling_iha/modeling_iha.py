@@ -11,7 +11,6 @@ from torch import nn
 from transformers import AutoModel
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -42,10 +41,9 @@ from .attention_paired_heads import PairedHeadsAttention
 from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
-from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import read_documents
+from .sdpa_in_blocks import Call, core_for, read_call
 from .transformers_versions import CACHE, pop_cache
-from .virtual_tokens import MASK, View, check_dense_mask, keep_window_edge, refuse_pages
+from .virtual_tokens import mask_name, masks_of_layers, refuse_pages
 
 
 # The attention of each kind, one to a line. A checkpoint ships the lines of its kinds.
@@ -62,7 +60,6 @@ ATTENTION_CLASSES = {
     "dcmha": DynamicallyComposableAttention,
     "paired_heads": PairedHeadsAttention,
 }
-CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 # Trainer's label smoothing and `pipeline` look up causal models here, and no public function adds one. Two copies of
 # this code write the same entry.
@@ -182,30 +179,16 @@ class IHAModel(IHAPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def create_masks(
-        self, inputs_embeds, attention_mask, cache, packed_positions, has_lengths=False
-    ) -> dict[str, Any]:
-        """Return the masks of all layers by their names (`mask_name`), as Transformers makes them.
+    def create_masks(self, inputs_embeds, attention_mask, cache, position_ids=None) -> dict[str, Any]:
+        """Return the masks of all layers by their names (`mask_name`), for a call that passes them on.
 
-        `packed_positions` are the `position_ids` of a call that may be packed, or `None`. `sdpa_in_blocks` needs no
-        mask for documents that the call has as lengths too."""
-        if max(layer.self_attn.num_pseudo_heads for layer in self.layers) > 1:
-            keep_window_edge(cache, self.config.sliding_window)  # first, because masks depend on the cache's lengths
-        masks: dict[str, Any] = {}
-        for attention in (layer.self_attn for layer in self.layers):
-            if mask_name(attention) in masks:
-                continue
-            core, num_pseudo_heads = attention.core, attention.num_pseudo_heads
-            is_in_blocks = core == SDPA_IN_BLOCKS
-            name = MASK if num_pseudo_heads > 1 or is_in_blocks else core
-            masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
-                config=View(self.config, _attn_implementation=name, core=core, num_pseudo_heads=num_pseudo_heads),
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                position_ids=None if is_in_blocks and has_lengths else packed_positions,
-                **{CACHE: cache},
-            )
-        return masks
+        `position_ids` are those of a call that may be packed, or `None`. Its masks keep the documents apart."""
+        rows, tokens = inputs_embeds.shape[:2]
+        call = Call(rows, tokens, attention_mask, positions=position_ids)
+        return masks_of_layers(self.config, self.attention_modules(), inputs_embeds, call, cache)
+
+    def attention_modules(self) -> list[MultiHeadAttention]:
+        return [layer.self_attn for layer in self.layers]
 
     @merge_with_config_defaults
     @capture_outputs
@@ -224,24 +207,18 @@ class IHAModel(IHAPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
 
-        packed_positions = position_ids if cache is None and not isinstance(attention_mask, torch.Tensor) else None
         if isinstance(attention_mask, dict):  # of `create_masks`, which `generate` calls for compilable caches
-            masks = attention_mask
+            masks, packed_positions = attention_mask, position_ids if cache is None else None
         else:
+            core = core_for(self.config._attn_implementation)
+            window = self.config.sliding_window or math.inf
             lengths = kwargs.get("cu_seq_lens_q")
-            if attention_mask is not None and attention_mask.ndim != 2:
-                window = self.config.sliding_window or math.inf
-                check_dense_mask(attention_mask, inputs_embeds.shape[1], cache, window)
-                if not attention_mask.is_floating_point():  # the "eager" function of Transformers would add 0 and 1
-                    hidden = torch.zeros_like(attention_mask, dtype=inputs_embeds.dtype)
-                    attention_mask = hidden.masked_fill(attention_mask == 0, torch.finfo(hidden.dtype).min)
-            else:
-                core = self.config._attn_implementation or "eager"
-                kwargs |= read_documents(core, inputs_embeds, attention_mask, position_ids, cache, lengths)
             if lengths is not None and position_ids is None:
                 raise ValueError("cu_seq_lens_q needs position_ids that restart where documents begin.")
-            has_lengths = "cu_seq_lens_q" in kwargs
-            masks = self.create_masks(inputs_embeds, attention_mask, cache, packed_positions, has_lengths)
+            call = read_call(core, inputs_embeds, attention_mask, position_ids, cache, lengths, window)
+            masks = masks_of_layers(self.config, self.attention_modules(), inputs_embeds, call, cache)
+            packed_positions = call.positions
+            kwargs |= call.lengths()
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -265,11 +242,6 @@ class IHAModel(IHAPreTrainedModel):
             )
 
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: cache})
-
-
-def mask_name(attention: MultiHeadAttention) -> str:
-    """Return the name of the mask of a layer. Layers of one core, layer type and number of virtual tokens share it."""
-    return f"{attention.core}.{attention.layer_type}.{attention.num_pseudo_heads}"
 
 
 class IHAForCausalLM(IHAPreTrainedModel, GenerationMixin):

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import torch
 from transformers.utils.generic import maybe_autocast
 
+from .sdpa_in_blocks import masked_softmax
 from .triton_kernels import decode, kernels_decode
-from .virtual_tokens import masked_softmax
 
 
 @dataclass
@@ -55,8 +55,8 @@ class PairedHeads:
         """Return the output [batch, 1, H, head_dim] of one new token, as `MixedHeads.attend_new_token` does.
 
         The P queries of a virtual head are multiplied with the cached keys of each of its P heads where they lie, and
-        one softmax goes over all of these. Query heads that read one virtual key head lie next to each other."""
-        mask = self.mask_of_virtual_heads(mask)
+        one softmax goes over all of these. Query heads that read one virtual key head lie next to each other. The mask
+        is that of virtual heads, [batch or 1, H / P or 1, P, K * P]."""
         if kernels_decode(query):
             return decode(query, key, value, mask, scaling)
         num_pseudo_heads = self.num_pseudo_heads

@@ -11,6 +11,7 @@ Each document is computed by itself, and a window in blocks of queries with the 
 a GPU takes PyTorch's FlashAttention for both. SDPA gets the dense masks that Transformers makes for everything else.
 """
 
+import math
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
 from transformers.masking_utils import prepare_padding_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
@@ -29,53 +31,119 @@ LEAST_BLOCK = 128  # queries of a block
 HIDDEN = -30_000.0  # added to scores of padding; float16 holds it
 
 
-def read_documents(core: str, states, attention_mask, position_ids, cache, lengths=None) -> dict[str, Any]:
-    """Return the documents of a call as FlashAttention's keyword arguments, or none where they cannot be told.
+def core_for(attn_implementation: str | None) -> str:
+    """Return the attention function that our own models call for the `attn_implementation` of a configuration."""
+    return NAME if attn_implementation == "sdpa" else attn_implementation or "eager"
 
-    In calls with neither a mask nor a cache a document begins where positions do not increase by one, as in
-    Transformers. Rows without padding are one document each. They cannot be told next to padding, after cached tokens,
-    and by the values of compiled code. A core other than "sdpa" gets none.
 
-    States are [batch, N, ...], the mask is [batch, cached + N] (or longer next to a cache), positions are [batch or 1,
-    N], and `lengths` are the `cu_seq_lens_q` that a call has already. Raise a ValueError for packed documents next to
-    a mask or a cache, where Transformers silently joins them."""
-    batch, length = states.shape[:2]
-    is_in_blocks = core in ("sdpa", NAME)
-    is_plain = attention_mask is None and cache is None and (batch == 1 or "flash" not in core)
-    given = attention_mask if position_ids is None else position_ids
+# The door: what a call declares
+
+
+class Call(NamedTuple):
+    """Hold what a call declares about which tokens see which, in tokens. A window is a number of each layer.
+
+    A call has one of three forms: a user's mask makes it dense; one new token sees all before it; and several tokens
+    have a flat mask, with padding or documents."""
+
+    rows: int
+    tokens: int  # N
+    padding: torch.Tensor | None = None  # [rows, cached + N], 0 for padding; longer next to a cache
+    dense: torch.Tensor | None = None  # a user's mask [rows or 1, heads or 1, N, cached + N], which says all
+    positions: torch.Tensor | None = None  # [rows or 1, N] of a call that may be packed
+    documents: torch.Tensor | None = None  # where the documents of all rows begin, and the end, int32 [documents + 1]
+    longest: int | None = None  # tokens of the longest document, if this file has found the documents
+
+    def lengths(self) -> dict[str, Any]:
+        """Return the documents as keyword arguments of FlashAttention, if this file has found them."""
+        return {} if self.longest is None else {"cu_seq_lens_q": self.documents, "max_length_q": self.longest}
+
+
+def read_call(core: str, states, attention_mask, position_ids, cache, lengths=None, window: float = math.inf) -> Call:
+    """Read what a call declares. Documents are told to `sdpa_in_blocks` alone: other cores find them by themselves.
+
+    Args:
+        core: the attention function.
+        states: the tokens or their embeddings, [rows, N, ...].
+        attention_mask: [rows, cached + N], or longer next to a cache; or a dense one.
+        position_ids: [rows or 1, N].
+        lengths: the `cu_seq_lens_q` that a call has already.
+        window: the shortest window of the layers in tokens.
+
+    Raise a ValueError for packed documents next to a mask or a cache, and in several rows of a flash function, where
+    Transformers silently joins them."""
+    rows, tokens = states.shape[:2]
+    if attention_mask is not None and attention_mask.ndim != 2:
+        check_dense_mask(attention_mask, tokens, cache, window)
+        return Call(rows, tokens, dense=attention_mask)
+    may_be_packed = attention_mask is None and cache is None
+    is_kept_apart = may_be_packed and (rows == 1 or "flash" not in core)
+    call = Call(rows, tokens, attention_mask, positions=position_ids if may_be_packed else None)
     if lengths is not None:
-        check_packed(is_plain)
-        return {}
-    if not is_in_blocks and (is_plain or position_ids is None):
-        return {}
-    if given is None:
-        return document_lengths(row_bounds(batch, length, states.device), length) if is_plain else {}
-    if given.is_meta or is_tracing(given) or length == 1:
-        return {}
-    past = 0 if cache is None else int(cache.get_seq_length())
-    positions = torch.arange(length, device=states.device) if position_ids is None else position_ids
-    if attention_mask is not None:
-        check_mask(attention_mask, batch, past + length, is_longest=cache is None)
-        positions = torch.where(attention_mask[:, past : past + length].bool(), positions, -1)
-    positions = positions.expand(batch, -1).cpu()  # the only copy, because a GPU is waited for at each
-    begins = positions.diff(dim=-1) != 1
-    if not is_plain:
-        latest = positions.cummax(dim=-1).values[:, :-1]
-        check_packed(not ((positions[:, 1:] >= 0) & (positions[:, 1:] <= latest)).any())
-        begins = torch.zeros_like(begins)
-        if past > 0 or not is_in_blocks or (positions < 0).any():
-            return {}
-    bounds = pad(begins, (1, 0), value=True).flatten().nonzero().flatten()
-    bounds = pad(bounds, (0, 1), value=batch * length).int()
-    return document_lengths(bounds.to(states.device), int(bounds.diff().max()))
-
-
-def check_packed(is_kept_apart: bool) -> None:
+        check_packed(is_kept_apart)
+        return call._replace(documents=lengths)
+    if tokens == 1:
+        return call
     if not is_kept_apart:
-        raise ValueError(
-            "Packed documents would attend to one another: leave out attention_mask, and pass use_cache=False (and a "
-            "single row to a flash function)."
-        )
+        return read_rows(call, core, states.device, position_ids, cache)
+    return find_documents(call, states.device) if core == NAME else call
+
+
+def find_documents(call: Call, device: torch.device) -> Call:
+    """Add the documents of a packed call. One begins where positions do not increase by one, as in Transformers."""
+    if call.positions is None:
+        return with_a_document_for_each_row(call, device)
+    if has_unknown_values(call.positions):
+        return call
+    positions = call.positions.expand(call.rows, -1).cpu()  # the only copy, because a GPU is waited for at each
+    begins = pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
+    bounds = pad(begins.flatten().nonzero().flatten(), (0, 1), value=call.rows * call.tokens).int()
+    return call._replace(documents=bounds.to(device), longest=int(bounds.diff().max()))
+
+
+def read_rows(call: Call, core: str, device: torch.device, position_ids, cache) -> Call:
+    """Check that each row is one document, by its positions. Add these documents if no row has padding or a past."""
+    given = call.padding if position_ids is None else position_ids
+    if given is None or has_unknown_values(given) or (position_ids is None and core != NAME):
+        return call
+    past = 0 if cache is None else int(cache.get_seq_length())
+    positions = torch.arange(call.tokens, device=device) if position_ids is None else position_ids
+    num_more = 0
+    if call.padding is not None:
+        check_mask(call.padding, call.rows, past + call.tokens, is_longest=cache is None)
+        num_more = call.padding.shape[1] - past - call.tokens
+        positions = torch.where(call.padding[:, past : past + call.tokens].bool(), positions, -1)
+    positions = positions.expand(call.rows, -1).cpu()
+    latest = positions.cummax(dim=-1).values[:, :-1]
+    check_packed(not ((positions[:, 1:] >= 0) & (positions[:, 1:] <= latest)).any(), num_more)
+    if core != NAME or past > 0 or (positions < 0).any():
+        return call
+    return with_a_document_for_each_row(call, device)
+
+
+def has_unknown_values(tensor: torch.Tensor) -> bool:
+    """Return whether code cannot depend on the values of a tensor: on the meta device, and while it is traced."""
+    return tensor.is_meta or is_tracing(tensor)
+
+
+def with_a_document_for_each_row(call: Call, device: torch.device) -> Call:
+    return call._replace(documents=row_bounds(call.rows, call.tokens, device), longest=call.tokens)
+
+
+def row_bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(batch + 1, device=device, dtype=torch.int32) * length
+
+
+def check_packed(is_kept_apart: bool, num_more: int = 0) -> None:
+    """Raise a ValueError for documents that would be joined, in a call whose mask has `num_more` columns to come."""
+    if is_kept_apart:
+        return
+    message = (
+        "Packed documents would attend to one another: leave out attention_mask, and pass use_cache=False (and a "
+        "single row to a flash function)."
+    )
+    if num_more:
+        message += f" If the {num_more} columns of attention_mask without a token are a prefix, the cache lacks it."
+    raise ValueError(message)
 
 
 def check_mask(mask: torch.Tensor, batch: int, num_keys: int, is_longest: bool = True) -> None:
@@ -83,12 +151,26 @@ def check_mask(mask: torch.Tensor, batch: int, num_keys: int, is_longest: bool =
         raise ValueError(f"attention_mask {list(mask.shape)} does not fit {batch} rows of {num_keys} tokens.")
 
 
-def row_bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(batch + 1, device=device, dtype=torch.int32) * length
+def check_dense_mask(mask: torch.Tensor, num_tokens: int, cache: Cache | None, window: float) -> None:
+    """Raise a ValueError for a user's mask that is not [batch, heads, N, K], or does not tell the edge of a window."""
+    length = num_tokens if cache is None else num_tokens + cache.get_seq_length()
+    is_4d = mask.ndim == 4 and mask.shape[2:] == (num_tokens, length)
+    if not is_4d or length > window or getattr(cache, "is_compileable", False):
+        raise ValueError(
+            "attention_mask must be [batch, tokens], or [batch, heads, tokens, keys] without windows and without a "
+            f"static cache. This one has {mask.shape[-1]} keys for {length} tokens: it needs one for each, at most "
+            f"{window} (the window). Packed documents are declared by position_ids that restart."
+        )
 
 
-def document_lengths(bounds: torch.Tensor, longest: int) -> dict[str, Any]:
-    return {"cu_seq_lens_q": bounds, "max_length_q": longest}
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a dense mask to add to scores. The "eager" function of Transformers would add the 0 and 1 of others."""
+    if mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask == 0, torch.finfo(dtype).min)
+
+
+# Masks
 
 
 def needs_no_dense_mask(q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, **kwargs) -> bool:
@@ -119,6 +201,9 @@ def mask_in_blocks(batch_size: int, q_length: int, attention_mask=None, **kwargs
         if not is_tracing(attention_mask) and attention_mask.all():
             return None
     return flat_mask(attention_mask, **kwargs)
+
+
+# The three forms
 
 
 class FlatMask(NamedTuple):
@@ -206,6 +291,9 @@ def attend_without_padding(module, query, key, value, flat: FlatMask, options: d
     if flat.documents is None:
         return attend_to_rows(module, query, key, value, flat.window, **options)
     return attend_to_documents(module, query, key, value, flat.documents, flat.window, **options)
+
+
+# Documents and windows on SDPA
 
 
 def attend_to_rows(module, query, key, value, window: int | None, **options) -> torch.Tensor:
@@ -307,6 +395,9 @@ class OverlappingBlocks(torch.autograd.Function):
         return total.flatten(1, 2)[:, : ctx.length], None, None
 
 
+# PyTorch's FlashAttention
+
+
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Return whether PyTorch's FlashAttention takes these states: half precision, on a GPU from Ampere on."""
     if query.device.type != "cuda" or dropout:
@@ -328,6 +419,23 @@ def attend_by_varlen(query, key, value, flat: FlatMask, scale: float) -> torch.T
     lengths = (flat.longest, flat.longest)
     output = varlen_attn(*states, bounds, bounds, *lengths, scale=scale, window_size=(left, 0), **options)
     return output.unflatten(0, (batch, length))
+
+
+# One new token
+
+
+def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return probabilities over the keys of scores [batch, heads, P of the query, P of the keys, K], in float32 or 64.
+
+    `mask` is boolean or additive, [batch or 1, heads or 1, P of the query, K * P]."""
+    num_pseudo_heads, num_keys = scores.shape[-2:]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    mask = mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
+    if mask.dtype == torch.bool:  # padding sees nothing, and a row of -inf would become NaN
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    else:
+        scores = scores + mask
+    return (scores - scores.logsumexp(dim=(-2, -1), keepdim=True)).exp()
 
 
 # The public registries of Transformers. A second copy of this code, in a checkpoint, leaves what the first registered.

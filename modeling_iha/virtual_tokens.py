@@ -29,18 +29,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import flat_mask, is_plain_forward, needs_no_dense_mask
+from .sdpa_in_blocks import Call, additive, flat_mask, is_plain_forward, needs_no_dense_mask
+from .transformers_versions import CACHE
 
 
 # Virtual queries, keys and values that are made at once: by a backward pass, and on a CPU without gradients.
 PART_BYTES = 2**31
 CPU_PART_BYTES = 2**25
 MASK = "virtual_tokens"  # the mask function of `IHAModel`
+CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
 class View:
@@ -52,6 +58,9 @@ class View:
             setattr(self, name, value)
 
     def __getattr__(self, name: str):
+        # `copy` and `pickle` ask an object that has no attributes yet, and the viewed one has methods of its own.
+        if name == "_viewed" or name.startswith("__"):
+            raise AttributeError(name)
         return getattr(self._viewed, name)
 
 
@@ -76,10 +85,14 @@ def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
     return virtual
 
 
-def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
-    """Return the mask for a core over virtual tokens, from arguments in tokens (rule: `sees_virtual_token`).
+# Masks
 
-    A mask [batch, keys] stays in tokens, and each layer repeats it (`repeat_mask`)."""
+
+def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
+    """Return the mask of layers with P pseudo-heads, of a field of the config, as the mask function of both models.
+
+    The arguments are those of a mask function of Transformers, in tokens. If the core takes a flat mask for them, the
+    mask is `None` or [batch, keys], in tokens. Otherwise it is dense over virtual tokens (`sees_virtual_token`)."""
     num_pseudo_heads = kwargs["config"].num_pseudo_heads
     if num_pseudo_heads > 1 and not getattr(kwargs["config"], "is_causal", True):
         raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
@@ -97,12 +110,45 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
 
 
 def takes_flat_mask(core: str, **kwargs) -> bool:
-    """Return whether a core takes a mask [batch, keys] for the arguments of a mask function."""
+    """Return whether a core takes a flat mask for the arguments of a mask function."""
     return "flash" in core or (core == SDPA_IN_BLOCKS and needs_no_dense_mask(**kwargs))
 
 
-# `IHAModel.create_masks` gives the core as a field of the config.
+# `masks_of_layers` gives the core as a field of the config.
 AttentionMaskInterface.register(MASK, lambda **kwargs: virtual_mask(kwargs["config"].core, **kwargs))
+
+
+def masks_of_layers(
+    config: PreTrainedConfig, layers: list[nn.Module], inputs_embeds: torch.Tensor, call: Call, cache: Cache | None
+) -> dict[str, Any]:
+    """Return the masks of the attention modules of an `IHAModel` by their names (`mask_name`).
+
+    `sdpa_in_blocks` needs no mask for documents that the call has as lengths."""
+    if max(attention.num_pseudo_heads for attention in layers) > 1:
+        keep_window_edge(cache, config.sliding_window)  # first, because masks depend on the cache's lengths
+    masks: dict[str, Any] = {}
+    for attention in layers:
+        core, num_pseudo_heads = attention.core, attention.num_pseudo_heads
+        if mask_name(attention) in masks:
+            continue
+        if call.dense is not None:
+            dense = additive(call.dense, inputs_embeds.dtype)
+            masks[mask_name(attention)] = mask_over_virtual_tokens(dense, num_pseudo_heads)
+            continue
+        is_told = core == SDPA_IN_BLOCKS and call.documents is not None
+        masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
+            config=View(config, _attn_implementation=MASK, core=core, num_pseudo_heads=num_pseudo_heads),
+            inputs_embeds=inputs_embeds,
+            attention_mask=call.padding,
+            position_ids=None if is_told else call.positions,
+            **{CACHE: cache},
+        )
+    return masks
+
+
+def mask_name(attention: nn.Module) -> str:
+    """Return the name of the mask of a layer. Layers of one core, layer type and number of virtual tokens share it."""
+    return f"{attention.core}.{attention.layer_type}.{attention.num_pseudo_heads}"
 
 
 def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
@@ -132,35 +178,18 @@ def repeat_pairs(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
     return mask.repeat_interleave(num_pseudo_heads, dim=-1).repeat_interleave(num_pseudo_heads, dim=-2)
 
 
-def repeat_mask(mask: Any, num_tokens: int, num_keys: int, num_pseudo_heads: int) -> Any:
-    """Expand the mask of a layer to its virtual tokens, unless `virtual_mask` has made it over virtual tokens.
-
-    A user's mask [batch, heads, N, K] says all, as in Transformers: no window is added to it."""
-    if not isinstance(mask, torch.Tensor) or num_pseudo_heads == 1:
+def mask_over_virtual_tokens(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
+    """Return a user's mask [batch, heads, N, K] over virtual tokens. It says all: no window is added to it."""
+    if num_pseudo_heads == 1:
         return mask
-    if mask.ndim == 2:
-        return mask[:, -num_keys:].repeat_interleave(num_pseudo_heads, dim=-1)
-    if mask.shape[-2] == num_tokens:
-        mask = repeat_pairs(mask, num_pseudo_heads)
-        keys = torch.arange(mask.shape[-1], device=mask.device)
-        queries = keys[-mask.shape[-2] :, None]  # the last keys: a static cache, which has more, is rejected
-        hidden = (keys > queries) & (keys // num_pseudo_heads == queries // num_pseudo_heads)
-        mask = mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
-    # A layer with `interleaved_window` (modeling_interleaved.py) may cache fewer keys than the mask has.
-    most = num_keys * num_pseudo_heads
-    return mask[..., -most:] if mask.shape[-1] > most else mask
+    mask = repeat_pairs(mask, num_pseudo_heads)
+    keys = torch.arange(mask.shape[-1], device=mask.device)
+    queries = keys[-mask.shape[-2] :, None]  # the last keys: a static cache, which has more, is rejected
+    hidden = (keys > queries) & (keys // num_pseudo_heads == queries // num_pseudo_heads)
+    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
-def check_dense_mask(mask: torch.Tensor, num_tokens: int, cache: Cache | None, window: float) -> None:
-    """Raise a ValueError for a user's mask that is not [batch, heads, N, K], or does not tell the edge of a window."""
-    length = num_tokens if cache is None else num_tokens + cache.get_seq_length()
-    is_4d = mask.ndim == 4 and mask.shape[2:] == (num_tokens, length)
-    if not is_4d or length > window or getattr(cache, "is_compileable", False):
-        raise ValueError(
-            "attention_mask must be [batch, tokens], or [batch, heads, tokens, keys] without windows and without a "
-            f"static cache. This one has {mask.shape[-1]} keys for {length} tokens: it needs one for each, at most "
-            f"{window} (the window). Packed documents are declared by position_ids that restart."
-        )
+# Attention
 
 
 def virtual_attention(
@@ -172,36 +201,61 @@ def virtual_attention(
         attend: an attention function of Transformers, whose first argument is `module`.
         heads: `MixedHeads` or `PairedHeads`, which make virtual tokens of heads and collapse the output.
         query, key, value: [batch, H, N, head_dim] and [batch, G, K, head_dim], as in an ordinary layer.
-        attention_mask: the mask of `virtual_mask`, or a user's [batch, heads, N, K].
+        attention_mask: flat, in tokens, or dense, over virtual tokens.
         kwargs: keyword arguments of the attention function, in tokens."""
-    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves rotated states in float32
-    mask = repeat_mask(attention_mask, query.shape[2], key.shape[2], heads.num_pseudo_heads)
+    states = (query.to(value.dtype), key.to(value.dtype), value)  # autocast leaves rotated states in float32
+    mask = mask_of_heads(attention_mask, heads)
     if takes_new_token(module, heads, query, key, mask, kwargs.get("dropout")):
-        return heads.attend_new_token(query, key, value, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
-    mask = heads.mask_of_virtual_heads(mask)
+        return heads.attend_new_token(*states, mask, kwargs.get("scaling") or query.shape[-1] ** -0.5), None
     kwargs = in_virtual_tokens(kwargs, heads.num_pseudo_heads)
-
-    def run(heads: Any, *states: torch.Tensor) -> tuple:
-        output, weights = attend(module, *heads.make_virtual_tokens(*states), mask, **kwargs)
-        return heads.collapse_output(output), weights
-
-    states = (query, key, value)
-    most_bytes = None
-    if recomputes(module, *states):
-        contexts = partial(create_selective_checkpoint_contexts, keep_attention)
-        run = partial(checkpoint, run, use_reentrant=False, context_fn=contexts)
-        most_bytes = PART_BYTES
-    elif is_plain_forward(query):
-        most_bytes = CPU_PART_BYTES
-    # Attention sinks, and masks that are not [batch, keys], may differ by head, and are not split.
-    can_split = kwargs.get("s_aux") is None and (mask is None or len(mask.shape) == 2)
-    parts = [heads]
-    if most_bytes is not None and can_split:
-        num_bytes = (query.nbytes + key.nbytes + value.nbytes) * heads.num_pseudo_heads
-        parts = heads.in_parts(num_bytes // most_bytes + 1)
+    run: Callable = partial(attend_to_virtual_tokens, attend, module, mask, kwargs)
+    is_recomputed = recomputes(module, *states)
+    if is_recomputed:
+        run = recomputed(run)
+    if has_same_mask_in_all_heads(mask) and kwargs.get("s_aux") is None:
+        parts = heads.in_parts(num_parts(states, heads.num_pseudo_heads, is_recomputed))
+    else:
+        parts = [heads]
     if len(parts) == 1:
         return run(heads, *states)
     return torch.cat([run(part, *states)[0] for part in parts], dim=2), None
+
+
+def mask_of_heads(mask: Any, heads: Any) -> Any:
+    """Return the mask of a layer for its virtual tokens and virtual heads."""
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return mask.repeat_interleave(heads.num_pseudo_heads, dim=-1)
+    return heads.mask_of_virtual_heads(mask)
+
+
+def has_same_mask_in_all_heads(mask: Any) -> bool:
+    """Return whether a mask is flat. A dense one may differ by head."""
+    return mask is None or len(mask.shape) == 2
+
+
+def attend_to_virtual_tokens(
+    attend: Callable, module: nn.Module, mask: Any, kwargs: dict, heads: Any, *states: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the collapsed output, and the weights over virtual tokens, of an attention function."""
+    output, weights = attend(module, *heads.make_virtual_tokens(*states), mask, **kwargs)
+    return heads.collapse_output(output), weights
+
+
+def num_parts(states: tuple[torch.Tensor, ...], num_pseudo_heads: int, is_recomputed: bool) -> int:
+    """Return in how many parts the heads go one after the other, so that few virtual tokens exist at a time."""
+    if not is_recomputed and not is_plain_forward(states[0]):
+        return 1
+    most_bytes = PART_BYTES if is_recomputed else CPU_PART_BYTES
+    return sum(each.nbytes for each in states) * num_pseudo_heads // most_bytes + 1
+
+
+# The backward pass
+
+
+def recomputed(run: Callable) -> Callable:
+    """Return a function of heads and states whose backward pass makes the virtual tokens again."""
+    contexts = partial(create_selective_checkpoint_contexts, keep_attention)
+    return partial(checkpoint, run, use_reentrant=False, context_fn=contexts)
 
 
 def recomputes(module: nn.Module, *states: torch.Tensor) -> bool:
@@ -227,6 +281,9 @@ def keep_attention(context: Any, operator: Any, *args, **kwargs) -> CheckpointPo
     return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# One new token
+
+
 def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropout: float | None) -> bool:
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
@@ -243,18 +300,7 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
     return key.shape[2] >= 64 and len(query) * key.shape[2] >= 128
 
 
-def masked_softmax(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return probabilities over the keys of scores [batch, heads, P of the query, P of the keys, K], in float32 or 64.
-
-    `mask` is boolean or additive, [batch or 1, heads or 1, P of the query, K * P]."""
-    num_pseudo_heads, num_keys = scores.shape[-2:]
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    mask = mask.unflatten(-1, (num_keys, num_pseudo_heads)).transpose(-1, -2)
-    if mask.dtype == torch.bool:  # padding sees nothing, and a row of -inf would become NaN
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    else:
-        scores = scores + mask
-    return (scores - scores.logsumexp(dim=(-2, -1), keepdim=True)).exp()
+# Caches
 
 
 def keep_window_edge(cache: Cache | None, window: int | None) -> None:

@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from iha.layer_cost import Cost
-from iha.overlay import Overlay
 from modeling_iha import IHAConfig
 from modeling_iha.attention_mha import MultiHeadAttention
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
+from modeling_iha.virtual_tokens import View
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def described(config: PreTrainedConfig) -> Any:
     types = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(layers)
     if own := getattr(text, "interleaved_window", None):
         types = [f"window of {own}" if i in interleaved else types[i] for i in layers]
-    return Overlay(
+    return View(
         text,
         attention_kinds=[kinds[i] for i in layers],
         layer_types=types,

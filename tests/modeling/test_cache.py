@@ -152,3 +152,23 @@ def test_a_given_window_shortens_the_cache(layers, lengths):
     for options in ({}, CACHES["in chunks"]):
         cache = generate(model, random_ids(2, 18), **options)[CACHE]
         assert [layer.keys.shape[2] for layer in cache.layers] == lengths
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("name", [*DECODERS, "plain mistral"])
+@torch.no_grad()
+def test_a_crop_that_takes_keys_of_the_window_raises_an_error(name, num_tokens):
+    """As Mistral does: the keys that a full window has dropped do not come back, but for those it has recorded."""
+    model, input_ids = MODELS[name](5), random_ids(1, 20)
+    cache = DynamicCache(config=model.config)
+    model(input_ids[:, :12], use_cache=True, **{CACHE: cache})
+    cache.activate_past_recording()
+    model(input_ids[:, 12:15], use_cache=True, **{CACHE: cache})
+    expected = uncached_logits(model, input_ids[:, : 13 + num_tokens])[:, 13:]
+    cache.crop(-2)
+    actual = model(input_ids[:, 13 : 13 + num_tokens], use_cache=True, **{CACHE: cache}).logits
+    assert_close(actual, expected)
+    cache.crop(-8)
+    past = cache.get_seq_length()
+    with pytest.raises(RuntimeError):
+        model(input_ids[:, past : past + num_tokens], use_cache=True, **{CACHE: cache})

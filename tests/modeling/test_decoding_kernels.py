@@ -68,7 +68,9 @@ def draw(num_heads, groups, num_pseudo_heads, head_dim, num_keys, batch=1, dtype
 def check_paired(num_pseudo_heads, query, key, value, mask):
     """Compare paired heads, whose mask is [batch or 1, H or 1, P, K * P]."""
     heads = PairedHeads(num_pseudo_heads)
-    exact = heads.attend_new_token(query.double(), key.double(), value.double(), mask, 0.2)
+    exact = heads.attend_new_token(
+        query.double(), key.double(), value.double(), heads.mask_of_virtual_heads(mask), 0.2
+    )
     actual = decode(query, key, value, heads.mask_of_virtual_heads(mask), 0.2)
     assert actual.shape == exact.shape and actual.dtype == value.dtype
     assert (actual - exact).abs().max() <= TOLERANCE[value.dtype] * exact.abs().max()

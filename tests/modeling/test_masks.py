@@ -30,7 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_iha import IHAForCausalLM, interleave_heads, pair_heads
-from modeling_iha.interleaved_attention import mask_over_tokens
+from modeling_iha.interleaved_attention import LayerMasks, mask_of_plain_module
 from modeling_iha.transformers_versions import CACHE
 from research.experiments.model_types import tiny_model
 
@@ -305,12 +305,16 @@ def test_packing_is_kept_apart_or_refused(core, case):
 
 
 @pytest.mark.parametrize("change", [interleave_heads, pair_heads])
-@pytest.mark.parametrize("name", ["llama", "stablelm", "nemotron"])  # the last two pass no `cu_seq_lens_q` on
-def test_documents_next_to_a_mask_or_a_cache_are_refused_in_decoders(name, change):
-    model = change(decoder(name), 2)
+@pytest.mark.parametrize(
+    ("name", "core"),
+    [*((name, "sdpa") for name in ("llama", "stablelm", "nemotron")), ("llama", "eager"), ("gemma2", "eager")],
+)  # the second and third pass no `cu_seq_lens_q` on
+def test_documents_next_to_a_mask_or_a_cache_are_refused_in_decoders(name, core, change):
+    model = change(decoder(name, core=core), 2)
     inputs = {"input_ids": random_ids(1, 8), "position_ids": torch.arange(4).repeat(2)[None]}
     assert model(**inputs, use_cache=False).logits.isfinite().all()
-    for more in ({"attention_mask": torch.ones(1, 8), "use_cache": False}, {"past_key_values": DynamicCache()}):
+    caches = {"past_key_values": DynamicCache()}, *([{}] if name == "gemma2" else [])  # Gemma 2 has one by default
+    for more in ({"attention_mask": torch.ones(1, 8), "use_cache": False}, *caches):
         with pytest.raises(ValueError, match="Packed documents would attend to one another"):
             model(**inputs, **more)
 
@@ -410,13 +414,19 @@ def test_packing_on_top_of_a_cache_is_refused(core):
         model(random_ids(1, 10), position_ids=POSITIONS, **{CACHE: cache})
 
 
-def test_a_copied_block_mask_is_refused_by_layers_that_are_not_interleaved():
-    """Copy as the hooks of accelerate do: the mask that it carries for the plain layers is lost."""
-    mask = create_block_mask(lambda batch, head, query, key: query >= key, None, None, 128, 128, device="cpu")
-    mask.of_tokens = mask
-    assert mask_over_tokens(mask, 64) is mask
-    with pytest.raises(ValueError, match="A copy to another device lost the mask"):
-        mask_over_tokens(send_to_device(mask, "meta"), 64)
+def test_a_copied_block_mask_keeps_that_of_layers_that_are_not_interleaved():
+    """Copy as the hooks of accelerate do."""
+    of_tokens, of_virtual_tokens = (
+        create_block_mask(lambda batch, head, query, key: query >= key, None, None, size, size, device="cpu")
+        for size in (64, 128)
+    )
+    module = torch.nn.Module()
+    masks = LayerMasks(of_virtual_tokens, of_tokens)
+    assert mask_of_plain_module(masks, module, 64) is of_tokens
+    copied = send_to_device(masks, "meta")
+    assert copied.shape == of_virtual_tokens.shape and copied.kv_indices.is_meta
+    copied = mask_of_plain_module(copied, module, 64)
+    assert copied.shape == of_tokens.shape and copied.kv_indices.is_meta
 
 
 @pytest.mark.parametrize("window", [7, 64])

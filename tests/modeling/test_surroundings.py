@@ -27,11 +27,11 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
 from iha.errors import ROOT
-from iha.overlay import Overlay
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving
 from modeling_iha.interleaved_attention import core_of, register_core
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
+from modeling_iha.virtual_tokens import View
 from research.experiments.model_types import MULTIMODAL, tiny_model
 
 
@@ -308,7 +308,7 @@ def test_copies_of_the_code_share_a_process(tmp_path):
 # A config or a cache with other attributes
 
 
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda overlay: pickle.loads(pickle.dumps(overlay))])
-def test_an_overlay_can_be_copied(again):
-    overlay = again(Overlay(BertConfig(hidden_size=8, num_attention_heads=2), hidden_size=16))
-    assert (overlay.hidden_size, overlay.num_attention_heads) == (16, 2)
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda view: pickle.loads(pickle.dumps(view))])
+def test_a_view_can_be_copied(again):
+    view = again(View(BertConfig(hidden_size=8, num_attention_heads=2), hidden_size=16))
+    assert (view.hidden_size, view.num_attention_heads) == (16, 2)
