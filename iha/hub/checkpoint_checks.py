@@ -9,7 +9,6 @@ from transformers.utils import CHAT_TEMPLATE_DIR, GENERATION_CONFIG_NAME, SAFE_W
 from iha.checkpoints import (
     load_config,
     load_generation_config,
-    load_model,
     load_tokenizer,
     vocabulary_of,
     weight_files,
@@ -98,7 +97,6 @@ def check_checkpoint(directory: Path, name: str, trust_code: bool) -> dict:
         if load_generation_config(source) is None:
             raise UserError(f"{name} holds no {GENERATION_CONFIG_NAME}: save the model's generation config there.")
         load_tokenizer(source, vocabulary_of(config))
-        load_model(source, config=config)
         print(f"Loading {name} in a clean process", flush=True)
         return load_in_clean_process(directory)
     except UserError as error:

@@ -21,7 +21,7 @@ from iha.errors import UserError
 from iha.hub import checkpoint_checks
 from iha.hub.checkpoint_checks import checkpoint_files
 from iha.hub.push_to_hub import card_of
-from iha.processes import run_in_clean_process
+from iha.processes import load_in_clean_process, run_in_clean_process
 from iha.sources import find_source
 from modeling_iha import interleave_heads
 
@@ -164,7 +164,8 @@ FAULTS = {
     ),
     "no tokenizer": (remove("tokenizer.json"), "no usable tokenizer"),
     "no weights": (remove("model.safetensors"), "holds no model.safetensors"),
-    "NaN": (fill_head(torch.nan), "holds NaN or infinity"),
+    "NaN": (fill_head(torch.nan), "lm_head.weight holds NaN or infinity"),
+    "other sizes": (lambda directory: edit_config(directory, intermediate_size=20), "mismatched_keys: "),
     "other code": (append("modeling_iha.py", "\nprint('hello')\n"), "differs from this package's code"),
     "code that is not whole": (remove("virtual_tokens.py"), "code of"),
 }
@@ -175,7 +176,8 @@ def test_a_tag_that_the_hub_would_reject_after_the_upload_is_refused(directory, 
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_is_no_whole_checkpoint_is_refused(name, directory, hub, push):
+def test_what_is_no_whole_checkpoint_is_refused(name, directory, hub, push, monkeypatch):
+    monkeypatch.setattr(checkpoint_checks, "load_in_clean_process", load_in_clean_process)
     change, message = FAULTS[name]
     change(directory)
     assert message in push("--dry-run")  # ends as a push would
