@@ -6,13 +6,17 @@ accelerate, TRL and Trainer would add, each asks for by the property `cp_enabled
 masks, the refusal of packing, and a cut that wants the core "sdpa".
 """
 
+from math import lcm
+
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from datasets import IterableDataset
 from transformers import PreTrainedModel
 
 from iha.errors import UserError
-from modeling_iha.interleaved_attention import PREFIX, core_of
+from modeling_iha.attention_mha import MultiHeadAttention
+from modeling_iha.attention_paired_heads import PairedHeadsAttention
+from modeling_iha.interleaved_attention import PREFIX, core_of, has_virtual_heads
 from modeling_iha.sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from sft.sequence_parallel import AttendInPieces, piece, shared_rows
 from sft.trainer import SFTRecipeTrainer
@@ -41,6 +45,30 @@ def check_core(model: PreTrainedModel) -> str:
             "--attn_implementation flash_attention_2."
         )
     return core
+
+
+def check_heads(model: PreTrainedModel, size: int) -> None:
+    """Raise `UserError` if so many processes cannot share the heads of one of our layers without a window.
+
+    Other layers tell at the first step."""
+    for module in model.modules():
+        if not isinstance(module, MultiHeadAttention) and not has_virtual_heads(module):
+            continue
+        config = module.config
+        window = getattr(module, "sliding_window", None)
+        if has_virtual_heads(module):  # in a decoder these may have a window that the others lack
+            window = window or getattr(config, "interleaved_window", None)
+        pairs = 1  # P paired heads are one head of P times as many tokens
+        if isinstance(module, PairedHeadsAttention):
+            pairs = module.num_pseudo_heads
+        elif hasattr(module, "paired_heads"):
+            pairs = module.paired_heads.num_pseudo_heads
+        heads, groups = config.num_attention_heads // pairs, config.num_key_value_heads // pairs
+        if window is None and heads % lcm(size, groups):
+            raise UserError(
+                f"{size} processes cannot share the {heads} heads of layer {module.layer_idx}, of {groups} key heads: "
+                "change cp_size, or give the layer a window."
+            )
 
 
 class SharedRows(ParallelismConfig):
@@ -75,6 +103,7 @@ class SharedRowTrainer(SFTRecipeTrainer):
         shards = groups // sizes.dp_replicate_size
         config.parallelism_config = SharedRows(sizes.dp_replicate_size, shards, cp_size=sizes.cp_size)
         self.core = check_core(kwargs["model"])
+        check_heads(kwargs["model"], sizes.cp_size)
         super().__init__(*args, **kwargs)
         if self.aux_loss_enabled:
             raise UserError(

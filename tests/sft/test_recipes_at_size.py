@@ -5,8 +5,10 @@ and by `varlen_attn` for documents and windows). A mask for each pair of tokens 
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from helpers import decoder
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,6 +16,7 @@ from examples import speedrun
 from iha.errors import ROOT
 from iha.kinds import virtual_tokens_per_token
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads, sdpa_in_blocks
+from sft.sequence_parallel import shared_rows
 
 
 QWEN = {  # Qwen2.5-7B, with a small vocabulary, whose weights would else be the largest tensor
@@ -103,6 +106,26 @@ def test_a_fine_tuning_step_of_a_decoder_in_place(name, window, kernels):
     assert kernels
     paired = without_data(pair_heads(decoder("qwen2", num_hidden_layers=2), 2), **QWEN)
     assert largest_of_a_step(paired, packed_row(length)) <= length * QWEN["intermediate_size"]
+
+
+@pytest.fixture
+def eight_processes():
+    """Stand in for eight processes, of which this is one in the middle."""
+    dist.init_process_group("fake", rank=4, world_size=8, store=FakeStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("window", [None, "paper"])
+def test_a_shared_row_of_a_million_tokens(window, kernels, eight_processes):
+    length = 2**20
+    small = decoder("qwen2", num_hidden_layers=2, max_position_embeddings=length)
+    model = without_data(interleave_heads(small, 2, sliding_window=window), **{**QWEN, "num_attention_heads": 32})
+    own, whole = packed_row(length // 8), packed_row(length)
+    inputs = {**whole, **{name: own[name] for name in ("input_ids", "position_ids")}}
+    with shared_rows("sdpa_in_blocks", eight_processes) as attention:
+        assert largest_of_a_step(model, inputs) <= length // 8 * QWEN["intermediate_size"]
+    assert attention.layers == {0, 1} and kernels
 
 
 @pytest.mark.parametrize("preset", ["paper-2.4b-iha", "paper-2.4b-global", "paper-2.4b-global-local"])

@@ -22,7 +22,7 @@ from tiny_training import decoder, preset_config, recipe, saved, sizes, training
 from iha.errors import ROOT, UserError
 from modeling_iha import IHAForCausalLM, interleave_heads
 from sft.distributed import check_launch
-from sft.shared_row_trainer import check_core
+from sft.shared_row_trainer import check_core, check_heads
 
 
 pytestmark = pytest.mark.usefixtures("in_repository_root")
@@ -194,6 +194,24 @@ def test_processes_that_make_no_whole_groups_are_rejected(monkeypatch):
     args = as_launched(monkeypatch, {**environment, "WORLD_SIZE": "3"}, DistributedType.MULTI_GPU, 3)
     with pytest.raises(UserError, match="3 processes are no groups of 2"):
         check_launch(args)
+
+
+def test_processes_share_heads_that_they_divide():
+    for make, size in [
+        (lambda: of_kind("iha", None, num_pseudo_heads=2), 8),
+        (lambda: of_kind("iha", 12, num_pseudo_heads=2), 3),  # a window is shared by any number
+        (lambda: of_kind("paired_heads", None, num_pseudo_heads=2), 4),
+        (lambda: interleave_heads(plain_decoder("llama"), 2), 8),
+        (lambda: interleave_heads(plain_decoder("llama"), 2, [0], 12), 3),
+    ]:
+        check_heads(make(), size)
+    for make, size in [
+        (lambda: of_kind(["iha", "mha"], None, num_pseudo_heads=2), 3),
+        (lambda: of_kind("paired_heads", None, num_pseudo_heads=2), 8),
+        (lambda: interleave_heads(plain_decoder("llama"), 2, [0]), 16),
+    ]:
+        with pytest.raises(UserError, match=f"{size} processes cannot share the . heads of layer 0, of . key heads"):
+            check_heads(make(), size)
 
 
 def eager_decoder():
