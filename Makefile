@@ -124,6 +124,8 @@ bench: .venv/installed
 	done
 
 # The environment of a GPU is taken as it is.
+# Kernels that no GPU has run are off unless they are asked for.
+gpu: export IHA_TRITON_KERNELS = all
 gpu:
 	$(PYTHON) -m pytest tests/gpu/test_gpu.py tests/gpu/test_kernels.py tests/modeling/test_triton_kernels.py \
 		tests/modeling/test_decoding_kernels.py

@@ -14,7 +14,7 @@ import torch
 from transformers.utils.generic import maybe_autocast
 
 from .sdpa_in_blocks import masked_softmax
-from .triton_kernels import decode, kernels_decode
+from .triton_kernels import DECODES_PAIRED_HEADS, decode, kernels_decode
 
 
 @dataclass
@@ -57,7 +57,7 @@ class PairedHeads:
         The P queries of a virtual head are multiplied with the cached keys of each of its P heads where they lie, and
         one softmax goes over all of these. Query heads that read one virtual key head lie next to each other. The mask
         is that of virtual heads, [batch or 1, H / P or 1, P, K * P]."""
-        if kernels_decode(query):
+        if kernels_decode(query, DECODES_PAIRED_HEADS):
             return decode(query, key, value, mask, scaling)
         num_pseudo_heads = self.num_pseudo_heads
         num_virtual_groups = key.shape[1] // num_pseudo_heads

@@ -3,8 +3,8 @@
 
 `expand` mixes, rotates and interleaves heads (IHA, Algorithm 1, steps 2 and 3), and `collapse` is step 5. `decode`
 attends with one new token. The PyTorch code of interleaving.py and pairing.py defines all three. It computes where
-`kernels_take` or `kernels_decode` is false, as they are without Triton, and with the environment variable
-`IHA_TRITON_KERNELS=0`. Earlier kernels passed their tests on an H200. No GPU has run the present ones.
+`kernels_pay`, `kernels_take` or `kernels_decode` is false. The environment variable `IHA_TRITON_KERNELS` leaves all
+kernels out ("0"), or takes also those that no GPU has found faster ("all").
 
 The symbols of virtual_tokens.py are P (pseudo-heads), M (heads in) and H (heads out, here also for keys and values).
 D is head_dim and F is D / 2. Names in capitals are constants of a compiled kernel.
@@ -40,7 +40,15 @@ except ImportError:
 
 
 logger = logging.get_logger(__name__)
-ENABLED = os.environ.get("IHA_TRITON_KERNELS") != "0"
+WANTED = os.environ.get("IHA_TRITON_KERNELS")
+
+# The tokens of a call from which on `expand` and `collapse` pay. An H200 ran them when `expand` was three launches:
+# 8,192 tokens with P = 4 took 0.092 ms in place of 1.240, and with gradients 0.308 in place of 2.578. In a decoder of
+# 1B with 4,096 tokens a forward took 39.6 ms in place of 34.7, and a training step 0.98 of the time without kernels.
+LEAST_TOKENS, LEAST_TOKENS_WITH_GRADIENTS = (0, 0) if WANTED == "all" else (8192, 4096)
+# No GPU has run these. With one new token after 65,536 an earlier form for mixed heads, of four launches in place of
+# two, took 0.75 (P = 2) and 0.73 (P = 20) of the time of all "mha" on an H200, and PyTorch's code 1.82 and 1.40.
+DECODES_MIXED_HEADS = DECODES_PAIRED_HEADS = DECODES_COMPILED = WANTED == "all"
 
 # A tile of `expand` has at most this many columns, and a tile of `collapse` this many tokens. The sizes depend on the
 # shape only: tuning them on each machine would delay the first call, and change results from run to run.
@@ -54,12 +62,21 @@ MOST_HEADS = {torch.float32: 32, torch.float16: 64, torch.bfloat16: 64}
 Rotation = tuple[torch.Tensor, torch.Tensor] | None  # (cos, sin), each [P, D] with two equal halves
 
 
+def kernels_pay(num_tokens: int) -> bool:
+    """Return whether to mix the heads of so many tokens by kernels: where a GPU found them faster.
+
+    In compiled code it found them faster, and a comparison of lengths would make a graph for each answer."""
+    if torch.compiler.is_compiling():
+        return True
+    return num_tokens >= (LEAST_TOKENS_WITH_GRADIENTS if torch.is_grad_enabled() else LEAST_TOKENS)
+
+
 def kernels_take(states: torch.Tensor, weights: torch.Tensor) -> bool:
     """Return whether the kernels run on states [..., D] with alpha or R: on an NVIDIA GPU from Ampere on.
 
     A kernel reads plain memory, which subclasses of tensors (DTensor, FakeTensor in an export) and the states of a
     `torch.func` transform lack. With more heads `expand` would spill registers."""
-    if not ENABLED or triton is None or states.device.type != "cuda" or torch.version.hip is not None:
+    if WANTED == "0" or triton is None or states.device.type != "cuda" or torch.version.hip is not None:
         return False
     if type(states) is not torch.Tensor or states.shape[-1] % 2 or len(weights) > MOST_HEADS.get(states.dtype, 0):
         return False
@@ -121,6 +138,15 @@ def load_halves(pointers, exists, F: tl.constexpr):
 
 
 @jit
+def load_states(
+    states, row, token, feature, exists, m, stride_b, stride_m, stride_n, M: tl.constexpr, F: tl.constexpr
+):  # fmt: skip
+    """Return the two halves of states [b, m, n] of a row, for the heads m and the columns of a tile."""
+    source = states + row * stride_b + m.to(tl.int64)[:, None] * stride_m + (token * stride_n + feature)[None]
+    return load_halves(source, (m < M)[:, None] & exists[None], F)
+
+
+@jit
 def store_halves(pointers, first, second, exists, F: tl.constexpr):
     tl.store(pointers, first.to(pointers.dtype.element_ty), mask=exists)
     tl.store(pointers + F, second.to(pointers.dtype.element_ty), mask=exists)
@@ -165,8 +191,8 @@ def expand_states(
         token, feature, exists = columns(first_column, num_tokens, F, BLOCK_F, COLUMNS)
         m = tl.arange(0, BLOCK_M)
         h = tl.arange(0, BLOCK_H)
-        source = states + row * stride_b + m.to(tl.int64)[:, None] * stride_m + (token * stride_n + feature)[None]
-        first, second = load_halves(source, (m < M)[:, None] & exists[None], F)  # [BLOCK_M, columns]
+        # [BLOCK_M, columns]
+        first, second = load_states(states, row, token, feature, exists, m, stride_b, stride_m, stride_n, M, F)
         weights = alpha + (m[None] * H + h[:, None]) * P
         target = virtual + ((row * num_tokens + token) * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
         for p in range(P):
@@ -271,8 +297,7 @@ def gradient_of_alpha(
         source = gradient + ((row * num_tokens + token) * (P * H * 2 * F) + feature)[None] + h[:, None] * (2 * F)
         read = (h < H)[:, None] & exists[None]
         one, two = load_rotated_back(source, cos, sin, p, feature, read, H, F)
-        source = states + row * stride_b + m.to(tl.int64)[:, None] * stride_m + (token * stride_n + feature)[None]
-        first, second = load_halves(source, (m < M)[:, None] & exists[None], F)
+        first, second = load_states(states, row, token, feature, exists, m, stride_b, stride_m, stride_n, M, F)
         total = tl.dot(one, tl.trans(first), total, input_precision="ieee")
         total = tl.dot(two, tl.trans(second), total, input_precision="ieee")
     target = parts + (row * tl.num_programs(1) + part) * weights_of_part + (m[None] * H + h[:, None]) * P + p
@@ -553,10 +578,13 @@ MOST_FEATURES = 128
 LEAST = tl.constexpr(torch.finfo(torch.float32).min) if triton else None  # the score of a hidden key
 
 
-def kernels_decode(query: torch.Tensor) -> bool:
+def kernels_decode(query: torch.Tensor, is_on: bool) -> bool:
     """Return whether `decode` takes a query [batch, H, 1, head_dim]: in half precision, without gradients.
 
-    In float32 no tensor core computes its products. Heads longer than `MOST_FEATURES` would spill registers."""
+    `is_on` is DECODES_MIXED_HEADS or DECODES_PAIRED_HEADS. In float32 no tensor core computes its products. Heads
+    longer than `MOST_FEATURES` would spill registers."""
+    if not is_on or (torch.compiler.is_compiling() and not DECODES_COMPILED):
+        return False
     if torch.is_grad_enabled() or query.dtype == torch.float32 or query.shape[-1] > MOST_FEATURES:
         return False
     return kernels_take(query, query[0])
@@ -623,6 +651,76 @@ def mixing_of_pairs(weights, m, column, p, H: tl.constexpr, P: tl.constexpr):
     return shares
 
 
+@jit
+def query_of_pairs(
+    query, q_mix, cos, sin, batch, h, i, j,
+    H: tl.constexpr, P: tl.constexpr, H_IN: tl.constexpr, F: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return r[h, i, j] of some rows, [ROWS, 2 * BLOCK_F]: both halves of the features, one after the other."""
+    f = tl.arange(0, BLOCK_F)
+    head = tl.arange(0, BLOCK_H)
+    shares = mixing_of_pairs(q_mix, tl.minimum(head, H_IN - 1)[None], h[:, None], i[:, None], H, P).to(dtype)
+    source = query + (batch * H_IN + head)[:, None] * (2 * F) + f[None]
+    is_state = (head < H_IN)[:, None] & (f < F)[None]
+    first = tl.dot(shares, tl.load(source, mask=is_state, other=0.0), input_precision="ieee")
+    second = tl.dot(shares, tl.load(source + F, mask=is_state, other=0.0), input_precision="ieee")
+    if cos is not None:
+        # T_j^T T_i rotates by i - j positions, and RoPE feature f with f + F.
+        at = tl.abs(i - j)[:, None] * (2 * F) + f[None]
+        c = tl.load(cos + at, mask=(f < F)[None], other=0.0).to(tl.float32)
+        s = tl.load(sin + at, mask=(f < F)[None], other=0.0).to(tl.float32)
+        s = tl.where((i < j)[:, None], -s, s)
+        first, second = first * c - second * s, second * c + first * s
+    return tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_F)).to(dtype)
+
+
+@jit
+def scores_of_keys(
+    rows, key, k_mix, g, j, k, is_key, key_m, key_k, key_d,
+    P: tl.constexpr, G_IN: tl.constexpr, G: tl.constexpr, F: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Return sum_m alpha_K[m, g, j] r[h, i, j] . key[m, k] for some rows and keys, [ROWS, KEYS], not yet scaled."""
+    column = tl.arange(0, 2 * BLOCK_F)
+    feature = column // BLOCK_F * F + column % BLOCK_F
+    keys = key + k.to(tl.int64)[None] * key_k + feature[:, None] * key_d
+    exists = (column % BLOCK_F < F)[:, None] & is_key[None]
+    scores = tl.zeros((ROWS, KEYS), tl.float32)
+    for m in range(G_IN):
+        product = tl.dot(rows, tl.load(keys, mask=exists, other=0.0), input_precision="ieee")
+        scores += mixing_of_pairs(k_mix, m, g, j, G, P).to(tl.float32)[:, None] * product
+        keys += key_m
+    return scores
+
+
+@jit
+def hide_scores(scores, mask, h, i, j, k, is_row, is_key, mask_h, mask_i, P: tl.constexpr):
+    """Return scores of which those of hidden keys are LEAST, as in `masked_softmax`, and others than keys -inf."""
+    of_scores = mask + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_i + j[:, None]
+    seen = tl.load(of_scores + k.to(tl.int64)[None] * P, mask=is_key[None], other=0)
+    if mask.dtype.element_ty == tl.int1:
+        scores = tl.where(seen, scores, LEAST)
+    else:
+        scores = tl.maximum(scores + seen.to(tl.float32), LEAST)
+    return tl.where(is_row[:, None] & is_key[None], scores, float("-inf"))
+
+
+@jit
+def add_values(
+    part, weights, value, v_mix, g, j, k, d, is_key, value_m, value_k, value_d,
+    P: tl.constexpr, D: tl.constexpr, G_IN: tl.constexpr, G: tl.constexpr,
+):  # fmt: skip
+    """Return part + sum_km weights[h, i, j, k] alpha_V[m, g, j] value[m, k], [ROWS, BLOCK_D]."""
+    values = value + k.to(tl.int64)[:, None] * value_k + d[None] * value_d
+    for m in range(G_IN):
+        shares = mixing_of_pairs(v_mix, m, g, j, G, P).to(tl.float32)
+        states = tl.load(values, mask=is_key[:, None] & (d < D)[None], other=0.0)
+        part = tl.dot((weights * shares[:, None]).to(states.dtype), states, part, input_precision="ieee")
+        values += value_m
+    return part
+
+
 # These arguments change with each token: Triton would compile a kernel for each kind of value.
 @jit(do_not_specialize=["num_keys", "tiles_of_chunk", "mask_b", "mask_h", "mask_i"])
 def chunks_kernel(
@@ -633,40 +731,20 @@ def chunks_kernel(
     H_IN: tl.constexpr, G_IN: tl.constexpr, G: tl.constexpr, F: tl.constexpr,  # F = head_dim / 2
     ROWS: tl.constexpr, KEYS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write tops and sums [batch, chunks, H * P * P] and parts [batch, chunks, H * P * P, D] of a chunk of the keys.
-
-    Scores of keys that the mask hides are the least number, as in `masked_softmax`. Those behind the last are -inf."""
+    """Write tops and sums [batch, chunks, H * P * P] and parts [batch, chunks, H * P * P, D] of a chunk of keys."""
     chunk = tl.program_id(0)
     batch = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     is_row = row < H * P * P
     h = tl.minimum(row, H * P * P - 1) // (P * P)  # rows behind the last compute like rows of the last head
+    g = h // (H // G)
     i = row // P % P
     j = row % P
-    f = tl.arange(0, BLOCK_F)
     d = tl.arange(0, BLOCK_D)
-    dtype = value.dtype.element_ty
 
-    # Two halves of r[h, i, j]: RoPE rotates feature f with f + F.
-    head = tl.arange(0, BLOCK_H)
-    q_shares = mixing_of_pairs(q_mix, tl.minimum(head, H_IN - 1)[None], h[:, None], i[:, None], H, P).to(dtype)
-    source = query + (batch * H_IN + head)[:, None] * (2 * F) + f[None]
-    is_state = (head < H_IN)[:, None] & (f < F)[None]
-    first = tl.dot(q_shares, tl.load(source, mask=is_state, other=0.0), input_precision="ieee")
-    second = tl.dot(q_shares, tl.load(source + F, mask=is_state, other=0.0), input_precision="ieee")
-    if cos is not None:
-        # T_j^T T_i rotates by i - j positions.
-        at = tl.abs(i - j)[:, None] * (2 * F) + f[None]
-        c = tl.load(cos + at, mask=(f < F)[None], other=0.0).to(tl.float32)
-        s = tl.load(sin + at, mask=(f < F)[None], other=0.0).to(tl.float32)
-        s = tl.where((i < j)[:, None], -s, s)
-        first, second = first * c - second * s, second * c + first * s
-    # Both halves one after the other, [ROWS, 2 * BLOCK_F].
-    rows = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_F)).to(dtype)
-    column = tl.arange(0, 2 * BLOCK_F)
-    feature = column // BLOCK_F * F + column % BLOCK_F
-    is_feature = column % BLOCK_F < F
-
+    rows = query_of_pairs(
+        query, q_mix, cos, sin, batch, h, i, j, H, P, H_IN, F, ROWS, BLOCK_H, BLOCK_F, value.dtype.element_ty
+    )
     top = tl.full((ROWS,), LEAST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     part = tl.zeros((ROWS, BLOCK_D), tl.float32)
@@ -674,35 +752,20 @@ def chunks_kernel(
     for tile in range(first_tile, tl.minimum(first_tile + tiles_of_chunk, tl.cdiv(num_keys, KEYS))):
         k = tile * KEYS + tl.arange(0, KEYS)
         is_key = k < num_keys
-        keys = key + batch * key_b + k.to(tl.int64)[None] * key_k + feature[:, None] * key_d
-        is_key_feature = is_feature[:, None] & is_key[None]
-        scores = tl.zeros((ROWS, KEYS), tl.float32)
-        for m in range(G_IN):
-            product = tl.dot(rows, tl.load(keys, mask=is_key_feature, other=0.0), input_precision="ieee")
-            scores += mixing_of_pairs(k_mix, m, h // (H // G), j, G, P).to(tl.float32)[:, None] * product
-            keys += key_m
-
-        scores *= scaling
-        of_scores = mask + batch * mask_b + h[:, None].to(tl.int64) * mask_h + i[:, None] * mask_i + j[:, None]
-        seen = tl.load(of_scores + k.to(tl.int64)[None] * P, mask=is_key[None], other=0)
-        if mask.dtype.element_ty == tl.int1:
-            scores = tl.where(seen, scores, LEAST)
-        else:
-            scores = tl.maximum(scores + seen.to(tl.float32), LEAST)
-        scores = tl.where(is_row[:, None] & is_key[None], scores, float("-inf"))
-
+        scores = scores_of_keys(
+            rows, key + batch * key_b, k_mix, g, j, k, is_key, key_m, key_k, key_d, P, G_IN, G, F, ROWS, KEYS, BLOCK_F
+        )
+        scores = hide_scores(scores * scaling, mask + batch * mask_b, h, i, j, k, is_row, is_key, mask_h, mask_i, P)
+        # A softmax in steps: what was summed under a lower top shrinks.
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
         shrink = tl.exp(top - higher)
         top = higher
         total = total * shrink + tl.sum(weights, 1)
-        part *= shrink[:, None]
-        values = value + batch * value_b + k.to(tl.int64)[:, None] * value_k + d[None] * value_d
-        for m in range(G_IN):
-            v_shares = mixing_of_pairs(v_mix, m, h // (H // G), j, G, P).to(tl.float32)
-            states = tl.load(values, mask=is_key[:, None] & (d < D)[None], other=0.0)
-            part = tl.dot((weights * v_shares[:, None]).to(dtype), states, part, input_precision="ieee")
-            values += value_m
+        part = add_values(
+            part * shrink[:, None], weights, value + batch * value_b, v_mix, g, j, k, d, is_key,
+            value_m, value_k, value_d, P, D, G_IN, G,
+        )  # fmt: skip
 
     place = (batch * tl.num_programs(0) + chunk) * (H * P * P) + row
     tl.store(tops + place, top, mask=is_row)

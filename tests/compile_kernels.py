@@ -2,7 +2,8 @@
 
 python tests/compile_kernels.py '[90, [["mixing", "bfloat16", 20, 20, 4, 128]]]' takes the architecture, and names of
 launches with their arguments. The launches run as on a GPU, but Triton stops after compiling. It needs
-TRITON_DUMP_PTXAS_LOG=1 and TRITON_ALWAYS_COMPILE=1. `compiled_kernels` in helpers.py starts it.
+TRITON_DUMP_PTXAS_LOG=1 and TRITON_ALWAYS_COMPILE=1. `compiled_kernels` in helpers.py starts it, and
+`python -m pytest tests/modeling/test_triton_kernels.py -k table -s` prints the table of kernels/README.md.
 """
 
 import io

@@ -16,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The tests compare kernels too that are off because no GPU has run them.
+os.environ.setdefault("IHA_TRITON_KERNELS", "all")
+
 import pytest  # noqa: E402
 from clean_processes import Forking  # noqa: E402
 from hypothesis import settings  # noqa: E402

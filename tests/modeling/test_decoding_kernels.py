@@ -338,8 +338,9 @@ def test_without_gradients_a_weight_is_one_launch(launches):
 def test_gradients_float32_and_long_heads_take_the_plain_formula(monkeypatch):
     monkeypatch.setattr(triton_kernels, "kernels_take", lambda *_: True)
     query = torch.empty(1, 4, 1, 16, dtype=torch.bfloat16)
-    assert not kernels_decode(query)
+    assert not kernels_decode(query, True)
     with torch.no_grad():
-        assert kernels_decode(query)
-        assert not kernels_decode(query.float())
-        assert not kernels_decode(query.repeat(1, 1, 1, 17))
+        assert kernels_decode(query, True)
+        assert not kernels_decode(query, False)
+        assert not kernels_decode(query.float(), True)
+        assert not kernels_decode(query.repeat(1, 1, 1, 17), True)

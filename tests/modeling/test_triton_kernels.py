@@ -4,6 +4,8 @@ On a machine without a GPU they run in Triton's interpreter (conftest.py), which
 half precision is float16. The last tests compile them, which needs no GPU either.
 """
 
+import runpy
+
 import pytest
 import torch
 from helpers import (
@@ -20,6 +22,7 @@ from helpers import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache
 
+from iha.errors import ROOT
 from modeling_iha import IHAForCausalLM, interleave_heads, interleaving
 from modeling_iha.interleaving import MixedHeads
 from modeling_iha.transformers_versions import CACHE
@@ -273,6 +276,23 @@ def test_tensors_without_memory_are_mixed_in_pytorch():
     assert not triton_kernels.kernels_take(states, alpha)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "least", "decodes"), [(None, (8192, 4096), False), ("0", (8192, 4096), False), ("all", (0, 0), True)]
+)
+def test_kernels_that_no_gpu_found_faster_are_off(wanted, least, decodes, monkeypatch):
+    """A visit to a GPU takes all of them; `make test` does too (conftest.py)."""
+    monkeypatch.delenv("IHA_TRITON_KERNELS")
+    if wanted is not None:
+        monkeypatch.setenv("IHA_TRITON_KERNELS", wanted)
+    kernels = runpy.run_path(triton_kernels.__file__)
+    pays = kernels["kernels_pay"]
+    assert pays(least[1]) and pays(4095) == (wanted == "all")
+    with torch.no_grad():
+        assert pays(least[0]) and pays(8191) == (wanted == "all")
+    for name in "DECODES_MIXED_HEADS", "DECODES_PAIRED_HEADS", "DECODES_COMPILED":
+        assert kernels[name] == decodes
+
+
 def test_a_machine_where_triton_fails_mixes_in_pytorch(monkeypatch):
     """Warn once where Triton finds no C compiler."""
     messages = []
@@ -320,3 +340,28 @@ def test_compiled_kernels_spill_no_registers(architecture, shapes, tmp_path):
     assert len(kernels) == 5 * len(MIXING[:shapes]) + 2 * len(DECODING[:shapes])
     for kernel in kernels:
         assert kernel["registers"] > 0 and kernel["spilled"] == 0 and kernel["shared"] <= 99 * 1024, kernel
+
+
+MODELS = {"SmolLM2-135M": (9, 3, 64), "Qwen3-8B": (32, 8, 128), "the paper's 2.4B": (20, 20, 128)}  # H, G, D
+SHARED_KIB = {80: 163, 90: 227, 100: 227}  # what a program may have on A100, H100 and B200
+
+
+@pytest.mark.slow
+def test_the_table_of_compiled_kernels(tmp_path):
+    """Compare the rows of kernels/README.md with a compilation, which this prints where they differ."""
+    rows = []
+    for model, (num_heads, groups, head_dim) in MODELS.items():
+        for num_pseudo_heads in (2, 4, 20):
+            cells = []
+            for architecture, most_kib in SHARED_KIB.items():
+                mixing = ("mixing", "bfloat16", num_heads, groups, num_pseudo_heads, head_dim)
+                decoding = ("decoding", num_heads, groups, num_pseudo_heads, head_dim, True)
+                kernels = compiled_kernels(architecture, [mixing, decoding], cache=tmp_path)
+                assert all(kernel["shared"] <= most_kib * 1024 for kernel in kernels)
+                registers, spilled, shared = (
+                    max(kernel[name] for kernel in kernels) for name in ("registers", "spilled", "shared")
+                )
+                cells.append(f"{registers}, {spilled}, {shared / 1024:.0f}")
+            rows.append(f"| {model}, P = {num_pseudo_heads} | {' | '.join(cells)} |")
+    table = "\n".join(rows)
+    assert table in (ROOT / "kernels" / "README.md").read_text(encoding="utf-8"), table
