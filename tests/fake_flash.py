@@ -16,6 +16,16 @@ def install(monkeypatch) -> list[str]:
     Return a list that takes the name of each kernel function that is called.
     """
     calls = []
+    utils = modeling_flash_attention_utils
+    functions = (*kernel_functions(calls), None, utils._pad_input, utils._unpad_input)
+    monkeypatch.setattr(utils, "_lazy_imports", lambda *args, **kwargs: functions)
+    monkeypatch.setattr(utils, "_loaded_implementation", None)
+    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda self, *args, **kwargs: True)
+    return calls
+
+
+def kernel_functions(calls: list):
+    """Return `flash_attn_func` and `flash_attn_varlen_func`, which add their names to `calls`."""
 
     # Transformers passes only what it finds in these signatures.
     def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)):
@@ -47,12 +57,7 @@ def install(monkeypatch) -> list[str]:
             outputs.append(attend(q[of_queries], k[of_keys], v[of_keys], softmax_scale, causal, window_size))
         return torch.cat(outputs)
 
-    utils = modeling_flash_attention_utils
-    functions = (flash_attn_func, flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input)
-    monkeypatch.setattr(utils, "_lazy_imports", lambda *args, **kwargs: functions)
-    monkeypatch.setattr(utils, "_loaded_implementation", None)
-    monkeypatch.setattr(PreTrainedModel, "_flash_attn_can_dispatch", lambda self, *args, **kwargs: True)
-    return calls
+    return flash_attn_func, flash_attn_varlen_func
 
 
 def attend(q, k, v, softmax_scale, causal, window_size):
