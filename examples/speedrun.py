@@ -12,7 +12,7 @@ this order, commands that you can also run by hand, and it prints each of them (
     6. push_to_hub          a rehearsal of the upload, which checks the checkpoint and its card
 
 A command whose output exists is passed over, so the same line goes on after a stop. --dry-run prints all commands, and
-the hours and the memory of each stage, before anything runs.
+the hours and the memory of each stage by the functions of `iha cost`, before anything runs.
 
 examples:
   python examples/speedrun.py --size seconds --forms paired-heads
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median, stdev
 
@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a launcher by pa
 from evaluation.options import PACKAGES
 from iha import plots
 from iha.arguments import fields_of
+from iha.cards import markdown_table
 from iha.conversion.shared import preset_config
 from iha.errors import UserError, check_packages, run_cli
 from iha.files import read_json, read_jsonl, write_json, write_jsonl
@@ -289,70 +290,48 @@ class Run:
             **options,
         )
 
-    def texts(self) -> dict[str, object]:
-        """Return the options of texts to train and to evaluate on."""
-        if self.size.text:
-            name, part = self.size.text, "sample-10BT"
-            return {"dataset_name": name, "dataset_config": part, "dataset_streaming": True, "eval_size": 200}
-        files = {"dataset_name": self.data / "train.jsonl", "eval_dataset_name": self.data / "held.jsonl"}
-        return files | {"dataset_streaming": False}
-
-    def start(self, form: str) -> dict[str, object]:
-        """Return the options of random weights."""
-        made = self.size.tokenizer is None or self.size.renamed
-        tokenizer = self.data / "tokenizer" if made else self.size.tokenizer
-        return {
-            "preset": f"{self.size.preset}-{form}",
-            "preset_fields": self.size.changes(form),
-            "tokenizer": tokenizer,
-        }
-
-    def form_commands(self, form: str, seed: int, share: float = 1.0) -> list[Command]:
-        """Return the commands of a form, from random weights to a rehearsal of the upload.
-
-        `share` multiplies the steps of its stages (`equal_time`).
-        """
+    def form_commands(self, form: str, seed: int) -> list[Command]:
+        """Return the commands of a form, from random weights to a rehearsal of the upload."""
         size = self.size
         out = self.out / f"{form}-{seed}"
-        stages = {
-            name: replace(stage, steps=max(2, round(share * stage.steps))) for name, stage in size.stages.items()
+        pretrained, longer, chatting = (out / name / "final" for name in size.stages)
+        made = size.tokenizer is None or size.renamed
+        start = {
+            "preset": f"{size.preset}-{form}",
+            "preset_fields": size.changes(form),
+            "tokenizer": self.data / "tokenizer" if made else size.tokenizer,
         }
-        pretrained, longer, chatting = (out / name / "final" for name in stages)
-        texts = self.texts() | {"seed": seed}
+        if size.text:
+            texts = {"dataset_name": size.text, "dataset_config": "sample-10BT", "eval_size": 200}
+        else:
+            texts = {"dataset_name": self.data / "train.jsonl", "eval_dataset_name": self.data / "held.jsonl"}
+        texts |= {"dataset_streaming": bool(size.text), "seed": seed}
         chats = {"dataset_name": size.chats or self.data / "chats.yaml", "eval_size": 0.05, "seed": seed}
         context = {"max_position_embeddings": size.long.tokens, "rope_theta": size.rope_theta}
         if form != "global":
             context["sliding_window"] = "scale"
-        tasks = ["perplexity_by_position", *(["niah_single_1", "niah_multikey_2"] if size.ruler else [])]
-        lengths = size.ruler or [size.long.tokens]
-        read = {"tasks": tasks, "lengths": lengths, "text": self.data / "held.txt", "output": out / "read"}
-        questions = [self.data / f"{name}-test.jsonl" for name in self.generators]
-        answers = out / "answers.json"
-        length = 1024 if size.chats else 32  # of a reply
-        paper = {"tasks": ["gsm8k", "math500"], "samples": 1, "limit": 200, "output": out / "paper"}
-        of_paper = command(out / "paper" / "results.json", "evaluation.run", chatting, **paper)
-        return [
-            self.training(out / "pretrain", "pretrain/sft", stages["pretrain"], **self.start(form), **texts),
+        commands = [
+            self.training(out / "pretrain", "pretrain/sft", size.pretrain, **start, **texts),
             self.training(
-                *(out / "long", "long_context_64k/continued", stages["long"]),
+                *(out / "long", "long_context_64k/continued", size.long),
                 **{"model_name_or_path": pretrained, **context, **texts},
             ),
-            self.training(out / "chat", "paper_sft/sft", stages["chat"], model_name_or_path=longer, **chats),
-            command(out / "read" / "results.json", "evaluation.run", longer, **read),
-            command(
-                answers, "sft.score_reasoning", chatting, *questions, **{"json": answers, "max-new-tokens": length}
-            ),
-            *([of_paper] if size.ruler else []),
-            command(
-                *(out / "push.txt", "conversion_scripts.push_to_hub", chatting, f"me/{form}", "--dry-run"),
-                license="mit",
-            ),
+            self.training(out / "chat", "paper_sft/sft", size.chat, model_name_or_path=longer, **chats),
         ]
-
-    def speed_command(self, form: str) -> Command:
-        """Return the command of a few steps, for their tokens per second."""
-        short = replace(self.size.pretrain, steps=10)
-        return self.training(self.out / f"{form}-speed", "pretrain/sft", short, **self.start(form), **self.texts())
+        tasks = ["perplexity_by_position", *(["niah_single_1", "niah_multikey_2"] if size.ruler else [])]
+        read = {"tasks": tasks, "lengths": size.ruler or [size.long.tokens], "text": self.data / "held.txt"}
+        commands.append(command(out / "read" / "results.json", "evaluation.run", longer, **read, output=out / "read"))
+        answers = out / "answers.json"
+        questions = [self.data / f"{name}-test.jsonl" for name in self.generators]
+        length = 1024 if size.chats else 32  # of a reply
+        options = {"json": answers, "max-new-tokens": length}
+        commands.append(command(answers, "sft.score_reasoning", chatting, *questions, **options))
+        if size.ruler:
+            asked = {"tasks": ["gsm8k", "math500"], "samples": 1, "limit": 200, "output": out / "paper"}
+            commands.append(command(out / "paper" / "results.json", "evaluation.run", chatting, **asked))
+        push = ("conversion_scripts.push_to_hub", chatting, f"me/{form}", "--dry-run")
+        commands.append(command(out / "push.txt", *push, license="mit"))
+        return commands
 
     def config_of(self, form: str, stage: str) -> IHAConfig:
         """Return the configuration that a form has in a stage: its windows grow with its rows."""
@@ -376,10 +355,6 @@ class Run:
 # The table
 
 BY_POSITION = "loss of tokens "
-
-
-def tokens_per_second(out: Path) -> float:
-    return median(value for _, value in read_json(out / "loss.json")["tokens_per_second"])
 
 
 def by_position(metric: str) -> str | None:
@@ -410,51 +385,37 @@ def figures_of(out: Path, size: Size) -> dict[str, float]:
             for name, metric in result["metrics"].items():
                 if name != "bits_per_byte":  # that of the second stage
                     figures[by_position(name) or f"{task}, {name}"] = metric["value"]
-    figures["tokens/s"] = tokens_per_second(out / "pretrain")
+    logged = read_json(out / "pretrain" / "loss.json")
+    figures["tokens/s"] = median(value for _, value in logged["tokens_per_second"])
     figures |= {f"seconds, {each['stage']}": each["seconds"] for each in read_jsonl(out / "seconds.jsonl")}
     return figures
 
 
 def mean_of(values: Sequence[float]) -> dict[str, float]:
-    """Return the mean over seeds, and its standard error, which is the half width of what is shown."""
+    """Return the mean over seeds, and its standard error."""
     return {"mean": mean(values), "half_width": stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0}
 
 
 def report(run: Run, forms: Sequence[str], seeds: int) -> str:
-    """Write table.json, with every seed, report.md and table.png, and return the table."""
+    """Write table.json, with every seed, report.md and the curves of the first stage, and return the table."""
     found = {form: [figures_of(run.out / f"{form}-{seed}", run.size) for seed in range(seeds)] for form in forms}
     names = list(found[forms[0]][0])
     means = {name: {form: mean_of([each[name] for each in found[form]]) for form in forms} for name in names}
-    lines = [f"| | {' | '.join(forms)} |", "|---" * (1 + len(forms)) + "|"]
+    rows = []
     for name, of_forms in means.items():
-        cells = [
-            f"{each['mean']:.4g}" + (f" ± {each['half_width']:.2g}" if seeds > 1 else "") for each in of_forms.values()
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        errors = [f" ± {each['half_width']:.2g}" if seeds > 1 else "" for each in of_forms.values()]
+        rows.append([name, *(f"{each['mean']:.4g}{error}" for each, error in zip(of_forms.values(), errors))])
     note = f"Means and standard errors of {seeds} seeds." if seeds > 1 else "One seed: no ranking."
     units = (
         "Losses are in nats per token. The loss of an answer is the sum over its tokens: minus the logarithm of the "
         "probability that the model gives to the whole right answer. Bits per byte and losses of tokens are of "
         "held-out text, the losses of tokens by their place in it."
     )
-    table = "\n".join([*lines, "", f"{note} {units}", ""])
+    table = f"{markdown_table(['', *forms], rows)}\n{note} {units}\n"
     write_json(run.out / "table.json", {"means": means, "seeds": found})
-    run.out.joinpath("report.md").write_text(f"{table}\n![the figures](table.png)\n", encoding="utf-8")
-    placed = [name for name in names if name.startswith(BY_POSITION)]
-    others = [name for name in names if name not in placed and not name.startswith("seconds")]
-    title = f"speedrun, size {run.args.size}: {note.lower()}"
-    figure, axes = plots.panels(title, len(others) + 1, columns=2, height=1 + 0.3 * len(forms))
-    for name, each in zip(others, axes):
-        points = [(value["mean"], value["half_width"], value["half_width"]) for value in means[name].values()]
-        plots.dots(each, forms, {"_": points})
-        each.set(xlabel=name)
-    for form in forms:
-        losses = [means[name][form]["mean"] for name in placed]
-        first = [int(name.removeprefix(BY_POSITION).split()[0]) for name in placed]
-        axes[-1].plot(first, losses, marker=".", label=form)
-    axes[-1].set(xlabel="position from which the loss is averaged", ylabel="nats per token", xscale="log")
-    plots.save_plot(figure, run.out / "table.png")
-    return f"{table}\nWrote report.md, table.png and table.json (every seed) in {run.out}."
+    run.out.joinpath("report.md").write_text(f"{table}\n![the curves of pre-training](curves.png)\n", encoding="utf-8")
+    plots.draw_runs([run.out / f"{form}-0" / "pretrain" for form in forms], run.out / "curves.png")
+    return f"{table}\nWrote report.md, curves.png and table.json (every seed) in {run.out}."
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -464,7 +425,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="forms of attention (default: all)")
     add("--text", type=Path, help="text file to learn from (default: the sources of this Python)")
     add("--seeds", type=int, default=1, help="runs of each form (default: 1)")
-    add("--equal-time", action="store_true", help="give each form the time of the first one, and not its tokens")
     add("--launch", default="python -m", help="what starts the training (default: python -m)")
     add("--devices", type=int, default=1, help="GPUs that --launch uses (default: 1)")
     add("--out", type=Path, default=Path("outputs/speedrun"), help="directory (default: outputs/speedrun)")
@@ -479,7 +439,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def claim(run: Run) -> None:
     """Write what decides on all figures into options.json. Raise `UserError` if other options began the directory."""
-    options = {"text": str(run.args.text), "equal_time": run.args.equal_time, "devices": run.args.devices}
+    options = {"text": str(run.args.text), "devices": run.args.devices}
     file = run.out / "options.json"
     if file.exists() and read_json(file) != options:
         raise UserError(f"{run.out} holds runs with other options, {read_json(file)}: choose another --out.")
@@ -504,16 +464,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     run.write_texts()
     for each in run.data_commands():
         each.run()
-    shares = dict.fromkeys(args.forms, 1.0)
-    if args.equal_time:
-        speeds = {}
-        for form in args.forms:
-            run.speed_command(form).run()
-            speeds[form] = tokens_per_second(run.out / f"{form}-speed")
-        shares = {form: speed / speeds[args.forms[0]] for form, speed in speeds.items()}
     for seed in range(args.seeds):
         for form in args.forms:
-            for each in run.form_commands(form, seed, shares[form]):
+            for each in run.form_commands(form, seed):
                 each.run()
     print(f"\n{report(run, args.forms, args.seeds)}")
 

@@ -21,7 +21,7 @@ def test_the_smallest_size_ends_in_a_table(tmp_path):
     printed = run_script(words)
     assert "One seed: no ranking." in printed
     assert printed.rstrip().endswith(
-        f"Wrote report.md, table.png and table.json (every seed) in {tmp_path / 'seconds'}."
+        f"Wrote report.md, curves.png and table.json (every seed) in {tmp_path / 'seconds'}."
     )
     (figures,) = json.loads((tmp_path / "seconds" / "table.json").read_text())["seeds"]["paired-heads"]
     assert {
@@ -31,7 +31,7 @@ def test_the_smallest_size_ends_in_a_table(tmp_path):
         "seconds, long",
     } <= figures.keys()
     assert figures["bits per byte, pretrain"] < 8
-    assert (tmp_path / "seconds" / "table.png").stat().st_size > 1000
+    assert (tmp_path / "seconds" / "curves.png").stat().st_size > 1000
     again = run_script(words)
     assert again.count("(done before)") == again.count("\n$ ")
 
@@ -56,12 +56,6 @@ def test_a_package_of_the_last_stages_is_missed_before_the_first(package, monkey
     assert not (tmp_path / "new").exists()
 
 
-def test_equal_time_takes_fewer_steps_of_a_slower_form():
-    run = speedrun.Run(speedrun.parse(["--size", "minutes"]))
-    words = run.form_commands("iha", 0, share=0.5)[0].words
-    assert words[words.index("--max_steps") + 1] == str(run.size.pretrain.steps // 2)
-
-
 def test_what_would_give_other_figures_silently_is_rejected(tmp_path):
     with pytest.raises(UserError, match="--size 100m reads HuggingFaceFW/fineweb-edu: leave out --text"):
         speedrun.parse(["--size", "100m", "--text", "my.txt"])
@@ -73,7 +67,7 @@ def test_what_would_give_other_figures_silently_is_rejected(tmp_path):
         run.write_texts()
     speedrun.claim(run)
     with pytest.raises(UserError, match="holds runs with other options"):
-        speedrun.claim(speedrun.Run(speedrun.parse(["--equal-time", "--out", str(tmp_path)])))
+        speedrun.claim(speedrun.Run(speedrun.parse(["--text", "other.txt", "--out", str(tmp_path)])))
 
 
 @pytest.mark.parametrize(("size", "devices"), [("minutes", 2), ("100m", 16), ("2.4b", 32)])
