@@ -180,10 +180,15 @@ def needs_no_dense_mask(q_length: int, kv_length: int, q_offset: Any = 0, kv_off
     window is one of chunks. An export has dense masks: it would specialize the program to a range of lengths."""
     has_chunks = getattr(kwargs.get("config"), "attention_chunk_size", None) is not None
     is_unknown = isinstance(q_offset, torch.Tensor) and is_tracing(q_offset)  # of a static cache in compiled code
-    is_export = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    if is_export or has_chunks or is_unknown or not kwargs.get("allow_is_causal_skip", True):
+    if is_for_any_length() or has_chunks or is_unknown or not kwargs.get("allow_is_causal_skip", True):
         return False
     return q_length > 1 and bool(q_offset == 0) and bool(kv_offset == 0)
+
+
+def is_for_any_length() -> bool:
+    """Return whether code makes a program for inputs of any length: for `torch.export` and `torch.jit.trace`."""
+    is_export = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return is_export or torch.jit.is_tracing()
 
 
 def flat_mask(attention_mask: torch.Tensor | None, kv_length: int, **kwargs) -> torch.Tensor | None:

@@ -38,7 +38,7 @@ from transformers.masking_utils import (
 )
 
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import Call, additive, flat_mask, is_plain_forward, needs_no_dense_mask
+from .sdpa_in_blocks import Call, additive, flat_mask, is_for_any_length, is_plain_forward, needs_no_dense_mask
 from .transformers_versions import CACHE
 
 
@@ -295,8 +295,8 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
         return False
     if query.device.type != "cpu":
         return True
-    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-        return False  # comparing lengths would specialize the graph
+    if is_for_any_length():
+        return False  # comparing lengths would specialize the program
     return key.shape[2] >= 64 and len(query) * key.shape[2] >= 128
 
 

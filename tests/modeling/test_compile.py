@@ -212,6 +212,19 @@ def test_export(geometry, core):
         assert_close(logits[mask.bool()], uncached_logits(model, input_ids, attention_mask=mask)[mask.bool()])
 
 
+@pytest.mark.parametrize("name", ["iha", "interleaved"])
+def test_a_trace_is_for_any_length(name):
+    """Trace by `torch.jit`, which knows no autograd function of Python, a length that exceeds the window."""
+    model = WAYS[name](5)
+    model.config.use_cache = False
+    program = torch.jit.trace(Logits(model), (random_ids(1, 40), torch.ones(1, 40).long()), check_trace=False)
+    for n in (40, 4, 70):
+        input_ids, mask = random_ids(2, n), torch.ones(2, n).long()
+        mask[0, : n // 2] = 0
+        expected = uncached_logits(model, input_ids, attention_mask=mask)
+        assert_close(program(input_ids, mask)[mask.bool()], expected[mask.bool()])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="inductor needs a C++ compiler")
 def test_generated_code():
