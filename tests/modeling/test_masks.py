@@ -393,6 +393,17 @@ def test_documents_are_refused_with_a_mask(core, case):
         model(input_ids, attention_mask=mask, position_ids=positions(mask))  # one document with a hole
 
 
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+def test_a_prefix_that_the_cache_lacks_is_named(core):
+    """PEFT 0.21 gives `generate` of Transformers 5.24 the mask of a prefix, but not its keys."""
+    mask = torch.tensor([[1] * 4 + [0] * 3 + [1] * 6])
+    inputs = {"attention_mask": mask, "position_ids": positions(mask)[:, -9:]}
+    for model in (geometry_model("global", core), interleave_heads(decoder("llama", core=core), 2)):
+        cache = DynamicCache(config=model.config)
+        with pytest.raises(ValueError, match="If the 4 columns of attention_mask without a token are a prefix"):
+            model(random_ids(1, 9), **inputs, **{CACHE: cache})
+
+
 @pytest.mark.parametrize("core", CORES)
 def test_documents_that_begin_at_different_positions(core):
     """A flash core takes the smallest position for the beginning of every document, and raises an error."""
