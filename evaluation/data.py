@@ -12,7 +12,7 @@ from pathlib import Path
 
 from datasets import Dataset, load_dataset
 
-from evaluation.options import BY_POSITION, SMOKE
+from evaluation.options import SMOKE
 from iha import files
 from iha.errors import UserError, refusing
 from iha.files import read_json, read_jsonl
@@ -110,16 +110,11 @@ def text_windows(
 ) -> dict[str, Dataset]:
     """Return disjoint stretches of long text, of about `length` tokens of `tokenizer` each: {"text", "mean_bytes"}.
 
-    There are at most `windows` of them and `limit`. A `text_file` is read to its end, but for a last stretch that is
-    shorter. "mean_bytes" is the mean over all stretches of the bytes that are predicted: those after the first token,
-    or all of them behind a token that the tokenizer puts first. Raise `UserError`, also for a shorter text.
+    The tokenizer must say where its tokens lie in a text, as fast tokenizers do. There are at most `windows` stretches
+    and at most `limit`. A `text_file` is read to its end, but for a last stretch that is shorter. "mean_bytes" is the
+    mean over all stretches of the bytes that are predicted: those after the first token, or all of them behind a token
+    that the tokenizer puts first. Raise `UserError` for a text that is shorter than a stretch.
     """
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"{BY_POSITION} needs a tokenizer that says where its tokens lie in a text, and this one, a "
-            "tokenizer in Python, does not: leave the task out with --tasks, or give a --tokenizer with a "
-            "tokenizer.json."
-        )
     if text_file is None:
         whole = text("text/state_union.txt", data_directory)
     else:
