@@ -210,8 +210,8 @@ def load_model(
     """Return the causal language model in `source`, of the class that its config names, on CPU, in eval mode.
 
     It comes from a directory, a Hub id or a GGUF file, which is dequantised, and `config` replaces its own.
-    Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns), are not
-    finite in that dtype, or if there is a generation config that cannot be read.
+    Raise `UserError` if the weights do not load, do not fill the model exactly (Transformers only warns), or are not
+    finite in that dtype.
     """
     arguments: dict[str, Any] = source.arguments
     if quantization_config is not None:
@@ -219,8 +219,6 @@ def load_model(
     config = config or load_config(source)
     if source.gguf_file is not None:
         arguments["quantization_config"] = GgufConfig(dequantize=True)
-    else:
-        load_generation_config(source)
     with _reporting(f"{source} cannot be loaded"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source.location,

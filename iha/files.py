@@ -82,8 +82,8 @@ def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
     A file of that name is rejected too, unless it may be replaced. Raise `UserError`.
     """
     path = Path(os.path.realpath(expanded(path)))
-    if path.is_dir():
-        raise UserError(f"{path} is a directory: expected the name of a file to write.")
+    if path.exists() and not path.is_file():  # a directory, or a device, whose place the file would take
+        raise UserError(f"{path} is no regular file: expected the name of a file to write.")
     if path.exists() and not replace:
         raise UserError(f"{path} exists: remove it or choose another name.")
     directory = next(parent for parent in path.parents if parent.exists())

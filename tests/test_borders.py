@@ -169,7 +169,11 @@ def test_a_bad_destination_is_found_before_the_work(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=words), new_directory(tmp_path / destination):
             pytest.fail("the work began")
-    for file, words in (("full", "is a directory"), ("full/precious.txt", "precious.txt exists: remove it")):
+    for file, words in (
+        ("full", "is no regular file"),
+        ("/dev/null", "is no regular file"),
+        ("full/precious.txt", "precious.txt exists: remove it"),
+    ):
         with pytest.raises(UserError, match=words):
             check_output_file(tmp_path / file)
     check_output_file(tmp_path / "full" / "precious.txt", replace=True)

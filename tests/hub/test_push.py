@@ -37,6 +37,7 @@ CHECKPOINT = IHA_CODE | {
 }
 STRAY = {
     ".env",
+    "interleaving.json",  # of an adapter: earlier versions recorded the path of a local base
     "notes.txt",
     "secret.py",
     "token",
