@@ -41,7 +41,7 @@ from transformers import (
 
 from conversion_scripts import convert_diffllama_to_iha, convert_iha_to_llama, convert_llama_to_iha
 from conversion_scripts import verify_conversion as verify_script
-from iha import api, cli, processes, sources
+from iha import api, cli, processes
 from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
 from iha.conversion import convert_diffllama_to_iha as of_diffllama
 from iha.conversion import verify_conversion
@@ -52,7 +52,7 @@ from iha.conversion.convert_llama_to_iha import convert_model, iha_config
 from iha.errors import UserError
 from iha.kinds import described
 from iha.processes import load_in_clean_process, run_in_clean_process
-from iha.sources import find_source, locate
+from iha.sources import find_source
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.exact_start import last_pseudo_head
 from modeling_iha.mixing_weights import state_with_values
@@ -471,14 +471,6 @@ def test_clean_process_refuses_what_does_not_load(converted, tmp_path, monkeypat
 
 
 VERIFY = ("--tokens", 40, "--max-new-tokens", 20)
-
-
-def test_a_source_is_resolved_once(converted, tmp_path, monkeypatch, cli):
-    resolved = []
-    monkeypatch.setattr(sources, "locate", lambda source: resolved.append(str(source)) or locate(source))
-    cli(convert_llama_to_iha, converted / "source", tmp_path / "iha", "--num-pseudo-heads", 2)
-    cli(verify_script, converted / "source", tmp_path / "iha", *VERIFY)
-    assert resolved == [str(path) for path in (converted / "source", converted / "source", tmp_path / "iha")]
 
 
 @pytest.mark.parametrize(

@@ -170,16 +170,12 @@ def test_continuous_batching_is_refused(checkpoint, monkeypatch):
         serve.main()
 
 
-def test_every_name_but_that_of_a_gguf_file_is_checked(checkpoint, tmp_path, monkeypatch):
-    """Check a directory that is named after such a file, and a model of the Hub at the revision that is loaded."""
-    edit_config(shutil.copytree(checkpoint, tmp_path / "model.gguf-v2"), _attn_implementation="org/kernel")
-    with pytest.raises(UserError, match="'org/kernel' would load what is not"):
-        served_models.check_served(str(tmp_path / "model.gguf-v2"))
+def test_a_model_of_the_hub_is_checked_at_the_revision_that_is_loaded(monkeypatch):
     read = []
     monkeypatch.setattr(sources, "check_on_hub", lambda source: None)
     for name in ("check_no_adapter", "load_config_dict"):
         monkeypatch.setattr(served_models, name, lambda source: read.append((source.location, source.revision)))
-    served_models.check_served("org/name:Q4.gguf")
+    served_models.check_served("org/name:Q4.gguf")  # which the server checks itself
     assert read == []
     served_models.check_served("org/name@v1")
     served_models.check_served("org/name", "v2")
