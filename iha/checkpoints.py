@@ -21,7 +21,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import (
     CONFIG_NAME,
@@ -39,6 +38,7 @@ import modeling_iha  # noqa: F401  registers "iha" with the Auto classes
 from iha.errors import UserError, how_to_install, one_line
 from iha.files import file_sha256, read_json
 from iha.foreign_code import code_elsewhere
+from iha.gguf_files import unread_entries
 from iha.sources import Source
 
 
@@ -87,38 +87,13 @@ def load_config(source: Source) -> Any:
         load_config_dict(source)
     with _reporting(f"{source} has no usable configuration"):
         config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
-        unread = _unread(str(source.path), config) if source.gguf_file else []
+        unread = unread_entries(str(source.path), config) if source.gguf_file else []
     if unread:
         raise UserError(
             f"{source} holds {', '.join(unread)}, which Transformers does not read from a GGUF file: the model would "
             "compute something else. Take the checkpoint from which the file was made."
         )
     return config
-
-
-def _unread(file: str, config: PreTrainedConfig) -> list[str]:
-    """Return what a GGUF file says about RoPE, windows and biases that Transformers left out of its `config`."""
-    metadata, names = read_gguf_metadata(file)  # `gguf.GGUFReader` takes seconds for a vocabulary
-    header = {key.partition(".")[2]: value for key, value in metadata.items()}
-    unread = []
-    off = (None, 0, 1)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "default":
-        unread += [key for key in ("rope.scaling.factor", "rope.scale_linear") if header.get(key) not in off]
-        # The factors of llama3 and longrope stand in tensors.
-        unread += [name for name in names if name.startswith("rope_")]
-        if "rope.dimension_count" in header:
-            head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-            stated = header["rope.dimension_count"]
-            if stated != head_dim * rope.get("partial_rotary_factor", 1):
-                unread.append(f"rope.dimension_count={stated}")
-    if getattr(config, "sliding_window", None) is None and header.get("attention.sliding_window") not in off:
-        unread.append("attention.sliding_window")
-    biases = [name for name in names if name.endswith(".bias")]
-    for field, part in (("attention_bias", ".attn_"), ("mlp_bias", ".ffn_")):
-        if getattr(config, field, None) is False:
-            unread += [name for name in biases if part in name][:1]
-    return unread
 
 
 def load_config_dict(source: Source) -> dict:
