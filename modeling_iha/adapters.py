@@ -67,8 +67,6 @@ def load_adapter(model: PreTrainedModel, source: str | os.PathLike, **kwargs) ->
     source = str(source)
     hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
     record = json.loads(Path(find_record(source, hub)).read_text())
-    if lacking := sorted({*FIELDS, "base_model_type", "num_hidden_layers"} - record.keys()):
-        raise ValueError(f"{RECORD_FILE} of {source} lacks {', '.join(lacking)}: it is damaged.")
     with left_as_it_was(model):
         interleave_as(record, model, source)
         if record["virtual_heads"] != "paired":

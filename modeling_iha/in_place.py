@@ -26,7 +26,6 @@ from .mixing_weights import state_with_values
 from .modeling_interleaved import (
     attach_virtual_heads,
     backbone_of,
-    check_layers,
     check_no_tensor_parallelism,
     detach_virtual_heads,
     interleaved_attention,
@@ -122,7 +121,6 @@ def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
     config = decoder_config(model)
     if not hasattr(config, "interleaved_layers"):
         raise ValueError("This model has no interleaved heads: there is nothing to remove.")
-    check_layers(model)
     if config.virtual_heads == "paired":
         raise ValueError("The heads are paired, and the plain model would compute something else: load it again.")
     if config.interleaved_window is not None:
@@ -320,12 +318,10 @@ def check_unwrapped(model: PreTrainedModel) -> None:
     """Raise a ValueError for a model that another library wraps, wholly or in parts.
 
     FSDP would not share a mixing that is made within its modules, and each process would train its own."""
-    if isinstance(model, str):
-        raise ValueError(f"{model!r} is a name: load the model first, as by AutoModelForCausalLM.from_pretrained.")
-    modules = [model, *model.modules()] if isinstance(model, nn.Module) else [model]
-    wrappers = [each for each in modules if type(each).__module__.startswith(("torch.distributed.", "peft."))]
-    if not isinstance(model, PreTrainedModel):
-        wrappers = [model]
+    wrappers: list = [model]
+    if isinstance(model, PreTrainedModel):
+        libraries = ("torch.distributed.", "peft.")
+        wrappers = [each for each in model.modules() if type(each).__module__.startswith(libraries)]
     if wrappers:
         raise ValueError(
             f"{type(wrappers[0]).__name__} is not a model of Transformers or wraps a part of one: call "

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -204,33 +203,6 @@ def test_layers_are_cut_off(tmp_path):
 
 
 # Registries that threads and copies of the code share
-
-
-def test_the_core_of_others_is_left_as_it_is():
-    """Interleave in one thread while another runs a plain model, and look at Transformers' own entries meanwhile."""
-    model, tokens = decoder("gemma3_text"), random_ids(1, 20)
-    plain = type(model)(model.config).eval()  # with windows, and of the same configuration
-    stock = {key: ALL_ATTENTION_FUNCTIONS[key] for key in ("sdpa", "flex_attention", "flash_attention_2")}
-    expected, found, entered, done = logits(plain, input_ids=tokens), [], threading.Event(), threading.Event()
-
-    def wait(*_):
-        entered.set()
-        found.append({key: ALL_ATTENTION_FUNCTIONS[key] for key in stock} == stock)
-        found.append(logits(plain, input_ids=tokens).equal(expected))
-        assert done.wait(60)
-
-    handle = model.model.layers[0].register_forward_pre_hook(wait)
-    with ThreadPoolExecutor(1) as executor:
-        interleaving = executor.submit(interleave_heads, model, 2)
-        assert entered.wait(60)
-        assert logits(plain, input_ids=tokens).equal(expected)
-        interleave_heads(decoder("llama"), 2)
-        done.set()
-        interleaving.result()
-    handle.remove()
-    assert found and all(found)
-    assert list(model.config.interleaved_layers) == [f"layers.{i}.self_attn" for i in range(3)]
-    assert model.config._attn_implementation == "iha_sdpa_in_blocks" and plain.config._attn_implementation == "sdpa"
 
 
 def test_threads_interleave_at_once():
