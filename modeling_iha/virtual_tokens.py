@@ -23,6 +23,7 @@ The shapes of all files are in these symbols:
 """
 
 from collections.abc import Callable
+from functools import cache as keep_results
 from functools import partial
 from typing import Any
 
@@ -276,9 +277,15 @@ def recomputes(module: nn.Module, *states: torch.Tensor) -> bool:
 
 def keep_attention(context: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:
     """Keep what attention functions return, and compute everything else again."""
-    kept = ("aten::_scaled_dot_product_", "aten::_flash_attention_", "torch_attn::_varlen_attn", "flash_attn")
-    is_attention = operator.name().startswith(kept)
-    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if is_attention(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@keep_results
+def is_attention(operator: Any) -> bool:
+    """Return whether an operator takes queries, keys and values by its schema, whatever its name is."""
+    schema = getattr(operator, "_schema", None)  # operators of higher order, such as FlexAttention, have none
+    names = set() if schema is None else {argument.name for argument in schema.arguments}
+    return names >= {"query", "key", "value"} or names >= {"q", "k", "v"}
 
 
 # One new token

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from iha.step_memory import Counter
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, interleaving, virtual_tokens
-from modeling_iha.virtual_tokens import recomputes
+from modeling_iha.virtual_tokens import is_attention, recomputes
 
 
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
@@ -99,6 +99,21 @@ def test_attention_runs_once(name):
             gradients_of(model)
         counts.append(calls.count)
     assert counts[0] == counts[1] > 0
+
+
+def test_every_attention_operator_of_pytorch_is_kept():
+    """Ask all that PyTorch has registered, on every device. FlashAttention's package calls the states q, k and v."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if "attention" in name or "attn" in name]
+    operators = []
+    for name in names:
+        space, _, rest = name.partition("::")
+        packet, _, overload = rest.partition(".")
+        if space in ("aten", "torch_attn"):
+            operators.append(getattr(getattr(getattr(torch.ops, space), packet), overload or "default"))
+    assert len(operators) > 20 and all(map(is_attention, operators))
+    assert not any(map(is_attention, (torch.ops.aten.bmm.default, torch.ops.aten._softmax.default)))
+    torch.library.define("of_somebody::forward", "(Tensor q, Tensor k, Tensor v) -> Tensor")
+    assert is_attention(torch.ops.of_somebody.forward.default)
 
 
 def test_every_core_takes_it():
