@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .interleaving import MixedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import additive, read_call
+from .sdpa_in_blocks import additive, dtype_of_heads, read_call
 from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
 from .virtual_tokens import (
     View,
@@ -220,7 +220,8 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
         kwargs[CACHE] = cache
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if tokens is not None and is_of_tokens(kwargs.get("attention_mask"), tokens):
-        kwargs |= declared(config, tokens, cache, kwargs)
+        dtype = dtype_of_heads(decoder.dtype, tokens.device)
+        kwargs |= declared(config, tokens, dtype, cache, kwargs)
     return args[len(names) :], kwargs
 
 
@@ -231,7 +232,9 @@ def is_of_tokens(mask: Any, tokens: torch.Tensor) -> bool:
     return isinstance(mask, torch.Tensor) and (mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == tokens.shape[1]))
 
 
-def declared(config: PreTrainedConfig, tokens: torch.Tensor, cache: Cache | None, kwargs: dict) -> dict[str, Any]:
+def declared(
+    config: PreTrainedConfig, tokens: torch.Tensor, dtype: torch.dtype, cache: Cache | None, kwargs: dict
+) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
     A call without a mask gets one of ones, a single number that is expanded. Without it Transformers would look for
@@ -242,7 +245,7 @@ def declared(config: PreTrainedConfig, tokens: torch.Tensor, cache: Cache | None
         positions = positions[0] if len(positions) == 4 else None  # of text, or of images alone: no declaration
     windows = config.interleaved_window, getattr(config, "sliding_window", None)
     window = min(each or math.inf for each in windows)
-    call = read_call(core, tokens, mask, positions, cache, lengths, window)
+    call = read_call(core, tokens, mask, positions, cache, lengths, window, dtype)
     if call.dense is not None:
         return {"attention_mask": dense_mask_of_user(call.dense, core, config)}
     if core != SDPA_IN_BLOCKS or call.documents is None or not getattr(config, "passes_cu_seq_lens", False):

@@ -58,7 +58,9 @@ class Call(NamedTuple):
         return {} if self.longest is None else {"cu_seq_lens_q": self.documents, "max_length_q": self.longest}
 
 
-def read_call(core: str, states, attention_mask, position_ids, cache, lengths=None, window: float = math.inf) -> Call:
+def read_call(
+    core: str, states, attention_mask, position_ids, cache, lengths=None, window: float = math.inf, dtype=None
+) -> Call:
     """Read what a call declares. Documents are told to `sdpa_in_blocks` alone: other cores find them by themselves.
 
     Args:
@@ -68,6 +70,7 @@ def read_call(core: str, states, attention_mask, position_ids, cache, lengths=No
         position_ids: [rows or 1, N].
         lengths: the `cu_seq_lens_q` that a call has already.
         window: the shortest window of the layers in tokens.
+        dtype: that of queries, keys and values; by default padding is hidden by features.
 
     Raise a ValueError for packed documents next to a mask or a cache, and in several rows of a flash function, where
     Transformers silently joins them."""
@@ -84,7 +87,7 @@ def read_call(core: str, states, attention_mask, position_ids, cache, lengths=No
     if tokens == 1:
         return call
     if not is_kept_apart:
-        return read_rows(call, core, states.device, position_ids, cache)
+        return read_rows(call, core, states.device, dtype, position_ids, cache)
     return find_documents(call, states.device) if core == NAME else call
 
 
@@ -95,13 +98,13 @@ def find_documents(call: Call, device: torch.device) -> Call:
     if has_unknown_values(call.positions):
         return call
     positions = call.positions.expand(call.rows, -1).cpu()  # the only copy, because a GPU is waited for at each
-    begins = pad(positions.diff(dim=-1) != 1, (1, 0), value=True)
-    bounds = pad(begins.flatten().nonzero().flatten(), (0, 1), value=call.rows * call.tokens).int()
-    return call._replace(documents=bounds.to(device), longest=int(bounds.diff().max()))
+    return with_documents(call, pad(positions.diff(dim=-1) != 1, (1, 0), value=True), device)
 
 
-def read_rows(call: Call, core: str, device: torch.device, position_ids, cache) -> Call:
-    """Check that each row is one document, by its positions. Add these documents if no row has padding or a past."""
+def read_rows(call: Call, core: str, device: torch.device, dtype, position_ids, cache) -> Call:
+    """Check that each row is one document, by its positions. Add these documents if no row has padding or a past.
+
+    For FlashAttention each run of padding is one document more, so that heads are no wider than its kernels."""
     given = call.padding if position_ids is None else position_ids
     if given is None or has_unknown_values(given) or (position_ids is None and core != NAME):
         return call
@@ -115,14 +118,27 @@ def read_rows(call: Call, core: str, device: torch.device, position_ids, cache) 
     positions = positions.expand(call.rows, -1).cpu()
     latest = positions.cummax(dim=-1).values[:, :-1]
     check_packed(not ((positions[:, 1:] >= 0) & (positions[:, 1:] <= latest)).any(), num_more)
-    if core != NAME or past > 0 or (positions < 0).any():
+    if core != NAME or past > 0:
         return call
-    return with_a_document_for_each_row(call, device)
+    is_real = positions >= 0
+    if is_real.all():
+        return with_a_document_for_each_row(call, device)
+    begins = pad(is_real.diff(dim=-1), (1, 0), value=True)
+    has_one_run = (begins & is_real).sum(dim=-1).max() <= 1  # of real tokens, without padding between them
+    if has_one_run and has_flash_attention(device, dtype):
+        return with_documents(call, begins, device)
+    return call
 
 
 def has_unknown_values(tensor: torch.Tensor) -> bool:
     """Return whether code cannot depend on the values of a tensor: on the meta device, and while it is traced."""
     return tensor.is_meta or is_tracing(tensor)
+
+
+def with_documents(call: Call, begins: torch.Tensor, device: torch.device) -> Call:
+    """Add documents that begin at some tokens, `begins` [rows, N] on the CPU."""
+    bounds = pad(begins.flatten().nonzero().flatten(), (0, 1), value=call.rows * call.tokens).int()
+    return call._replace(documents=bounds.to(device), longest=int(bounds.diff().max()))
 
 
 def with_a_document_for_each_row(call: Call, device: torch.device) -> Call:
@@ -245,7 +261,7 @@ def flat_of_arguments(query: torch.Tensor, padding: torch.Tensor | None, window:
     batch, length = query.shape[0], query.shape[2]
     documents = kwargs.get("cu_seq_lens_q")
     if documents is not None:
-        padding = None  # the door tells documents where there is no padding
+        padding = None  # the door tells documents where there is no padding, or where it is in documents of its own
         documents = documents if documents.shape[0] > batch + 1 else None
     window = None if window is None or window >= length else window
     return FlatMask(padding, documents, kwargs.get("max_length_q") or length, window)
@@ -404,12 +420,21 @@ class OverlappingBlocks(torch.autograd.Function):
 
 
 def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
-    """Return whether PyTorch's FlashAttention takes these states: half precision, on a GPU from Ampere on."""
-    if query.device.type != "cuda" or dropout:
-        return False
+    """Return whether PyTorch's FlashAttention takes these states."""
     fits = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    is_half = value.dtype in (torch.float16, torch.bfloat16)
-    return fits and is_half and torch.cuda.get_device_properties(query.device).major >= 8
+    return fits and not dropout and has_flash_attention(query.device, value.dtype)
+
+
+def has_flash_attention(device: torch.device, dtype: torch.dtype | None) -> bool:
+    """Return whether PyTorch's FlashAttention runs on a device in a dtype: in half precision, from Ampere on."""
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return is_half and device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 8
+
+
+def dtype_of_heads(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of queries, keys and values of a model with weights of `dtype`."""
+    is_autocast = torch.is_autocast_enabled(device.type)
+    return torch.get_autocast_dtype(device.type) if is_autocast else dtype
 
 
 def attend_by_varlen(query, key, value, flat: FlatMask, scale: float) -> torch.Tensor:

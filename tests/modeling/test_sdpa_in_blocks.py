@@ -13,6 +13,7 @@ from functorch.compile import make_boxed_func
 from helpers import (
     assert_close,
     decoder,
+    interleaved,
     largest_saved_tensor,
     logits_and_gradients,
     logits_in_chunks,
@@ -351,11 +352,11 @@ def varlen_stand_in(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scal
 
 @pytest.fixture(params=[None, "varlen", "varlen_of_newer_torch"])
 def varlen(request, monkeypatch):
-    """Record the lengths of the calls of a stand-in for `varlen_attn`, which a CPU is made to take, if any."""
-    lengths = []
+    """Record the sizes of heads of the calls of a stand-in for `varlen_attn`, which a CPU is made to take, if any."""
+    sizes = []
 
     def stand_in(query, key, value, *args, **kwargs):
-        lengths.append(len(query))
+        sizes.append(query.shape[-1])
         if kwargs.pop("enable_gqa", False):
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
         return varlen_stand_in(query, key, value, *args, **kwargs)
@@ -363,8 +364,9 @@ def varlen(request, monkeypatch):
     names = {"enable_gqa", "window_size"} if request.param == "varlen_of_newer_torch" else {"window_size"}
     monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", stand_in)
     monkeypatch.setattr(sdpa_in_blocks, "VARLEN_ARGUMENTS", names)
-    monkeypatch.setattr(sdpa_in_blocks, "has_varlen_kernel", lambda *args: request.param is not None)
-    return lengths
+    for name in ("has_varlen_kernel", "has_flash_attention"):
+        monkeypatch.setattr(sdpa_in_blocks, name, lambda *args: request.param is not None)
+    return sizes
 
 
 @pytest.mark.one_of(3)
@@ -382,8 +384,22 @@ def test_every_path_equals_a_dense_mask(name, case, varlen, blocks, small_blocks
     has_varlen = request.node.callspec.params["varlen"] is not None
     is_dense = name in PLAIN and case in ("packed", "packed_row", "custom_mask")
     calls = (2 if name == "diff" else 1) * sliding_layers(model)
+    # Our models tell padding as documents; next to a hole, and in plain decoders, it is features of the heads.
+    is_wider = case == "hole" or (name in PLAIN and case in ("left_padding", "right_padding", "to_come"))
+    size = model.config.head_dim + is_wider
+    assert set(varlen) <= {size}, (varlen, size)
     assert len(varlen) == (calls if has_varlen and not is_dense else 0)
     assert bool(blocks) == (not is_dense and not varlen)
+
+
+@pytest.mark.parametrize("case", ["left_padding", "right_padding", "hole"])
+@pytest.mark.parametrize("window", [SMALL_WINDOW, None])
+def test_padding_of_a_decoder_in_place(window, case, varlen, small_blocks):
+    """FlashAttention gets it as documents, in heads of their own size."""
+    model = interleaved("llama", window, [0, 2])
+    varlen.clear()  # of the probe
+    assert_equals_eager(model, "sdpa", **inputs_of(case, 2, 30))
+    assert set(varlen) <= {model.config.head_dim + (case == "hole")}
 
 
 def test_where_varlen_is_taken(monkeypatch):
