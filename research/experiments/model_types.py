@@ -479,7 +479,7 @@ def _reason(row: dict) -> str:
         return "not built here"
     reason = re.sub(r"^.*cannot be interleaved: \w+", "its attention", row.get("reason", "differs"))
     reason = re.sub(r"^\w+ is not a class", "its class is not one", reason)
-    noise = r"^\S+ (?=does not )|( \(.*)?: docs/MODEL_TYPES.md .*$|, so its heads.*$|: a saved .*$"
+    noise = r"^\S+ (?=does not )|( \(.*)?(, and is left as it was|: docs/MODEL_TYPES).*$|, so its heads.*$|: a saved .*$"
     reason = re.sub(noise, "", reason)
     return f"{row['verdict']}, {reason.rstrip('.')}"
 
