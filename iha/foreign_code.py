@@ -59,20 +59,16 @@ def foreign_code(directory: Path) -> list[str]:
     else:
         kinds = config.get("attention_kinds", [])
         known = shipped_code(kinds if isinstance(kinds, list) else [kinds])
-    elsewhere = []
-    for name, entries in configs.items():
-        elsewhere += [f"{entry} in {name}" for entry in code_elsewhere(entries)]
-        elsewhere += [f"{reference} in {name}" for reference in _references(entries) if "--" in reference]
-    modules = named_modules(configs)
     # Our files import only files of ours, so a load reaches no others.
-    there = {name: (directory / name).read_bytes() for name in known if (directory / name).is_file()}
-    strangers = modules - known.keys()
-    absent = (modules & known.keys()) - there.keys()
-    changed = {name for name, content in there.items() if content != known[name]}
-    files = sorted(strangers | absent | changed)
+    names = named_modules(configs) | {name for name in known if (directory / name).is_file()}
+    files = [directory / name for name in sorted(names)]
+    found = [file.name for file in files if not file.is_file() or file.read_bytes() != known.get(file.name)]
     if (directory / CUSTOM_GENERATE).exists():
-        files.append(CUSTOM_GENERATE)
-    return files + elsewhere
+        found.append(CUSTOM_GENERATE)
+    for name, entries in configs.items():
+        found += [f"{entry} in {name}" for entry in code_elsewhere(entries)]
+        found += [f"{reference} in {name}" for reference in _references(entries) if "--" in reference]
+    return found
 
 
 def code_elsewhere(entries: dict) -> list[str]:
