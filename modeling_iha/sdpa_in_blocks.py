@@ -52,10 +52,12 @@ class Call(NamedTuple):
     positions: torch.Tensor | None = None  # [rows or 1, N] of a call that may be packed
     documents: torch.Tensor | None = None  # where the documents of all rows begin, and the end, int32 [documents + 1]
     longest: int | None = None  # tokens of the longest document, if this file has found the documents
+    sizes: tuple[int, ...] | None = None  # tokens of each document, where a GPU computes one after the other
 
     def lengths(self) -> dict[str, Any]:
-        """Return the documents as keyword arguments of FlashAttention, if this file has found them."""
-        return {} if self.longest is None else {"cu_seq_lens_q": self.documents, "max_length_q": self.longest}
+        """Return the documents as keyword arguments of attention functions, as far as the call lacks them."""
+        found = {} if self.longest is None else {"cu_seq_lens_q": self.documents, "max_length_q": self.longest}
+        return found if self.sizes is None else found | {"document_lengths": self.sizes}
 
 
 def read_call(
@@ -83,22 +85,23 @@ def read_call(
     call = Call(rows, tokens, attention_mask, positions=position_ids if may_be_packed else None)
     if lengths is not None:
         check_packed(is_kept_apart)
-        return call._replace(documents=lengths)
+        sizes = sizes_of(lengths, states.device, dtype) if core == NAME else None
+        return call._replace(documents=lengths, sizes=sizes)
     if tokens == 1:
         return call
     if not is_kept_apart:
         return read_rows(call, core, states.device, dtype, position_ids, cache)
-    return find_documents(call, states.device) if core == NAME else call
+    return find_documents(call, states.device, dtype) if core == NAME else call
 
 
-def find_documents(call: Call, device: torch.device) -> Call:
+def find_documents(call: Call, device: torch.device, dtype: torch.dtype | None) -> Call:
     """Add the documents of a packed call. One begins where positions do not increase by one, as in Transformers."""
     if call.positions is None:
         return with_a_document_for_each_row(call, device)
     if has_unknown_values(call.positions):
         return call
     positions = call.positions.expand(call.rows, -1).cpu()  # the only copy, because a GPU is waited for at each
-    return with_documents(call, pad(positions.diff(dim=-1) != 1, (1, 0), value=True), device)
+    return with_documents(call, pad(positions.diff(dim=-1) != 1, (1, 0), value=True), device, dtype)
 
 
 def read_rows(call: Call, core: str, device: torch.device, dtype, position_ids, cache) -> Call:
@@ -126,7 +129,7 @@ def read_rows(call: Call, core: str, device: torch.device, dtype, position_ids, 
     begins = pad(is_real.diff(dim=-1), (1, 0), value=True)
     has_one_run = (begins & is_real).sum(dim=-1).max() <= 1  # of real tokens, without padding between them
     if has_one_run and has_flash_attention(device, dtype):
-        return with_documents(call, begins, device)
+        return with_documents(call, begins, device, dtype)
     return call
 
 
@@ -135,10 +138,18 @@ def has_unknown_values(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or is_tracing(tensor)
 
 
-def with_documents(call: Call, begins: torch.Tensor, device: torch.device) -> Call:
+def with_documents(call: Call, begins: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> Call:
     """Add documents that begin at some tokens, `begins` [rows, N] on the CPU."""
     bounds = pad(begins.flatten().nonzero().flatten(), (0, 1), value=call.rows * call.tokens).int()
-    return call._replace(documents=bounds.to(device), longest=int(bounds.diff().max()))
+    sizes = sizes_of(bounds, device, dtype)
+    return call._replace(documents=bounds.to(device), longest=int(bounds.diff().max()), sizes=sizes)
+
+
+def sizes_of(bounds: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> tuple[int, ...] | None:
+    """Return the tokens of each document where a GPU computes one after the other: each layer would wait for them."""
+    if device.type == "cpu" or has_unknown_values(bounds) or has_flash_attention(device, dtype):
+        return None
+    return tuple(bounds.diff().tolist())
 
 
 def with_a_document_for_each_row(call: Call, device: torch.device) -> Call:
@@ -233,6 +244,7 @@ class FlatMask(NamedTuple):
     padding: torch.Tensor | None  # bool [batch, keys], false for padding
     documents: torch.Tensor | None  # where the documents of all rows begin, and the end, int32 [documents + 1]
     longest: int  # tokens of the longest document
+    sizes: tuple[int, ...] | None  # tokens of each document, if the door has told them
     window: int | None
 
 
@@ -264,7 +276,8 @@ def flat_of_arguments(query: torch.Tensor, padding: torch.Tensor | None, window:
         padding = None  # the door tells documents where there is no padding, or where it is in documents of its own
         documents = documents if documents.shape[0] > batch + 1 else None
     window = None if window is None or window >= length else window
-    return FlatMask(padding, documents, kwargs.get("max_length_q") or length, window)
+    longest = kwargs.get("max_length_q") or length
+    return FlatMask(padding, documents, longest, kwargs.get("document_lengths"), window)
 
 
 def attend_flat(module, query, key, value, flat: FlatMask, options: dict, kwargs: dict) -> torch.Tensor:
@@ -311,7 +324,7 @@ def attend_without_padding(module, query, key, value, flat: FlatMask, options: d
         return attend_by_varlen(query, key, value, flat, options["scaling"])
     if flat.documents is None:
         return attend_to_rows(module, query, key, value, flat.window, **options)
-    return attend_to_documents(module, query, key, value, flat.documents, flat.window, **options)
+    return attend_to_documents(module, query, key, value, flat, **options)
 
 
 # Documents and windows on SDPA
@@ -326,11 +339,11 @@ def attend_to_rows(module, query, key, value, window: int | None, **options) -> 
 
 
 @torch.compiler.disable  # a graph cannot depend on the number of documents
-def attend_to_documents(module, query, key, value, documents, window: int | None, **options) -> torch.Tensor:
+def attend_to_documents(module, query, key, value, flat: FlatMask, **options) -> torch.Tensor:
     """Return the output of documents one by one."""
-    lengths = [each for each in documents.diff().tolist() if each]
+    lengths = [each for each in flat.sizes or flat.documents.diff().tolist() if each]
     parts = zip(*(join_rows(states).split(lengths, dim=2) for states in (query, key, value)))
-    output = torch.cat([attend_to_document(module, q, k, v, window, **options) for q, k, v in parts], dim=1)
+    output = torch.cat([attend_to_document(module, q, k, v, flat.window, **options) for q, k, v in parts], dim=1)
     return output.view(query.shape[0], query.shape[2], *output.shape[2:])
 
 

@@ -79,6 +79,8 @@ def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
     for name in ("sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):
         if kwargs.get(name) is not None:
             virtual[name] = kwargs[name] * num_pseudo_heads
+    if kwargs.get("document_lengths") is not None:
+        virtual["document_lengths"] = tuple(each * num_pseudo_heads for each in kwargs["document_lengths"])
     positions = kwargs.get("position_ids")
     if positions is not None:  # n * P + p, whatever RoPE uses: a repeated position would begin a document
         offsets = torch.arange(num_pseudo_heads, device=positions.device)

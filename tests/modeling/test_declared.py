@@ -119,12 +119,13 @@ def varlen_stand_in(query, key, value, cu_seq_q, *args, scale, window_size, **kw
 
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
-def test_a_forward_waits_at_most_once_for_a_gpu(name, window, call, monkeypatch):
+def test_a_forward_waits_at_most_once_for_a_gpu(name, window, dtype, call, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, total_memory=2**40))
     monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", varlen_stand_in)
-    model = WAYS[name](window).to(torch.bfloat16)
+    model = WAYS[name](window).to(dtype)
     device = torch.device("cuda", 0)
     move(model, device)
     inputs = {
