@@ -479,8 +479,9 @@ def _reason(row: dict) -> str:
         return "not built here"
     reason = re.sub(r"^.*cannot be interleaved: \w+", "its attention", row.get("reason", "differs"))
     reason = re.sub(r"^\w+ is not a class", "its class is not one", reason)
-    noise = r"^\S+ (?=does not )|( \(.*)?(, and is left as it was|: docs/MODEL_TYPES).*$|, so its heads.*$|: a saved .*$"
-    reason = re.sub(noise, "", reason)
+    noise = (r"^\S+ (?=does not )", r"( \(.*)?(, and is left as it was|: docs/MODEL_TYPES).*$")
+    noise += (r", so its heads.*$", r": a saved .*$")
+    reason = re.sub("|".join(noise), "", reason)
     return f"{row['verdict']}, {reason.rstrip('.')}"
 
 
