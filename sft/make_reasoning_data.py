@@ -154,9 +154,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     options = fields_of(args.options)
     check_packages("reasoning_gym")
-    # Python draws the same numbers from a seed and its negative.
-    if args.seed < 0:
-        raise UserError(f"--seed {args.seed}: expected at least 0.")
     check_output_file(args.out)
     excluded = {row["entry"]["question"] for row in read_jsonl(args.exclude, Made)} if args.exclude else set()
     rows = make_rows(args.rows, args.seed, args.generator, options, excluded)

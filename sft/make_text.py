@@ -42,8 +42,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if left < 0:
             break
         texts.append(text)
-    if len(texts) < 2:
-        raise UserError(f"--max-bytes {args.max_bytes} leaves no two modules: expected more.")
     count = max(1, len(texts) // HELD_OUT)
     for file, part in ((args.held_out, texts[:count]), (args.train, texts[count:])):
         write_jsonl(file, [{"text": text} for text in part])

@@ -128,8 +128,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     least = len(SPECIAL) + len(BYTES)
     if args.vocab_size < least:
         raise UserError(f"--vocab-size {args.vocab_size}: expected at least {least}, the bytes and special tokens.")
-    if args.max_bytes is not None and args.max_bytes < 1:
-        raise UserError(f"--max-bytes {args.max_bytes}: expected at least 1.")
     check_new_directory(args.dst)  # before the minutes of training
     return args
 

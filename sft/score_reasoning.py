@@ -33,10 +33,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=expanded, help="also write the result, replies included, to this file")
     args = parser.parse_args(argv)
-    for name in ("limit", "batch_size", "max_new_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} {value}: expected at least 1.")
     if args.json is not None:
         check_output_file(args.json)
     for file in args.data:

@@ -98,7 +98,7 @@ def test_a_text_needs_no_network(tmp_path, cli):
     train_rows, held_rows = (load_rows(str(file))["text"] for file in files)
     assert held_rows and not set(train_rows) & set(held_rows)
     assert 150_000 < sum(len(text.encode()) for text in [*train_rows, *held_rows]) <= 300_000
-    assert cli(make_text, *files)[0] == 1 and cli(make_text, "a.jsonl", "b.jsonl", "--max-bytes", 5)[0] == 1
+    assert cli(make_text, *files)[0] == 1
 
 
 @pytest.mark.slow  # three minutes
