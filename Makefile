@@ -23,8 +23,8 @@ help:
 	@echo "make test-newest   the core tests on the newest versions of everything, installed by README's lines (8 minutes, 6 GB)"
 	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
 	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
-	@echo "make bench  measure speed and memory; writes research/benchmarks/results (leave the machine alone)"
-	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements"
+	@echo "make bench  measure speed on a CPU (10 minutes; leave the machine alone); writes research/benchmarks/results"
+	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements (13 minutes)"
 	@echo "make release-check  build the wheel and the sdist, check them, and try the wheel in a new environment (3 minutes)"
 	@echo "make lint   ruff, mypy and Transformers' linter of modeling files"
 	@echo "make clean  remove the environments and outputs/, with the runs of studies, comparisons and trainings in it"
@@ -100,7 +100,7 @@ test-newest:
 	$(PYTHON) -m venv --clear .venv-newest
 	@set -e; . .venv-newest/bin/activate; \
 	export PIP_QUIET=1 PIP_NO_COMPILE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=30; \
-	sed -n '/^## Install/,/^## From/s/^pip install/&/p' README.md | while read -r line; do \
+	sed -n '/^## Install/,/^## First/s/^pip install/&/p' README.md | while read -r line; do \
 		echo "$$line"; \
 		case "$$line" in \
 			*download.pytorch.org*) timeout 120 sh -c "$$line" < /dev/null || true ;; \
@@ -116,19 +116,12 @@ test-newest:
 test-vllm: .venv-vllm/installed
 	OMP_NUM_THREADS=1 $(VLLM) -m pytest -n 2 --dist worksteal vllm_iha/tests
 
-# From the cheapest to the dearest, so that what is broken shows early. default_form ends with an error where the
-# default loses, so it is measured last, after a report of the others.
 bench: .venv/installed
-	@set -e; for name in overhead decode_model layer obvious prefill schedule any_decoder compiled report default_form report; do \
-		echo "== $$name"; OMP_NUM_THREADS=1 $(RUN) -m research.benchmarks.$$name --out research/benchmarks/results; \
-	done
+	OMP_NUM_THREADS=1 $(RUN) -m research.benchmarks.cpu --out research/benchmarks/results
 
-# The environment of a GPU is taken as it is.
-# Kernels that no GPU has run are off unless they are asked for.
-gpu: export IHA_TRITON_KERNELS = all
+# The environment of a GPU is taken as it is. The command runs the tests of a GPU first, and takes kernels that are off by
+# default where it compares them.
 gpu:
-	$(PYTHON) -m pytest tests/gpu/test_gpu.py tests/gpu/test_kernels.py tests/modeling/test_triton_kernels.py \
-		tests/modeling/test_decoding_kernels.py
 	$(PYTHON) -m research.benchmarks.gpu --out research/benchmarks/results/gpu
 
 # Builds dist/ and tries the wheel outside of the checkout, without constraints. It stops at the placeholder for the

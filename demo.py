@@ -1,6 +1,7 @@
-"""Convert SmolLM2-135M-Instruct to Interleaved Head Attention and follow it to the end, with a user's commands.
+"""Show whoever wants to see everything work at once, in three minutes: a pretrained model from conversion to answers.
 
-Verify that no logit changed, fine-tune, save, reload in a process that has never seen this package, and generate.
+Convert SmolLM2-135M-Instruct, verify that no logit changed, fine-tune, save, reload in a process that has never seen
+this package, and generate. To learn the commands one by one, read README.md and docs/FROM_SCRATCH.md instead.
 Every finished step leaves its result in outputs/demo and is not repeated: the demo can be stopped and started again.
 """
 

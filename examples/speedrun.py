@@ -1,4 +1,6 @@
-"""Go from a text to a table like the paper's: train several forms of attention, and compare what they learned.
+"""Compare forms of attention through all stages, for whoever can pay for several runs, into a table like the paper's.
+
+For one model begin with docs/FROM_SCRATCH.md.
 
 Run it in the root of a checkout, after `pip install -e ".[scripts,evaluation]"`. For each form and seed it runs, in
 this order, commands that you can also run by hand, and it prints each of them (before, it makes the data once):

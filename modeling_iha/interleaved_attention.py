@@ -186,7 +186,8 @@ def core_of(name: str) -> str:
 def register_core(core: str) -> str:
     """Register attention and masks over virtual tokens on an attention function, and return their name.
 
-    Those of a second copy of this code replace the first. They read the same attributes, so each serves all models."""
+    A second copy of this code, which a checkpoint may bring, registers its own functions in place of these. Both read
+    the same attributes, so either serves all models."""
     name = PREFIX + core.replace("/", "--")  # a "/" would name a kernel of the Hub
     AttentionInterface.register(name, partial(attend_interleaved, core))
     AttentionMaskInterface.register(name, partial(interleaved_mask, core))

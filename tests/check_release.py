@@ -25,7 +25,7 @@ SECONDS = 300
 
 
 def check_address(tag: str | None) -> None:
-    """Raise SystemExit if setup.py or the notebook lacks the repository's address, or for a tag of another version."""
+    """Raise SystemExit if a page lacks the repository's address, or for a tag of another version."""
     setup = (CHECKOUT / "setup.py").read_text(encoding="utf-8")
     address = re.search(r'^REPOSITORY = "(.+)"', setup, re.MULTILINE)[1]
     if "/OWNER/" in address and os.environ.get("PLACEHOLDER") != "allowed":
@@ -38,6 +38,8 @@ def check_address(tag: str | None) -> None:
         raise SystemExit(
             f"Error: examples/interleaved_heads.ipynb does not install from {address}: write that address."
         )
+    if f"git clone {address}\n" not in (CHECKOUT / "README.md").read_text(encoding="utf-8"):
+        raise SystemExit(f"Error: README.md does not clone {address}, the REPOSITORY in setup.py: write it there too.")
     package = (CHECKOUT / "modeling_iha" / "__init__.py").read_text(encoding="utf-8")
     number = re.search(r'^__version__ = "(.+?)"', package, re.MULTILINE)[1]
     if tag and tag != f"v{number}":

@@ -119,19 +119,6 @@ def test_adapters_name_their_targets(document):
         assert "target_modules=" in arguments
 
 
-def test_speed_figures_are_those_of_the_report():
-    results = (ROOT / "research" / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
-    speed = (ROOT / "docs" / "SPEED.md").read_text(encoding="utf-8")
-    link = r"\[(\w+)\]\(\.\./research/benchmarks/results/README\.md#\2\)"
-    rows = re.findall(rf"^\|(.+)\| {link} \|$", speed, re.MULTILINE)
-    assert rows
-    for cells, name in rows:
-        figures = re.findall(r"\b\d+\.\d{3}\b", cells)
-        assert figures, cells
-        measured = re.findall(r"\b\d+\.\d{3}\b", section(results, name))
-        assert set(figures) <= set(measured), f"{name}: {cells}"
-
-
 def test_the_arguments_are_those_of_docstrings_and_helps(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["write_api.py", str(tmp_path / "API.md")])
     runpy.run_path(str(ROOT / "docs" / "write_api.py"), run_name="__main__")
@@ -148,11 +135,6 @@ def test_the_model_types_are_counted():
     types = (ROOT / "docs" / "MODEL_TYPES.md").read_text(encoding="utf-8")
     exact = re.findall(r"^## AutoModelFor\w+: ([0-9]+) of [0-9]+ types are exact", types, re.MULTILINE)
     assert "{} model types of text and {} of images or sound".format(*exact) in " ".join(README.split())
-
-
-def test_the_readme_is_short():
-    shown = re.sub(r"<!--.*?-->", "", README)  # comments name the sources of figures
-    assert len(shown.split()) <= 1200
 
 
 def test_the_readme_names_the_versions_that_pip_takes():

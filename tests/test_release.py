@@ -36,12 +36,13 @@ def test_a_package_index_shows_absolute_links_to_files_that_exist():
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Make a checkout of three files, of version 1.2.3 and with a placeholder for the address."""
+    """Make a checkout of four files, of version 1.2.3 and with a placeholder for the address."""
     (tmp_path / "modeling_iha").mkdir()
     (tmp_path / "modeling_iha" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     (tmp_path / "setup.py").write_text((ROOT / "setup.py").read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "examples").mkdir()
     shutil.copy(ROOT / "examples" / "interleaved_heads.ipynb", tmp_path / "examples")
+    shutil.copy(ROOT / "README.md", tmp_path)
     monkeypatch.setattr(check_release, "CHECKOUT", tmp_path)
     monkeypatch.delenv("PLACEHOLDER", raising=False)
     return tmp_path
@@ -55,10 +56,9 @@ def test_a_placeholder_is_not_released(checkout, monkeypatch):
         flags=re.M,
     )
     (checkout / "setup.py").write_text(setup)
-    notebook = checkout / "examples" / "interleaved_heads.ipynb"
-    notebook.write_text(
-        notebook.read_text(encoding="utf-8").replace("/OWNER/modeling-iha", "/OWNER/x"), encoding="utf-8"
-    )
+    notebook, readme = checkout / "examples" / "interleaved_heads.ipynb", checkout / "README.md"
+    for page in (notebook, readme):
+        page.write_text(page.read_text(encoding="utf-8").replace("/OWNER/modeling-iha", "/OWNER/x"), encoding="utf-8")
     with pytest.raises(
         SystemExit, match="^Error: REPOSITORY in setup.py is the placeholder https://github.com/OWNER/x"
     ):
@@ -72,6 +72,9 @@ def test_a_placeholder_is_not_released(checkout, monkeypatch):
     ):
         check_release.check_address("")
     notebook.write_text(notebook.read_text(encoding="utf-8").replace("/OWNER/", "/me/"), encoding="utf-8")
+    with pytest.raises(SystemExit, match="README.md does not clone https://github.com/me/x, the REPOSITORY in"):
+        check_release.check_address("")
+    readme.write_text(readme.read_text(encoding="utf-8").replace("/OWNER/", "/me/"), encoding="utf-8")
     check_release.check_address("")
 
 

@@ -1,10 +1,17 @@
-"""Measure on a GPU, in bfloat16: mixing, layers, schedules, whole decoders, training steps and decoded tokens.
+"""Run a visit to a GPU in one piece of 13 minutes, in bfloat16: one table of cases, one command.
 
-A form is timed and written to gpu.json, in a directory named after the device, before the next one begins, and is not
-repeated: the same command goes on. A form that raises, or ends the process, stays in `failed` until --retry. On a CPU
-`--dry` runs tiny sizes, whose figures mean nothing.
+The pieces, in this order, with the seconds that each may take:
 
-example: python -m research.benchmarks.gpu --parts layer schedule --seconds 540 --out outputs/gpu
+- `kernels` (120): the tests of the Triton kernels and of the attention cores.
+- `recipes` (300): `long_context_64k` and `lora` at their length, each next to its control (recipe_runs.py).
+- `layers` (240): attention layers, training steps and whole decoders, with the kernels and without.
+- `decoding` (120): one new token after 65,536.
+
+Each figure is written to gpu.json and gpu.md, in a directory named after the device, before the next one begins. The
+same command goes on where the last one stopped. A form that fails or ends the process stays in the table as "failed"
+until --retry. `--dry` runs tiny sizes on a CPU, whose figures mean nothing, in about ten minutes.
+
+example: python -m research.benchmarks.gpu --pieces layers decoding --out outputs/gpu
 """
 
 import argparse
@@ -14,394 +21,372 @@ import json
 import os
 import re
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
-from itertools import product
-from typing import NamedTuple
+from pathlib import Path
 from unittest import mock
 
 import torch
-from torch.nn import attention
+from torch.nn import attention as attention_kernels
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.utils import is_flash_attn_4_available
 
-from iha import model_cost as cost
-from iha.errors import UserError, one_line, run_cli
+from iha.errors import ROOT, UserError, one_line, run_cli
 from iha.files import current_commit, expanded, sole_writer, write_json
 from iha.kinds import virtual_tokens_per_token
-from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving, triton_kernels
-from modeling_iha.flop_matched_window import flop_matched_window
-from modeling_iha.interleaving import MixedHeads
+from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving, pairing, triton_kernels
 from modeling_iha.transformers_versions import CACHE
-from research.benchmarks import harness
+from research.benchmarks import harness, recipe_runs
+from research.benchmarks.arms import arms
 from research.benchmarks.harness import Attention, inference, training
 from research.benchmarks.options import OUTPUTS
-from research.benchmarks.schedule import SCHEDULE, schedules
 
 
-# Parts of the measurement; users look for the first ones first. If "expand" is wrong or slow, so are the others.
-PARTS = ("expand", "schedule", "decoder", "training", "decoding", "compiled training", "compiled decoder", "layer")
-PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-PARSER.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (all)")
-PARSER.add_argument("--seconds", type=float, default=float("inf"), help="begin no form after so many (no limit)")
-PARSER.add_argument("--cases", type=int, help="measure so many cases of each part, the first ones (all)")
-PARSER.add_argument("--retry", action="store_true", help="try again what failed")
-PARSER.add_argument("--commit", help="the commit that is measured, for a copy without git")
-PARSER.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU too")
-where = "directory of the results (outputs/benchmarks/gpu)"
-PARSER.add_argument("--out", type=expanded, default=OUTPUTS / "gpu", help=where)
-
+SECONDS = {"kernels": 120, "recipes": 300, "layers": 240, "decoding": 120}
+TESTS = {
+    "kernels": ["tests/gpu/test_kernels.py", "tests/modeling/test_triton_kernels.py"],
+    "decoding kernels": ["tests/modeling/test_decoding_kernels.py"],
+    "cores": ["tests/gpu/test_gpu.py", "-k", "not flex"],
+}
 DTYPE = torch.bfloat16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COMPILER = "inductor" if DEVICE == "cuda" else "eager"
-# Not FlashAttention 4: PyTorch up to 2.13 raises an error for what its package returns (docs/SUPPORT.md).
-FLASH_PACKAGES = {"FA3": "flash_attn_interface"}
-
-
-def flash_kernels() -> list[str]:
-    """Return the FlashAttentions that PyTorch can put under SDPA and `varlen_attn` here."""
-    if DEVICE == "cpu" or not hasattr(attention, "activate_flash_attention_impl"):
-        return []
-    return [name for name, package in FLASH_PACKAGES.items() if is_installed(package)]
-
-
-def is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package that holds it
-        return False
-
-
-# "sdpa, FA3" is "sdpa" on that kernel (`flash_kernel`).
-CORES = ["sdpa", *(f"sdpa, {name}" for name in flash_kernels())]
-CORES += ["flash_attention_4"] * (DEVICE == "cuda" and is_flash_attn_4_available())
-# Global attention over more virtual tokens takes seconds per run.
-LONGEST = 131072
+WITHOUT = ", without kernels"
 ENDED = "ended the process, or was stopped"
-# The longest that a form may take. A kernel or a compiler that hangs hears no signal: the process ends. (Dynamo alone
-# traces a decoder of 28 interleaved layers with gradients for a minute.)
+# A kernel or a compiler that hangs hears no signal: the process ends.
 FORM_SECONDS = 90
-COMPILED_FORM_SECONDS = 240
 # Seconds that the timed runs of a form take, and their fewest and most.
 TIMED_SECONDS, FEWEST_RUNS, MOST_RUNS = (0.5, 3, 20) if DEVICE == "cuda" else (0, 1, 1)
-# About 10 ms on a GPU.
-SLEEP_CYCLES = 20_000_000
+SLEEP_CYCLES = 20_000_000  # about 10 ms on a GPU
 
 
-class Work(NamedTuple):
-    """Hold a function to time and its computed amounts: "TFLOP", "GB" that it reads, "tokens".
-
-    `error` is that of its results in bfloat16, relative to float64."""
-
-    run: Callable[[], None]
-    amounts: dict[str, float]
-    error: float | None = None
+# The table
 
 
-Forms = dict[str, Callable[[], Work]]  # by name; each builds what it needs, on the device. The first is the base.
+@dataclass
+class Table:
+    """Hold the figures of a device: by case and form, what was measured, at which commit, or "failed" and why."""
+
+    directory: Path
+    retry: bool
+    content: dict
+    commit: str = field(default_factory=current_commit)
+
+    @classmethod
+    def open(cls, directory: Path, setting: dict, retry: bool) -> "Table":
+        """Read the table of a directory, or begin one. Raise `UserError` if it has another setting."""
+        path = directory / "gpu.json"
+        # `read_json` needs pydantic, which a machine with a GPU may lack.
+        content = json.loads(path.read_text()) if path.exists() else {**setting, "cases": {}}
+        for name, value in setting.items():
+            if content.get(name) != value:
+                raise UserError(
+                    f"{path} was measured with {name} {content.get(name)}, not {value}: name another --out."
+                )
+        return cls(directory, retry, content)
+
+    def needs(self, case: str, form: str) -> bool:
+        """Return if a form has no figures at this commit, and has not failed."""
+        found = self.content["cases"].get(case, {}).get(form, {})
+        if found.get("commit") != self.commit:
+            return True
+        return self.retry and "failed" in found
+
+    def keep(self, case: str, form: str, figures: dict) -> None:
+        """Write the figures of a form."""
+        self.content["cases"].setdefault(case, {})[form] = {"commit": self.commit, **figures}
+        write_json(self.directory / "gpu.json", self.content)
+        (self.directory / "gpu.md").write_text(page(self.content), encoding="utf-8")
+
+
+def page(content: dict) -> str:
+    """Return the table as Markdown. A ratio is to the first form of its case."""
+    versions = f"torch {content['torch']}, Transformers {content['transformers']}, bfloat16."
+    lines = [f"# {content['device']}", "", versions]
+    for case, forms in content["cases"].items():
+        base = next(iter(forms.values())).get("ms")
+        lines += ["", f"**{case}**", "", "| form | ms | divided by the first | other figures | commit |"]
+        lines += ["|---|---|---|---|---|"]
+        for form, figures in forms.items():
+            ms = figures.get("ms")
+            others = [shown(name, value) for name, value in figures.items() if name not in ("ms", "commit")]
+            cells = [form, f"{ms:.3f}" if ms else "", f"{ms / base:.2f}" if ms and base else "", ", ".join(others)]
+            lines.append(f"| {' | '.join(cells)} | {figures['commit'][:8]} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(name: str, value: float | str) -> str:
+    """Return a figure, or why a form failed, as text for a cell of a table."""
+    return f"{value:.4g} {name}" if isinstance(value, float) else f"{name}: {value.replace('|', '/')}"
+
+
+# Measuring
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hold forms that are compared: their names, and what builds the function that is timed."""
+
+    title: str
+    forms: dict[str, Callable[[], Callable[[], None]]]
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(run: Callable[[], None]) -> float:
+    """Time a run by CUDA events, or on a CPU by the wall clock."""
+    if DEVICE == "cpu":
+        return harness.wall_seconds(run)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SLEEP_CYCLES)  # meanwhile Python runs ahead, so that its launches are not timed
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def measure(run: Callable[[], None]) -> dict[str, float]:
+    """Return the median time of a form, and the peak of memory with weights and inputs."""
+    run()  # warms up
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = [seconds_of(run)]
+    repeats = max(FEWEST_RUNS, min(MOST_RUNS, int(TIMED_SECONDS / times[0])))
+    times += [seconds_of(run) for _ in range(repeats - 1)]
+    return {"ms": 1000 * statistics.median(times), "GB": torch.cuda.max_memory_allocated() / 1e9}
+
+
+@contextmanager
+def stopped_after(seconds: float) -> Iterator[None]:
+    """End the process if what is done here takes longer."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def kernels_of(form: str) -> Iterator[None]:
+    """Take all Triton kernels at any size, or none if the form is named so."""
+    with ExitStack() as patches:
+        if WITHOUT in form:
+            patches.enter_context(mock.patch.object(triton_kernels, "WANTED", "0"))
+        for module, name, value in (
+            (triton_kernels, "LEAST_TOKENS", 0),
+            (triton_kernels, "LEAST_TOKENS_WITH_GRADIENTS", 0),
+            (triton_kernels, "DECODES_COMPILED", True),
+            (interleaving, "DECODES_MIXED_HEADS", True),
+            (pairing, "DECODES_PAIRED_HEADS", True),
+        ):
+            patches.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def run_case(case: Case, table: Table, until: float) -> None:
+    """Measure the forms of a case that have no figures yet."""
+    print(case.title, flush=True)
+    for form, build in case.forms.items():
+        if not table.needs(case.title, form) or time.monotonic() > until:
+            continue
+        table.keep(case.title, form, {"failed": ENDED})
+        try:
+            with stopped_after(FORM_SECONDS), kernels_of(form):
+                figures = measure(build())
+        except Exception as error:  # of a compiler, a kernel, the allocator: the other forms go on
+            figures = {"failed": one_line(error)[:300]}
+        table.keep(case.title, form, figures)
+        print(f"  {form}: {figures}", flush=True)
+        torch.compiler.reset()  # or the forms would share a limit of recompilations
+        gc.collect()
+        torch.cuda.empty_cache()
+        synchronize()  # an error that leaves the GPU unusable ends the command
+
+
+# Tests and recipes
+
+
+def run_tests(table: Table, dry: bool, until: float) -> None:
+    """Run the tests of the kernels, and keep how many passed. A dry run only collects them."""
+    for name, words in TESTS.items():
+        if table.needs("tests", name) and time.monotonic() < until:
+            command = [sys.executable, "-m", "pytest", "-q", *words, *(["--collect-only"] if dry else [])]
+            environment = {**os.environ, "IHA_TRITON_KERNELS": "all"}  # also those that no GPU has run
+            left = max(1, until - time.monotonic())
+            try:
+                ended = subprocess.run(
+                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=left
+                )
+            except subprocess.TimeoutExpired:
+                table.keep("tests", name, {"failed": f"not done after {left:.0f} s"})
+                continue
+            *_, last = ended.stdout.strip().splitlines() or [ended.stderr.strip()]
+            table.keep("tests", name, {"failed" if ended.returncode else "passed": last})
+
+
+def run_recipes(table: Table, dry: bool, until: float) -> None:
+    """Run the recipes, and keep what they took."""
+    work = OUTPUTS / "recipes" / ("dry" if dry else "full")
+    work.mkdir(parents=True, exist_ok=True)
+    for run in recipe_runs.RUNS:
+        if table.needs(run.case, run.form) and time.monotonic() < until:
+            print(run.case, flush=True)
+            try:
+                figures: dict = recipe_runs.measure(run, work, dry, until)
+            except UserError as error:
+                figures = {"failed": str(error)}
+            table.keep(run.case, run.form, figures)
+            print(f"  {run.form}: {figures}", flush=True)
+
+
+# Attention layers, training steps and decoders
 
 
 def draw(*shape: int) -> torch.Tensor:
     return torch.randn(shape, dtype=DTYPE, device=DEVICE)
 
 
-def sizes(case: dict) -> dict:
-    heads = case["heads"]
-    return {"hidden_size": heads * case["head_dim"], "num_attention_heads": heads, "num_key_value_heads": heads}
-
-
-# Mixing
-
-
-# Several times what rounding to bfloat16 (2^-9) leaves. A kernel that is wrong is off by about 1.
-MOST_ERROR = 0.02
-STEPS = ("expand", "expand without rotation", "collapse")
-# An H200's bandwidth, in bytes per second, and the shares of it that kernels are predicted to reach: KERNEL_SHARE
-# forward, and backward in "expand" and in "collapse".
-BANDWIDTH = 4.8e12
-KERNEL_SHARE = 0.75
-BACKWARD_SHARES = {"expand": 0.6, "expand without rotation": 0.6, "collapse": 0.7}
-
-
-def in_pytorch(function: Callable) -> Callable:
-    """Return the function, run without Triton kernels."""
-    return mock.patch.object(interleaving, "kernels_take", lambda *_: False)(function)
-
-
-def collapse_heads(output: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return MixedHeads(weight[None], None, None, weight, None).collapse_output(output)
-
-
-def expand_heads(rotation, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return virtual queries, keys and values, of the three and the alphas of the three."""
-    return MixedHeads(*inputs[3:], None, rotation).make_virtual_tokens(*inputs[:3])
-
-
-def expand_by_kernels(rotation, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return triton_kernels.expand(inputs[:3], inputs[3:], rotation)
-
-
-def mixing(case: dict, form: str) -> Work:
-    """Build one step around attention of one layer (`expand` takes queries, keys and values), and check it.
-
-    Raise a ValueError if it is further from its definition in float64 than rounding explains, on the first tokens."""
-    tokens, heads, size = case["tokens"], case["heads"], case["pseudo_heads"][0]
-    dtype = getattr(torch, case["dtype"])
-    options = {"device": DEVICE, "requires_grad": True}
-    if case["step"] == "collapse":
-        states = [torch.randn(1, tokens * size, heads, case["head_dim"], dtype=dtype, **options)]
-        weights = [torch.randn(heads, size, **options)]
-        few = [each[:, : 37 * size] for each in states]
-        definition, kernel = collapse_heads, triton_kernels.collapse
-    else:
-        shape = (1, tokens, heads, case["head_dim"])
-        states = [torch.randn(shape, dtype=dtype, **options).transpose(1, 2) for _ in range(3)]
-        weights = [torch.randn(heads, heads, size, **options) for _ in range(3)]
-        few = [each[:, :, :37] for each in states]
-        angles = torch.randn(size, case["head_dim"] // 2, device=DEVICE).repeat(1, 2)
-        rotation = None if "without" in case["step"] else (angles.cos(), angles.sin())
-        definition, kernel = partial(expand_heads, rotation), partial(expand_by_kernels, rotation)
-    function = {
-        "eager": in_pytorch(definition),
-        "compiled": in_pytorch(torch.compile(definition, backend=COMPILER, dynamic=False)),
-        "kernels": kernel,
-    }[form]
-    error = error_of(function, definition, *(each.detach() for each in (*few, *weights)))
-    if not error < MOST_ERROR:
-        raise ValueError(f"{case['step']} is off by {error:.1e} of its norm: expected less than {MOST_ERROR}.")
-    inputs = [each.detach().requires_grad_() for each in (*states, *weights)]
-    seeds = [torch.randn_like(each) for each in as_tuple(function(*inputs))]
-
-    def run() -> None:
-        torch.autograd.grad(as_tuple(function(*inputs)), inputs, seeds)
-
-    gigabytes = sum(passes(case)) * base_bytes(case) / 1e9
-    return Work(run if case["backward"] else inference(function, *inputs), {"GB": gigabytes}, error)
-
-
-def as_tuple(result: torch.Tensor | tuple) -> tuple[torch.Tensor, ...]:
-    return (result,) if isinstance(result, torch.Tensor) else result
-
-
-def error_of(function: Callable, definition: Callable, *inputs: torch.Tensor) -> float:
-    """Return the largest relative error of a result and its gradients, compared with the definition in float64."""
-    inputs = [tensor.requires_grad_() for tensor in inputs]
-    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    results, expected = as_tuple(function(*inputs)), as_tuple(definition(*exact))
-    seeds = [torch.randn_like(result) for result in results]
-    found = (*results, *torch.autograd.grad(results, inputs, seeds))
-    wanted = (*expected, *torch.autograd.grad(expected, exact, [seed.double() for seed in seeds]))
-    return max(((one.double() - two).norm() / two.norm()).item() for one, two in zip(found, wanted, strict=True))
-
-
-def base_bytes(case: dict) -> int:
-    """Return the bytes of the heads of all tokens."""
-    return case["tokens"] * case["heads"] * case["head_dim"] * 2
-
-
-def passes(case: dict) -> tuple[int, int]:
-    """Return how often the kernels read or write such heads, forward and backward (0 if it is not run).
-
-    `expand` does so for queries, keys and values."""
-    size = case["pseudo_heads"][0]
-    if case["step"] == "collapse":
-        forward, backward = size + 1, 2 * size + 1
-    else:
-        forward, backward = 3 * (size + 1), 6 * (size + 1)
-    return forward, backward if case["backward"] else 0
-
-
-def mixing_forms(case: dict) -> Forms:
-    """Compare the PyTorch code with what Inductor makes of it and with the Triton kernels.
-
-    A dry run has the kernels where Triton's interpreter can run them."""
-    forms = ["eager", "compiled"]
-    if triton_kernels.triton and (DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"):
-        forms.append("kernels")
-    return {form: partial(mixing, case, form) for form in forms}
-
-
-def predicted_mixing(case: dict) -> dict[str, dict[str, float]]:
-    """Return the seconds of the kernels on an H200: predicted, and at its bandwidth."""
-    forward, backward = (count * base_bytes(case) / BANDWIDTH for count in passes(case))
-    seconds = forward / KERNEL_SHARE + backward / BACKWARD_SHARES[case["step"]]
-    return {"predicted seconds": {"kernels": seconds}, "bound seconds": {"kernels": forward + backward}}
-
-
-# Attention layers
-
-
-def layers(case: dict, core: str, **fields) -> Work:
-    """Build attention modules on random hidden states, one layer unless `fields` say otherwise.
-
-    A model makes masks and rotary tables once for all of its layers, so they are made here and not timed."""
+def attention(tokens: int, heads: int, backward: bool, fields: dict) -> Callable[[], None]:
+    """Build the attention of five layers; masks and rotary tables are made once, and not timed."""
+    sizes = {"hidden_size": 128 * heads, "num_attention_heads": heads, "num_key_value_heads": heads}
     with torch.device(DEVICE):
-        modules = Attention(dtype=DTYPE, attn_implementation=core.partition(",")[0], **sizes(case), **fields)
-    config = modules.model.config
-    tokens = case["tokens"]
-    costs = [cost.attention(config, *kind, tokens, "sdpa") for kind in zip(config.attention_kinds, config.layer_types)]
-    products = sum(one.training if case["backward"] else one.prefill for one in costs)
-    states = draw(1, tokens, config.hidden_size)
-    return Work(timed(case, modules.attend(states), states, modules.leaves()), {"TFLOP": 2e-12 * products})
+        modules = Attention(dtype=DTYPE, **sizes, **fields)
+    states = draw(1, tokens, 128 * heads)
+    run = modules.attend(states)
+    return training(run, [states], modules.leaves()) if backward else inference(run, states)
 
 
-def timed(case: dict, function: Callable, states: torch.Tensor, parameters: list) -> Callable[[], None]:
-    return training(function, [states], parameters) if case["backward"] else inference(function, states)
-
-
-def layer_forms(case: dict) -> Forms:
-    """Compare one layer of each kind and core."""
-    forms = {f"mha: {core}": partial(layers, case, core, attention_kinds="mha") for core in CORES}
-    for virtual in case["pseudo_heads"]:
-        window = flop_matched_window(case["tokens"], virtual)
-        sliding = {"layer_types": "sliding_attention", "sliding_window": window, "num_pseudo_heads": virtual}
-        for core in CORES:
-            forms[f"iha, P = {virtual}, window {window}: {core}"] = partial(layers, case, core, **sliding)
-            if case["tokens"] * virtual <= LONGEST:
-                forms[f"iha, P = {virtual}: {core}"] = partial(layers, case, core, num_pseudo_heads=virtual)
-    return forms
-
-
-def arms(tokens: int, pseudo_heads: list[int]) -> dict[str, dict]:
-    """Return the fields of five layers: global, with windows alone, with paired heads, and of the paper's schedule.
-
-    Windows are as long as those of the presets of the 2.4B models, for the number of tokens."""
-    windows = {"num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 4 + ["full_attention"]}
-    paired = {"attention_kinds": ["paired_heads"] * 4 + ["mha"], "num_pseudo_heads": 4}
-    fields = {
-        "mha": {"attention_kinds": "mha", "num_hidden_layers": 5},
-        "windows alone": {**windows, "attention_kinds": "mha", "sliding_window": tokens // 16},
-        "paired heads": {**windows, **paired, "sliding_window": tokens // 64},
-    }
-    for virtual in pseudo_heads:
-        fields[f"schedule, P = {virtual}"] = schedules(tokens, virtual)[SCHEDULE]
-    return fields
-
-
-def schedule_forms(case: dict) -> Forms:
-    """Compare attention of five layers.
-
-    In training a schedule's layers keep their virtual tokens: more than 100 GB at 65536 tokens and P = 20. Else the
-    backward pass makes these again ("recomputed"), or with gradient checkpointing all of a layer."""
+def attention_case(tokens: int, heads: int, backward: bool) -> Case:
     forms = {}
-    for (name, fields), core in product(arms(case["tokens"], case["pseudo_heads"]).items(), CORES):
+    for name, fields in arms(tokens).items():
         kept = fields | {"recompute_virtual_tokens": False}
-        forms[f"{name}: {core}"] = partial(layers, case, core, **kept)
-        if core == "sdpa" and "iha" in fields["attention_kinds"]:
-            forms[f"{name}: {core}, without kernels"] = partial(without_kernels, layers, case, core, **kept)
-        if case["backward"] and "iha" in fields["attention_kinds"]:
-            recomputed = fields | {"recompute_virtual_tokens": True}
-            forms[f"{name}: {core}, recomputed"] = partial(layers, case, core, **recomputed)
-            forms[f"{name}: {core}, checkpointed"] = partial(layers, case, core, checkpointing=True, **kept)
-    return forms
+        forms[name] = partial(attention, tokens, heads, backward, kept)
+        if name.startswith("iha"):
+            forms[name + WITHOUT] = forms[name]
+            if backward:
+                again = fields | {"recompute_virtual_tokens": True}
+                forms[name + ", recomputed"] = partial(attention, tokens, heads, True, again)
+    passes = "forward and backward" if backward else "forward"
+    return Case(f"attention of 5 layers of {heads} heads, {tokens:,} tokens, {passes}", forms)
 
 
-def without_kernels(build: Callable[..., Work], *args, **fields) -> Work:
-    work = build(*args, **fields)
-    return work._replace(run=in_pytorch(work.run))
-
-
-# By tokens and P, for SDPA and FlashAttention 2 on an H200: five layers, forward, and with backward, in times the time
-# of five "mha" layers. Of 65,536 tokens, on an H100.
-PREDICTED_SCHEDULES = {
-    **{(8192, 2): (1.25, 1.41), (8192, 4): (1.37, 1.57), (8192, 20): (2.18, 2.52)},
-    **{(65536, 2): (1.57, 1.63), (65536, 4): (1.66, 1.72), (65536, 20): (1.91, 1.97)},
-}
-
-
-def predicted_schedules(case: dict) -> dict[str, dict[str, float]]:
-    """Return the predicted ratios, for sizes that have one."""
-    found = {size: PREDICTED_SCHEDULES.get((case["tokens"], size)) for size in case["pseudo_heads"]}
-    ratios = {f"schedule, P = {size}: sdpa": pair[case["backward"]] for size, pair in found.items() if pair}
-    return {"predicted ratios": ratios}
-
-
-# Any decoder
-
-
-# Llama-3.2-1B, OLMo-2-1B and Qwen3-1.7B.
-DECODERS = {
-    "llama": {"heads": 32, "groups": 8, "head_dim": 64, "layers": 16, "intermediate_size": 8192},
-    "olmo2": {"heads": 16, "groups": 16, "head_dim": 128, "layers": 16, "intermediate_size": 8192},
-    "qwen3": {"heads": 16, "groups": 8, "head_dim": 128, "layers": 28, "intermediate_size": 6144},
-}
-
-
-def decoder(case: dict, core: str, virtual: int, window: str | None) -> Work:
-    """Build a decoder of Transformers with random weights, interleaved unless `virtual` is 1."""
-    config = AutoConfig.for_model(
-        case["family"],
-        vocab_size=1024,
-        intermediate_size=case["intermediate_size"],
-        num_hidden_layers=case["layers"],
-        max_position_embeddings=case["tokens"],
-        head_dim=case["head_dim"],
-        **{**sizes(case), "num_key_value_heads": case["groups"]},
-    )
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE, attn_implementation=core.partition(",")[0])
-    if virtual > 1:
-        interleave_heads(model, virtual, sliding_window=window, layers="paper" if window else None)
-    if case["compiled"]:
-        model.compile(backend=COMPILER)
-    states = draw(1, case["tokens"], config.hidden_size)
-
-    def run(hidden_states: torch.Tensor) -> torch.Tensor:
-        return model(inputs_embeds=hidden_states, use_cache=False, logits_to_keep=1).logits
-
-    return Work(timed(case, run, states, list(model.base_model.layers.parameters())), {"tokens": case["tokens"]})
-
-
-def decoder_forms(case: dict) -> Forms:
-    """Compare a decoder of 1B parameters with itself, interleaved."""
-    forms = {}
-    for name, *arguments in (
-        ("plain", 1, None),
-        ("interleaved, P = 2", 2, None),
-        ("interleaved, P = 2, schedule", 2, "paper"),
-    ):
-        for core in CORES:
-            forms[f"{name}: {core}"] = partial(decoder, case, core, *arguments)
-        if name != "plain":
-            forms[f"{name}: sdpa, without kernels"] = partial(without_kernels, decoder, case, "sdpa", *arguments)
-    return forms
-
-
-# The paper's models
-
-
-def paper_model(case: dict, preset: str, **overrides) -> IHAForCausalLM:
-    """Build the preset at the length and depth of the case, with random weights."""
-    fields = {"num_hidden_layers": case["layers"], "max_position_embeddings": case["tokens"], **sizes(case)}
-    if case["heads"] == 4:
+def paper_model(tokens: int, layers: int, dry: bool, preset: str, **overrides) -> IHAForCausalLM:
+    """Build a model of the paper at a length and depth, with random weights."""
+    fields = {"num_hidden_layers": layers, "max_position_embeddings": tokens}
+    if dry:
+        fields |= {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
         fields |= {"vocab_size": 64, "intermediate_size": 32}
     config = IHAConfig.from_preset(f"paper-2.4b-{preset}", **fields, **overrides)
     with torch.device(DEVICE):
         return IHAForCausalLM._from_config(config, dtype=DTYPE)
 
 
-def train_step(case: dict, preset: str, **overrides) -> Work:
-    """Build a whole training step of AdamW on random tokens."""
-    model = paper_model(case, preset, **overrides).train()
-    if case["checkpointing"]:
-        model.gradient_checkpointing_enable()
-    if case["compiled"]:
+# Arm -> its preset, and the fields that it changes.
+PRESETS: dict[str, tuple[str, dict]] = {
+    "mha": ("global", {}),
+    "windows": ("global-local", {}),
+    "paired": ("paired-heads", {}),
+    "iha, P = 2": ("iha", {"num_pseudo_heads": 2}),
+    "iha, P = 4": ("iha", {"num_pseudo_heads": 4}),
+}
+
+
+def with_and_without(build: Callable, kernels: Sequence[str] = ("iha",)) -> dict[str, Callable]:
+    """Return the forms of the paper's models, those with kernels also without."""
+    forms = {}
+    for name, (preset, overrides) in PRESETS.items():
+        forms[name] = partial(build, preset, overrides)
+        if name.startswith(tuple(kernels)):
+            forms[name + WITHOUT] = forms[name]
+    return forms
+
+
+def train_step(tokens: int, dry: bool, compiled: bool, preset: str, overrides: dict) -> Callable[[], None]:
+    """Build a whole training step of AdamW on random tokens, of five layers."""
+    model = paper_model(tokens, 5, dry, preset, **overrides).train()
+    if compiled:
         model.compile(backend=COMPILER)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    input_ids = torch.randint(model.config.vocab_size, (1, case["tokens"]), device=DEVICE)
+    input_ids = torch.randint(model.config.vocab_size, (1, tokens), device=DEVICE)
 
     def step() -> None:
         model(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    products = cost.model(model.config, case["tokens"], "sdpa").training
-    return Work(step, {"tokens": case["tokens"], "TFLOP": 2e-12 * products})
+    return step
+
+
+LLAMA = {
+    **{"model_type": "llama", "vocab_size": 1024, "num_hidden_layers": 16, "hidden_size": 2048},
+    **{"intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
+}
+
+
+def decoder(tokens: int, dry: bool, padded: bool, compiled: bool, virtual: int, windows: bool) -> Callable[[], None]:
+    """Build a forward and a backward pass of a Llama of 1B, interleaved unless `virtual` is 1."""
+    fields = {**LLAMA, "max_position_embeddings": tokens, **(recipe_runs.DRY if dry else {})}
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields), dtype=DTYPE)
+    if virtual > 1:
+        interleave_heads(model, virtual, **({"layers": "paper", "sliding_window": "paper"} if windows else {}))
+    if compiled:
+        model.compile(backend=COMPILER)
+    states = draw(2 if padded else 1, tokens, model.config.hidden_size)
+    mask = None
+    if padded:
+        mask = torch.ones(2, tokens, dtype=torch.long, device=DEVICE)
+        mask[0, : tokens // 4] = 0
+
+    def run(hidden_states: torch.Tensor) -> torch.Tensor:
+        return model(inputs_embeds=hidden_states, attention_mask=mask, use_cache=False, logits_to_keep=1).logits
+
+    return training(run, [states], list(model.base_model.layers.parameters()))
+
+
+def decoder_case(tokens: int, dry: bool, padded: bool = False, compiled: bool = False) -> Case:
+    build = partial(decoder, tokens, dry, padded, compiled)
+    forms = {
+        "plain": partial(build, 1, False),
+        "interleaved, P = 2": partial(build, 2, False),
+        "interleaved, P = 2" + WITHOUT: partial(build, 2, False),
+        "interleaved, P = 2, windows": partial(build, 2, True),
+    }
+    how = ", compiled" * compiled + ", two rows, one of them padded" * padded
+    return Case(f"Llama of 1B, forward and backward, {tokens:,} tokens{how}", forms)
+
+
+def layer_cases(dry: bool) -> list[Case]:
+    heads = 4 if dry else 20
+    short, long = (256, 512) if dry else (8192, 65536)
+    few = 128 if dry else 4096
+    return [
+        attention_case(short, heads, backward=True),
+        decoder_case(few, dry),
+        decoder_case(few, dry, padded=True),
+        Case(
+            f"training step of the 2.4B model, 5 layers, {short:,} tokens",
+            with_and_without(partial(train_step, short, dry, False)),
+        ),
+        attention_case(long, heads, backward=True),
+        decoder_case(few, dry, compiled=True),
+        Case(
+            f"training step of the 2.4B model, 5 layers, {short:,} tokens, compiled",
+            with_and_without(partial(train_step, short, dry, True)),
+        ),
+    ]
+
+
+# Decoding
 
 
 class InPlaceLayer(DynamicLayer):
@@ -409,7 +394,7 @@ class InPlaceLayer(DynamicLayer):
 
     A full static ring does the same, without a mask. A window keeps what its layer sees."""
 
-    def __init__(self, model: IHAModel, index: int, batch: int, tokens: int):
+    def __init__(self, model: IHAModel, index: int, tokens: int):
         super().__init__()
         config = model.config
         self.tokens = tokens
@@ -418,7 +403,7 @@ class InPlaceLayer(DynamicLayer):
         self.sliding_window = tokens + 1
         if self.is_sliding:
             self.sliding_window = config.sliding_window + (virtual_tokens_per_token(config) > 1)
-        shape = (batch, config.num_key_value_heads, self.sliding_window, config.head_dim)
+        shape = (1, config.num_key_value_heads, self.sliding_window, config.head_dim)
         self.keys = draw(*shape)
         self.values = draw(*shape)
 
@@ -450,253 +435,63 @@ def replayed(function: Callable[[], None]) -> Callable[[], None]:
     def replay() -> None:
         graph.replay()
 
-    replay.reads = function  # the graph holds addresses only, so what it reads must live as long
+    replay.reads = function  # type: ignore[attr-defined]  # the graph holds addresses only, so this must live as long
     return replay
 
 
-def decode_step(case: dict, preset: str, **overrides) -> Work:
-    """Build one new token after `tokens` cached ones."""
-    model = paper_model(case, preset, **overrides).eval()
-    batch = case["batch"]
-    layers = [InPlaceLayer(model.model, index, batch, case["tokens"]) for index in range(len(model.model.layers))]
-    cache = Cache(layers=layers)
-    read = [*model.parameters(), *(states for layer in layers for states in (layer.keys, layer.values))]
-    position_ids = torch.full((1, 1), case["tokens"], device=DEVICE)
+def decode_step(tokens: int, dry: bool, preset: str, overrides: dict) -> Callable[[], None]:
+    """Build one new token of the 2.4B model after so many cached ones."""
+    model = paper_model(tokens, 5 if dry else 26, dry, preset, **overrides).eval()
+    cache = Cache(layers=[InPlaceLayer(model.model, index, tokens) for index in range(len(model.model.layers))])
+    position_ids = torch.full((1, 1), tokens, device=DEVICE)
     # Transformers takes the capture of a graph for tracing, under which masks are dense.
-    masks = model.model.create_masks(draw(batch, 1, 1), None, cache, position_ids)
+    masks = model.model.create_masks(draw(1, 1, 1), None, cache, position_ids)
     step = partial(model, attention_mask=masks, position_ids=position_ids, **{CACHE: cache})
-    run = inference(step, torch.zeros(batch, 1, dtype=torch.int, device=DEVICE))
-    return Work(replayed(run), {"tokens": batch, "GB": sum(tensor.nbytes for tensor in read) / 1e9})
+    return replayed(inference(step, torch.zeros(1, 1, dtype=torch.int, device=DEVICE)))
 
 
-def plain_decode_step(case: dict, preset: str, **overrides) -> Work:
-    """Build the same without Triton's kernels. The graph holds what it captures here."""
-    with mock.patch.object(interleaving, "kernels_decode", lambda *_: False):
-        return decode_step(case, preset, **overrides)
+def decoding_cases(dry: bool) -> list[Case]:
+    tokens = 512 if dry else 65536
+    forms = with_and_without(partial(decode_step, tokens, dry), ("iha", "paired"))
+    return [Case(f"one new token of the 2.4B model after {tokens:,}", forms)]
 
 
-def paper_forms(work: Callable[..., Work], case: dict) -> Forms:
-    """Compare the paper's models, windows alone and paired heads."""
-    forms = {name: partial(work, case, name) for name in ("global", "global-local", "paired-heads")}
-    for virtual in case["pseudo_heads"]:
-        forms[f"iha, P = {virtual}"] = partial(work, case, "iha", num_pseudo_heads=virtual)
-    return forms
-
-
-def training_forms(case: dict) -> Forms:
-    """Compare the paper's models, with and without Triton's kernels."""
-    forms = paper_forms(train_step, case)
-    for virtual in case["pseudo_heads"]:
-        plain = partial(without_kernels, train_step, case, "iha", num_pseudo_heads=virtual)
-        forms[f"iha, P = {virtual}, without kernels"] = plain
-    return forms
-
-
-def decoding_forms(case: dict) -> Forms:
-    """Compare the paper's models, with and without Triton's kernels."""
-    forms = paper_forms(decode_step, case)
-    for virtual in case["pseudo_heads"]:
-        plain = partial(plain_decode_step, case, "iha", num_pseudo_heads=virtual)
-        forms[f"iha, P = {virtual}, without kernels"] = plain
-    return forms
-
-
-# By P, after 65,536 tokens on an H200: the bytes that are read, and in each "iha" layer two launches and products at
-# 40% of 990 TFLOP/s.
-PREDICTED_DECODING = {2: 0.72, 4: 0.69, 20: 0.77}
-
-
-def predicted_decoding(case: dict) -> dict[str, dict[str, float]]:
-    """Return the predicted ratios of one row, if it has some."""
-    is_predicted = (case["tokens"], case["batch"]) == (65536, 1)
-    sizes = case["pseudo_heads"] if is_predicted else []
-    return {"predicted ratios": {f"iha, P = {size}": PREDICTED_DECODING[size] for size in sizes}}
-
-
-# Cases
-
-
-FORMS: dict[str, Callable[[dict], Forms]] = {
-    "expand": mixing_forms,
-    "layer": layer_forms,
-    "schedule": schedule_forms,
-    "decoder": decoder_forms,
-    "training": training_forms,
-    "decoding": decoding_forms,
-    "compiled training": training_forms,
-    "compiled decoder": decoder_forms,
-}
-
-# Functions that predict figures of a case, which a row keeps by their names.
-PREDICTIONS: dict[str, Callable[[dict], dict]] = {
-    "expand": predicted_mixing,
-    "schedule": predicted_schedules,
-    "decoding": predicted_decoding,
-}
-
-
-def cases(part: str, dry: bool) -> list[dict]:
-    """Return the cases of a part, the cheapest first; in a dry run tiny ones."""
-    paper = {"heads": 20, "head_dim": 128}
-    three = {"pseudo_heads": [2, 4, 20]}
-    tiny = {"tokens": 128, "heads": 4, "head_dim": 8, "layers": 5}
-    backward = [{"backward": False}, {"backward": True}]
-    full = {
-        "expand": [
-            {"tokens": 8192, "step": step, "pseudo_heads": [size], **each, "dtype": "bfloat16"}
-            for size, step, each in product((4, 2, 20), STEPS, backward)
-        ],
-        "layer": [{"tokens": tokens, **three, **each} for tokens, each in product((2048, 8192, 65536), backward)],
-        "schedule": [{"tokens": tokens, **three, **each} for tokens, each in product((8192, 32768, 65536), backward)],
-        "decoder": [
-            {"tokens": 4096, "family": family, **shape, **each, "compiled": False}
-            for (family, shape), each in product(DECODERS.items(), backward)
-        ],
-        "training": [
-            {"tokens": 8192, "layers": layers, **three, "checkpointing": layers > 5, "compiled": False}
-            for layers in (5, 26)
-        ],
-        "decoding": [{"tokens": 65536, "layers": 26, **three, "batch": batch} for batch in (1, 2)],
-        "compiled training": [{"tokens": 8192, "layers": 5, **three, "checkpointing": False, "compiled": True}],
-        "compiled decoder": [
-            {"tokens": 4096, "family": family, **shape, "backward": True, "compiled": True}
-            for family, shape in DECODERS.items()
-        ],
-    }[part]
-    if dry:
-        tiny |= {"pseudo_heads": [2]} if "pseudo_heads" in full[0] else {"groups": 2, "intermediate_size": 32}
-        if part == "expand":  # each step; in float32, because Triton's interpreter multiplies the bits of bfloat16
-            return [{**case, **tiny, "dtype": "float32"} for case in full[-1 : -2 * len(STEPS) : -2]]
-        return [{**full[-1], **tiny}]
-    return [{**paper, **each} for each in full]
-
-
-# Measuring
+# The command
 
 
 def device_name() -> str:
     return torch.cuda.get_device_name() if DEVICE == "cuda" else harness.processor()
 
 
-def synchronize() -> None:
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds_of(function: Callable[[], None]) -> float:
-    """Time a run by CUDA events, or on a CPU by the wall clock."""
-    if DEVICE == "cpu":
-        return harness.wall_seconds(function)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(SLEEP_CYCLES)  # meanwhile Python runs ahead, so that its launches are not timed
-    start.record()
-    function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
-
-
-def measure(work: Work) -> dict[str, float]:
-    """Return the median time of a form, the peak of memory with weights and inputs, and what follows from them."""
-    work.run()  # warms up
-    if DEVICE == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times = [seconds_of(work.run)]
-    repeats = max(FEWEST_RUNS, min(MOST_RUNS, int(TIMED_SECONDS / times[0])))
-    times += [seconds_of(work.run) for _ in range(repeats - 1)]
-    figures = {"seconds": statistics.median(times), "peak_bytes": torch.cuda.max_memory_allocated()}
-    for unit, amount in work.amounts.items():
-        figures[f"{unit} per second"] = amount / figures["seconds"]
-    return figures if work.error is None else {**figures, "error": work.error}
-
-
-@contextmanager
-def attempt(name: str, failed: dict[str, str], save: Callable[[], None], seconds: float) -> Iterator[None]:
-    """Record in `failed` what a form raises here, or that it ended the process after so many seconds."""
-    failed[name] = ENDED
-    save()
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
-    try:
-        yield
-        synchronize()
-        del failed[name]
-    except KeyboardInterrupt:
-        del failed[name]
-        raise
-    except Exception as error:  # of a compiler, a kernel, the allocator: the other forms go on
-        failed[name] = one_line(error)[:300]
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        save()
-    synchronize()  # an error that leaves the GPU unusable ends the command
-
-
-@contextmanager
-def flash_kernel(form: str) -> Iterator[None]:
-    """Put the FlashAttention that a form names under SDPA and `varlen_attn`, if it names one."""
-    named = [name for name in FLASH_PACKAGES if f"sdpa, {name}" in form]
-    if not named:
-        yield
-        return
-    attention.activate_flash_attention_impl(named[0])
-    try:
-        yield
-    finally:
-        attention.restore_flash_attention_impl()
-
-
-def run_case(row: dict, forms: Forms, until: float, save: Callable[[], None], retries: bool = False) -> None:
-    """Measure the forms of a case that have no figures and have not failed, or if `retries` have."""
-    row["base"] = next(iter(forms))
-    seconds = COMPILED_FORM_SECONDS if row.get("compiled") else FORM_SECONDS
-    for name, prepare in forms.items():
-        has_failed = name in row["failed"] and not retries
-        if name in row["seconds"] or has_failed or time.monotonic() > until:
-            continue
-        with attempt(name, row["failed"], save, seconds), flash_kernel(name):
-            for figure, value in measure(prepare()).items():
-                row.setdefault(figure, {})[name] = value
-            base = row["seconds"].get(row["base"])
-            row["ratios"] = {form: value / base for form, value in row["seconds"].items()} if base else {}
-        print(f"  {name}: {row['seconds'].get(name, row['failed'].get(name))}", flush=True)
-        torch.compiler.reset()  # or the forms would share a limit of recompilations
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def main() -> None:
-    """Measure what is left of the parts of the command line, or raise a `UserError`."""
-    args = PARSER.parse_args()
-    until = time.monotonic() + args.seconds
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the pieces that are left. Raise `UserError`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pieces", nargs="+", choices=SECONDS, default=list(SECONDS), help="what to run (all)")
+    parser.add_argument("--retry", action="store_true", help="try again what failed")
+    parser.add_argument("--flash", choices=("FA3",), help="put this FlashAttention under SDPA (docs/SUPPORT.md)")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU")
+    where = "directory of the results (outputs/benchmarks/gpu)"
+    parser.add_argument("--out", type=expanded, default=OUTPUTS / "gpu", help=where)
+    args = parser.parse_args(argv)
     if DEVICE == "cpu" and not args.dry:
         raise UserError("PyTorch sees no CUDA device here: --dry runs tiny sizes on a CPU.")
-    commit = args.commit or current_commit()
-    shared = {"dry": args.dry, "device": device_name(), **harness.versions()}
     directory = args.out / re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
-    path = directory / "gpu.json"
+    if args.flash:
+        attention_kernels.activate_flash_attention_impl(args.flash)
     with sole_writer(directory):
-        # `read_json` needs pydantic, which a machine with a GPU may lack.
-        table = json.loads(path.read_text()) if path.exists() else {**shared, "rows": []}
-        for key, value in shared.items():
-            if table.get(key) != value:
-                raise UserError(
-                    f"{path} was measured with {key} {table.get(key)}, and this is {value}: name another --out."
-                )
-        save = partial(write_json, path, table)
-        for part in args.parts:
-            for case in cases(part, args.dry)[: args.cases]:
-                case = {"part": part, **case}
-                # Forms of two commits do not stand in one row.
-                found = [row for row in table["rows"] if {**case, "commit": commit}.items() <= row.items()]
-                row = found[0] if found else None
-                if row is None:
-                    row = {**case, "commit": commit, "failed": {}, "seconds": {}, "ratios": {}}
-                    row |= PREDICTIONS[part](case) if part in PREDICTIONS else {}
-                    table["rows"].append(row)
-                print(", ".join(f"{key} {value}" for key, value in case.items()), flush=True)
-                run_case(row, FORMS[part](case), until, save, args.retry)
-        save()
-    print(f"Wrote {path}", flush=True)
+        setting = {"dry": args.dry, "device": device_name(), "flash": args.flash, **harness.versions()}
+        table = Table.open(directory, setting, args.retry)
+        for piece in args.pieces:
+            print(f"== {piece}", flush=True)
+            until = time.monotonic() + (SECONDS[piece] if not args.dry else 10 * SECONDS[piece])
+            if piece == "kernels":
+                run_tests(table, args.dry, until)
+            elif piece == "recipes":
+                run_recipes(table, args.dry, until)
+            else:
+                for case in layer_cases(args.dry) if piece == "layers" else decoding_cases(args.dry):
+                    run_case(case, table, until)
+    print(f"Wrote {directory / 'gpu.json'} and gpu.md", flush=True)
 
 
 if __name__ == "__main__":
