@@ -62,6 +62,7 @@ def test_what_fails_is_kept_until_it_is_tried_again(table):
     again = gpu.Table.open(table.directory, {"device": "a GPU"}, retry=True)
     gpu.run_case(case, again, time.monotonic() - 1)  # no time is left
     assert len(answers) == 1
+    assert not again.needs("a case", "base")  # it has not failed
     gpu.run_case(case, again, inf)
     assert not answers and again.content["cases"]["a case"]["form"]["ms"] > 0
     with pytest.raises(UserError, match="was measured with device a GPU, not another: name another --out"):

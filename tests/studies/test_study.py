@@ -90,3 +90,9 @@ def test_a_path_of_a_study_is_that_of_the_users_directory(tmp_path, monkeypatch)
     assert path_from_root("runs") == tmp_path / "runs" and path_from_root("~/runs") == tmp_path / "home" / "runs"
     assert byte_models.given_text("./python") == str(tmp_path / "python")
     assert byte_models.given_text("python") == "python"
+
+
+def test_a_diverged_arm_is_not_drawn_as_better():
+    _, (axes,) = plots.panels("message")
+    plots.dots(axes, ["a", "b"], {"loss": [(float("nan"), 0.0, 0.0), (-1.0, 0.0, 0.0)]}, (-0.3, 0.3), mark=0)
+    assert [text.get_text() for text in axes.texts] == ["diverged", "← -1.00"]
