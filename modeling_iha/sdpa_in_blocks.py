@@ -48,7 +48,7 @@ class Call(NamedTuple):
     rows: int
     tokens: int  # N
     padding: torch.Tensor | None = None  # [rows, cached + N], 0 for padding; longer next to a cache
-    dense: torch.Tensor | None = None  # a user's mask [rows or 1, heads or 1, N, cached + N], which says all
+    dense: torch.Tensor | None = None  # a user's mask [rows or 1, heads or 1, N, cached + N], in place of all these
     positions: torch.Tensor | None = None  # [rows or 1, N] of a call that may be packed
     documents: torch.Tensor | None = None  # where the documents of all rows begin, and the end, int32 [documents + 1]
     longest: int | None = None  # tokens of the longest document, if this file has found the documents

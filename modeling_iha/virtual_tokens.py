@@ -182,7 +182,7 @@ def repeat_pairs(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
 
 
 def mask_over_virtual_tokens(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
-    """Return a user's mask [batch, heads, N, K] over virtual tokens. It says all: no window is added to it."""
+    """Return a user's mask [batch, heads, N, K] over virtual tokens. No window is added to it."""
     if num_pseudo_heads == 1:
         return mask
     mask = repeat_pairs(mask, num_pseudo_heads)

@@ -95,5 +95,5 @@ def test_the_commands_train_and_publish_a_tiny_model(tmp_path, monkeypatch, caps
     assert type(load_config(find_source(control / "final"))) is Qwen3Config
     assert "Interleaved" not in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
-    push_to_hub.main(shlex.split(push)[3:])
+    push_to_hub.main(shlex.split(push)[2:])
     assert "Would upload to me/qwen3-8b-iha" in capsys.readouterr().out

@@ -236,7 +236,7 @@ CASES = {
             ("forward, 1,024 tokens, a window of 64", ("forward", 1, 1024, 64)),
             ("training step, 1,024 tokens, a window of 64", ("training", 1, 1024, 64)),
             ("one new token after 512", ("decoding", 1, 512, None)),
-            ("one new token of 16 rows after 8", ("decoding", 16, 8, None)),
+            ("one new token of 16 rows after 64", ("decoding", 16, 64, None)),
             ("one new token of 16 rows after 512", ("decoding", 16, 512, None)),
         )
     ],
