@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .interleaving import MixedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import additive, dtype_of_heads, read_call
+from .sdpa_in_blocks import Place, additive, read_call
 from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
 from .virtual_tokens import (
     View,
@@ -221,8 +221,8 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
         kwargs[CACHE] = cache
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if tokens is not None and is_of_tokens(kwargs.get("attention_mask"), tokens):
-        dtype = dtype_of_heads(decoder.dtype, tokens.device)
-        kwargs |= declared(config, tokens, dtype, cache, kwargs)
+        place = Place.of_model(config._attn_implementation.removeprefix(PREFIX), decoder.dtype, tokens.device)
+        kwargs |= declared(config, place, tokens, cache, kwargs)
     return args[len(names) :], kwargs
 
 
@@ -234,22 +234,21 @@ def is_of_tokens(mask: Any, tokens: torch.Tensor) -> bool:
 
 
 def declared(
-    config: PreTrainedConfig, tokens: torch.Tensor, dtype: torch.dtype, cache: Cache | None, kwargs: dict
+    config: PreTrainedConfig, place: Place, tokens: torch.Tensor, cache: Cache | None, kwargs: dict
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
     A call without a mask gets one of ones, a single number that is expanded. Without it Transformers would look for
     documents in the positions again, and compiled code, which cannot look, would get dense masks."""
-    core = config._attn_implementation.removeprefix(PREFIX)
     mask, positions, lengths = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
     if positions is not None and positions.ndim != 2:
         positions = positions[0] if len(positions) == 4 else None  # of text, or of images alone: no declaration
     windows = config.interleaved_window, getattr(config, "sliding_window", None)
     window = min(each or math.inf for each in windows)
-    call = read_call(core, tokens, mask, positions, cache, lengths, window, dtype)
+    call = read_call(place, tokens, mask, positions, cache, lengths, window)
     if call.dense is not None:
-        return {"attention_mask": dense_mask_of_user(call.dense, core, config)}
-    if core != SDPA_IN_BLOCKS or call.documents is None or not getattr(config, "passes_cu_seq_lens", False):
+        return {"attention_mask": dense_mask_of_user(call.dense, place.core, config)}
+    if place.core != SDPA_IN_BLOCKS or call.documents is None or not getattr(config, "passes_cu_seq_lens", False):
         return {}  # `interleave_heads` has tried whether the base passes lengths on
     found = call.lengths()
     if mask is None and cache is None:

@@ -41,7 +41,7 @@ from .attention_paired_heads import PairedHeadsAttention
 from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
-from .sdpa_in_blocks import Call, core_for, dtype_of_heads, read_call
+from .sdpa_in_blocks import Call, Place, core_for, read_call
 from .transformers_versions import CACHE, pop_cache
 from .virtual_tokens import mask_name, masks_of_layers, refuse_pages
 
@@ -211,12 +211,12 @@ class IHAModel(IHAPreTrainedModel):
             masks, packed_positions = attention_mask, position_ids if cache is None else None
         else:
             core = core_for(self.config._attn_implementation)
+            place = Place.of_model(core, inputs_embeds.dtype, inputs_embeds.device)
             window = self.config.sliding_window or math.inf
             lengths = kwargs.get("cu_seq_lens_q")
             if lengths is not None and position_ids is None:
                 raise ValueError("cu_seq_lens_q needs position_ids that restart where documents begin.")
-            dtype = dtype_of_heads(inputs_embeds.dtype, inputs_embeds.device)
-            call = read_call(core, inputs_embeds, attention_mask, position_ids, cache, lengths, window, dtype)
+            call = read_call(place, inputs_embeds, attention_mask, position_ids, cache, lengths, window)
             masks = masks_of_layers(self.config, self.attention_modules(), inputs_embeds, call, cache)
             packed_positions = call.positions
             kwargs |= call.lengths()

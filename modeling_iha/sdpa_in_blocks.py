@@ -60,19 +60,33 @@ class Call(NamedTuple):
         return found if self.sizes is None else found | {"document_lengths": self.sizes}
 
 
+class Place(NamedTuple):
+    """Say where attention is computed, which decides what becomes of documents and padding."""
+
+    core: str  # the attention function
+    device: torch.device
+    dtype: torch.dtype  # of queries, keys and values
+
+    @classmethod
+    def of_model(cls, core: str, dtype: torch.dtype, device: torch.device) -> "Place":
+        """Return that of a model whose weights have a dtype, which autocast may change."""
+        is_autocast = torch.is_autocast_enabled(device.type)
+        return cls(core, device, torch.get_autocast_dtype(device.type) if is_autocast else dtype)
+
+
 def read_call(
-    core: str, states, attention_mask, position_ids, cache, lengths=None, window: float = math.inf, dtype=None
+    place: Place, states, attention_mask, position_ids, cache, lengths=None, window: float = math.inf
 ) -> Call:
     """Read what a call declares. Documents are told to `sdpa_in_blocks` alone: other cores find them by themselves.
 
     Args:
-        core: the attention function.
+        place: where attention is computed.
         states: the tokens or their embeddings, [rows, N, ...].
         attention_mask: [rows, cached + N], or longer next to a cache; or a dense one.
         position_ids: [rows or 1, N].
-        lengths: the `cu_seq_lens_q` that a call has already.
+        cache: that of the call.
+        lengths: the `cu_seq_lens_q` that the call has already.
         window: the shortest window of the layers in tokens.
-        dtype: that of queries, keys and values; by default padding is hidden by features.
 
     Raise a ValueError for packed documents next to a mask or a cache, and in several rows of a flash function, where
     Transformers silently joins them."""
@@ -81,79 +95,83 @@ def read_call(
         check_dense_mask(attention_mask, tokens, cache, window)
         return Call(rows, tokens, dense=attention_mask)
     may_be_packed = attention_mask is None and cache is None
-    is_kept_apart = may_be_packed and (rows == 1 or "flash" not in core)
+    is_kept_apart = may_be_packed and (rows == 1 or "flash" not in place.core)
     call = Call(rows, tokens, attention_mask, positions=position_ids if may_be_packed else None)
     if lengths is not None:
         check_packed(is_kept_apart)
-        sizes = sizes_of(lengths, states.device, dtype) if core == NAME else None
-        return call._replace(documents=lengths, sizes=sizes)
+        return call._replace(documents=lengths, sizes=sizes_for(place, lengths))
     if tokens == 1:
         return call
     if not is_kept_apart:
-        return read_rows(call, core, states.device, dtype, position_ids, cache)
-    return find_documents(call, states.device, dtype) if core == NAME else call
+        return read_rows(call, place, position_ids, cache)
+    return find_documents(call, place) if place.core == NAME else call
 
 
-def find_documents(call: Call, device: torch.device, dtype: torch.dtype | None) -> Call:
+def find_documents(call: Call, place: Place) -> Call:
     """Add the documents of a packed call. One begins where positions do not increase by one, as in Transformers."""
     if call.positions is None:
-        return with_a_document_for_each_row(call, device)
+        return with_a_document_for_each_row(call, place)
     if has_unknown_values(call.positions):
         return call
     positions = call.positions.expand(call.rows, -1).cpu()  # the only copy, because a GPU is waited for at each
-    return with_documents(call, pad(positions.diff(dim=-1) != 1, (1, 0), value=True), device, dtype)
+    return with_documents(call, place, pad(positions.diff(dim=-1) != 1, (1, 0), value=True))
 
 
-def read_rows(call: Call, core: str, device: torch.device, dtype, position_ids, cache) -> Call:
-    """Check that each row is one document, by its positions. Add these documents if no row has padding or a past.
-
-    For FlashAttention each run of padding is one document more, so that heads are no wider than its kernels."""
+def read_rows(call: Call, place: Place, position_ids: torch.Tensor | None, cache: Cache | None) -> Call:
+    """Check that each row is one document, by its positions. Add these documents if there are no cached tokens."""
     given = call.padding if position_ids is None else position_ids
-    if given is None or has_unknown_values(given) or (position_ids is None and core != NAME):
+    is_unread = position_ids is None and place.core != NAME
+    if given is None or is_unread or has_unknown_values(given):
         return call
     past = 0 if cache is None else int(cache.get_seq_length())
-    positions = torch.arange(call.tokens, device=device) if position_ids is None else position_ids
-    num_more = 0
+    positions = torch.arange(call.tokens, device=place.device) if position_ids is None else position_ids
+    num_more = 0  # columns of the mask for tokens to come
     if call.padding is not None:
         check_mask(call.padding, call.rows, past + call.tokens, is_longest=cache is None)
         num_more = call.padding.shape[1] - past - call.tokens
         positions = torch.where(call.padding[:, past : past + call.tokens].bool(), positions, -1)
-    positions = positions.expand(call.rows, -1).cpu()
-    latest = positions.cummax(dim=-1).values[:, :-1]
-    check_packed(not ((positions[:, 1:] >= 0) & (positions[:, 1:] <= latest)).any(), num_more)
-    if core != NAME or past > 0:
-        return call
+    positions = positions.expand(call.rows, -1).cpu()  # the only copy
     is_real = positions >= 0
-    if is_real.all():
-        return with_a_document_for_each_row(call, device)
+    earlier = positions.cummax(dim=-1).values[:, :-1]
+    check_packed(not (is_real[:, 1:] & (positions[:, 1:] <= earlier)).any(), num_more)
+    if place.core != NAME or past > 0:
+        return call
+    return with_a_document_for_each_row(call, place) if is_real.all() else with_runs(call, place, is_real)
+
+
+def with_runs(call: Call, place: Place, is_real: torch.Tensor) -> Call:
+    """Add each run of real tokens and of padding as a document, for FlashAttention, if no row has padding within.
+
+    Features that hide padding would make heads wider than its kernels are compiled for."""
     begins = pad(is_real.diff(dim=-1), (1, 0), value=True)
-    has_one_run = (begins & is_real).sum(dim=-1).max() <= 1  # of real tokens, without padding between them
-    if has_one_run and has_flash_attention(device, dtype):
-        return with_documents(call, begins, device, dtype)
-    return call
+    has_padding_within = (begins & is_real).sum(dim=-1).max() > 1
+    if has_padding_within or not has_flash_attention(place.device, place.dtype):
+        return call
+    return with_documents(call, place, begins)
+
+
+def with_documents(call: Call, place: Place, begins: torch.Tensor) -> Call:
+    """Add documents that begin at some tokens, `begins` [rows, N] on the CPU."""
+    bounds = pad(begins.flatten().nonzero().flatten(), (0, 1), value=call.rows * call.tokens).int()
+    longest = int(bounds.diff().max())
+    return call._replace(documents=bounds.to(place.device), longest=longest, sizes=sizes_for(place, bounds))
+
+
+def with_a_document_for_each_row(call: Call, place: Place) -> Call:
+    return call._replace(documents=row_bounds(call.rows, call.tokens, place.device), longest=call.tokens)
+
+
+def sizes_for(place: Place, bounds: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the tokens of each document where a GPU computes one after the other: each layer would wait for them."""
+    is_split = place.core == NAME and not has_flash_attention(place.device, place.dtype)
+    if not is_split or place.device.type == "cpu" or has_unknown_values(bounds):
+        return None
+    return tuple(bounds.diff().tolist())
 
 
 def has_unknown_values(tensor: torch.Tensor) -> bool:
     """Return whether code cannot depend on the values of a tensor: on the meta device, and while it is traced."""
     return tensor.is_meta or is_tracing(tensor)
-
-
-def with_documents(call: Call, begins: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> Call:
-    """Add documents that begin at some tokens, `begins` [rows, N] on the CPU."""
-    bounds = pad(begins.flatten().nonzero().flatten(), (0, 1), value=call.rows * call.tokens).int()
-    sizes = sizes_of(bounds, device, dtype)
-    return call._replace(documents=bounds.to(device), longest=int(bounds.diff().max()), sizes=sizes)
-
-
-def sizes_of(bounds: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> tuple[int, ...] | None:
-    """Return the tokens of each document where a GPU computes one after the other: each layer would wait for them."""
-    if device.type == "cpu" or has_unknown_values(bounds) or has_flash_attention(device, dtype):
-        return None
-    return tuple(bounds.diff().tolist())
-
-
-def with_a_document_for_each_row(call: Call, device: torch.device) -> Call:
-    return call._replace(documents=row_bounds(call.rows, call.tokens, device), longest=call.tokens)
 
 
 def row_bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
@@ -438,16 +456,10 @@ def has_varlen_kernel(query: torch.Tensor, value: torch.Tensor, dropout: float) 
     return fits and not dropout and has_flash_attention(query.device, value.dtype)
 
 
-def has_flash_attention(device: torch.device, dtype: torch.dtype | None) -> bool:
+def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether PyTorch's FlashAttention runs on a device in a dtype: in half precision, from Ampere on."""
     is_half = dtype in (torch.float16, torch.bfloat16)
     return is_half and device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 8
-
-
-def dtype_of_heads(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype of queries, keys and values of a model with weights of `dtype`."""
-    is_autocast = torch.is_autocast_enabled(device.type)
-    return torch.get_autocast_dtype(device.type) if is_autocast else dtype
 
 
 def attend_by_varlen(query, key, value, flat: FlatMask, scale: float) -> torch.Tensor:
