@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 
 import torch
-from helpers import cumulative_lengths, decoder, random_ids, random_model, small_config, train_mixing
+from helpers import causal_4d, cumulative_lengths, decoder, random_ids, random_model, small_config, train_mixing
 from hypothesis import strategies as st
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
@@ -42,6 +42,11 @@ class Drawn:
     @property
     def is_flash(self):
         return "flash" in self.core
+
+    @property
+    def is_in_blocks(self):
+        """Return whether `sdpa_in_blocks` attends, which is what "sdpa" means here."""
+        return self.core in ("sdpa", SDPA_IN_BLOCKS) and not self.builds_scores
 
     @property
     def takes_static(self):
@@ -85,6 +90,23 @@ class OwnModel(Drawn):
             attention_options=options,
         )
         return on_core(random_model(config), self.core, self.dtype)
+
+    is_own = True
+    reads_documents = True  # and names those that it would join
+    keeps_documents_flat = True
+
+    @property
+    def has_virtual_heads(self):
+        return self.num_pseudo_heads > 1 and any(kind in ("iha", "paired_heads") for kind in self.kinds)
+
+    @property
+    def builds_scores(self):
+        return any(kind in SCORES for kind in self.kinds)
+
+    @property
+    def dense_masks(self):
+        """Return the kinds of masks [batch, 1, tokens, keys] that the model takes."""
+        return [] if self.is_flash else ["bool", "additive"]
 
     @property
     def needs_positions(self):
@@ -152,7 +174,7 @@ class Decoder(Drawn):
     def build(self):
         fields = NO_DROPOUT | BASES[self.name](self.own_window)
         core = "eager" if self.name in EAGER else "sdpa"
-        sizes = {"num_hidden_layers": 2, "num_key_value_heads": self.groups}
+        sizes = {"num_hidden_layers": 2, "num_key_value_heads": self.groups, "max_position_embeddings": 512}
         model = decoder(self.name, core, **{**sizes, **fields})
         model.set_experts_implementation("eager")  # the only one that takes float64
         enlarge(model)
@@ -170,13 +192,38 @@ class Decoder(Drawn):
     def window(self):
         return min((each for each in (self.own_window, self.given_window) if each), default=None)
 
+    is_own = False
     needs_positions = False
     most_tokens = 150
 
     @property
+    def has_virtual_heads(self):
+        return self.way != "plain"
+
+    @property
+    def keeps_documents_flat(self):
+        return self.has_virtual_heads
+
+    @property
+    def builds_scores(self):
+        return self.name in EAGER
+
+    @property
+    def reads_documents(self):
+        """Return whether the decoder names documents that it would join. Plain ones join them."""
+        return self.has_virtual_heads and self.is_in_blocks
+
+    @property
+    def dense_masks(self):
+        """Return the kinds of masks [batch, 1, tokens, keys] that the base takes: its eager attention adds them."""
+        if self.is_flash or self.core == "flex_attention":
+            return []
+        return ["additive"] if self.core == "eager" else ["bool", "additive"]
+
+    @property
     def keeps_documents_apart(self):
-        """Return whether the base does: OPT reads no positions."""
-        return self.name != "opt"
+        """Return whether the base does: the masks of these read no positions."""
+        return self.name not in ("opt", "gpt_oss")
 
 
 @torch.no_grad()
@@ -203,11 +250,11 @@ def own_models(draw, cores, dtypes):
         groups = max(groups, 2)
     if "paired_heads" in kinds:
         num_pseudo_heads = 2
-    window = draw(st.none() | st.integers(2, 6))
+    window = draw(WINDOWS)
     slides = draw(st.lists(st.booleans(), min_size=count, max_size=count)) if window else [False] * count
     if not any(slides):
         window = None
-    takes_any = not any(kind in SCORES for kind in kinds)
+    builds_scores = any(kind in SCORES for kind in kinds)
     has_options = draw(st.booleans())
     return OwnModel(
         kinds=tuple(kinds),
@@ -215,7 +262,7 @@ def own_models(draw, cores, dtypes):
         window=window,
         num_pseudo_heads=num_pseudo_heads,
         groups=max(groups, 2) if has_options and "hyper_feature" in kinds else groups,
-        core=draw(st.sampled_from(cores if takes_any else DENSE_CORES)),
+        core=draw(st.sampled_from(DENSE_CORES if builds_scores else cores)),
         dtype=draw(st.sampled_from(dtypes)),
         positions=draw(st.sampled_from(("interleaved", "shared"))),
         collapse=draw(st.sampled_from(("per_head", "all_heads"))),
@@ -229,6 +276,7 @@ def own_models(draw, cores, dtypes):
 
 # "iha" and "paired_heads" come up more often, because each of them has a form for every call.
 KINDS = ("iha", "iha", "iha", "paired_heads", "paired_heads", *(kind for kind in OPTIONS_CLASSES))
+WINDOWS = st.sampled_from((None, None, 2, 3, 4, 5, 6, 20))
 DTYPES = ("float32", "float32", "float32", "float64", "bfloat16")
 
 
@@ -241,7 +289,6 @@ def decoders(draw, cores, dtypes):
     groups = 4 if name in WITHOUT_GROUPS else draw(st.sampled_from((2, 1, 4)))
     if way == "paired":
         groups = max(groups, 2)
-    windows = st.none() | st.integers(2, 6)
     cores = ("eager",) if name in EAGER else (SDPA_IN_BLOCKS,) if way == "plain" else cores
     return Decoder(
         name=name,
@@ -249,8 +296,8 @@ def decoders(draw, cores, dtypes):
         core=draw(st.sampled_from(cores)),
         dtype=draw(st.sampled_from(dtypes)),
         layers=draw(st.sampled_from(((0, 1), (0,), (1,)))),
-        own_window=draw(windows) if name in WITH_WINDOWS else None,
-        given_window=draw(windows) if way != "plain" else None,
+        own_window=draw(WINDOWS) if name in WITH_WINDOWS else None,
+        given_window=draw(WINDOWS) if way != "plain" else None,
         num_pseudo_heads=2 if way == "paired" else draw(st.sampled_from((2, 3))),
         groups=groups,
         collapse=draw(st.sampled_from(("per_head", "all_heads"))),
@@ -271,7 +318,7 @@ class Call:
 
     chunks: tuple[int, ...]
     padding: tuple[tuple[str, int], ...]  # of each row: where, and of how many tokens
-    has_mask: bool = False
+    mask: str | None = None  # "padding", or [batch, 1, tokens, keys]: "bool" or "additive"
     has_positions: bool = False
     documents: tuple[tuple[int, ...], ...] = ()  # their lengths in each row
     has_lengths: bool = False  # whether `cu_seq_lens_q` declares the documents too
@@ -312,9 +359,13 @@ class Call:
         last = self.length if last is None else last
         ids = self.input_ids[:, first:last]
         inputs = {"inputs_embeds": model.get_input_embeddings()(ids)} if self.has_embeddings else {"input_ids": ids}
-        if self.has_mask:
+        if self.mask == "padding":
             to_come = torch.zeros(self.rows, self.room, dtype=torch.bool)
             inputs["attention_mask"] = torch.cat((self.real[:, :last], to_come), dim=1).long()
+        elif self.mask is not None:
+            visible = causal_4d(self.real, "bool")[:, :, first:last, :last]
+            hidden = torch.zeros(visible.shape, dtype=model.dtype).masked_fill(~visible, torch.finfo(model.dtype).min)
+            inputs["attention_mask"] = visible if self.mask == "bool" else hidden
         if self.has_positions or self.documents:
             inputs["position_ids"] = self.position_ids[:, first:last]
         if self.has_lengths:
@@ -376,10 +427,9 @@ def lengths_of(model):
 
 
 @st.composite
-def calls(draw, model, with_cache=True):
-    """Draw a call that the model takes."""
-    lengths = lengths_of(model)
-    length = draw(st.sampled_from(lengths))
+def calls(draw, model, with_cache=True, length=None):
+    """Draw a call that the model takes, of a length around which something begins or of a given one."""
+    length = length or draw(st.sampled_from(lengths_of(model)))
     rows = draw(st.sampled_from((1, 2, 3, model.heads_of_group)))
     kind = draw(st.sampled_from(("padding", "padding", "documents", "cache", "cache")))
     embeddings = draw(st.booleans())
@@ -396,15 +446,19 @@ def calls(draw, model, with_cache=True):
     # Absolute positions, and those after a hole, are those of the row alone only where they are given.
     needs_positions = model.needs_positions or any(place == "inner" for place, _ in padding)
     cache = draw(caches(model)) if kind == "cache" and with_cache else None
-    has_mask = is_padded or draw(st.booleans())
+    masks = ["padding"] if is_padded else [None, "padding"]
+    if cache != "static" and length <= (model.window or length):  # a mask over tokens cannot hold a window
+        masks += model.dense_masks
+    mask = draw(st.sampled_from(masks))
+    is_dense = mask in model.dense_masks
     return Call(
         chunks=draw(cuts(length)) if cache else (length,),
         padding=padding,
-        has_mask=has_mask,
-        has_positions=is_padded and needs_positions or draw(st.booleans()),
+        mask=mask,
+        has_positions=is_dense or (is_padded and needs_positions) or draw(st.booleans()),
         cache=cache,
         # A flash function takes the last columns of a mask for those of the keys.
-        room=draw(st.sampled_from((0, 3))) if cache and not model.is_flash else 0,
+        room=draw(st.sampled_from((0, 3))) if cache and not is_dense and not model.is_flash else 0,
         says_no_cache=draw(st.booleans()),
         has_embeddings=embeddings,
     )

@@ -1,11 +1,30 @@
 """Draw models and calls, and hold what every one of them promises (tests/drawn.py says what is drawn)."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from drawn import CORES, cases, generations, models, reference_of
-from helpers import FP32, FP64, assert_close
-from hypothesis import HealthCheck, given, settings
+from drawn import CORES, Call, calls, cases, generations, models, reference_of
+from helpers import (
+    FP32,
+    FP64,
+    assert_close,
+    causal_4d,
+    cumulative_lengths,
+    logits_in_chunks,
+    packing,
+    random_ids,
+    random_model,
+    small_config,
+)
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache, StaticCache
+
+from modeling_iha.sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+from modeling_iha.transformers_versions import CACHE
 
 
 pytestmark = pytest.mark.usefixtures("cpu_cores")
@@ -85,3 +104,102 @@ def test_greedy_tokens_are_those_of_each_row_alone(case):
         expected = reference(ids[None], use_cache=False).logits[0, -generation.new_tokens :]
         assert_close(torch.stack(generated.logits, dim=1)[row].double(), expected, TOLERANCE[drawn.dtype])
         assert torch.equal(generated.sequences[row, -generation.new_tokens :], expected.argmax(-1))
+
+
+# What cannot be computed
+
+JOINED = "Packed documents would attend to one another"
+NO_DENSE_MASK = r"attention_mask must be \[batch, tokens\], or .* without windows and without a static cache"
+
+
+def faults(drawn, call, model):
+    """Yield arguments with which a call cannot be computed, and what is said."""
+    halves = call.length // 2, call.length - call.length // 2
+    restarting, lengths = packing(halves, call.rows)[0], cumulative_lengths(halves)
+    ones = {"attention_mask": torch.ones(call.rows, call.length).long()}
+    dense = {"attention_mask": causal_4d(call.real, "bool")}
+    if call.length > 1:
+        if drawn.reads_documents:
+            yield restarting | ones, JOINED
+            yield restarting | ones | lengths, JOINED
+            yield restarting | {CACHE: DynamicCache()}, JOINED
+            yield restarting | {CACHE: DynamicCache()} | lengths, JOINED
+        if drawn.is_own and drawn.is_flash and call.rows > 1:
+            yield restarting, JOINED
+        if drawn.is_own and call.rows == 1:
+            yield lengths, "cu_seq_lens_q needs position_ids that restart"
+        if drawn.is_in_blocks:
+            position_ids = torch.arange(call.length)[None]  # OPT would take them from the mask
+            for tokens in (call.length - 1, call.length + 1):
+                mask = {"attention_mask": torch.ones(call.rows, tokens).long(), "position_ids": position_ids}
+                yield mask, rf"attention_mask .* does not fit {call.rows} rows of {call.length}"
+    if drawn.has_virtual_heads:
+        yield {"is_causal": False}, "is_causal=False: interleaved heads are causal"
+        if drawn.window is not None and drawn.window < call.length:
+            yield dense, NO_DENSE_MASK
+        if drawn.takes_static:
+            yield dense | {CACHE: StaticCache(config=model.config, max_cache_len=call.length + 2)}, NO_DENSE_MASK
+
+
+@drawn(0.5, case=cases(dtypes=FULL_PRECISION, with_cache=False))
+@torch.no_grad()
+def test_what_cannot_be_computed_is_named(case):
+    drawn, call = case
+    call = Call((call.length,), (("none", 0),) * call.rows)
+    model = drawn.build()
+    for arguments, message in faults(drawn, call, model):
+        with pytest.raises(ValueError, match=message):
+            model(call.input_ids, **{"use_cache": False, **arguments})
+
+
+# Memory
+
+LENGTH = 300
+
+
+class Squares(TorchDispatchMode):
+    """Record the tensors that have an entry for each pair of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.ndim > 1 and min(each.shape[-2:]) >= LENGTH:
+                self.found.append((str(operator), tuple(each.shape)))
+        return result
+
+
+@st.composite
+def flat_cases(draw):
+    """Draw a call that the flat form can say: of all that is drawn, not dense masks and tokens after cached ones.
+
+    Plain decoders have dense masks for documents, which Transformers makes."""
+    model = draw(models(("sdpa", SDPA_IN_BLOCKS)).filter(lambda drawn: drawn.is_in_blocks))
+    call = draw(calls(model, length=LENGTH))
+    assume(call.mask not in model.dense_masks and not (call.documents and not model.keeps_documents_flat))
+    return model, replace(call, chunks=(LENGTH,))
+
+
+@drawn(0.4, case=flat_cases(), trains=st.booleans())
+def test_a_flat_call_makes_no_square(case, trains):
+    """Look at training steps and at prompts."""
+    drawn, call = case
+    model = drawn.build()
+    with Squares() as squares, torch.set_grad_enabled(trains):
+        logits = call.logits(model.train(trains))
+        if trains:
+            logits.sum().backward()
+    assert not squares.found
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager"])
+def test_squares_are_seen(core):
+    """Look at eager attention, and at a prompt after cached tokens."""
+    model = random_model(small_config(num_hidden_layers=1))
+    model.set_attn_implementation(core)
+    with Squares() as squares:
+        logits_in_chunks(model, random_ids(1, LENGTH + 1), [1, LENGTH])
+    assert squares.found
