@@ -281,9 +281,9 @@ DTYPES = ("float32", "float32", "float32", "float64", "bfloat16")
 
 
 @st.composite
-def decoders(draw, cores, dtypes):
-    name = draw(st.sampled_from(tuple(BASES)))
-    way = draw(st.sampled_from(("interleaved", "interleaved", "paired", "plain")))
+def decoders(draw, cores, dtypes, names=tuple(BASES), ways=("interleaved", "interleaved", "paired", "plain")):
+    name = draw(st.sampled_from(names))
+    way = draw(st.sampled_from(ways))
     if name in EAGER and way != "interleaved":  # attention sinks cannot be paired, and plain ones need no test
         way = "interleaved"
     groups = 4 if name in WITHOUT_GROUPS else draw(st.sampled_from((2, 1, 4)))

@@ -4,17 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drawn import CORES, Call, calls, cases, generations, models, reference_of
+from drawn import CORES, Call, calls, cases, decoders, generations, models, own_models, reference_of
 from helpers import (
     FP32,
     FP64,
     assert_close,
     causal_4d,
     cumulative_lengths,
+    gradients,
     logits_in_chunks,
     packing,
     random_ids,
     random_model,
+    reference_logits,
     small_config,
 )
 from hypothesis import HealthCheck, assume, given, settings
@@ -23,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
+from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from modeling_iha.transformers_versions import CACHE
 
@@ -39,6 +42,55 @@ def drawn(share, **arguments):
     options = {"suppress_health_check": list(HealthCheck)}
     count = max(1, round(share * settings.default.max_examples))
     return lambda test: settings(max_examples=count, **options)(given(**arguments)(test))
+
+
+def assert_gradients_close(actual, expected, tolerance):
+    """Compare gradients by name, each with its largest entry.
+
+    A gradient that is zero but for rounding, as that of the bias of keys, is compared with the largest of all."""
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for name, gradient in expected.items():
+        scale = max(gradient.abs().max(), 1e-3 * largest)
+        assert (actual[name] - gradient).abs().max() <= 10 * tolerance * scale, name
+
+
+# Eager attention, from which all others are told
+
+
+@drawn(0.5, drawn=own_models(("eager",), ("float64",)), length=st.integers(1, 9))
+def test_eager_attention_is_the_loops_of_the_papers(drawn, length):
+    model, input_ids = drawn.build(), random_ids(2, length)
+    logits = model(input_ids, use_cache=False).logits
+    expected, weights = reference_logits(model, input_ids)
+    assert_close(logits, expected, FP64)
+    assert_gradients_close(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP64)
+
+
+@drawn(0.2, drawn=decoders(("eager",), ("float64",), names=("llama",), ways=("interleaved", "paired")))
+@torch.no_grad()
+def test_a_decoder_in_place_is_the_kind_of_its_name(drawn):
+    """Compare a Llama with `IHAForCausalLM` of the same weights, on single rows."""
+    model = drawn.build()
+    same = ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "head_dim", "rms_norm_eps")
+    same += ("num_attention_heads", "num_key_value_heads", "rope_parameters", "mixing_scale", "num_pseudo_heads")
+    kind = "iha" if drawn.way == "interleaved" else "paired_heads"
+    slides = [drawn.given_window is not None and layer in drawn.layers for layer in (0, 1)]
+    config = IHAConfig(
+        **{name: getattr(model.config, name) for name in same},
+        attention_kinds=[kind if layer in drawn.layers else "mha" for layer in (0, 1)],
+        layer_types=["sliding_attention" if each else "full_attention" for each in slides],
+        sliding_window=drawn.given_window,
+        pseudo_positions="shared",
+        pseudo_collapse=drawn.collapse,
+    )
+    expected = IHAForCausalLM._from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
+    expected.load_state_dict(model.state_dict())
+    for length in (1, 9, 24):
+        ids = random_ids(1, length)
+        assert_close(model(ids, use_cache=False).logits, expected(ids, use_cache=False).logits, FP64)
+
+
+# Any call
 
 
 @drawn(2.0, case=cases())
@@ -63,9 +115,7 @@ WITH_GRADIENTS = [core for core in CORES if core != "flex_attention"]  # which h
     checkpointing=st.sampled_from((None, {"use_reentrant": False}, {"use_reentrant": True})),
 )
 def test_a_row_is_learned_as_alone(case, checkpointing):
-    """Compare the gradients of the logits of all real tokens with those of eager attention in float64 on single rows.
-
-    A gradient that is zero but for rounding, as that of the bias of keys, is compared with the largest of all."""
+    """Compare the gradients of the logits of real tokens with those of eager attention in float64 on single rows."""
     drawn, call = case
     model = drawn.build()
     reference = reference_of(model)
@@ -76,14 +126,11 @@ def test_a_row_is_learned_as_alone(case, checkpointing):
     weight = weight.double() * call.real[..., None]
     (call.logits(model) * weight).sum().backward()
     (call.logits_alone(reference, counts_padding=not drawn.is_flash) * weight).sum().backward()
-    largest = max(parameter.grad.abs().max() for parameter in reference.parameters() if parameter.grad is not None)
-    for (name, actual), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        if expected.grad is None:
-            assert actual.grad is None or not actual.grad.any(), name
-            continue
-        difference = (actual.grad - expected.grad).abs().max()
-        scale = max(expected.grad.abs().max(), 1e-3 * largest)
-        assert difference <= 10 * TOLERANCE[drawn.dtype] * scale, name
+    actual, expected = ({name: p.grad for name, p in each.named_parameters()} for each in (model, reference))
+    unused = {name for name, gradient in expected.items() if gradient is None}
+    assert not any(actual[name].any() for name in unused if actual[name] is not None)
+    expected = {name: gradient for name, gradient in expected.items() if name not in unused}
+    assert_gradients_close(actual, expected, TOLERANCE[drawn.dtype])
 
 
 @st.composite
