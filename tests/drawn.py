@@ -9,7 +9,16 @@ import warnings
 from dataclasses import dataclass
 
 import torch
-from helpers import causal_4d, cumulative_lengths, decoder, random_ids, random_model, small_config, train_mixing
+from helpers import (
+    LOCAL_ROPE,
+    causal_4d,
+    cumulative_lengths,
+    decoder,
+    random_ids,
+    random_model,
+    small_config,
+    train_mixing,
+)
 from hypothesis import strategies as st
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
@@ -29,6 +38,14 @@ CORES = ("sdpa", "sdpa", "eager", SDPA_IN_BLOCKS, "flash_attention_2", "flex_att
 DENSE_CORES = ("sdpa", "eager")  # that build scores
 
 
+# Fields of the rest of a layer.
+MORE = {
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "two matrices": {"gated_mlp": False, "mlp_bias": True, "hidden_act": "gelu", "tie_word_embeddings": True},
+    "local rope": {"rope_parameters": LOCAL_ROPE["rope_parameters"]},
+}
+
+
 # Models
 
 
@@ -37,7 +54,7 @@ class Drawn:
 
     @property
     def heads_of_group(self):
-        return 4 // self.groups
+        return self.heads // self.groups
 
     @property
     def is_flash(self):
@@ -46,7 +63,7 @@ class Drawn:
     @property
     def is_in_blocks(self):
         """Return whether `sdpa_in_blocks` attends, which is what "sdpa" means here."""
-        return self.core in ("sdpa", SDPA_IN_BLOCKS) and not self.builds_scores
+        return self.core in ("sdpa", SDPA_IN_BLOCKS) and not self.needs_dense_masks
 
     @property
     def takes_static(self):
@@ -61,7 +78,8 @@ class OwnModel(Drawn):
     slides: tuple[bool, ...]  # whether the layer has the window
     window: int | None
     num_pseudo_heads: int
-    groups: int  # of 4 heads
+    heads: int
+    groups: int
     core: str
     dtype: str = "float32"
     positions: str = "interleaved"
@@ -70,16 +88,23 @@ class OwnModel(Drawn):
     gate: str | None = None
     xsa: bool = False
     recomputes: bool = False
-    has_options: bool = False  # the example options of the kinds
+    options: str = "default"  # of the kinds: "example" or "linear" too
+    more: str | None = None  # a key of `MORE`
 
     def build(self):
-        options = {kind: getattr(OPTIONS_CLASSES[kind], "example", {}) for kind in self.kinds if self.has_options}
+        options = {}
+        if self.options == "example":
+            options = {kind: getattr(OPTIONS_CLASSES[kind], "example", {}) for kind in self.kinds}
+        if self.options == "linear":
+            options = {"hyper": {"linear": True, "order": 4, "sharing": False}}
         config = small_config(
             attention_kinds=list(self.kinds),
             num_hidden_layers=len(self.kinds),
             layer_types=["sliding_attention" if slides else "full_attention" for slides in self.slides],
             sliding_window=self.window,
             num_pseudo_heads=self.num_pseudo_heads,
+            head_dim=8,
+            num_attention_heads=self.heads,
             num_key_value_heads=self.groups,
             pseudo_positions=self.positions,
             pseudo_collapse=self.collapse,
@@ -88,6 +113,7 @@ class OwnModel(Drawn):
             exclusive_attention=self.xsa,
             recompute_virtual_tokens=self.recomputes,
             attention_options=options,
+            **MORE.get(self.more, {}),
         )
         return on_core(random_model(config), self.core, self.dtype)
 
@@ -100,7 +126,7 @@ class OwnModel(Drawn):
         return self.num_pseudo_heads > 1 and any(kind in ("iha", "paired_heads") for kind in self.kinds)
 
     @property
-    def builds_scores(self):
+    def needs_dense_masks(self):
         return any(kind in SCORES for kind in self.kinds)
 
     @property
@@ -147,12 +173,23 @@ BASES = {
     "opt": lambda window: {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "layerdrop": 0.0},
     "starcoder2": lambda window: {"sliding_window": window},
     "granite": lambda window: {},
+    "stablelm": lambda window: {},  # passes no `cu_seq_lens_q` on
+    "qwen2_moe": lambda window: {
+        **{"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 1},
+        **{"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    },
+    "llama4_text": lambda window: {
+        **{"attention_chunk_size": window or 200, "num_local_experts": 2, "num_experts_per_tok": 2},
+        "no_rope_layers": [1, 0],
+    },
     "gpt_oss": lambda window: {"sliding_window": window or 200, "num_local_experts": 2, "num_experts_per_tok": 2},
 }
 WITHOUT_GROUPS = ("gpt_neox", "opt")
 # Bases that compute on eager attention alone: soft caps and attention sinks.
 EAGER = ("gemma2", "gpt_oss")
-WITH_WINDOWS = tuple(name for name, fields in BASES.items() if "sliding_window" in fields(None))
+# They hand no window to their attention, so Transformers makes dense masks: Llama 4 has chunks.
+DENSE = ("qwen2_moe", "llama4_text")
+WITH_WINDOWS = tuple(name for name, fields in BASES.items() if {"sliding_window", *DENSE} & {name, *fields(None)})
 
 
 @dataclass(frozen=True)
@@ -192,6 +229,7 @@ class Decoder(Drawn):
     def window(self):
         return min((each for each in (self.own_window, self.given_window) if each), default=None)
 
+    heads = 4
     is_own = False
     needs_positions = False
     most_tokens = 150
@@ -202,11 +240,11 @@ class Decoder(Drawn):
 
     @property
     def keeps_documents_flat(self):
-        return self.has_virtual_heads
+        return self.has_virtual_heads and self.name != "stablelm"
 
     @property
-    def builds_scores(self):
-        return self.name in EAGER
+    def needs_dense_masks(self):
+        return self.name in EAGER + DENSE
 
     @property
     def reads_documents(self):
@@ -243,26 +281,33 @@ def on_core(model, core, dtype):
 @st.composite
 def own_models(draw, cores, dtypes):
     count = draw(st.integers(1, 3))
-    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=count, max_size=count))
-    groups = draw(st.sampled_from((1, 2, 4)))
+    kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=count, max_size=count)))
+    builds_scores = any(kind in SCORES for kind in kinds)
+    heads = draw(st.sampled_from((4, 4, 4, 6)))
+    options = draw(st.sampled_from(("default", "example", "linear")))
+    if options == "example" and "hyper_feature" in kinds:  # it has an order for each of 4 heads, in 2 groups
+        heads = 4
+    groups = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    if "diff" in kinds or options == "example" or "paired_heads" in kinds:  # which halve the groups, or more
+        groups += groups % 2 * groups
     num_pseudo_heads = draw(st.sampled_from((2, 3, 1, 4)))
-    if "diff" in kinds or "paired_heads" in kinds:  # whose groups are halved, or divided by P
-        groups = max(groups, 2)
-    if "paired_heads" in kinds:
+    if "paired_heads" in kinds and groups % num_pseudo_heads:
         num_pseudo_heads = 2
     window = draw(WINDOWS)
-    slides = draw(st.lists(st.booleans(), min_size=count, max_size=count)) if window else [False] * count
-    if not any(slides):
-        window = None
-    builds_scores = any(kind in SCORES for kind in kinds)
-    has_options = draw(st.booleans())
+    slides = [window is not None and draw(st.booleans()) for _ in kinds]
+    if options == "linear":  # which has no window
+        slides = [slide and kind != "hyper" for slide, kind in zip(slides, kinds)]
+    more = draw(st.sampled_from((None, *MORE)))
+    if more == "local rope" and (len(set(slides)) < 2 or not {"mha", "iha", "paired_heads"}.issuperset(kinds)):
+        more = None  # it is for models of both layer types, and the loops of other kinds have no such RoPE
     return OwnModel(
-        kinds=tuple(kinds),
+        kinds=kinds,
         slides=tuple(slides),
-        window=window,
+        window=window if any(slides) else None,
         num_pseudo_heads=num_pseudo_heads,
-        groups=max(groups, 2) if has_options and "hyper_feature" in kinds else groups,
-        core=draw(st.sampled_from(DENSE_CORES if builds_scores else cores)),
+        heads=heads,
+        groups=groups,
+        core=draw(st.sampled_from(DENSE_CORES if builds_scores and len(cores) > 1 else cores)),
         dtype=draw(st.sampled_from(dtypes)),
         positions=draw(st.sampled_from(("interleaved", "shared"))),
         collapse=draw(st.sampled_from(("per_head", "all_heads"))),
@@ -270,14 +315,15 @@ def own_models(draw, cores, dtypes):
         gate=draw(st.sampled_from((None, "elementwise", "per_head"))),
         xsa=not any(kind in PAIRS for kind in kinds) and draw(st.booleans()),
         recomputes=draw(st.booleans()),
-        has_options=has_options,
+        options=options,
+        more=more,
     )
 
 
 # "iha" and "paired_heads" come up more often, because each of them has a form for every call.
 KINDS = ("iha", "iha", "iha", "paired_heads", "paired_heads", *(kind for kind in OPTIONS_CLASSES))
 WINDOWS = st.sampled_from((None, None, 2, 3, 4, 5, 6, 20))
-DTYPES = ("float32", "float32", "float32", "float64", "bfloat16")
+DTYPES = ("float32", "float32", "float32", "float64", "bfloat16", "float16")
 
 
 @st.composite
@@ -289,7 +335,14 @@ def decoders(draw, cores, dtypes, names=tuple(BASES), ways=("interleaved", "inte
     groups = 4 if name in WITHOUT_GROUPS else draw(st.sampled_from((2, 1, 4)))
     if way == "paired":
         groups = max(groups, 2)
-    cores = ("eager",) if name in EAGER else (SDPA_IN_BLOCKS,) if way == "plain" else cores
+    if name in EAGER:
+        cores = ("eager",)
+    elif way == "plain":
+        cores = (SDPA_IN_BLOCKS,)
+    elif name in DENSE and len(cores) > 1:
+        cores = DENSE_CORES
+    elif name == "stablelm":
+        cores = [core for core in cores if core != "flex_attention"]  # it does not support it
     return Decoder(
         name=name,
         way=way,
@@ -321,6 +374,7 @@ class Call:
     mask: str | None = None  # "padding", or [batch, 1, tokens, keys]: "bool" or "additive"
     has_positions: bool = False
     documents: tuple[tuple[int, ...], ...] = ()  # their lengths in each row
+    skip: int = 0  # the first position of every second document
     has_lengths: bool = False  # whether `cu_seq_lens_q` declares the documents too
     cache: str | None = None  # "dynamic", "whole" (keeps what windows drop) or "static"
     room: int = 0  # for tokens to come, in the mask and in a static cache
@@ -347,7 +401,10 @@ class Call:
     @property
     def position_ids(self):
         if self.documents:
-            return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in self.documents])
+            starts = (0, self.skip)
+            rows = [torch.cat([torch.arange(n) + starts[i % 2] for i, n in enumerate(row)]) for row in self.documents]
+            # One row says it for all.
+            return torch.stack(rows if len(set(self.documents)) > 1 else rows[:1])
         return (self.real.cumsum(-1) - 1).clamp_min(0)
 
     @property
@@ -421,13 +478,13 @@ def reference_of(model):
 
 def lengths_of(model):
     """Return the lengths at which something begins: windows, blocks, the form of one new token on a CPU."""
-    window, block = model.window or 0, -(-BLOCK // model.num_pseudo_heads)
+    window, block = model.window or 0, 33 if model.needs_positions else -(-BLOCK // model.num_pseudo_heads)
     around = [*(window + n for n in (-1, 0, 1)), 2 * window, *(window + block + n for n in (-1, 0, 1)), 70, 130]
-    return sorted({1, 2, 5, 9} | {n for n in around if 0 < n <= model.most_tokens})
+    return [1, 1, 2, *sorted({5, 9} | {n for n in around if 2 < n <= model.most_tokens})]
 
 
 @st.composite
-def calls(draw, model, with_cache=True, length=None):
+def calls(draw, model, caches=("dynamic", "whole", "static"), length=None):
     """Draw a call that the model takes, of a length around which something begins or of a given one."""
     length = length or draw(st.sampled_from(lengths_of(model)))
     rows = draw(st.sampled_from((1, 2, 3, model.heads_of_group)))
@@ -437,15 +494,23 @@ def calls(draw, model, with_cache=True, length=None):
         # Flash functions take documents of one row.
         rows = 1 if model.is_flash else rows
         documents = tuple(draw(cuts(length)) for _ in range(rows))
-        plain = (("none", 0),) * rows
-        has_lengths = rows == 1 and draw(st.booleans())
-        return Call((length,), plain, documents=documents, has_lengths=has_lengths, has_embeddings=embeddings)
+        return Call(
+            chunks=(length,),
+            padding=(("none", 0),) * rows,
+            documents=documents if draw(st.booleans()) else documents[:1] * rows,
+            # A flash function takes the smallest position for the beginning of every document.
+            skip=draw(st.sampled_from((0, 3))) if not model.is_flash and not model.needs_positions else 0,
+            has_lengths=rows == 1 and draw(st.booleans()),
+            has_embeddings=embeddings,
+        )
 
     padding = tuple(draw(paddings(model, length, may_be_empty=row > 0)) for row in range(rows))
     is_padded = any(count for _, count in padding)
     # Absolute positions, and those after a hole, are those of the row alone only where they are given.
     needs_positions = model.needs_positions or any(place == "inner" for place, _ in padding)
-    cache = draw(caches(model)) if kind == "cache" and with_cache else None
+    if not model.takes_static:  # nor caches of the caller
+        caches = [each for each in caches if each == "dynamic"]
+    cache = draw(st.sampled_from(caches)) if kind == "cache" and caches else None
     masks = ["padding"] if is_padded else [None, "padding"]
     if cache != "static" and length <= (model.window or length):  # a mask over tokens cannot hold a window
         masks += model.dense_masks
@@ -492,14 +557,10 @@ def paddings(draw, model, length, may_be_empty):
     return (place, length if place == "all" else draw(st.integers(1, most)))
 
 
-def caches(model):
-    return st.sampled_from(("dynamic", "whole", "static") if model.takes_static else ("dynamic",))
-
-
 @st.composite
-def cases(draw, cores=CORES, dtypes=DTYPES, with_cache=True):
+def cases(draw, cores=CORES, dtypes=DTYPES, **options):
     model = draw(models(cores, dtypes))
-    return model, draw(calls(model, with_cache))
+    return model, draw(calls(model, **options))
 
 
 @dataclass(frozen=True)
@@ -510,28 +571,40 @@ class Generation:
     is_static: bool
     chunk: int | None
     new_tokens: int = 3
+    mode: str = "greedy"  # a key of `MODES`
 
-    def run(self, model):
-        """Return what `generate` returns, with logits."""
+    def run(self, model, **options):
+        """Return what `generate` returns, with logits. It begins with the same random numbers each time."""
+        torch.manual_seed(0)
         length = max(self.prompts)
         real = torch.arange(length) >= length - torch.tensor(self.prompts)[:, None]
         ids = random_ids(len(self.prompts), length).masked_fill(~real, 0)
-        static = {"cache_implementation": "static", "disable_compile": True} if self.is_static else {}
-        chunks = {} if self.chunk is None else {"prefill_chunk_size": self.chunk}
-        options = {"do_sample": False, "pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
-        config = GenerationConfig(max_new_tokens=self.new_tokens, **options, **static, **chunks)
+        if not options:
+            static = {"cache_implementation": "static", "disable_compile": True} if self.is_static else {}
+            options = static | ({} if self.chunk is None else {"prefill_chunk_size": self.chunk})
+        options |= {"pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True, **MODES[self.mode]}
+        config = GenerationConfig(max_new_tokens=self.new_tokens, **options)
         return model.generate(ids, attention_mask=real.long(), generation_config=config)
 
 
+MODES = {
+    "greedy": {"do_sample": False},
+    "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
+    "samples": {"do_sample": True, "top_k": 5, "num_return_sequences": 2},
+}
+
+
 @st.composite
-def generations(draw, model):
+def generations(draw, model, modes, length=None):
     lengths = [n for n in lengths_of(model) if n < model.most_tokens]
-    length = draw(st.sampled_from(lengths))
+    length = length or draw(st.sampled_from(lengths))
     rows = draw(st.sampled_from((1, 2, 3, model.heads_of_group)))
-    is_padded = draw(st.booleans()) and (model.core, model.dtype) != ("eager", "float64")
+    mode = draw(st.sampled_from(modes))
+    is_padded = mode == "greedy" and draw(st.booleans()) and (model.core, model.dtype) != ("eager", "float64")
     others = st.sampled_from([n for n in lengths if n <= length]) if is_padded else st.just(length)
     return Generation(
         prompts=(length, *(draw(others) for _ in range(rows - 1))),
         is_static=draw(st.booleans()) and model.takes_static,
         chunk=draw(st.sampled_from((None, 1 if length < 20 else 50, 4 if length < 50 else 65))),
+        mode=mode,
     )

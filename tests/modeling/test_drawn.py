@@ -4,7 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from drawn import CORES, Call, calls, cases, decoders, generations, models, own_models, reference_of
+from drawn import (
+    CORES,
+    Call,
+    Decoder,
+    Generation,
+    calls,
+    cases,
+    decoders,
+    generations,
+    models,
+    own_models,
+    reference_of,
+)
 from helpers import (
     FP32,
     FP64,
@@ -19,7 +31,7 @@ from helpers import (
     reference_logits,
     small_config,
 )
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -32,7 +44,7 @@ from modeling_iha.transformers_versions import CACHE
 
 pytestmark = pytest.mark.usefixtures("cpu_cores")
 # Rounding to bfloat16 moves the logits of tiny models by some hundredths of their size.
-TOLERANCE = {"float64": FP64, "float32": FP32, "bfloat16": 0.1}
+TOLERANCE = {"float64": FP64, "float32": FP32, "bfloat16": 0.1, "float16": 0.03}
 FULL_PRECISION = ("float32", "float64")
 
 
@@ -93,7 +105,9 @@ def test_a_decoder_in_place_is_the_kind_of_its_name(drawn):
 # Any call
 
 
-@drawn(2.0, case=cases())
+# Rows of one token, for whose mask SDPA took the rows of a batch for queries.
+@example((Decoder("llama", "plain", SDPA_IN_BLOCKS), Call((1,), (("none", 0), ("all", 1)), "padding")))
+@drawn(3.0, case=cases())
 @torch.no_grad()
 def test_a_row_is_what_it_is_alone(case):
     """Compare every real token of a call with eager attention in float64 on its row alone."""
@@ -111,7 +125,7 @@ WITH_GRADIENTS = [core for core in CORES if core != "flex_attention"]  # which h
 
 @drawn(
     1.0,
-    case=cases(WITH_GRADIENTS, FULL_PRECISION, with_cache=False),
+    case=cases(WITH_GRADIENTS, FULL_PRECISION, caches=("dynamic", "whole")),
     checkpointing=st.sampled_from((None, {"use_reentrant": False}, {"use_reentrant": True})),
 )
 def test_a_row_is_learned_as_alone(case, checkpointing):
@@ -120,7 +134,7 @@ def test_a_row_is_learned_as_alone(case, checkpointing):
     model = drawn.build()
     reference = reference_of(model)
     model.train()
-    if checkpointing is not None:
+    if checkpointing is not None and call.cache is None:  # it takes no cache
         model.gradient_checkpointing_enable(checkpointing)
     weight = torch.randn(*call.real.shape, model.config.vocab_size, generator=torch.Generator().manual_seed(2))
     weight = weight.double() * call.real[..., None]
@@ -134,12 +148,12 @@ def test_a_row_is_learned_as_alone(case, checkpointing):
 
 
 @st.composite
-def prompts(draw):
-    model = draw(models(dtypes=FULL_PRECISION))
-    return model, draw(generations(model))
+def prompts(draw, dtypes, modes):
+    model = draw(models(dtypes=dtypes))
+    return model, draw(generations(model, modes))
 
 
-@drawn(0.7, case=prompts())
+@drawn(0.7, case=prompts(FULL_PRECISION, ("greedy",)))
 @torch.no_grad()
 def test_greedy_tokens_are_those_of_each_row_alone(case):
     drawn, generation = case
@@ -153,6 +167,15 @@ def test_greedy_tokens_are_those_of_each_row_alone(case):
         assert torch.equal(generated.sequences[row, -generation.new_tokens :], expected.argmax(-1))
 
 
+@drawn(0.2, case=prompts(("float64",), ("beams", "samples")))
+@torch.no_grad()
+def test_beams_and_samples_are_those_without_a_cache(case):
+    drawn, generation = case
+    model = drawn.build()
+    expected = generation.run(reference_of(model), use_cache=False)
+    assert torch.equal(generation.run(model).sequences, expected.sequences)
+
+
 # What cannot be computed
 
 JOINED = "Packed documents would attend to one another"
@@ -161,16 +184,19 @@ NO_DENSE_MASK = r"attention_mask must be \[batch, tokens\], or .* without window
 
 def faults(drawn, call, model):
     """Yield arguments with which a call cannot be computed, and what is said."""
-    halves = call.length // 2, call.length - call.length // 2
-    restarting, lengths = packing(halves, call.rows)[0], cumulative_lengths(halves)
-    ones = {"attention_mask": torch.ones(call.rows, call.length).long()}
-    dense = {"attention_mask": causal_4d(call.real, "bool")}
+    first, second = call.length // 2, call.length - call.length // 2
+    restarting, lengths = packing((first, second), call.rows)[0], cumulative_lengths((first, second))
+    ones = torch.ones(call.rows, call.length).long()
+    hole = ones.clone()
+    hole[:, first] = 0
     if call.length > 1:
         if drawn.reads_documents:
-            yield restarting | ones, JOINED
-            yield restarting | ones | lengths, JOINED
+            yield restarting | {"attention_mask": ones}, JOINED
+            yield restarting | {"attention_mask": ones} | lengths, JOINED
             yield restarting | {CACHE: DynamicCache()}, JOINED
             yield restarting | {CACHE: DynamicCache()} | lengths, JOINED
+            if first > 1 and second > 1:
+                yield restarting | {"attention_mask": hole}, JOINED
         if drawn.is_own and drawn.is_flash and call.rows > 1:
             yield restarting, JOINED
         if drawn.is_own and call.rows == 1:
@@ -182,13 +208,24 @@ def faults(drawn, call, model):
                 yield mask, rf"attention_mask .* does not fit {call.rows} rows of {call.length}"
     if drawn.has_virtual_heads:
         yield {"is_causal": False}, "is_causal=False: interleaved heads are causal"
+    if drawn.is_own or drawn.has_virtual_heads:
+        dense = causal_4d(ones, "bool")
+        longer = torch.nn.functional.pad(dense, (0, 3))
         if drawn.window is not None and drawn.window < call.length:
-            yield dense, NO_DENSE_MASK
+            yield {"attention_mask": dense}, NO_DENSE_MASK
+            yield {"attention_mask": causal_4d(ones, "additive")}, NO_DENSE_MASK
+        for cache in (None, DynamicCache()):
+            yield {"attention_mask": longer, CACHE: cache}, NO_DENSE_MASK
         if drawn.takes_static:
-            yield dense | {CACHE: StaticCache(config=model.config, max_cache_len=call.length + 2)}, NO_DENSE_MASK
+            for mask in (dense, longer):
+                static = StaticCache(config=model.config, max_cache_len=call.length + 3)
+                yield {"attention_mask": mask, CACHE: static}, NO_DENSE_MASK
+    if drawn.is_own:
+        for mask in (ones[0], ones[:, None], dense[:, :, :-1]):
+            yield {"attention_mask": mask}, NO_DENSE_MASK
 
 
-@drawn(0.5, case=cases(dtypes=FULL_PRECISION, with_cache=False))
+@drawn(0.5, case=cases(dtypes=FULL_PRECISION, caches=()))
 @torch.no_grad()
 def test_what_cannot_be_computed_is_named(case):
     drawn, call = case
@@ -225,20 +262,23 @@ def flat_cases(draw):
 
     Plain decoders have dense masks for documents, which Transformers makes."""
     model = draw(models(("sdpa", SDPA_IN_BLOCKS)).filter(lambda drawn: drawn.is_in_blocks))
-    call = draw(calls(model, length=LENGTH))
+    call = draw(calls(model, length=LENGTH, caches=("dynamic", "static")))
     assume(call.mask not in model.dense_masks and not (call.documents and not model.keeps_documents_flat))
     return model, replace(call, chunks=(LENGTH,))
 
 
 @drawn(0.4, case=flat_cases(), trains=st.booleans())
 def test_a_flat_call_makes_no_square(case, trains):
-    """Look at training steps and at prompts."""
+    """Look at training steps, and at prompts of a forward and of `generate`, which makes some masks itself."""
     drawn, call = case
     model = drawn.build()
-    with Squares() as squares, torch.set_grad_enabled(trains):
+    with Squares() as squares, torch.set_grad_enabled(trains and call.cache is None):
         logits = call.logits(model.train(trains))
-        if trains:
+        if logits.requires_grad:
             logits.sum().backward()
+        if call.cache is not None:
+            prompts = [LENGTH - count * (place == "left") for place, count in call.padding]
+            Generation(tuple(prompts), is_static=call.cache == "static", chunk=None, new_tokens=1).run(model)
     assert not squares.found
 
 
