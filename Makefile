@@ -83,7 +83,7 @@ test: lint
 test-full: lint
 	$(RUN) -m pytest -n 2 --dist loadfile --hypothesis-profile full
 
-MODELING := $(addprefix tests/modeling/test_,drawn.py alone.py cache.py generation.py versions.py interleaved_classes.py)
+MODELING := $(addprefix tests/modeling/test_,drawn.py cache.py generation.py versions.py interleaved_classes.py)
 CORE := $(MODELING) $(addprefix tests/modeling/test_,mechanisms.py reference.py interleave.py) \
 	tests/conversion/test_conversion.py tests/conversion/test_serving.py
 # SmolLM2's weights convert alike on every version, slowly.

@@ -21,13 +21,17 @@ os.environ.setdefault("IHA_TRITON_KERNELS", "all")
 
 import pytest  # noqa: E402
 from clean_processes import Forking  # noqa: E402
-from hypothesis import settings  # noqa: E402
 
 
-# `make test` draws the same cases each time, and `make test-full` others (`--hypothesis-profile full`).
-settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=100)
-settings.register_profile("full", deadline=None, database=None, max_examples=1000, print_blob=True)
-settings.load_profile("quick")
+try:
+    from hypothesis import settings
+except ImportError:  # where only tests run that draw nothing, as on a GPU
+    pass
+else:
+    # `make test` draws the same cases each time, and `make test-full` others (`--hypothesis-profile full`).
+    settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=100)
+    settings.register_profile("full", deadline=None, database=None, max_examples=1000, print_blob=True)
+    settings.load_profile("quick")
 
 
 # pytest reads this file in the process that starts the others too, and waits for it: what takes seconds to import is

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+import transformers
 from helpers import (
     LOCAL_ROPE,
     causal_4d,
@@ -20,6 +21,7 @@ from helpers import (
     train_mixing,
 )
 from hypothesis import strategies as st
+from packaging.version import Version
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from modeling_iha import interleave_heads, pair_heads
@@ -113,12 +115,16 @@ class OwnModel(Drawn):
             exclusive_attention=self.xsa,
             recompute_virtual_tokens=self.recomputes,
             attention_options=options,
+            # Of the size of the squares that it is added to: "diff" norms the output of a query, and the gradient of
+            # its scale is a small difference where the query sees a single key.
+            rms_norm_eps=0.1,
             **MORE.get(self.more, {}),
         )
         return on_core(random_model(config), self.core, self.dtype)
 
     is_own = True
-    reads_documents = True  # and names those that it would join
+    is_ours = True
+    keeps_documents_apart = True
     keeps_documents_flat = True
 
     @property
@@ -142,10 +148,6 @@ class OwnModel(Drawn):
     def most_tokens(self):
         """Return the length of a call that one example can afford: pairs of tokens have scores of N^3 entries."""
         return 40 if self.needs_positions else 150
-
-    @property
-    def keeps_documents_apart(self):
-        return True
 
 
 # Fields of tiny decoders for a window, or for none. Dropout is left out of all, because training is compared too.
@@ -235,33 +237,33 @@ class Decoder(Drawn):
     most_tokens = 150
 
     @property
-    def has_virtual_heads(self):
+    def is_ours(self):
         return self.way != "plain"
 
     @property
+    def has_virtual_heads(self):
+        return self.is_ours
+
+    @property
     def keeps_documents_flat(self):
-        return self.has_virtual_heads and self.name != "stablelm"
+        return self.is_ours and self.name != "stablelm"
 
     @property
     def needs_dense_masks(self):
         return self.name in EAGER + DENSE
 
     @property
-    def reads_documents(self):
-        """Return whether the decoder names documents that it would join. Plain ones join them."""
-        return self.has_virtual_heads and self.is_in_blocks
-
-    @property
     def dense_masks(self):
-        """Return the kinds of masks [batch, 1, tokens, keys] that the base takes: its eager attention adds them."""
-        if self.is_flash or self.core == "flex_attention":
-            return []
-        return ["additive"] if self.core == "eager" else ["bool", "additive"]
+        """Return the kinds of masks [batch, 1, tokens, keys] that the decoder takes."""
+        return [] if self.is_flash or self.core == "flex_attention" else ["bool", "additive"]
 
     @property
     def keeps_documents_apart(self):
-        """Return whether the base does: the masks of these read no positions."""
-        return self.name not in ("opt", "gpt_oss")
+        """Return whether the base does: the masks of OPT and gpt-oss read no positions.
+
+        Transformers 5.17 counts the chunks of Llama 4 from the start of a packed row."""
+        joins_chunks = self.name == "llama4_text" and Version(transformers.__version__) < Version("5.18")
+        return self.name not in ("opt", "gpt_oss") and not joins_chunks
 
 
 @torch.no_grad()
@@ -282,14 +284,15 @@ def on_core(model, core, dtype):
 def own_models(draw, cores, dtypes):
     count = draw(st.integers(1, 3))
     kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=count, max_size=count)))
-    builds_scores = any(kind in SCORES for kind in kinds)
+    if any(kind in SCORES for kind in kinds):
+        cores = [core for core in cores if core in DENSE_CORES]
     heads = draw(st.sampled_from((4, 4, 4, 6)))
     options = draw(st.sampled_from(("default", "example", "linear")))
     if options == "example" and "hyper_feature" in kinds:  # it has an order for each of 4 heads, in 2 groups
         heads = 4
     groups = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     if "diff" in kinds or options == "example" or "paired_heads" in kinds:  # which halve the groups, or more
-        groups += groups % 2 * groups
+        groups = groups if groups % 2 == 0 else 2 * groups
     num_pseudo_heads = draw(st.sampled_from((2, 3, 1, 4)))
     if "paired_heads" in kinds and groups % num_pseudo_heads:
         num_pseudo_heads = 2
@@ -307,7 +310,7 @@ def own_models(draw, cores, dtypes):
         num_pseudo_heads=num_pseudo_heads,
         heads=heads,
         groups=groups,
-        core=draw(st.sampled_from(DENSE_CORES if builds_scores and len(cores) > 1 else cores)),
+        core=draw(st.sampled_from(cores)),
         dtype=draw(st.sampled_from(dtypes)),
         positions=draw(st.sampled_from(("interleaved", "shared"))),
         collapse=draw(st.sampled_from(("per_head", "all_heads"))),
@@ -339,8 +342,8 @@ def decoders(draw, cores, dtypes, names=tuple(BASES), ways=("interleaved", "inte
         cores = ("eager",)
     elif way == "plain":
         cores = (SDPA_IN_BLOCKS,)
-    elif name in DENSE and len(cores) > 1:
-        cores = DENSE_CORES
+    elif name in DENSE:
+        cores = [core for core in cores if core in DENSE_CORES]
     elif name == "stablelm":
         cores = [core for core in cores if core != "flex_attention"]  # it does not support it
     return Decoder(
@@ -595,9 +598,9 @@ MODES = {
 
 
 @st.composite
-def generations(draw, model, modes, length=None):
+def generations(draw, model, modes):
     lengths = [n for n in lengths_of(model) if n < model.most_tokens]
-    length = length or draw(st.sampled_from(lengths))
+    length = draw(st.sampled_from(lengths))
     rows = draw(st.sampled_from((1, 2, 3, model.heads_of_group)))
     mode = draw(st.sampled_from(modes))
     is_padded = mode == "greedy" and draw(st.booleans()) and (model.core, model.dtype) != ("eager", "float64")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from references import reference_attention
 from references.iha import causal_lm
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from iha.errors import ROOT, run_cli
@@ -22,7 +22,6 @@ from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads, pair_heads
 from modeling_iha.configuration_iha import OPTIONS_CLASSES
 from modeling_iha.mixing_weights import mixing_parameters
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
-from modeling_iha.score_matrix import ScoreMatrixAttention
 from modeling_iha.transformers_versions import CACHE
 from modeling_iha.virtual_tokens import takes_new_token
 
@@ -75,8 +74,6 @@ LLAMA = {**SIZES, "attention_bias": True, "mlp_bias": True}
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 CORES = ["eager", "sdpa", "flash_attention_2", "flex_attention"]
-# "base" is SDPA where "iha" layers decode one token from base states: see `set_core`.
-DECODING_CORES = ["base", *CORES]
 _WINDOW_AND_GLOBAL = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
 
 
@@ -242,8 +239,6 @@ WAYS = {
     "some interleaved": lambda window=None, **fields: interleaved("llama", window, [0, 2], **fields),
     "paired": lambda window=None, **fields: pair_heads(decoder("llama", **fields), 2, sliding_window=window),
 }
-# Decoders without virtual heads, as functions of a window. Theirs are those of their types.
-PLAIN = {f"plain {name}": lambda window, name=name: decoder(name) for name in ("gemma3_text", "mistral")}
 # Fields of what any kind may add to its heads.
 BOTH = {"output_gate": "elementwise", "exclusive_attention": True}
 
@@ -359,21 +354,6 @@ def cumulative_lengths(lengths):
     return lengths | {f"max_length_{side}": longest for side in "qk"}
 
 
-def on_cores(geometries, cores=CORES):
-    """Return (core, geometry) for all cores that differ: "base" is of "iha" layers.
-
-    Flash cores and FlexAttention reject `ScoreMatrixAttention`.
-    """
-
-    def differs(core, geometry):
-        if geometry not in OTHER_KINDS:
-            return True
-        kind = ATTENTION_CLASSES[GEOMETRIES[geometry]["attention_kinds"]]
-        return core in ("eager", "sdpa") or (core != "base" and not issubclass(kind, ScoreMatrixAttention))
-
-    return [(core, geometry) for geometry in geometries for core in cores if differs(core, geometry)]
-
-
 def causal_4d(attention_mask, kind):
     """Return the mask [batch, 1, N, N] that a padding mask [batch, N] stands for."""
     length = attention_mask.shape[1]
@@ -408,24 +388,6 @@ def greedy(model, input_ids, steps: int) -> torch.Tensor:
         following = uncached_logits(model, input_ids)[:, -1:].argmax(-1)
         input_ids = torch.cat((input_ids, following), dim=1)
     return input_ids
-
-
-@torch.no_grad()
-def assert_custom_masks_mean_padding(model):
-    """Pass a boolean mask at once, and an additive one in chunks through a cache."""
-    input_ids, padding_mask = random_ids(2, 9), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
-    position_ids, real = (padding_mask.cumsum(-1) - 1).clamp_min(0), padding_mask.bool()
-    expected = uncached_logits(model, input_ids, attention_mask=padding_mask, position_ids=position_ids)[real]
-    # Plain "eager" attention adds a boolean mask as ones.
-    mask = causal_4d(padding_mask, "additive" if model.config._attn_implementation.endswith("eager") else "bool")
-    actual = uncached_logits(model, input_ids, attention_mask=mask, position_ids=position_ids)[real]
-    assert_close(actual, expected)
-
-    mask, cache, logits = causal_4d(padding_mask, "additive"), DynamicCache(config=model.config), []
-    for start, end in ((0, 5), (5, 8), (8, 9)):
-        inputs = {"attention_mask": mask[:, :, start:end, :end], "position_ids": position_ids[:, start:end]}
-        logits.append(model(input_ids[:, start:end], **inputs, **{CACHE: cache}, use_cache=True).logits)
-    assert_close(torch.cat(logits, dim=1)[real], expected)
 
 
 def loss_and_gradients(model, input_ids, use_cache=False, **inputs):

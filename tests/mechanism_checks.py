@@ -6,8 +6,6 @@ import pytest
 from helpers import small_config
 
 from modeling_iha.configuration_iha import OPTIONS_CLASSES
-from modeling_iha.modeling_iha import ATTENTION_CLASSES
-from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,6 @@ class Mechanism:
         if self.is_linear:
             return self.config(**overrides)
         return self.config(layer_types=["sliding_attention", "full_attention"], sliding_window=3, **overrides)
-
-    def forms(self):
-        """Return the values of `set_core` to test: None for the model's own choice, and "base" where it differs."""
-        return [None, "base"] if self.kind in ("iha", "paired_heads") else [None]
-
-    def is_refused_on(self, core):
-        """Return whether the kind needs scores that the core never builds."""
-        return issubclass(ATTENTION_CLASSES[self.kind], ScoreMatrixAttention) and ("flash" in core or "flex" in core)
 
 
 def all_mechanisms():

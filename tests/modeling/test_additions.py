@@ -1,22 +1,15 @@
 """Compare what any kind may add to its heads, an output gate and exclusive self attention, with its reference.
 
-test_mechanisms.py has what the kinds must hold without additions, and test_cache.py, test_alone.py and
-test_checkpointing.py have both. Both are computed between attention and the output
-projection, from the layer's input and the values of the new tokens, so what a core or a mask does there holds here."""
+Both are drawn in test_drawn.py."""
 
 import pytest
 import torch
 from helpers import (
     BOTH,
     EVERY_KIND,
-    FP64,
-    assert_attention_matches,
-    packing,
-    padding,
     random_model,
     small_config,
 )
-from mechanism_checks import all_mechanisms
 from torch.nn.functional import normalize
 
 from modeling_iha import IHAForCausalLM
@@ -28,38 +21,6 @@ ADDITIONS = {
     "xsa": {"exclusive_attention": True},
     "both": BOTH,
 }
-READ_TUPLES = ("hyper", "simplicial")
-# Every kind and option with both, and the kinds that read tuples of tokens with the gate.
-ALL = [
-    (mechanism, name)
-    for mechanism in all_mechanisms()
-    for name in ADDITIONS
-    if mechanism.kind not in READ_TUPLES or "exclusive_attention" not in ADDITIONS[name]
-]
-FULLEST = [
-    (mechanism, name) for mechanism, name in ALL if name == ("gate" if mechanism.kind in READ_TUPLES else "both")
-]
-TWO_LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
-PAIRED = {"attention_kinds": "paired_heads", **TWO_LAYERS, **ADDITIONS["both"]}
-
-
-@pytest.mark.parametrize(("mechanism", "name"), ALL, ids=str)
-def test_layer(mechanism, name):
-    config = mechanism.config(num_hidden_layers=1, **ADDITIONS[name])
-    assert_attention_matches(config, FP64, dtype=torch.float64, length=7)
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("inputs", ["no_gqa", "padded", "packed"])
-@pytest.mark.parametrize(("mechanism", "name"), FULLEST, ids=str)
-def test_layer_without_grouped_queries_padded_and_packed(mechanism, name, inputs):
-    """Padding is on the left of one row. The packed rows hold three documents, one of them a single token."""
-    real = torch.ones(2, 9, dtype=torch.bool)
-    real[0, :3] = False
-    arguments = {"padded": padding(real), "packed": packing((4, 1, 4), rows=2)}.get(inputs, ({}, {}))
-    heads = {"num_key_value_heads": 4, "attention_bias": True} if inputs == "no_gqa" else {}
-    config = mechanism.config(None, num_hidden_layers=1, **heads, **ADDITIONS[name])
-    assert_attention_matches(config, FP64, dtype=torch.float64, length=9, inputs=arguments, seed=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,6 +9,7 @@ from drawn import (
     Call,
     Decoder,
     Generation,
+    OwnModel,
     calls,
     cases,
     decoders,
@@ -69,7 +70,7 @@ def assert_gradients_close(actual, expected, tolerance):
 # Eager attention, from which all others are told
 
 
-@drawn(0.5, drawn=own_models(("eager",), ("float64",)), length=st.integers(1, 9))
+@drawn(0.4, drawn=own_models(("eager",), ("float64",)), length=st.integers(1, 9))
 def test_eager_attention_is_the_loops_of_the_papers(drawn, length):
     model, input_ids = drawn.build(), random_ids(2, length)
     logits = model(input_ids, use_cache=False).logits
@@ -105,9 +106,11 @@ def test_a_decoder_in_place_is_the_kind_of_its_name(drawn):
 # Any call
 
 
-# Rows of one token, for whose mask SDPA took the rows of a batch for queries.
+# Rows of one token, for whose mask SDPA took the rows of a batch for queries: a crash, or a wrong row where there are
+# as many as heads of a group.
+@example((OwnModel(("iha", "mha"), (False, False), None, 2, 4, 2, "sdpa"), Call((1,), (("none", 0),) * 3, "padding")))
 @example((Decoder("llama", "plain", SDPA_IN_BLOCKS), Call((1,), (("none", 0), ("all", 1)), "padding")))
-@drawn(3.0, case=cases())
+@drawn(2.0, case=cases())
 @torch.no_grad()
 def test_a_row_is_what_it_is_alone(case):
     """Compare every real token of a call with eager attention in float64 on its row alone."""
@@ -124,7 +127,7 @@ WITH_GRADIENTS = [core for core in CORES if core != "flex_attention"]  # which h
 
 
 @drawn(
-    1.0,
+    0.8,
     case=cases(WITH_GRADIENTS, FULL_PRECISION, caches=("dynamic", "whole")),
     checkpointing=st.sampled_from((None, {"use_reentrant": False}, {"use_reentrant": True})),
 )
@@ -153,7 +156,7 @@ def prompts(draw, dtypes, modes):
     return model, draw(generations(model, modes))
 
 
-@drawn(0.7, case=prompts(FULL_PRECISION, ("greedy",)))
+@drawn(0.6, case=prompts(FULL_PRECISION, ("greedy",)))
 @torch.no_grad()
 def test_greedy_tokens_are_those_of_each_row_alone(case):
     drawn, generation = case
@@ -190,15 +193,15 @@ def faults(drawn, call, model):
     hole = ones.clone()
     hole[:, first] = 0
     if call.length > 1:
-        if drawn.reads_documents:
+        if drawn.is_ours:
             yield restarting | {"attention_mask": ones}, JOINED
             yield restarting | {"attention_mask": ones} | lengths, JOINED
             yield restarting | {CACHE: DynamicCache()}, JOINED
             yield restarting | {CACHE: DynamicCache()} | lengths, JOINED
             if first > 1 and second > 1:
                 yield restarting | {"attention_mask": hole}, JOINED
-        if drawn.is_own and drawn.is_flash and call.rows > 1:
-            yield restarting, JOINED
+            if drawn.is_flash and call.rows > 1:
+                yield restarting, JOINED
         if drawn.is_own and call.rows == 1:
             yield lengths, "cu_seq_lens_q needs position_ids that restart"
         if drawn.is_in_blocks:
@@ -208,7 +211,7 @@ def faults(drawn, call, model):
                 yield mask, rf"attention_mask .* does not fit {call.rows} rows of {call.length}"
     if drawn.has_virtual_heads:
         yield {"is_causal": False}, "is_causal=False: interleaved heads are causal"
-    if drawn.is_own or drawn.has_virtual_heads:
+    if drawn.is_ours:
         dense = causal_4d(ones, "bool")
         longer = torch.nn.functional.pad(dense, (0, 3))
         if drawn.window is not None and drawn.window < call.length:
@@ -234,6 +237,11 @@ def test_what_cannot_be_computed_is_named(case):
     for arguments, message in faults(drawn, call, model):
         with pytest.raises(ValueError, match=message):
             model(call.input_ids, **{"use_cache": False, **arguments})
+    if drawn.is_own and drawn.needs_dense_masks:
+        for core in ("flash_attention_2", "flex_attention"):
+            model.set_attn_implementation(core)
+            with pytest.raises(ValueError, match=f"changes the scores, which attn_implementation='{core}' never"):
+                model(call.input_ids)
 
 
 # Memory
@@ -267,7 +275,7 @@ def flat_cases(draw):
     return model, replace(call, chunks=(LENGTH,))
 
 
-@drawn(0.4, case=flat_cases(), trains=st.booleans())
+@drawn(0.3, case=flat_cases(), trains=st.booleans())
 def test_a_flat_call_makes_no_square(case, trains):
     """Look at training steps, and at prompts of a forward and of `generate`, which makes some masks itself."""
     drawn, call = case

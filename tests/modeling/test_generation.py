@@ -1,6 +1,6 @@
 """Hold the size of a cache, the choice of the form of one new token, and the heads of tasks.
 
-test_cache.py compares what is generated."""
+test_drawn.py compares what is generated."""
 
 import pytest
 import torch

@@ -1,22 +1,13 @@
-"""Pad, pack and mask on every core: a row does not depend on what it is batched or packed with.
-
-Masks that a core would silently ignore are rejected. Padding and packing of every kind are in test_mechanisms.py.
-"""
+"""Hold what masks and documents mean beyond what test_drawn.py draws: masks of users, cores of others, encoders."""
 
 import pytest
 import torch
 from accelerate.utils import send_to_device
 from helpers import (
-    CORES,
-    GEOMETRIES,
-    OTHER_KINDS,
     assert_close,
-    assert_custom_masks_mean_padding,
     causal_4d,
-    cumulative_lengths,
     decoder,
     geometry_model,
-    on_cores,
     random_ids,
     random_model,
     set_core,
@@ -24,7 +15,7 @@ from helpers import (
     uncached_logits,
 )
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -35,11 +26,7 @@ from modeling_iha.transformers_versions import CACHE
 from research.experiments.model_types import tiny_model
 
 
-FLASH = "flash_attention_2"
 MASKED_CORES = ["eager", "sdpa", "flex_attention"]
-LENGTHS = [5, 1, 4]
-POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-CU_SEQ_LENS = cumulative_lengths(LENGTHS)
 ONES = torch.ones(1, 10, dtype=torch.long)
 
 
@@ -50,46 +37,7 @@ def positions(attention_mask):
     return (attention_mask.cumsum(-1) - 1).clamp_min(0)
 
 
-# Padding
-
-
-@pytest.mark.one_of(4)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("core", "geometry"), on_cores(["global", "hybrid_window_of_2", *OTHER_KINDS, "hybrid"]))
-def test_a_row_of_padding_gives_no_nan(core, geometry, dtype):
-    """See no NaN in logits and gradients (FlexAttention has no CPU backward), and the other row undisturbed."""
-    if core == "eager" and dtype == torch.float64:
-        pytest.skip("so does Llama: its softmax is in float32, where the lowest float64 is -inf")
-    model = geometry_model(geometry, core, dtype=dtype)
-    input_ids = random_ids(2, 8)
-    attention_mask = torch.tensor([[0] * 8, [0, 0] + [1] * 6])
-    with torch.set_grad_enabled(core != "flex_attention"):
-        logits = model(input_ids, attention_mask=attention_mask, position_ids=positions(attention_mask)).logits
-    assert logits.isfinite().all()
-    if core != "flex_attention":
-        logits.float().square().mean().backward()
-        assert all(p.grad.isfinite().all() for p in model.parameters())
-    with torch.no_grad():
-        alone = model(input_ids[1:, 2:]).logits[0]
-    half = dtype in (torch.bfloat16, torch.float16)
-    assert_close(logits[1, 2:].detach().float(), alone.float(), 0.05 if half else 2e-5)
-    if core != "flash_attention_2" and model.config.sliding_window is None:
-        # A custom mask, boolean: the first row sees nothing.
-        with torch.no_grad():
-            logits = model(input_ids, attention_mask=causal_4d(attention_mask, "bool")).logits
-        assert logits.isfinite().all()
-
-
 # Custom masks
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize(("core", "geometry"), on_cores(GEOMETRIES, ["base", *MASKED_CORES]))
-@torch.no_grad()
-def test_custom_masks_equal_the_padding_they_express(core, geometry):
-    """Leave out the windows of a geometry: a mask over tokens cannot hold them."""
-    overrides = {"layer_types": "full_attention", "sliding_window": None}
-    assert_custom_masks_mean_padding(geometry_model(geometry, core, **overrides))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -107,38 +55,10 @@ def test_a_custom_mask_of_older_code_hides_as_well(kind, dtype):
     assert_close(actual[1], expected[1])
 
 
-@pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("geometry", ["window", "window_mha", "hybrid", "simplicial"])
-def test_a_custom_mask_next_to_windows_raises_an_error(core, geometry):
-    """A mask over tokens cannot hold a window over virtual tokens."""
-    model = geometry_model(geometry, core)
-    for kind in ("bool", "additive"):
-        with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\].* without windows"):
-            model(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), kind))
-
-
 def test_a_custom_mask_next_to_windows_raises_an_error_in_a_compiled_model():
     model = torch.compile(geometry_model("window"), backend="eager")
     with pytest.raises(Exception, match="without windows"):
         model(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
-
-
-@pytest.mark.parametrize("shape", [(9,), (1, 9, 9), (1, 1, 9, 8), (1, 1, 9, 10), (1, 1, 1, 9)])
-@pytest.mark.parametrize("core", CORES)
-def test_a_mask_of_another_shape_raises_an_error(core, shape):
-    with pytest.raises(ValueError, match=r"attention_mask must be \[batch, tokens\]"):
-        geometry_model("global", core)(random_ids(1, 9), attention_mask=torch.ones(shape))
-
-
-@pytest.mark.parametrize("geometry", ["global", "diff", "hyper_linear"])
-def test_a_custom_mask_on_a_static_cache_raises_an_error(geometry):
-    """It has columns for tokens to come, so it does not say where the tokens of the call are."""
-    model = geometry_model(geometry, layer_types="full_attention", sliding_window=None)
-    cache = StaticCache(config=model.config, max_cache_len=14)
-    with pytest.raises(ValueError, match="without windows and without a static cache"):
-        model(random_ids(1, 9), attention_mask=torch.ones(1, 1, 9, 14, dtype=torch.bool), **{CACHE: cache})
-    with pytest.raises(ValueError, match="without a static cache"):
-        model(random_ids(1, 9), attention_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool), **{CACHE: cache})
 
 
 def hiding():
@@ -250,76 +170,6 @@ def test_a_call_registers_nothing(geometry, inputs):
 
 
 @torch.no_grad()
-def packing_error(model, rows=1, **inputs):
-    """Return the largest difference, over the largest logit, between packed documents and each alone."""
-    documents = random_ids(1, sum(LENGTHS)).split(LENGTHS, dim=1)
-    separate = torch.cat([model(document).logits for document in documents], dim=1)
-    packed = model(torch.cat(documents, dim=1).expand(rows, -1), **inputs).logits
-    return ((packed - separate).abs().max() / separate.abs().max()).item()
-
-
-# What declares the documents, and the cores that keep them apart by it.
-PACKINGS = {
-    "positions": ({"position_ids": POSITIONS, "use_cache": False}, CORES),
-    "positions_in_two_rows": ({"position_ids": POSITIONS.expand(2, -1), "use_cache": False, "rows": 2}, MASKED_CORES),
-    "positions_for_two_rows": ({"position_ids": POSITIONS, "use_cache": False, "rows": 2}, MASKED_CORES),
-    "positions_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True}, []),
-    "positions_with_a_mask": ({"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False}, []),
-    "positions_and_lengths": ({"position_ids": POSITIONS, "use_cache": False, **CU_SEQ_LENS}, CORES),
-    "lengths_with_a_cache": ({"position_ids": POSITIONS, "use_cache": True, **CU_SEQ_LENS}, []),
-    "lengths_with_a_mask": (
-        {"position_ids": POSITIONS, "attention_mask": ONES, "use_cache": False, **CU_SEQ_LENS},
-        [],
-    ),
-    "lengths_with_padding": (
-        {
-            "position_ids": POSITIONS,
-            "attention_mask": torch.tensor([[1] * 9 + [0]]),
-            "use_cache": False,
-            **CU_SEQ_LENS,
-        },
-        [],
-    ),
-}
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("case", PACKINGS)
-@pytest.mark.parametrize("core", CORES)
-def test_packing_is_kept_apart_or_refused(core, case):
-    """Keep the documents apart, or reject the call: a Llama joins them on this core or on another."""
-    inputs, cores = PACKINGS[case]
-    model = geometry_model("hybrid", core)
-    llama = random_model(
-        LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4),
-        LlamaForCausalLM,
-    )
-    llama.set_attn_implementation("sdpa" if core == "base" else core)
-    if core in cores:
-        assert packing_error(model, **inputs) < 1e-5
-        assert packing_error(llama, **inputs) < 1e-5
-    else:
-        with pytest.raises(ValueError, match="Packed documents would attend to one another"):
-            packing_error(model, **inputs)
-        assert core == FLASH or packing_error(llama, **inputs) > 0.1
-
-
-@pytest.mark.parametrize("change", [interleave_heads, pair_heads])
-@pytest.mark.parametrize(
-    ("name", "core"),
-    [*((name, "sdpa") for name in ("llama", "stablelm", "nemotron")), ("llama", "eager"), ("gemma2", "eager")],
-)  # the second and third pass no `cu_seq_lens_q` on
-def test_documents_next_to_a_mask_or_a_cache_are_refused_in_decoders(name, core, change):
-    model = change(decoder(name, core=core), 2)
-    inputs = {"input_ids": random_ids(1, 8), "position_ids": torch.arange(4).repeat(2)[None]}
-    assert model(**inputs, use_cache=False).logits.isfinite().all()
-    caches = {"past_key_values": DynamicCache()}, *([{}] if name == "gemma2" else [])  # Gemma 2 has one by default
-    for more in ({"attention_mask": torch.ones(1, 8), "use_cache": False}, *caches):
-        with pytest.raises(ValueError, match="Packed documents would attend to one another"):
-            model(**inputs, **more)
-
-
-@torch.no_grad()
 def test_documents_are_told_by_the_first_row_of_an_image_models_positions():
     """Keep documents apart as the base does, by positions [4, batch, N] whose first row is that of text."""
     model = tiny_model("qwen2_5_vl", "AutoModelForMultimodalLM")
@@ -351,19 +201,6 @@ def test_a_window_longer_than_chunks_is_cached(change):
         assert torch.equal(model.generate(tokens, **keys, **more), expected)
 
 
-@pytest.mark.parametrize("core", MASKED_CORES)
-@torch.no_grad()
-def test_a_mask_may_cover_tokens_to_come(core):
-    """Look for documents among the tokens of the call: padding may restart positions, real tokens may not."""
-    model, to_come = geometry_model("global", core), torch.zeros(2, 8, dtype=torch.long)
-    padding = torch.tensor([[0] * 3 + [1] * 5, [1] * 8])
-    inputs = {"input_ids": random_ids(2, 8), "position_ids": positions(padding)}
-    expected = model(**inputs, attention_mask=padding).logits[padding.bool()]
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    longer = torch.cat((padding, to_come), dim=1)
-    assert_close(model(**inputs, attention_mask=longer, **{CACHE: cache}).logits[padding.bool()], expected)
-
-
 @torch.no_grad()
 def test_a_mask_without_the_newest_tokens_is_refused_on_a_static_cache():
     model, input_ids = geometry_model("global"), random_ids(1, 7)
@@ -371,26 +208,6 @@ def test_a_mask_without_the_newest_tokens_is_refused_on_a_static_cache():
     model(input_ids[:, :3], attention_mask=ONES[:, :3], **{CACHE: cache})
     with pytest.raises(ValueError, match=r"attention_mask \[1, 6\] does not fit 1 rows of 7 tokens"):
         model(input_ids[:, 3:], attention_mask=ONES[:, :6], position_ids=torch.arange(3, 7)[None], **{CACHE: cache})
-
-
-# The positions and the mask of documents that Transformers would join.
-JOINED = {
-    "of one token": ([0, 0], [1, 1]),  # no position is lower than the one before
-    "with padding between them": ([0, 1, 2, 0, 0, 1, 2], [1, 1, 1, 0, 1, 1, 1]),
-    "before tokens to come": ([0, 1, 2, 3, 0, 1, 2, 3], [1] * 8 + [0] * 8),
-}
-
-
-@pytest.mark.parametrize("case", JOINED)
-@pytest.mark.parametrize("core", MASKED_CORES)
-@torch.no_grad()
-def test_documents_are_refused_with_a_mask(core, case):
-    joined, mask = (torch.tensor([each]) for each in JOINED[case])
-    model, input_ids = geometry_model("global", core), random_ids(1, joined.shape[1])
-    with pytest.raises(ValueError, match="Packed documents"):
-        model(input_ids, attention_mask=mask, position_ids=joined)
-    if case == "with padding between them":
-        model(input_ids, attention_mask=mask, position_ids=positions(mask))  # one document with a hole
 
 
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
@@ -402,27 +219,6 @@ def test_a_prefix_that_the_cache_lacks_is_named(core):
         cache = DynamicCache(config=model.config)
         with pytest.raises(ValueError, match="If the 4 columns of attention_mask without a token are a prefix"):
             model(random_ids(1, 9), **inputs, **{CACHE: cache})
-
-
-@pytest.mark.parametrize("core", CORES)
-def test_documents_that_begin_at_different_positions(core):
-    """A flash core takes the smallest position for the beginning of every document, and raises an error."""
-    model = geometry_model("hybrid", core)
-    inputs = {"position_ids": POSITIONS + torch.tensor([3] * 5 + [0] * 5), "use_cache": False}
-    if core == FLASH:
-        with pytest.raises(RuntimeError):
-            packing_error(model, **inputs)
-    else:
-        assert packing_error(model, **inputs) < 1e-5
-
-
-@pytest.mark.parametrize("core", CORES)
-@torch.no_grad()
-def test_packing_on_top_of_a_cache_is_refused(core):
-    model = geometry_model("global", core)
-    cache = model(random_ids(1, 3), use_cache=True)[CACHE]
-    with pytest.raises(ValueError, match="Packed documents"):
-        model(random_ids(1, 10), position_ids=POSITIONS, **{CACHE: cache})
 
 
 def test_a_copied_block_mask_keeps_that_of_layers_that_are_not_interleaved():

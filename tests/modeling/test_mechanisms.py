@@ -1,104 +1,41 @@
-"""Compare every attention kind, with its default and its example options, with its reference and in every use.
+"""Hold what every attention kind promises beyond what test_drawn.py compares: precision, training, options, loading.
 
 The kinds are the entries of `ATTENTION_CLASSES`: nothing here names one."""
 
-import json
 from dataclasses import fields, is_dataclass
-from functools import cache
 
 import pytest
 import torch
 from helpers import (
     BF16_GRADIENT,
     BF16_OUTPUT,
-    CORES,
     EVERY_KIND,
-    FP32,
-    FP64,
     HALVES,
     LOCAL_ROPE,
     assert_attention_matches,
-    assert_close,
-    assert_gradients_match,
-    cumulative_lengths,
-    gradients,
-    logits_in_chunks,
-    packing,
-    padding,
     random_ids,
     random_model,
-    reference_logits,
-    relative_error,
     set_core,
     small_config,
     uncached_logits,
 )
 from mechanism_checks import all_mechanisms
-from transformers import DynamicCache, StaticCache
 
 from iha.processes import run_in_clean_process
 from modeling_iha.configuration_iha import OPTIONS_CLASSES
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
-from modeling_iha.transformers_versions import CACHE
 
 
 MECHANISMS = list(all_mechanisms())
 OF_EACH_KIND = {mechanism.kind: mechanism for mechanism in MECHANISMS}
 mechanisms = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-in_every_form = pytest.mark.parametrize(
-    ("mechanism", "form"), [(mechanism, form) for mechanism in MECHANISMS for form in mechanism.forms()], ids=str
-)
 
-# (window, length): one token, odd lengths, and lengths around where a window begins to bind.
-LENGTHS = [(None, 1), (None, 7), (2, 5), (4, 4), (4, 5), (4, 7)]
 LENGTH = 7
 # Root mean squares of the difference over that of the logits. Seen: 0.034 and 0.0099 of "dcmha", which norms vectors
 # of few entries; 0.017 and 0.0016 of the others.
 HALF_PRECISION = {torch.bfloat16: 0.05, torch.float16: 0.016}
-INPUTS = ["plain", "padded", "packed"]
-# (core, window, inputs) of a layer that takes its queries in blocks; None is the model's own choice of a core.
-BLOCKS = [(None, window, inputs) for window in (None, 3) for inputs in INPUTS] + [("eager", 3, "packed")]
-# The appended token is alone in its forward, inside and outside the window; on a cache, chunks longer and shorter than
-# the window of 3.
-CHUNKS = [[6, 1], [1] * LENGTH, [1, 4, 2]]
-WINDOWS_AND_CHUNKS = [(None, [1, 4, 2]), (2, [6, 1]), *((3, chunks) for chunks in CHUNKS)]
 # None of them is allowed by every option, and every option allows at most two.
 NONSENSE = [-1, 0, 0.5, float("nan"), "nonsense", [0, 1], {}, None, True]
-
-
-# Against the reference
-
-
-def assert_layer(mechanism, window, length, form=None, **overrides):
-    """Compare output and gradients of one layer in float64 with the reference; `form` is a core of `set_core`."""
-    config = mechanism.config(window, num_hidden_layers=1, **overrides)
-    assert_attention_matches(config, FP64, dtype=torch.float64, core=form, length=length)
-
-
-@pytest.mark.parametrize(("window", "length"), LENGTHS)
-@in_every_form
-def test_layer(mechanism, window, length, form):
-    assert_layer(mechanism, window, length, form)
-
-
-@pytest.mark.parametrize("overrides", [{"num_key_value_heads": 4}, {"use_qk_norm": True, "attention_bias": True}])
-@mechanisms
-def test_layer_without_grouped_queries_and_with_norms_and_biases(mechanism, overrides):
-    assert_layer(mechanism, None, 5, **overrides)
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize(("core", "window", "inputs"), BLOCKS, ids=str)
-@mechanisms
-def test_layer_in_blocks(small_blocks, mechanism, core, window, inputs):
-    """Have the layer take several blocks of queries."""
-    real = torch.ones(2, 9, dtype=torch.bool)
-    real[0, :3] = False
-    arguments = {"plain": ({}, {}), "padded": padding(real), "packed": packing((4, 1, 4), rows=2)}[inputs]
-    config = mechanism.config(window, num_hidden_layers=1)
-    # Weights for which no parameter's gradient is a difference of nearly equal sums, as that of a scale before a norm
-    # can be: norms are computed in float32.
-    assert_attention_matches(config, FP64, dtype=torch.float64, core=core, length=9, inputs=arguments, seed=1)
 
 
 @pytest.mark.one_of(2)
@@ -107,87 +44,6 @@ def test_layer_in_blocks(small_blocks, mechanism, core, window, inputs):
 def test_layer_in_bfloat16(mechanism, window):
     config = mechanism.config(window, num_hidden_layers=1)
     assert_attention_matches(config, BF16_OUTPUT, BF16_GRADIENT, dtype=torch.bfloat16, length=7, seed=1)
-
-
-@cache
-def _reference(config_json, inputs):
-    """Return a model, input ids, arguments of a forward pass, the tokens that count, and what is expected there."""
-    model = random_model(small_config(**json.loads(config_json)))
-    # A flash core takes documents in a batch of one row only.
-    input_ids = random_ids(1 if inputs == "packed" else 2, LENGTH)
-    real, of_model, of_reference = torch.ones(input_ids.shape, dtype=torch.bool), {}, {}
-    if inputs == "padded":
-        real[0, :3], real[1, -2:] = False, False
-        of_model, of_reference = padding(real)
-    if inputs == "packed":
-        of_model, of_reference = packing((3, 1, 3))
-        of_model |= cumulative_lengths((3, 1, 3))
-    expected, weights = reference_logits(model, input_ids, **of_reference)
-    return model, input_ids, of_model, real, expected[real].detach(), gradients(expected[real], weights)
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize("inputs", INPUTS)
-@pytest.mark.parametrize("core", CORES)
-@mechanisms
-def test_core(cpu_cores, mechanism, core, inputs):
-    """Compare logits and gradients of a model in float32, or see a core rejected that never builds the scores."""
-    config = mechanism.hybrid_config()
-    names = ("attention_kinds", "attention_options", "rms_norm_eps", "layer_types", "sliding_window")
-    stated = json.dumps({name: getattr(config, name) for name in names})
-    model, input_ids, of_model, real, expected, expected_gradients = _reference(stated, inputs)
-    set_core(model, core)
-    if mechanism.is_refused_on(core):
-        refused = pytest.raises(
-            ValueError, match=f"{mechanism.kind!r} changes the scores.*'{core}' never builds: use 'sdpa' or 'eager'"
-        )
-        with refused:
-            model(input_ids, use_cache=False, **of_model)
-        return
-    with torch.set_grad_enabled(core != "flex_attention"):  # it has no CPU backward
-        logits = model(input_ids, use_cache=False, **of_model).logits
-    assert relative_error(logits[real], expected) < FP32
-    if logits.requires_grad:
-        assert_gradients_match(gradients(logits[real], dict(model.named_parameters())), expected_gradients, FP32)
-
-
-# The cache
-
-
-def assert_cache(mechanism, window, chunks, form=None):
-    """Compare chunks on a cache with the whole input, in logits and gradients.
-
-    Caches of the caller, static or without the config, are compared in logits.
-    """
-    model = random_model(mechanism.config(window), dtype=torch.float64)
-    if form is not None:
-        set_core(model, form)
-    input_ids, leaves = random_ids(2, sum(chunks)), dict(model.named_parameters())
-    expected = model(input_ids, use_cache=False).logits
-    logits, cache = [], None
-    for chunk in input_ids.split(chunks, dim=1):
-        output = model(chunk, **{CACHE: cache}, use_cache=True)
-        cache = output[CACHE]
-        logits.append(output.logits)
-    actual = torch.cat(logits, dim=1)
-    assert relative_error(actual, expected) < FP64
-    assert_gradients_match(gradients(actual, leaves), gradients(expected, leaves), FP64)
-    for of_the_caller in (StaticCache(config=model.config, max_cache_len=sum(chunks) + 3), DynamicCache()):
-        assert_close(logits_in_chunks(model, input_ids, chunks, of_the_caller), expected.detach(), FP64)
-
-
-@pytest.mark.one_of(3)
-@pytest.mark.parametrize(("window", "chunks"), WINDOWS_AND_CHUNKS, ids=str)
-@in_every_form
-def test_cache(mechanism, window, chunks, form):
-    assert_cache(mechanism, window, chunks, form)
-
-
-@pytest.mark.one_of(2)
-@pytest.mark.parametrize("window", [None, 3])
-@mechanisms
-def test_cache_in_blocks(small_blocks, mechanism, window):
-    assert_cache(mechanism, window, [1, 9, 1, 6])
 
 
 # Precision, training, checkpoints

@@ -63,21 +63,6 @@ def indices(weight):
 # Algorithm 1
 
 
-@pytest.mark.parametrize("core", ["eager", "sdpa", "flash_attention_2"])
-@pytest.mark.parametrize("positions", ["interleaved", "shared"])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_it_is_algorithm_1_with_fixed_mixing(cpu_cores, heads, positions, core):
-    model = random_model(config_of(*heads, pseudo_positions=positions, **WINDOW), dtype=torch.float64)
-    iha = as_algorithm_1(model)
-    set_core(model, core)
-    set_core(iha, core)
-    input_ids = random_ids(2, 9)
-    assert relative_error(uncached_logits(model, input_ids), uncached_logits(iha, input_ids)) < FP64_EXACT
-    chunks = [1, 4, 1, 1, 2]
-    expected = logits_in_chunks(iha, input_ids, chunks)
-    assert relative_error(logits_in_chunks(model, input_ids, chunks), expected) < FP64_EXACT
-
-
 @pytest.mark.parametrize("core", ["eager", "sdpa", "base"])
 def test_a_mask_for_each_head(core):
     """Hide other keys from each head, in a whole input and for tokens on a cache."""

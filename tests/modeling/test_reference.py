@@ -1,10 +1,9 @@
-"""Compare "iha" layers and whole models with the loops of `references/`: forward, gradients and attention cores.
+"""Hold the loops of `references/` to Llama and to the paper, and compare with them what test_drawn.py does not draw.
 
-What every kind must hold is in test_mechanisms.py, what is particular to another kind in its own file.
+What every kind must hold is in test_drawn.py and test_mechanisms.py, what is particular to a kind in its own file.
 """
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from helpers import (
     FP32,
     FP64,
     FP64_EXACT,
-    HYBRID,
     LLAMA,
     LOCAL_ROPE,
     assert_attention_matches,
@@ -72,69 +70,19 @@ def test_reference_window_counts_virtual_tokens():
 # The attention layer: Algorithm 1
 
 
-HEADS_AND_WINDOWS = [((4, 4), None), ((4, 2), 2), ((3, 1), 7), ((4, 2), 20)]
-POSITIONS, COLLAPSES = ["interleaved", "shared"], ["per_head", "all_heads"]
+POSITIONS = ["interleaved", "shared"]
 
 
-@pytest.mark.parametrize(
-    ("num_pseudo_heads", "collapse", "positions", "heads_and_window"),
-    [
-        (p, COLLAPSES[c], POSITIONS[n], HEADS_AND_WINDOWS[(p + 2 * c + n) % 4])
-        for p, c, n in product(range(1, 6), range(2), range(2))
-    ],
-)
-def test_attention_matches_reference(num_pseudo_heads, collapse, positions, heads_and_window):
-    """Cover every pair of P, collapse, positions, and heads with a window. P = 2 is in the mechanism suite, too.
-
-    Interleaved positions are rotated in float64 throughout, where theta = 16 makes the frequencies exact."""
-    (heads, groups), window = heads_and_window
-    config = kind_config(
-        "iha",
-        window=window,
-        num_pseudo_heads=num_pseudo_heads,
-        pseudo_collapse=collapse,
-        hidden_size=8 * heads,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        pseudo_positions=positions,
-        rope_parameters={"rope_type": "default", "rope_theta": 16.0},
-    )
-    assert_attention_matches(config, FP64_EXACT if positions == "interleaved" else FP64, dtype=torch.float64)
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("num_pseudo_heads", [3, 5])
+def test_interleaved_positions_are_rotated_in_float64(num_pseudo_heads, window):
+    """Set theta to 16, which makes the frequencies exact. test_drawn.py compares whole models."""
+    rope = {"rope_type": "default", "rope_theta": 16.0}
+    config = kind_config("iha", window=window, num_pseudo_heads=num_pseudo_heads, rope_parameters=rope)
+    assert_attention_matches(config, FP64_EXACT, dtype=torch.float64)
 
 
 # The whole model
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"use_qk_norm": True},
-        {"attention_bias": True, "mlp_bias": True},
-        {"gated_mlp": False, "mlp_bias": True, "hidden_act": "gelu", "tie_word_embeddings": True},
-        {"head_dim": 6, "pseudo_positions": "shared", "pseudo_collapse": "all_heads"},
-        {**HYBRID, "sliding_window": 2, "use_qk_norm": True, "attention_bias": True, "mlp_bias": True},
-        {"attention_kinds": ["iha", "mha", "talking_heads", "diff"], "num_hidden_layers": 4},
-        LOCAL_ROPE,
-        {**LOCAL_ROPE, "pseudo_positions": "shared"},
-    ],
-    ids=[
-        "qk_norm",
-        "biases",
-        "two_matrix_ffn",
-        "wide_shared_all_heads",
-        "hybrid_everything",
-        "four_kinds",
-        "local_rope",
-        "local_rope_shared",
-    ],
-)
-def test_model_matches_reference(overrides):
-    model = random_model(small_config(num_pseudo_heads=3, **overrides), dtype=torch.float64)
-    input_ids = random_ids(2, 9)
-    logits = model(input_ids).logits
-    expected, weights = reference_logits(model, input_ids)
-    assert relative_error(logits, expected) < FP64
-    assert_gradients_match(gradients(logits, dict(model.named_parameters())), gradients(expected, weights), FP64)
 
 
 @pytest.mark.parametrize("positions", POSITIONS)
