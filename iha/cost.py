@@ -4,70 +4,57 @@ The table gives each kind of layer, the whole model, and ratios to the same mode
 figures are those of iha/model_cost.py, and the memory is that of iha/step_memory.py.
 """
 
+import copy
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, astuple
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
+from iha import counted_attention
 from iha.arguments import check_cost, cost_arguments
 from iha.checkpoints import load_config
-from iha.conversion.arguments import Layers
-from iha.conversion.convert_llama_to_iha import iha_config
 from iha.conversion.shared import new_config, preset_config
 from iha.errors import UserError, run_cli
 from iha.files import write_json
-from iha.kinds import interleaved_kind, is_interleaved, layer_number, virtual_tokens_per_token
-from iha.layer_cost import Cost
-from iha.model_cost import attention, ffn, head, model, with_mha
+from iha.kinds import described, is_interleaved, layer_number, virtual_tokens_per_token
+from iha.model_cost import Cost, ModelCost, model_cost
+from iha.plain_models import compared_with
 from iha.sources import find_source
 from iha.step_memory import StepMemory, of_sharded_training, of_training
+from iha.without_data import row_of_tokens, text_config, without_data
 from modeling_iha import IHAConfig
-from modeling_iha.in_place import FIELDS
-from modeling_iha.modeling_interleaved import base_class
+from modeling_iha.modeling_interleaved import backbone_of, interleaved_class, register_models
+from modeling_iha.probes import recording
 
 
-def changed(config: IHAConfig, **fields) -> IHAConfig:
-    """Return a config with other fields. Raise `UserError` for one that cannot be."""
-    return new_config(IHAConfig, **{**config.to_dict(), **fields})
+def interleaved(source: PreTrainedConfig, num_pseudo_heads: int, window: int | None) -> PreTrainedConfig:
+    """Return the configuration of a decoder of Transformers with interleaved heads.
 
-
-def plain(source: PreTrainedConfig) -> IHAConfig:
-    """Return the config of "mha" layers that cost what a base does. Raise `UserError` for an unknown architecture."""
-    return with_mha(iha_config(source, Layers(1)))
-
-
-def of_interleaved(source: PreTrainedConfig, fields: dict) -> IHAConfig:
-    """Return a model of kind "iha" or "paired_heads" that costs what an interleaved decoder does.
-
-    `fields` replace its `num_pseudo_heads` and `sliding_window`. Raise `UserError` for an architecture that the
-    conversions do not know, or with windows of two lengths."""
-    own = {*FIELDS, "base_model_type", "auto_map", "model_type"}
-    entries = {name: value for name, value in source.to_dict().items() if name not in own}
-    base_config: Any = base_class(type(source))
-    base = plain(base_config.from_dict(entries))
-    kinds = list(base.attention_kinds)
-    types = list(base.layer_types)
-    window = fields.get("sliding_window", source.interleaved_window)
-    for name in source.interleaved_layers:
-        layer = layer_number(name)
-        kinds[layer] = interleaved_kind(source)
-        if window is not None:
-            types[layer] = "sliding_attention"
-    others = {types[i] for i, layer_kind in enumerate(kinds) if layer_kind == "mha"}
-    if window is not None and "sliding_attention" in others and window != base.sliding_window:
-        raise UserError(
-            f"Its windows are of {window} and of {base.sliding_window} tokens: the cost model takes one length."
-        )
-    return changed(
-        base,
-        attention_kinds=kinds,
-        layer_types=types,
-        sliding_window=window or base.sliding_window,
-        num_pseudo_heads=fields.get("num_pseudo_heads", source.num_pseudo_heads),
-        pseudo_collapse=source.pseudo_collapse,
-    )
+    They are in every layer, or with a window in four of every five, as `layers="paper"` of `interleave_heads`."""
+    model = without_data(source, counted_attention.NAME)
+    with recording(model) as calls, torch.no_grad():
+        model(**row_of_tokens(model, 1, 2), use_cache=False)
+    names = {module: name for name, module in backbone_of(model).named_modules()}
+    heads = {names[module]: list(call.head_counts) for module, call in calls.items() if call.is_causal}
+    if not heads:
+        raise UserError(f"{source.model_type} has no attention whose heads could be interleaved.")
+    names_in_order = sorted(heads, key=layer_number)
+    if window is not None:
+        names_in_order = [name for place, name in enumerate(names_in_order) if place % 5 != 4]
+    register_models(type(model.config))
+    config = copy.deepcopy(model.config)
+    config.__class__ = interleaved_class(type(config))
+    text = config.get_text_config(decoder=True)
+    text.interleaved_layers = {name: heads[name] for name in names_in_order}
+    text.interleaved_window = window
+    text.num_pseudo_heads = num_pseudo_heads
+    text.pseudo_collapse = "per_head"
+    text.virtual_heads = None
+    text.mixing_scale = 1.0
+    return config
 
 
 def settings_of(
@@ -76,32 +63,37 @@ def settings_of(
     num_pseudo_heads: int | None = None,
     window: int | None = None,
     changes: dict[str, Any] | None = None,
-) -> IHAConfig:
+) -> PreTrainedConfig:
     """Return the config of a preset, a checkpoint or a base, with another P and another window where they are given.
 
     `changes` are other fields of a preset.
-    A plain base gets "iha" layers by `num_pseudo_heads`, and with a window the paper's schedule: four layers in five.
-    Raise `UserError`.
+    A plain decoder is interleaved by `num_pseudo_heads`, and with a window in four layers of five. Raise `UserError`.
     """
     given = {"num_pseudo_heads": num_pseudo_heads, "sliding_window": window}
     fields = {name: value for name, value in given.items() if value is not None}
     if preset is not None:
-        settings = preset_config(preset, **(changes or {}), **fields)
+        settings: PreTrainedConfig = preset_config(preset, **(changes or {}), **fields)
     else:
-        source = load_config(find_source(config))
-        if isinstance(source, IHAConfig):
-            settings = changed(source, **fields)
-        elif is_interleaved(source):
-            settings = of_interleaved(source, fields)
-        elif num_pseudo_heads is None:
-            settings = changed(plain(source), **fields)
-        else:
-            settings = iha_config(source, Layers(num_pseudo_heads, "hybrid" if window else "global", window))
+        settings = text_config(load_config(find_source(config)))
+        if isinstance(settings, IHAConfig):
+            settings = new_config(IHAConfig, **{**settings.to_dict(), **fields})
+        elif is_interleaved(settings):
+            text = settings.get_text_config(decoder=True)
+            text.num_pseudo_heads = num_pseudo_heads or text.num_pseudo_heads
+            text.interleaved_window = window or text.interleaved_window
+        elif num_pseudo_heads is not None:
+            return interleaved(settings, num_pseudo_heads, window)
+        elif window is not None:
+            settings.get_text_config(decoder=True).sliding_window = window
     if (num_pseudo_heads or 1) > 1 and virtual_tokens_per_token(settings) == 1:
         raise UserError(f"--num-pseudo-heads {num_pseudo_heads}: no layer of this model has pseudo-heads.")
-    if window is not None and "sliding_attention" not in settings.layer_types:
+    if window is not None and not has_windows(settings):
         raise UserError(f"--window {window}: no layer of this model has a window.")
     return settings
+
+
+def has_windows(config: PreTrainedConfig) -> bool:
+    return any(layer_type != "full_attention" for layer_type in described(config).layer_types)
 
 
 def row(title: str, cost: Cost, tokens: int, batch: int) -> str:
@@ -114,13 +106,28 @@ def row(title: str, cost: Cost, tokens: int, batch: int) -> str:
     return f"{title:<30}{''.join(f' {figure:>15}' for figure in figures)}"
 
 
-def memory(settings: IHAConfig, batch: int, tokens: int, gpus: int = 1) -> dict[str, StepMemory]:
+def parts_of(config: PreTrainedConfig, cost: ModelCost) -> dict[str, Cost]:
+    """Return the costs of a model's parts by their titles: the first layer of each kind, and FFNs that differ."""
+    shown = described(config)
+    attention: dict[str, Cost] = {}
+    others: dict[str, Cost] = {}
+    for i, layer in enumerate(cost.layers):
+        attention.setdefault(f"{shown.attention_kinds[i]}, {shown.layer_types[i]}", layer.attention)
+        if layer.rest not in others.values():
+            others[f"FFN and norms of layer {i}"] = layer.rest
+    if len(others) == 1:
+        others = {"FFN and norms": cost.layers[0].rest}
+    return attention | others | {"embedding, last norm, head": cost.rest, "whole model": cost.whole}
+
+
+def memory(settings: PreTrainedConfig, batch: int, tokens: int, gpus: int = 1) -> dict[str, StepMemory]:
     """Return the memory of a training step in each way to save some, and "" without any.
 
     With several GPUs it is that of each of them."""
 
     def count(recompute: bool, checkpointing: bool, tiled_loss: bool) -> StepMemory:
-        config = changed(settings, recompute_virtual_tokens=recompute)
+        config = copy.deepcopy(settings)
+        config.get_text_config(decoder=True).recompute_virtual_tokens = recompute
         if gpus > 1:
             return of_sharded_training(config, batch, tokens, checkpointing, tiled_loss, gpus)
         return of_training(config, batch, tokens, checkpointing, tiled_loss)
@@ -171,22 +178,24 @@ def cost(
     """
     check_cost(preset, config, tokens, batch, num_pseudo_heads, window, gpus, tflops, steps, json)
     settings = settings_of(preset, config, num_pseudo_heads, window, fields)
-    kinds = dict.fromkeys(zip(settings.attention_kinds, settings.layer_types))
-    parts = {f"{kind}, {layer_type}": attention(settings, kind, layer_type, tokens) for kind, layer_type in kinds}
-    parts["FFN"] = ffn(settings, tokens)
-    parts["embedding, last norm, head"] = head(settings, tokens)
-    parts["whole model"] = whole = model(settings, tokens)
+    counted = model_cost(settings, tokens)
+    whole = counted.whole
+    parts = parts_of(settings, counted)
     columns = ("parameters", "prefill FLOPs", "training FLOPs", "decode FLOPs", "cached / token")
     print(f"{'':<30}{''.join(f'{name:>16}' for name in columns)}")
     for title, part in parts.items():
         print(row(title, part, tokens, batch))
-    global_mha = with_mha(settings, "full_attention")
-    others = {"mha": model(with_mha(settings), tokens), "global mha": model(global_mha, tokens)}
-    for title, other in others.items():
+    others = compared_with(settings)
+    costs = {title: model_cost(other, tokens).whole for title, other in others.items()}
+    for title, other in costs.items():
         ratios = (a / b for a, b in zip(astuple(whole), astuple(other)))
-        print(f"{f'ratio to {title} everywhere':<30}{''.join(f'{ratio:>16.3f}' for ratio in ratios)}")
+        words = f"{title} everywhere" if "mha" in title else f"the {title}"
+        print(f"{f'ratio to {words}':<30}{''.join(f'{ratio:>16.3f}' for ratio in ratios)}")
     print(f"cache in bfloat16: {2 * batch * whole.cache / 1e9:.3f} GB")
-    compared = {"this model": (settings, whole), "global mha": (global_mha, others["global mha"])}
+    compared = {"this model": (settings, whole)}
+    if others:
+        last = list(others)[-1]
+        compared[last] = (others[last], costs[last])
     peaks = {}
     if count_memory:
         where = f" on each of {gpus} GPUs, sharded by FSDP2 (not compared with a GPU)" if gpus > 1 else ""
@@ -207,7 +216,7 @@ def cost(
             print(f"  {title}: {'; '.join(told)}")
     if json is not None:
         asked = {"tokens": tokens, "batch": batch, "gpus": gpus, "tflops": tflops, "steps": steps}
-        write_json(json, asked | as_json(parts | others, peaks, times, steps))
+        write_json(json, asked | as_json(parts | costs, peaks, times, steps))
 
 
 def hours(time: float, steps: int | None) -> str:

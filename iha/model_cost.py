@@ -1,75 +1,98 @@
-"""Predict the parameters, multiply-adds and cached values of a model.
+"""Count the parameters, multiply-adds and cached values of a model.
 
-The multiply-adds of matrix products are counted; norms, rotations and softmax are not. An "iha" layer with P
-pseudo-heads has P^2 times the query-key pairs of an "mha" layer. With a window W = N / (2 P^2) it sees about N^2 / 2
-pairs, as many as a causal global "mha" layer over N tokens. IHA, Appendix C counts N^2 for that layer, without its
-mask, so that the schedule of four windows and a global layer costs 3/5 of global attention. `form="paper"` counts so.
-`python -m iha.cost` prints the table.
+PyTorch counts the multiply-adds of matrix products (`FlopCounterMode`) on a model without data; norms, rotations and
+softmax do not count. Attention counts the pairs that causality and windows leave (iha/counted_attention.py). An "iha"
+layer with P pseudo-heads has P^2 times the pairs of an "mha" layer. Code of Transformers that computes more than it
+needs costs more: Llama 4 runs every expert on every token. `python -m iha.cost` prints the table.
 """
 
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
 
-from iha.errors import UserError
-from iha.kinds import all_companions, companion_of
-from iha.layer_cost import Cost, linear
-from modeling_iha import IHAConfig
-from modeling_iha.virtual_tokens import View
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-
-def attention(config: IHAConfig, kind: str, layer_type: str, tokens: int, form: str = "sdpa") -> Cost:
-    """Return the cost of an attention module with its projections, by the options of `config` for this layer.
-
-    Raise a `UserError` for a kind whose mechanism has no cost function."""
-    if (between := companion_of(kind).cost) is None:
-        known = [known for known, mechanism in all_companions().items() if mechanism.cost]
-        place = f"iha/kinds/{kind}.py"
-        raise UserError(
-            f"The cost model knows {', '.join(map(repr, known))}, not {kind!r}: add its function to {place}."
-        )
-    window = config.sliding_window if layer_type == "sliding_attention" else None
-    hidden = config.hidden_size
-    bias = config.attention_bias
-    norms = 2 * config.head_dim * config.use_qk_norm
-    queries = config.num_attention_heads * config.head_dim
-    keys = config.num_key_value_heads * config.head_dim
-    projections = linear(tokens, hidden, queries, bias) + linear(tokens, queries, hidden, bias)
-    projections += linear(tokens, hidden, keys, bias) + linear(tokens, hidden, keys, bias)
-    if config.output_gate is not None:
-        gates = queries if config.output_gate == "elementwise" else config.num_attention_heads
-        projections += linear(tokens, hidden, gates)
-    return projections + Cost(parameters=norms) + between(config, tokens, window, form)
+from iha import counted_attention
+from iha.without_data import Kept, explained, keep_one_of_each, layers_of, row_of_tokens, without_data
+from modeling_iha.transformers_versions import CACHE
 
 
-def ffn(config: IHAConfig, tokens: int) -> Cost:
-    """Return the cost of the FFN."""
-    hidden = config.hidden_size
-    inner = config.intermediate_size
-    bias = config.mlp_bias
-    cost = linear(tokens, hidden, inner, bias) + linear(tokens, inner, hidden, bias)
-    if config.gated_mlp:
-        cost += linear(tokens, hidden, inner, bias)
-    if config.mlp_gate_groups is not None:
-        cost += linear(tokens, hidden, config.mlp_gate_groups)
-    return cost
+@dataclass(frozen=True)
+class Cost:
+    """Hold the cost of a part of a model for one sequence of N tokens.
+
+    Attributes:
+        parameters: number of parameters.
+        prefill, training, decode: multiply-adds of a forward pass, of a forward and a backward pass, and of one more
+            token after N cached ones.
+        cache: number of values in the cached keys and values.
+    """
+
+    parameters: int = 0
+    prefill: float = 0
+    training: float = 0
+    decode: float = 0
+    cache: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+    def __sub__(self, other: "Cost") -> "Cost":
+        return Cost(*(a - b for a, b in zip(astuple(self), astuple(other))))
 
 
-def head(config: IHAConfig, tokens: int) -> Cost:
-    """Return the cost of embedding, last norm and language modeling head, with logits at all tokens."""
-    table = linear(tokens, config.hidden_size, config.vocab_size)
-    embedding = 0 if config.tie_word_embeddings else table.parameters
-    return table + Cost(embedding + config.hidden_size)
+@dataclass(frozen=True)
+class LayerCost:
+    """Hold the cost of a layer's attention, and of the rest of the layer."""
+
+    attention: Cost
+    rest: Cost
+
+    @property
+    def whole(self) -> Cost:
+        return self.attention + self.rest
 
 
-def model(config: IHAConfig, tokens: int, form: str = "sdpa") -> Cost:
-    """Return the cost of a whole model with its language modeling head."""
-    total = head(config, tokens)
-    for i, (kind, layer_type) in enumerate(zip(config.attention_kinds, config.layer_types)):
-        total += attention(_in_layer(config, i), kind, layer_type, tokens, form) + ffn(config, tokens)
-    norms = 2 * config.num_hidden_layers * config.hidden_size
-    return total + Cost(parameters=norms)
+@dataclass(frozen=True)
+class ModelCost:
+    """Hold the cost of each layer, and of the rest of the model: embedding, last norm, head."""
+
+    layers: list[LayerCost]
+    rest: Cost
+
+    @property
+    def whole(self) -> Cost:
+        return sum((layer.whole for layer in self.layers), self.rest)
 
 
-def flops_of_a_token(config: IHAConfig, tokens: int) -> float:
+def model_cost(config: PreTrainedConfig, tokens: int) -> ModelCost:
+    """Count the cost of a model with its language modeling head, with logits at all tokens. Raise `UserError`."""
+    with explained(config):
+        model = without_data(config, counted_attention.NAME)
+        kept = keep_one_of_each(model)
+        prefill, training = count_training(model, kept, tokens)
+        decode, cache = count_decoding(config, tokens)
+    layers = []
+    for i, place in enumerate(kept.like):
+        layer = kept.layers[place]
+        size = sum(count_parameters(module) for module in attention_of(layer))
+        counts = (prefill.attention[place], training.attention[place], decode.attention[i])
+        attention = Cost(size, *counts, cache[i])
+        counts = (prefill.layers[place], training.layers[place], decode.layers[i])
+        whole = Cost(count_parameters(layer), *counts, cache[i])
+        layers.append(LayerCost(attention, whole - attention))
+    size = count_parameters(model) - count_parameters(kept.layers)
+    return ModelCost(layers, Cost(size, prefill.rest, training.rest, decode.rest))
+
+
+def model(config: PreTrainedConfig, tokens: int) -> Cost:
+    """Count the cost of a whole model. Raise `UserError`."""
+    return model_cost(config, tokens).whole
+
+
+def flops_of_a_token(config: PreTrainedConfig, tokens: int) -> float:
     """Return the FLOPs of a model in a training step, for each token of rows of `tokens` tokens.
 
     They are three times those of a forward pass, and leave out what a kernel or activation checkpointing recomputes,
@@ -78,20 +101,85 @@ def flops_of_a_token(config: IHAConfig, tokens: int) -> float:
     return 3 * 2 * model(config, tokens).prefill / tokens
 
 
-def _in_layer(config: IHAConfig, layer_idx: int) -> IHAConfig:
-    """Show a config with the options as they hold in a layer, for the kinds whose layers differ."""
-
-    def options_of(kind: str) -> Any:
-        options = config.options_of(kind)
-        return options.in_layer(layer_idx) if hasattr(options, "in_layer") else options
-
-    return View(config, options_of=options_of)  # type: ignore[return-value]
+def attention_of(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of a layer that mix tokens: they know the number of their layer, as their cache does."""
+    return [module for module in layer.children() if hasattr(module, "layer_idx")]
 
 
-def with_mha(config: IHAConfig, everywhere: str | None = None) -> IHAConfig:
-    """Return the config with "mha" in every layer, and with the layer type `everywhere` if it is given."""
-    fields = {**config.to_dict(), "attention_kinds": "mha", "attention_options": None}
-    if everywhere is not None:
-        rope = config.rope_of(everywhere)  # only the one of these layers, if each layer type has its own
-        fields |= {"layer_types": everywhere, "sliding_window": None, "rope_parameters": rope}
-    return IHAConfig(**fields)
+def count_parameters(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())
+
+
+class Counts(NamedTuple):
+    """Hold multiply-adds of the layers of a model, of their attention, and of the rest of the model."""
+
+    layers: list[int]
+    attention: list[int]
+    rest: int
+
+
+class LayerCounter(FlopCounterMode):
+    """Count the FLOPs of layers and of their attention, by hooks where their passes begin and end.
+
+    `FlopCounterMode` counts by module too, but not the backward pass of a module whose input is a keyword."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__(display=False, custom_mapping=counted_attention.FLOPS)
+        self.layers = layers
+        self.flops = {module: 0 for layer in layers for module in (layer, *attention_of(layer))}
+        for module in self.flops:
+            module.register_forward_pre_hook(self.enter, with_kwargs=True)
+            module.register_forward_hook(self.leave)
+
+    def counts(self) -> Counts:
+        """Return the multiply-adds up to now."""
+        layers = [self.flops[layer] // 2 for layer in self.layers]
+        attention = [sum(self.flops[module] for module in attention_of(layer)) // 2 for layer in self.layers]
+        return Counts(layers, attention, self.get_total_flops() // 2 - sum(layers))
+
+    def begin(self, module: nn.Module) -> None:
+        self.flops[module] -= self.get_total_flops()
+
+    def end(self, module: nn.Module) -> None:
+        self.flops[module] += self.get_total_flops()
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.begin(module)
+        states = args[0] if args else kwargs["hidden_states"]
+        if states.requires_grad:
+            states.register_hook(lambda gradient: self.end(module))
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.end(module)
+        states = output if isinstance(output, torch.Tensor) else output[0]
+        if states.requires_grad:
+            states.register_hook(lambda gradient: self.begin(module))
+
+
+def count_training(model: PreTrainedModel, kept: Kept, tokens: int) -> tuple[Counts, Counts]:
+    """Count a forward pass, and a forward and a backward pass."""
+    with LayerCounter(kept.layers) as counter:
+        logits = model(**row_of_tokens(model, 1, tokens), use_cache=False).logits
+        prefill = counter.counts()
+        logits.backward(torch.empty_like(logits))
+    return prefill, counter.counts()
+
+
+def count_decoding(config: PreTrainedConfig, tokens: int) -> tuple[Counts, list[int]]:
+    """Count a forward pass of one more token, and the values that each layer has cached before it.
+
+    All layers run, because the masks follow from the cache of all of them."""
+    model = without_data(config)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=row_of_tokens(model, 1, tokens)["input_ids"], **{CACHE: cache})
+        cached = [values_of(layer) for layer in cache.layers]
+        with LayerCounter(layers_of(model)) as counter:
+            model(input_ids=row_of_tokens(model, 1, 1)["input_ids"], **{CACHE: cache})
+    return counter.counts(), cached
+
+
+def values_of(layer: object) -> int:
+    """Return the number of values that a layer of a cache holds: keys and values, or states of linear attention."""
+    tensors = (each for each in vars(layer).values() if isinstance(each, torch.Tensor))
+    return sum(each.numel() for each in tensors if each.is_floating_point())

@@ -1,8 +1,9 @@
 """Count the memory that a training step will take.
 
 PyTorch counts: the step runs on a model without data (FakeTensorMode), and the bytes of each tensor count from when it
-is made until it is freed. The model has one layer of each kind, and the stages of its step (`Stage`) are put together
-to the step of the whole model, whose layers of a kind take the same memory.
+is made until it is freed. Attention keeps what FlashAttention keeps (iha/counted_attention.py). The model has one
+layer of each kind, and the stages of its step (`Stage`) are put together to the step of the whole model, whose layers
+of a kind take the same memory.
 """
 
 import weakref
@@ -14,9 +15,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from modeling_iha import IHAConfig, IHAForCausalLM
+from iha import counted_attention
+from iha.without_data import Kept, explained, keep_one_of_each, row_of_tokens, without_data
+from modeling_iha.modeling_interleaved import backbone_of
 
 
 LOSS_TILE = (4096, 32768)  # tokens and entries of the vocabulary whose logits TRL 1.16 computes at a time
@@ -63,11 +66,20 @@ class Counter(TorchDispatchMode):
         self.now -= size
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            result = grouped_mm(*args, **(kwargs or {}))
+        else:
+            result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.add(tensor)
         return result
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, **kwargs) -> torch.Tensor:
+    """Allocate the product of a mixture of experts, or a gradient. Without data PyTorch's own takes bfloat16 alone."""
+    shape = (len(offs), a.shape[0], b.shape[1]) if a.ndim == b.ndim else (a.shape[-2], b.shape[-1])
+    return a.new_empty(shape)
 
 
 class StepMemory(NamedTuple):
@@ -146,14 +158,51 @@ class TiledLoss(torch.autograd.Function):
 def sizes_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
     """Return the sizes of a module."""
     weights = list(module.parameters())
-    trained = sum(weight.nbytes for weight in weights)
-    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    tensors = sum(tensor.nbytes for tensor in (*weights, *module.buffers()))
     states = (state for weight in weights for state in optimizer.state[weight].values())
-    return Sizes(trained, trained + buffers, sum(state.nbytes for state in states))
+    return Sizes(sum(weight.nbytes for weight in weights), tensors, sum(state.nbytes for state in states))
+
+
+class Recorder:
+    """Record the stages of a step, whose borders are those of the layers, by hooks on the layers.
+
+    Activation checkpointing runs a layer's hooks again in the backward pass; these are no borders."""
+
+    def __init__(self, counter: Counter, layers: nn.ModuleList) -> None:
+        self.counter = counter
+        self.forward: list[Stage] = []
+        self.copies: list[int] = []
+        self.backward: list[Stage] = []
+        self.num_borders = len(layers) + 1
+        self.hooks: list[Any] = [layer.register_forward_pre_hook(self.enter, with_kwargs=True) for layer in layers]
+        self.hooks.append(layers[-1].register_forward_hook(self.leave))
+
+    def enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.border(args[0] if args else kwargs["hidden_states"])
+
+    def leave(self, layer: nn.Module, args: tuple, output: Any) -> None:
+        self.border(output if isinstance(output, torch.Tensor) else output[0])
+
+    def border(self, states: torch.Tensor) -> None:
+        """End the stage before a border of the forward pass, and let the backward pass end the one behind it."""
+        if len(self.forward) == self.num_borders:
+            return
+        self.forward.append(self.counter.stage())
+        torch.clear_autocast_cache()
+        self.copies.append(-self.counter.stage().change)
+        self.hooks.append(states.register_hook(lambda gradient: self.backward.append(self.counter.stage())))
+
+    def remove(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
 
 def count_step(
-    model: IHAForCausalLM, optimizer: torch.optim.Optimizer, ids: torch.Tensor, tiled_loss: bool
+    model: PreTrainedModel,
+    kept: Kept,
+    optimizer: torch.optim.Optimizer,
+    inputs: dict[str, torch.Tensor],
+    tiled_loss: bool,
 ) -> CountedStep:
     """Count a step of a model without data, under a FakeTensorMode. The optimizer has its states already."""
     counter = Counter()
@@ -163,72 +212,47 @@ def count_step(
         for tensor in state.values():
             counter.add(tensor)
     counter.stage()
-    forward: list[Stage] = []
-    copies: list[int] = []
-    backward: list[Stage] = []
-    hooks = []
-
-    def enter(module: nn.Module, args: tuple) -> None:
-        """End the stage before a layer, or before the last norm, and in the backward pass the one after it."""
-        if len(forward) > len(model.model.layers):
-            return  # checkpointing runs the layer again
-        forward.append(counter.stage())
-        torch.clear_autocast_cache()
-        copies.append(-counter.stage().change)
-        hooks.append(args[0].register_hook(lambda gradient: backward.append(counter.stage())))
-
-    for module in (*model.model.layers, model.model.norm):
-        hooks.append(module.register_forward_pre_hook(enter))
+    recorder = Recorder(counter, kept.layers)
     with counter:
         with torch.autocast("cpu", torch.bfloat16):
             if tiled_loss:
-                hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-                loss = TiledLoss.apply(hidden.flatten(0, 1), model.lm_head.weight)
+                hidden = backbone_of(model)(**inputs, use_cache=False).last_hidden_state
+                loss = TiledLoss.apply(hidden.flatten(0, 1), model.get_output_embeddings().weight)
                 del hidden
             else:
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            forward.append(counter.stage())
+                loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+            recorder.forward.append(counter.stage())
         loss.backward()
         del loss
-        backward.append(counter.stage())
+        recorder.backward.append(counter.stage())
         optimizer.step()
         update = counter.stage()
-    for hook in hooks:
-        hook.remove()
-    begin, *of_layers, head = forward
-    head_backward, *of_layers_backward, end = backward
-    sizes = [sizes_of(layer, optimizer) for layer in model.model.layers]
-    layers = [Layer(*each) for each in zip(of_layers, reversed(of_layers_backward), copies[1:], sizes)]
+    recorder.remove()
+    begin, *of_layers, head = recorder.forward
+    head_backward, *of_layers_backward, end = recorder.backward
+    sizes = [sizes_of(layer, optimizer) for layer in kept.layers]
+    layers = [Layer(*each) for each in zip(of_layers, reversed(of_layers_backward), recorder.copies[1:], sizes)]
     others = (whole - sum(each) for whole, each in zip(sizes_of(model, optimizer), zip(*sizes)))
+    layers = [layers[i] for i in kept.like]
     return CountedStep(layers, begin, head, head_backward, end, update, Sizes(*others))
 
 
-def one_layer_of_each(config: IHAConfig) -> tuple[IHAConfig, list[int]]:
-    """Return a config with one layer of each kind, and for each layer of the model which one of them it is like."""
-    fields = ("attention_kinds", "layer_types", "no_rope_layers")
-    layers = list(zip(*(getattr(config, field) for field in fields)))
-    different = list(dict.fromkeys(layers))
-    lists = {field: list(values) for field, values in zip(fields, zip(*different))}
-    short = IHAConfig(**{**config.to_dict(), **lists, "num_hidden_layers": len(different)})
-    return short, [different.index(layer) for layer in layers]
-
-
 def counted(
-    config: IHAConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool, dtype: torch.dtype
+    config: PreTrainedConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool, dtype: torch.dtype
 ) -> CountedStep:
-    """Count a step of AdamW in bfloat16 autocast, on weights of a dtype, for a model with these layers."""
-    short, like = one_layer_of_each(config)
-    with FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(short, dtype=dtype).train()
-        if checkpointing:
-            model.activation_checkpointing_enable()
+    """Count a step of AdamW in bfloat16 autocast, on weights of a dtype. Raise `UserError`."""
+    model = without_data(config, counted_attention.NAME, dtype).train()
+    kept = keep_one_of_each(model)
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    with explained(config), FakeTensorMode(allow_non_fake_inputs=True):  # unlike meta tensors these have autocast
+        model.to_empty(device="cpu").tie_weights()
         optimizer = torch.optim.AdamW(model.parameters())
         for weight in model.parameters():
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
         optimizer.zero_grad()
-        step = count_step(model, optimizer, torch.zeros(batch, tokens, dtype=torch.long), tiled_loss)
-    return step._replace(layers=[step.layers[i] for i in like])
+        return count_step(model, kept, optimizer, row_of_tokens(model, batch, tokens), tiled_loss)
 
 
 def whole_sizes(step: CountedStep) -> Sizes:
@@ -252,7 +276,7 @@ def highest(stages: Iterable[Stage]) -> int:
 
 
 def of_training(
-    config: IHAConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool = False
+    config: PreTrainedConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool = False
 ) -> StepMemory:
     """Count a step of AdamW on float32 weights, in bfloat16 autocast, with `batch` rows of `tokens`.
 
@@ -265,7 +289,7 @@ def of_training(
 
 
 def of_sharded_training(
-    config: IHAConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool, gpus: int
+    config: PreTrainedConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool, gpus: int
 ) -> StepMemory:
     """Estimate a step on each of several GPUs of FSDP2, as sft/accelerate_configs/fsdp2.yaml sets it up.
 

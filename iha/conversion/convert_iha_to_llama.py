@@ -7,13 +7,61 @@ from transformers import CONFIG_MAPPING, DiffLlamaConfig, DiffLlamaForCausalLM, 
 
 from iha.checkpoints import load_config
 from iha.errors import UserError
-from iha.kinds import iha
 from iha.sources import Source
 from modeling_iha import IHAConfig, IHAForCausalLM
+from modeling_iha.exact_start import deviations as deviations_from_start
 from modeling_iha.mixing_weights import state_with_values
 
 from .architectures import ARCHITECTURES, SHARED_FIELDS, Architecture, layer_windows, rope_layers
 from .shared import Converted, build, check_iha, new_config, read_source
+
+
+def heads_of(config: IHAConfig) -> tuple[int, int, int]:
+    """Return the numbers of query, key and value heads."""
+    return config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+
+
+def foldable(config: IHAConfig) -> dict[str, str]:
+    """Return {mixing parameter: the projection into which it can be multiplied}, for one pseudo-head.
+
+    Such a layer mixes heads and makes no virtual tokens. RoPE acts within a head, so it commutes with a mixing of
+    heads. A QK-norm does not."""
+    if config.num_pseudo_heads > 1:
+        return {}
+    queries_and_keys = {} if config.use_qk_norm else {"q_mix.weight": "q_proj", "k_mix.weight": "k_proj"}
+    return {**queries_and_keys, "v_mix.weight": "v_proj", "collapse.weight": "o_proj"}
+
+
+def to_mha(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the projections with the mixing of one pseudo-head multiplied in, in float64."""
+    folded = {}
+    for mixing, projection in foldable(config).items():
+        weight = attention[mixing].double()
+        for name, tensor in attention.items():
+            if name.rpartition(".")[0] != projection:
+                continue
+            if projection != "o_proj":
+                rows = tensor.double().unflatten(0, (-1, config.head_dim))
+                product = torch.einsum("mh,m...->h...", weight[..., 0], rows).flatten(0, 1)
+            elif name.endswith(".weight"):  # its bias follows the collapse
+                collapse = weight.diagflat() if config.pseudo_collapse == "per_head" else weight
+                columns = tensor.double().unflatten(1, (-1, config.head_dim))
+                product = torch.einsum("hg,xhd->xgd", collapse, columns).flatten(1)
+            else:
+                continue
+            folded[name] = product
+    return folded
+
+
+def deviations(attention: torch.nn.Module, config: IHAConfig) -> dict[str, torch.Tensor]:
+    """Return the differences from the exact start, and zeros for what folds into the projections.
+
+    For the value offsets return the sum over the pseudo-heads, beyond rounding: for equal keys only the sum matters.
+    NaN and infinity become NaN."""
+    moved = deviations_from_start(
+        state_with_values(attention), heads_of(config), config.num_pseudo_heads, config.pseudo_collapse
+    )
+    return moved | {name: 0 * moved[name] for name in foldable(config)}
 
 
 @torch.no_grad()
@@ -32,7 +80,7 @@ def added_parameters(model: IHAForCausalLM) -> set[str]:
         if config.pseudo_positions != "shared" and config.num_pseudo_heads > 1:
             positions = f"pseudo_positions={config.pseudo_positions!r}"
             raise UserError(f"Layer {i} has {positions}; only shared positions can equal an MHA.")
-        for parameter, deviation in iha.deviations(model.model.layers[i].self_attn, config).items():
+        for parameter, deviation in deviations(model.model.layers[i].self_attn, config).items():
             name = f"model.layers.{i}.self_attn.{parameter}"
             largest = deviation.abs().max().item()
             if largest != 0:  # true for NaN too
@@ -122,7 +170,7 @@ def convert_back(model: IHAForCausalLM) -> PreTrainedModel:
     state = {name: tensor for name, tensor in state.items() if not name.endswith(architecture.lacks)}
     rounded = 0
     for i, (kind, layer) in enumerate(zip(model.config.attention_kinds, model.model.layers)):
-        folds = iha.to_mha(model.config, state_with_values(layer.self_attn)) if kind == "iha" else {}
+        folds = to_mha(model.config, state_with_values(layer.self_attn)) if kind == "iha" else {}
         for name, value in folds.items():
             folded = value.to(model.dtype)
             state[f"model.layers.{i}.self_attn.{name}"] = folded

@@ -13,8 +13,9 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from iha.card_template import render_card
 from iha.conversion.arguments import KINDS
+from iha.conversion.convert_iha_to_llama import deviations, to_mha
 from iha.errors import ROOT
-from iha.kinds import companion_of, iha
+from iha.kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing_weights import mixing_parameters
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
@@ -57,17 +58,17 @@ def test_a_card_describes_every_kind(kind):
 def test_no_deviation_at_the_exact_start():
     config = small_config(attention_kinds="iha")
     attention = ATTENTION_CLASSES["iha"].for_layer(config, 0)
-    state = iha.start(config, torch.Generator().manual_seed(0))
+    state = companion_of("iha").start(config, torch.Generator().manual_seed(0))
     attention.load_state_dict(state, strict=False)
-    assert iha.deviations(attention, config).keys() == state.keys()
-    assert not any(deviation.any() for deviation in iha.deviations(attention, config).values())
+    assert deviations(attention, config).keys() == state.keys()
+    assert not any(deviation.any() for deviation in deviations(attention, config).values())
     for name in state:
-        folded = iha.to_mha(config, attention.state_dict())
+        folded = to_mha(config, attention.state_dict())
         with torch.no_grad():
             attention.get_parameter(name).view(-1)[0] += 0.1
-        again = iha.to_mha(config, attention.state_dict())
+        again = to_mha(config, attention.state_dict())
         is_folded = any(not torch.equal(again[projection], folded[projection]) for projection in folded)
-        assert iha.deviations(attention, config)[name].any() != is_folded
+        assert deviations(attention, config)[name].any() != is_folded
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,124 @@
+"""Stand in for FlashAttention in a model without data, so that PyTorch can count what attention computes and keeps.
+
+PyTorch counts the products of SDPA for all pairs of a query and a key. The attention function "counted_attention"
+knows causality and windows, and counts the pairs that they leave. As FlashAttention it keeps queries, keys, values,
+output and log-sum-exp for the backward pass, which computes the scores again.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from modeling_iha.interleaved_attention import has_virtual_heads
+
+
+NAME = "counted_attention"
+
+
+# `recompute_virtual_tokens` keeps the output of operators whose names begin like this one's.
+@torch.library.custom_op("flash_attn_counted::forward", mutates_args=())
+def forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pairs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an output [batch, N, H, features of values] and the log-sum-exp [batch, H, N]."""
+    raise NotImplementedError("Models without data alone call this.")
+
+
+@forward.register_fake
+def _(query, key, value, pairs):
+    batch, heads, length, _ = query.shape
+    output = value.new_empty(batch, length, heads, value.shape[-1])
+    return output, query.new_empty(batch, heads, length, dtype=torch.float32)
+
+
+@torch.library.custom_op("flash_attn_counted::backward", mutates_args=())
+def backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pairs: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values."""
+    raise NotImplementedError("Models without data alone call this.")
+
+
+@backward.register_fake
+def _(gradient, query, key, value, pairs):
+    return tuple(torch.empty_like(states, memory_format=torch.contiguous_format) for states in (query, key, value))
+
+
+def keep(ctx: Any, inputs: tuple, output: tuple) -> None:
+    query, key, value, ctx.pairs = inputs
+    ctx.save_for_backward(query, key, value, *output)
+
+
+def differentiate(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
+    query, key, value, *_ = ctx.saved_tensors
+    return *torch.ops.flash_attn_counted.backward(gradient, query, key, value, ctx.pairs), None
+
+
+forward.register_autograd(differentiate, setup_context=keep)
+
+
+def forward_flops(query: tuple, key: tuple, value: tuple, pairs: int, **kwargs) -> int:
+    """Return the FLOPs of query-key and weight-value products, two for each multiply-add."""
+    batch, heads = query[:2]
+    return 2 * batch * heads * pairs * (query[-1] + value[-1])
+
+
+def backward_flops(gradient: tuple, query: tuple, key: tuple, value: tuple, pairs: int, **kwargs) -> int:
+    """Return the FLOPs of the scores, which are computed again, and of four products of gradients."""
+    batch, heads = query[:2]
+    return 2 * batch * heads * pairs * (3 * query[-1] + 2 * value[-1])
+
+
+def grouped_mm_flops(a: tuple, b: tuple, *args, out_shape: tuple, **kwargs) -> int:
+    """Return the FLOPs of the experts of a mixture: each row meets the matrix of its expert, or its gradient."""
+    products = a[0] * a[1] * b[-1] if len(a) == 2 else a[0] * a[1] * a[2] * b[-1]
+    return 2 * products
+
+
+FLOPS = {
+    torch.ops.flash_attn_counted.forward: forward_flops,
+    torch.ops.flash_attn_counted.backward: backward_flops,
+    torch.ops.aten._grouped_mm: grouped_mm_flops,
+}
+
+
+def visible_pairs(length: int, window: int | None = None, chunk: int | None = None) -> int:
+    """Count the pairs (v, u) of `length` tokens with u <= v.
+
+    With a window v sees the keys u with v - window < u, and with chunks those of its own chunk."""
+    if chunk is not None and chunk < length:
+        return length // chunk * visible_pairs(chunk) + visible_pairs(length % chunk)
+    span = length if window is None else min(window, length)
+    return span * (span + 1) // 2 + (length - span) * span
+
+
+def reach(module: nn.Module, window: int | None) -> dict[str, int | None]:
+    """Return the window or the chunk of an attention module in the tokens that it attends over.
+
+    Some models have them in their masks alone, and not in the arguments of the attention function."""
+    config: Any = module.config
+    virtual = config.num_pseudo_heads if has_virtual_heads(module) else 1
+    types = getattr(config, "layer_types", None)
+    layer_type = types[module.layer_idx] if types else None
+    if layer_type == "chunked_attention":
+        return {"chunk": config.attention_chunk_size * virtual}
+    if window is None and layer_type == "sliding_attention":
+        window = config.sliding_window * virtual
+    return {"window": window}
+
+
+def attend(
+    module: nn.Module, query, key, value, attention_mask, sliding_window=None, **kwargs
+) -> tuple[torch.Tensor, None]:
+    """Stand in for an attention function of Transformers, for rows without padding."""
+    length, num_keys = query.shape[2], key.shape[2]
+    is_causal = kwargs.get("is_causal") is not False and getattr(module, "is_causal", True) is not False
+    pairs = visible_pairs(length, **reach(module, sliding_window)) if is_causal else length * num_keys
+    states = query.to(value.dtype), key.to(value.dtype), value
+    return torch.ops.flash_attn_counted.forward(*states, pairs)[0], None
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
