@@ -44,7 +44,7 @@ from iha.conversion.shared import preset_config
 from iha.errors import UserError, check_packages, run_cli
 from iha.files import read_json, read_jsonl, write_json, write_jsonl
 from iha.model_cost import model
-from iha.step_memory import of_training
+from iha.step_memory import Way, of_training
 from modeling_iha import IHAConfig
 from sft.make_text import modules
 
@@ -349,7 +349,7 @@ class Run:
             products = model(config, stage.tokens).training * stage.rows * stage.steps
             hours = 2 * products / (self.size.tflops * 1e12 * self.args.devices) / 3600
             at_once = stage.at_once(self.args.devices)
-            memory = of_training(config, at_once, stage.tokens, stage.checkpoints, True)
+            memory = of_training(config, at_once, stage.tokens, Way(stage.checkpoints, tiled_loss=True))
             rows.append(f"| {form} | {name} | {hours:.3g} | {memory.peak / 1e9:.2f} |")
         return rows
 

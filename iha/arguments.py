@@ -31,6 +31,14 @@ def cost_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--num-pseudo-heads", type=int, help=virtual)
     parser.add_argument("--window", type=int, help="window in tokens in place of the model's")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that share the model by FSDP2 (default: 1)")
+    shared = "GPUs that share each row, S; a divisor of --gpus (default: 1, a row or more for each GPU)"
+    parser.add_argument("--share-rows", type=int, default=1, metavar="S", help=shared)
+    host = "also count activation checkpoints that wait in the memory of the host"
+    parser.add_argument("--offload", action="store_true", help=host)
+    rank = "rank of LoRA on all linear maps of the layers, trained with the mixing in place of the weights"
+    parser.add_argument("--lora-r", type=int, metavar="R", help=rank)
+    bits = "bits of the weights below LoRA: 32, 16, or 4 as in QLoRA (default: 32)"
+    parser.add_argument("--bits", type=int, choices=(32, 16, 4), default=32, help=bits)
     parser.add_argument("--tflops", type=float, help="TFLOP/s that you expect of each GPU, for the time of a step")
     parser.add_argument("--steps", type=int, help="steps of a training, for its hours at --tflops")
     where = "fields to change in the preset; fields that depend on them follow"
@@ -60,15 +68,25 @@ def check_cost(
     tflops: float | None,
     steps: int | None,
     json: str | os.PathLike | None,
+    share_rows: int,
+    lora_r: int | None,
+    bits: int,
     **others,
 ) -> None:
     """Reject arguments of `cost` that cannot work. Raise `UserError`."""
     numbers = {"tokens": tokens, "batch": batch, "num-pseudo-heads": num_pseudo_heads, "gpus": gpus, "steps": steps}
+    numbers |= {"share-rows": share_rows, "lora-r": lora_r}
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise UserError(f"--{name} {value}: expected at least 1.")
     if window is not None and window < 2:
         raise UserError(f"--window {window}: expected at least 2.")
+    if gpus % share_rows or tokens % share_rows or (share_rows > 1 and batch > 1):
+        raise UserError(f"--share-rows {share_rows}: expected a divisor of --gpus and of --tokens, and --batch 1.")
+    if lora_r is not None and gpus > 1:
+        raise UserError(f"--lora-r {lora_r}: LoRA is counted on one GPU; leave out --gpus.")
+    if bits != 32 and lora_r is None:
+        raise UserError(f"--bits {bits}: weights in {bits} bits are not trained; give --lora-r, such as 16.")
     if tflops is not None and not 0 < tflops < math.inf:
         raise UserError(f"--tflops {tflops}: expected a number above 0.")
     if steps is not None and tflops is None:

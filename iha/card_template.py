@@ -13,14 +13,16 @@ from transformers import AutoModel
 
 from iha.cards import FROM_SCRATCH, NOT_EVALUATED, markdown, markdown_table, one_printable_line, title_of
 from iha.checkpoints import positions_of
-from iha.kinds import additions_of, companion_of, described, own_modules, virtual_tokens_per_token
+from iha.errors import UserError
+from iha.kinds import additions_of, companion_of, described, is_ours, own_modules, virtual_tokens_per_token
 from iha.model_cost import model as cost_of_model
-from iha.model_cost import with_mha
+from iha.plain_models import compared_with
 from modeling_iha import IHAConfig
 from modeling_iha.mixing_weights import trained_mixing
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
+OVER_TUPLES = ("hyper", "simplicial")
 COSTS = (
     "Parameters",
     "FLOPs of a forward",
@@ -65,7 +67,7 @@ def render_card(config: Any, name: str, *, from_scratch: bool = False, details: 
             schedule=drawn_layers(shown),
             details=details.strip(),
             evaluation=NOT_EVALUATED,
-            costs=_costs(shown),
+            costs=_costs(config),
             context=positions and f"{positions:,}",
             is_iha=isinstance(shown, IHAConfig),
             in_vllm=all(known.served_by_vllm for known in (*kinds.values(), *additions)),
@@ -105,20 +107,25 @@ def drawn_layers(config: Any) -> str:
 
 
 def _costs(config: Any) -> str | None:
-    """Return the table of predicted costs next to the same model with "mha" over all tokens in every layer.
+    """Return the table of predicted costs next to the plain model: "mha" over all tokens in every layer, or the base.
 
-    It is `None` where the cost model does not know a layer.
+    It is `None` for another model, and for one that cannot be counted: layers over pairs of tokens take minutes.
     """
-    if not isinstance(config, IHAConfig) or not all(companion_of(kind).cost for kind in config.attention_kinds):
+    tokens = positions_of(config)
+    over_tuples = any(kind in OVER_TUPLES for kind in described(config).attention_kinds)
+    if not is_ours(config) or tokens is None or over_tuples:
         return None
-    tokens = config.max_position_embeddings
-    ours, mha = (astuple(cost_of_model(each, tokens)) for each in (config, with_mha(config, "full_attention")))
+    name, plain = list(compared_with(config).items())[-1]
+    try:
+        ours, other = (astuple(cost_of_model(each, tokens)) for each in (config, plain))
+    except UserError:
+        return None
     rows = []
-    for title, of_ours, of_mha in zip(COSTS, ours, mha):
+    for title, of_ours, of_other in zip(COSTS, ours, other):
         is_flops = "FLOPs" in title  # two for each multiply-add
-        figures = [_short(2 * value) if is_flops else f"{value:,}" for value in (of_ours, of_mha)]
-        rows.append([title, *figures, f"{of_ours / of_mha:.3f}"])
-    return markdown_table(["", "this model", "mha", "ratio"], rows).rstrip()
+        figures = [_short(2 * value) if is_flops else f"{value:,}" for value in (of_ours, of_other)]
+        rows.append([title, *figures, f"{of_ours / of_other:.3f}"])
+    return markdown_table(["", "this model", name.removeprefix("global "), "ratio"], rows).rstrip()
 
 
 def _short(number: float) -> str:

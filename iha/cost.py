@@ -20,10 +20,10 @@ from iha.conversion.shared import new_config, preset_config
 from iha.errors import UserError, run_cli
 from iha.files import write_json
 from iha.kinds import described, is_interleaved, layer_number, virtual_tokens_per_token
-from iha.model_cost import Cost, ModelCost, model_cost
+from iha.model_cost import Cost, ModelCost, exchanged_bytes, model_cost
 from iha.plain_models import compared_with
 from iha.sources import find_source
-from iha.step_memory import StepMemory, of_sharded_training, of_training
+from iha.step_memory import StepMemory, Way, of_sharded_training, of_training
 from iha.without_data import row_of_tokens, text_config, without_data
 from modeling_iha import IHAConfig
 from modeling_iha.modeling_interleaved import backbone_of, interleaved_class, register_models
@@ -44,9 +44,10 @@ def interleaved(source: PreTrainedConfig, num_pseudo_heads: int, window: int | N
     names_in_order = sorted(heads, key=layer_number)
     if window is not None:
         names_in_order = [name for place, name in enumerate(names_in_order) if place % 5 != 4]
-    register_models(type(model.config))
-    config = copy.deepcopy(model.config)
-    config.__class__ = interleaved_class(type(config))
+    base: Any = type(model.config)
+    register_models(base)
+    config: PreTrainedConfig = copy.deepcopy(model.config)
+    config.__class__ = interleaved_class(base)
     text = config.get_text_config(decoder=True)
     text.interleaved_layers = {name: heads[name] for name in names_in_order}
     text.interleaved_window = window
@@ -120,25 +121,31 @@ def parts_of(config: PreTrainedConfig, cost: ModelCost) -> dict[str, Cost]:
     return attention | others | {"embedding, last norm, head": cost.rest, "whole model": cost.whole}
 
 
-def memory(settings: PreTrainedConfig, batch: int, tokens: int, gpus: int = 1) -> dict[str, StepMemory]:
+def memory(
+    settings: PreTrainedConfig, batch: int, tokens: int, gpus: int = 1, asked: Way | None = None
+) -> dict[str, StepMemory]:
     """Return the memory of a training step in each way to save some, and "" without any.
 
-    With several GPUs it is that of each of them."""
+    With several GPUs it is that of each of them. `asked` has what the user chose: adapters, shared rows, offload."""
+    plain = (asked or Way())._replace(offload=False)
+    saving = plain._replace(checkpointing=True, tiled_loss=True)
 
-    def count(recompute: bool, checkpointing: bool, tiled_loss: bool) -> StepMemory:
+    def count(way: Way, recompute: bool = False) -> StepMemory:
         config = copy.deepcopy(settings)
         config.get_text_config(decoder=True).recompute_virtual_tokens = recompute
         if gpus > 1:
-            return of_sharded_training(config, batch, tokens, checkpointing, tiled_loss, gpus)
-        return of_training(config, batch, tokens, checkpointing, tiled_loss)
+            return of_sharded_training(config, batch, tokens, way, gpus)
+        return of_training(config, batch, tokens, way)
 
     ways = {
-        "": count(False, False, False),
-        "activation checkpointing": count(False, True, False),
-        "activation checkpointing and TRL's loss": count(False, True, True),
+        "": count(plain),
+        "activation checkpointing": count(plain._replace(checkpointing=True)),
+        "activation checkpointing and TRL's loss": count(saving),
     }
+    if asked is not None and asked.offload:
+        ways["activation checkpointing in the host's memory and TRL's loss"] = count(saving._replace(offload=True))
     if virtual_tokens_per_token(settings) > 1:
-        ways["recompute_virtual_tokens"] = count(True, False, False)
+        ways["recompute_virtual_tokens"] = count(plain, recompute=True)
     return ways
 
 
@@ -150,11 +157,13 @@ def memory_line(ways: dict[str, StepMemory]) -> str:
     return f"{', '.join(peaks)} ({', '.join(parts)})"
 
 
-def seconds(cost: Cost, batch: int, tflops: float) -> dict[str, float]:
-    """Return the seconds of a training step at a rate of each GPU: checkpointing makes one more forward pass."""
+def seconds(cost: Cost, rows: float, tflops: float) -> dict[str, float]:
+    """Return the seconds of a training step at a rate of each GPU: checkpointing makes one more forward pass.
+
+    `rows` are those of each GPU, a part of one where GPUs share it."""
     return {
-        "": 2 * batch * cost.training / (tflops * 1e12),
-        "activation checkpointing": 2 * batch * (cost.training + cost.prefill) / (tflops * 1e12),
+        "": 2 * rows * cost.training / (tflops * 1e12),
+        "activation checkpointing": 2 * rows * (cost.training + cost.prefill) / (tflops * 1e12),
     }
 
 
@@ -171,12 +180,17 @@ def cost(
     fields: dict[str, Any] | None = None,
     count_memory: bool = True,
     json: str | os.PathLike | None = None,
+    share_rows: int = 1,
+    offload: bool = False,
+    lora_r: int | None = None,
+    bits: int = 32,
 ) -> None:
     """Print the table of a preset, or of a model's `config`, for rows of `tokens` tokens.
 
     `fields` replace those of the preset. Raise `UserError`.
     """
-    check_cost(preset, config, tokens, batch, num_pseudo_heads, window, gpus, tflops, steps, json)
+    others = {"share_rows": share_rows, "lora_r": lora_r, "bits": bits}
+    check_cost(preset, config, tokens, batch, num_pseudo_heads, window, gpus, tflops, steps, json, **others)
     settings = settings_of(preset, config, num_pseudo_heads, window, fields)
     counted = model_cost(settings, tokens)
     whole = counted.whole
@@ -185,38 +199,46 @@ def cost(
     print(f"{'':<30}{''.join(f'{name:>16}' for name in columns)}")
     for title, part in parts.items():
         print(row(title, part, tokens, batch))
-    others = compared_with(settings)
-    costs = {title: model_cost(other, tokens).whole for title, other in others.items()}
+    plain = compared_with(settings)
+    costs = {title: model_cost(other, tokens).whole for title, other in plain.items()}
     for title, other in costs.items():
         ratios = (a / b for a, b in zip(astuple(whole), astuple(other)))
         words = f"{title} everywhere" if "mha" in title else f"the {title}"
         print(f"{f'ratio to {words}':<30}{''.join(f'{ratio:>16.3f}' for ratio in ratios)}")
     print(f"cache in bfloat16: {2 * batch * whole.cache / 1e9:.3f} GB")
     compared = {"this model": (settings, whole)}
-    if others:
-        last = list(others)[-1]
-        compared[last] = (others[last], costs[last])
+    if plain:
+        last = list(plain)[-1]
+        compared[last] = (plain[last], costs[last])
     peaks = {}
     if count_memory:
         where = f" on each of {gpus} GPUs, sharded by FSDP2 (not compared with a GPU)" if gpus > 1 else ""
-        print(f"training step{where}, float32 weights, AdamW, bfloat16 autocast:")
-        peaks = {title: memory(each, batch, tokens, gpus) for title, (each, _) in compared.items()}
+        where += f", {share_rows} of which share each row" if share_rows > 1 else ""
+        weights = "float32 weights" if lora_r is None else f"LoRA of rank {lora_r} on weights in {bits} bits"
+        print(f"training step{where}, {weights}, AdamW, bfloat16 autocast:")
+        asked = Way(offload=offload, lora_r=lora_r, bits=bits, share_rows=share_rows)
+        peaks = {title: memory(each, batch, tokens, gpus, asked) for title, (each, _) in compared.items()}
         for title, ways in peaks.items():
             print(f"  {title}: {memory_line(ways)}")
+    if share_rows > 1:
+        for title, (each, _) in compared.items():
+            sent = exchanged_bytes(each, tokens, share_rows) / 1e9
+            step = f"{3 * sent:.2f} GB in a step with checkpointing"
+            print(f"{title}: a process sends {sent:.2f} GB in a forward pass, {step}")
     times = {}
     if tflops is not None:
-        rows = batch * gpus
+        rows = batch * gpus // share_rows
         print(f"time of a step of {rows} rows, if each GPU computes {tflops:g} TFLOP/s, as --tflops assumes:")
         for title, (_, each) in compared.items():
-            times[title] = seconds(each, batch, tflops)
+            times[title] = seconds(each, batch / share_rows, tflops)
             told = []
             for way, time in times[title].items():
                 speed = f"{time:.2f} s, {rows * tokens / time:,.0f} tokens/s"
                 told.append(f"{speed}{hours(time, steps)}{f' with {way}' if way else ''}")
             print(f"  {title}: {'; '.join(told)}")
     if json is not None:
-        asked = {"tokens": tokens, "batch": batch, "gpus": gpus, "tflops": tflops, "steps": steps}
-        write_json(json, asked | as_json(parts | costs, peaks, times, steps))
+        given = {"tokens": tokens, "batch": batch, "gpus": gpus, "tflops": tflops, "steps": steps}
+        write_json(json, given | as_json(parts | costs, peaks, times, steps))
 
 
 def hours(time: float, steps: int | None) -> str:

@@ -5,12 +5,15 @@ knows causality and windows, and counts the pairs that they leave. As FlashAtten
 output and log-sum-exp for the backward pass, which computes the scores again.
 """
 
+import math
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from iha.errors import UserError
 from modeling_iha.interleaved_attention import has_virtual_heads
 
 
@@ -122,3 +125,82 @@ def attend(
 
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+# Rows that processes share (sft/sequence_parallel.py)
+
+
+@torch.library.custom_op("flash_attn_counted::exchange", mutates_args=())
+def exchange(states: torch.Tensor, shape: list[int], sent: int) -> torch.Tensor:
+    """Send `sent` bytes to other processes, and return what comes from them and the own part."""
+    raise NotImplementedError("Models without data alone call this.")
+
+
+@exchange.register_fake
+def _(states, shape, sent):
+    return states.new_empty(shape)
+
+
+def keep_shape(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    states, _, ctx.sent = inputs
+    ctx.shape = states.shape
+
+
+def exchange_back(ctx: Any, gradient: torch.Tensor) -> tuple:
+    return torch.ops.flash_attn_counted.exchange(gradient.contiguous(), ctx.shape, ctx.sent), None, None
+
+
+exchange.register_autograd(exchange_back, setup_context=keep_shape)
+
+
+def sent_bytes(states: tuple, shape: tuple, sent: int, **kwargs) -> int:
+    return sent
+
+
+def attend_to_shared_row(
+    num_processes: int, module: nn.Module, query, key, value, attention_mask, sliding_window=None, **kwargs
+) -> tuple[torch.Tensor, None]:
+    """Stand in for a process in the middle of a row: with a window it gets keys from others, and else heads."""
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    total = query.shape[2] * num_processes
+    window = reach(module, sliding_window)["window"]
+    attend_in_piece = attend_by_heads if window is None or window >= total else attend_by_neighbours
+    return attend_in_piece(query, key, value, num_processes, total, window), None
+
+
+def attend_by_heads(query, key, value, num_processes: int, total: int, window: int | None) -> torch.Tensor:
+    """Return the output of the own tokens, after attention to the whole row with a share of the heads."""
+    heads, groups = query.shape[1], key.shape[1]
+    shared = math.lcm(num_processes, groups)  # with fewer key heads than processes, some have the same ones
+    if heads % shared:
+        raise UserError(f"{num_processes} processes cannot share {heads} heads of {groups} key heads.")
+    states = [query, *(each.repeat_interleave(shared // groups, dim=1) for each in (key, value))]
+
+    def exchanged(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+        sent = tensor.nbytes * (num_processes - 1) // num_processes
+        return torch.ops.flash_attn_counted.exchange(tensor.clone(), [1, *shape], sent)
+
+    row = [exchanged(each, each.shape[1] // num_processes, total, each.shape[3]) for each in states]
+    output, _ = torch.ops.flash_attn_counted.forward(*row, visible_pairs(total))
+    return exchanged(output, query.shape[2], heads, value.shape[3])
+
+
+def attend_by_neighbours(query, key, value, num_processes: int, total: int, window: int) -> torch.Tensor:
+    """Return the output of the own tokens, after the keys and values before them have come from other processes."""
+    length = query.shape[2]
+    own = torch.cat((key, value), dim=-1)
+    before = min(window, total - length)
+    shape = [*own.shape[:2], before, own.shape[3]]
+    sent = own.new_empty(()).nbytes * math.prod(shape)
+    states = torch.cat((torch.ops.flash_attn_counted.exchange(own.clone(), shape, sent), own), dim=2)
+    key, value = states.split((key.shape[-1], value.shape[-1]), dim=-1)
+    return torch.ops.flash_attn_counted.forward(query, key, value, length * window)[0]
+
+
+@cache  # a name is registered once and stays: no public method removes it
+def of_shared_rows(num_processes: int) -> str:
+    """Register the attention of rows that processes share, and return its name."""
+    name = f"{NAME}_of_{num_processes}_processes"
+    AttentionInterface.register(name, partial(attend_to_shared_row, num_processes))
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    return name

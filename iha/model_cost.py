@@ -106,6 +106,11 @@ def attention_of(layer: nn.Module) -> list[nn.Module]:
     return [module for module in layer.children() if hasattr(module, "layer_idx")]
 
 
+def parameters_of(config: PreTrainedConfig) -> int:
+    """Count the parameters of a model alone. Raise `UserError`."""
+    return count_parameters(without_data(config))
+
+
 def count_parameters(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
 
@@ -177,6 +182,19 @@ def count_decoding(config: PreTrainedConfig, tokens: int) -> tuple[Counts, list[
         with LayerCounter(layers_of(model)) as counter:
             model(input_ids=row_of_tokens(model, 1, 1)["input_ids"], **{CACHE: cache})
     return counter.counts(), cached
+
+
+def exchanged_bytes(config: PreTrainedConfig, tokens: int, num_processes: int) -> int:
+    """Count what a process sends to others in a forward pass over a row of `tokens` that they share.
+
+    Raise `UserError`."""
+    operator = torch.ops.flash_attn_counted.exchange
+    with explained(config):
+        model = without_data(config, counted_attention.of_shared_rows(num_processes))
+        mapping = {operator: counted_attention.sent_bytes}
+        with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
+            model(**row_of_tokens(model, 1, tokens // num_processes), use_cache=False)
+    return counter.get_flop_counts()["Global"][operator]
 
 
 def values_of(layer: object) -> int:

@@ -6,6 +6,7 @@ layer of each kind, and the stages of its step (`Stage`) are put together to the
 of a kind take the same memory.
 """
 
+import copy
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -17,9 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from iha import counted_attention
+from iha.counted_adapters import add_adapters
+from iha.counted_attention import NAME, of_shared_rows
+from iha.errors import UserError
 from iha.without_data import Kept, explained, keep_one_of_each, row_of_tokens, without_data
 from modeling_iha.modeling_interleaved import backbone_of
+from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
 LOSS_TILE = (4096, 32768)  # tokens and entries of the vocabulary whose logits TRL 1.16 computes at a time
@@ -91,6 +95,26 @@ class StepMemory(NamedTuple):
     peak: int
 
 
+class Way(NamedTuple):
+    """Hold how a model is trained, as far as the memory of a step depends on it.
+
+    Attributes:
+        checkpointing: whether a layer keeps its input alone, and computes the rest again in the backward pass.
+        tiled_loss: whether the logits are computed in tiles, as in TRL's loss, and never for all tokens.
+        offload: whether these inputs wait in the memory of the host.
+        lora_r: the rank of adapters, which are trained with the mixing in place of the weights.
+        bits: of the weights below adapters, 32, 16 or 4.
+        share_rows: how many processes share each row.
+    """
+
+    checkpointing: bool = False
+    tiled_loss: bool = False
+    offload: bool = False
+    lora_r: int | None = None
+    bits: int = 32
+    share_rows: int = 1
+
+
 class Sizes(NamedTuple):
     """Hold the bytes of a module's trained weights, of all its tensors, and of the optimizer's states."""
 
@@ -157,10 +181,10 @@ class TiledLoss(torch.autograd.Function):
 
 def sizes_of(module: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
     """Return the sizes of a module."""
-    weights = list(module.parameters())
-    tensors = sum(tensor.nbytes for tensor in (*weights, *module.buffers()))
-    states = (state for weight in weights for state in optimizer.state[weight].values())
-    return Sizes(sum(weight.nbytes for weight in weights), tensors, sum(state.nbytes for state in states))
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
+    tensors = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    states = (state for weight in trained for state in optimizer.state[weight].values())
+    return Sizes(sum(weight.nbytes for weight in trained), tensors, sum(state.nbytes for state in states))
 
 
 class Recorder:
@@ -204,7 +228,9 @@ def count_step(
     inputs: dict[str, torch.Tensor],
     tiled_loss: bool,
 ) -> CountedStep:
-    """Count a step of a model without data, under a FakeTensorMode. The optimizer has its states already."""
+    """Count a step of a model without data, under a FakeTensorMode. The optimizer has its states already.
+
+    The layers are one that does not count, and one of each kind."""
     counter = Counter()
     for tensor in (*model.parameters(), *model.buffers()):
         counter.add(tensor)
@@ -233,26 +259,47 @@ def count_step(
     sizes = [sizes_of(layer, optimizer) for layer in kept.layers]
     layers = [Layer(*each) for each in zip(of_layers, reversed(of_layers_backward), recorder.copies[1:], sizes)]
     others = (whole - sum(each) for whole, each in zip(sizes_of(model, optimizer), zip(*sizes)))
-    layers = [layers[i] for i in kept.like]
+    layers = [layers[1 + i] for i in kept.like]
     return CountedStep(layers, begin, head, head_backward, end, update, Sizes(*others))
 
 
-def counted(
-    config: PreTrainedConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool, dtype: torch.dtype
-) -> CountedStep:
+def counted(config: PreTrainedConfig, batch: int, tokens: int, way: Way, dtype: torch.dtype) -> CountedStep:
     """Count a step of AdamW in bfloat16 autocast, on weights of a dtype. Raise `UserError`."""
-    model = without_data(config, counted_attention.NAME, dtype).train()
+    core = NAME if way.share_rows == 1 else of_shared_rows(way.share_rows)
+    model = without_data(config, core, dtype).train()
+    if way.share_rows > 1 and any(isinstance(module, ScoreMatrixAttention) for module in model.modules()):
+        raise UserError("Layers that change scores attend by no function that processes could share.")
     kept = keep_one_of_each(model)
-    if checkpointing:
+    # The lowest layer of a model with adapters keeps its input to the end of a step, so a further one takes its place.
+    kept.layers.insert(0, copy.deepcopy(kept.layers[0]))
+    model.config.get_text_config(decoder=True).num_hidden_layers = len(kept.layers)
+    if way.lora_r is not None:
+        add_adapters(model, kept.layers, way.lora_r, way.bits)
+    if way.checkpointing:
         model.activation_checkpointing_enable()
     with explained(config), FakeTensorMode(allow_non_fake_inputs=True):  # unlike meta tensors these have autocast
         model.to_empty(device="cpu").tie_weights()
-        optimizer = torch.optim.AdamW(model.parameters())
-        for weight in model.parameters():
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(trained)
+        for weight in trained:
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
         optimizer.zero_grad()
-        return count_step(model, kept, optimizer, row_of_tokens(model, batch, tokens), tiled_loss)
+        step = count_step(
+            model, kept, optimizer, row_of_tokens(model, batch, tokens // way.share_rows), way.tiled_loss
+        )
+    return offloaded(step) if way.offload else step
+
+
+def offloaded(step: CountedStep) -> CountedStep:
+    """Return a step whose layers keep nothing from their forward pass to their backward pass, which brings it back."""
+    layers = []
+    for layer in step.layers:
+        kept = layer.forward.change - layer.copies
+        forward = layer.forward._replace(change=layer.copies)
+        backward = Stage(layer.backward.change + kept, layer.backward.peak + kept)
+        layers.append(layer._replace(forward=forward, backward=backward))
+    return step._replace(layers=layers)
 
 
 def whole_sizes(step: CountedStep) -> Sizes:
@@ -275,29 +322,26 @@ def highest(stages: Iterable[Stage]) -> int:
     return peak
 
 
-def of_training(
-    config: PreTrainedConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool = False
-) -> StepMemory:
-    """Count a step of AdamW on float32 weights, in bfloat16 autocast, with `batch` rows of `tokens`.
+def of_training(config: PreTrainedConfig, batch: int, tokens: int, way: Way) -> StepMemory:
+    """Count a step of AdamW in bfloat16 autocast, with `batch` rows of `tokens`, on float32 weights or by LoRA.
 
-    The loss takes the logits of all tokens, or with `tiled_loss` those of a tile at a time, as TRL's does."""
-    step = counted(config, batch, tokens, checkpointing, tiled_loss, torch.float32)
+    Raise `UserError`."""
+    step = counted(config, batch, tokens, way, torch.bfloat16 if way.bits == 16 else torch.float32)
     trained, tensors, optimizer = whole_sizes(step)
     backward = [layer.backward for layer in reversed(step.layers)]
     peak = highest([*forward_of(step), step.head_backward, *backward, step.end, step.update])
     return StepMemory(tensors, trained, optimizer, tensors + optimizer + peak)
 
 
-def of_sharded_training(
-    config: PreTrainedConfig, batch: int, tokens: int, checkpointing: bool, tiled_loss: bool, gpus: int
-) -> StepMemory:
+def of_sharded_training(config: PreTrainedConfig, batch: int, tokens: int, way: Way, gpus: int) -> StepMemory:
     """Estimate a step on each of several GPUs of FSDP2, as sft/accelerate_configs/fsdp2.yaml sets it up.
 
-    Each GPU has `batch` rows, and its share of the float32 weights, of their gradients and of AdamW's states. Layers
-    are gathered in bfloat16: one computes while another is on its way, and a third is copied. The gradients of one
-    layer are summed over the GPUs while the next are made. Embedding, last norm and head stay gathered.
+    Each GPU has `batch` rows, or each group of GPUs that share rows, and its share of the float32 weights, of their
+    gradients and of AdamW's states. Layers are gathered in bfloat16: one computes while another is on its way, and a
+    third is copied. The gradients of one layer are summed over the GPUs while the next are made. Embedding, last norm
+    and head stay gathered. Raise `UserError`.
     """
-    step = counted(config, batch, tokens, checkpointing, tiled_loss, torch.bfloat16)
+    step = counted(config, batch, tokens, way, torch.bfloat16)
     trained, tensors, _ = whole_sizes(step)  # in bfloat16
     weights = 2 * trained // gpus + tensors - trained
     gradients = 2 * trained // gpus

@@ -43,11 +43,13 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     if not hasattr(text, "interleaved_layers"):
         return text
     # Only the class of the whole configuration is an interleaved one.
-    register_models(type(text))
+    base: Any = type(text)
+    register_models(base)
     fields = text.to_dict()
     names = fields["interleaved_layers"]
     fields["interleaved_layers"] = {name.removeprefix("language_model."): names[name] for name in names}
-    return interleaved_class(type(text)).from_dict(fields)
+    config_class: Any = interleaved_class(base)
+    return config_class.from_dict(fields)
 
 
 def without_data(

@@ -39,7 +39,8 @@ from matplotlib.figure import Figure
 from iha import plots
 from iha.files import read_json, sole_writer
 from iha.model_cost import model as cost_of
-from iha.step_memory import of_training
+from iha.model_cost import parameters_of
+from iha.step_memory import Way, of_training
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import processor
 from research.experiments.arms import ARMS, SIZES, Size, config_of
@@ -159,7 +160,7 @@ def table(comparison: Comparison, record: dict) -> str:
             cells.append(f"{difference['mean']:+.4f} ± {difference['half_width']:.4f}" if difference else "-")
         # A row that is longer than half of `tokens_per_step` is alone in its step.
         cells.append(f"{size.batch * size.tokens / record['step_seconds'][row['arm']]:,.0f}")
-        peak = of_training(comparison.config_of(row["arm"]), size.batch, size.tokens, False).peak
+        peak = of_training(comparison.config_of(row["arm"]), size.batch, size.tokens, Way()).peak
         cells.append(f"{peak / 1e6:,.0f}")
         lines.append(f"{row['arm']:<{width}}{row['parameters']:>11,}{''.join(f'{cell:>18}' for cell in cells)}")
     clock = "wall-clock time" if record["gpu"] else "the CPU time of one thread"
@@ -201,13 +202,13 @@ def plot(record: dict) -> Figure:
 def rows_of_table(comparison: Comparison, rates: dict[str, Rates], runs: dict[str, list[dict]]) -> list[dict]:
     """Return a row for each arm, with its differences from the first arm and their p-values."""
     first, *_ = runs
-    flops = {arm: cost_of(comparison.config_of(arm), comparison.size.tokens, "sdpa").training for arm in runs}
+    flops = {arm: cost_of(comparison.config_of(arm), comparison.size.tokens).training for arm in runs}
     rows = []
     for arm, of_arm in runs.items():
         config = comparison.config_of(arm)
         row = {
             "arm": arm,
-            "parameters": cost_of(config, 1).parameters,
+            "parameters": parameters_of(config),
             "intermediate_size": config.intermediate_size,
             **rates[arm]._asdict(),
             "loss": interval([end(run) for run in of_arm]),

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from iha.step_memory import of_sharded_training
+from iha.step_memory import Way, of_sharded_training
 from modeling_iha import IHAForCausalLM
 
 
@@ -85,7 +85,7 @@ def work(rank: int, place: str, checkpointing: bool) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{place}/store", rank=rank, world_size=GPUS)
     measured = peak_of_a_step(checkpointing)
-    estimated = of_sharded_training(small_config(**FIELDS), 1, TOKENS, checkpointing, False, GPUS).peak
+    estimated = of_sharded_training(small_config(**FIELDS), 1, TOKENS, Way(checkpointing), GPUS).peak
     assert estimated == pytest.approx(measured, rel=0.06), (estimated, measured)
     torch.distributed.destroy_process_group()
 

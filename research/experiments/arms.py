@@ -7,7 +7,7 @@ with windows the fifth layer of five has ordinary attention without a window.
 from dataclasses import asdict, dataclass, replace
 
 from iha.errors import UserError
-from iha.model_cost import model as cost_of
+from iha.model_cost import parameters_of
 from modeling_iha import IHAConfig
 
 
@@ -129,6 +129,6 @@ def build(size: Size, arm: Arm, intermediate_size: int | None = None) -> IHAConf
 
 def config_of(size: Size, arm: Arm) -> IHAConfig:
     """Return the configuration of an arm, whose FFN is as wide as the parameters of ordinary attention allow."""
-    more = cost_of(build(size, arm), 1).parameters - cost_of(build(size, Arm()), 1).parameters
+    more = parameters_of(build(size, arm)) - parameters_of(build(size, Arm()))
     per_channel = 3 * size.hidden_size * size.num_hidden_layers
     return build(size, arm, size.intermediate_size - round(more / per_channel))

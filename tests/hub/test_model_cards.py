@@ -69,6 +69,7 @@ def test_a_card_says_what_the_model_costs_and_what_is_not_known():
     assert "The weights are under mit." in card and "under Apache-2.0" in card
     assert "Not evaluated." in card and "- Duvvuri" in card and "- Vaswani" in card
     assert "No license of the weights is known." in render_card(config, "name")
+    assert "The costs of this model were not counted." in render_card(small_config(attention_kinds="hyper"), "name")
 
 
 def test_no_name_breaks_a_card():
