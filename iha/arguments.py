@@ -23,7 +23,7 @@ def cost_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", help="name of a preset of IHAConfig.from_preset")
-    config = "model, interleaved model or Llama-like base: a directory with a config.json, or a Hub id"
+    config = "decoder of Transformers, plain, interleaved or paired, or one of ours: a directory or a Hub id"
     model.add_argument("--config", help=config)
     parser.add_argument("--tokens", type=int, required=True, help="length of the sequence")
     parser.add_argument("--batch", type=int, default=1, help="number of sequences of each GPU (default: 1)")

@@ -326,7 +326,7 @@ def of_training(config: PreTrainedConfig, batch: int, tokens: int, way: Way) -> 
     """Count a step of AdamW in bfloat16 autocast, with `batch` rows of `tokens`, on float32 weights or by LoRA.
 
     Raise `UserError`."""
-    step = counted(config, batch, tokens, way, torch.bfloat16 if way.bits == 16 else torch.float32)
+    step = counted(config, batch, tokens, way, torch.float32 if way.bits == 32 else torch.bfloat16)
     trained, tensors, optimizer = whole_sizes(step)
     backward = [layer.backward for layer in reversed(step.layers)]
     peak = highest([*forward_of(step), step.head_backward, *backward, step.end, step.update])

@@ -10,15 +10,17 @@ from transformers import Qwen3Config
 
 from conversion_scripts import push_to_hub
 from iha.checkpoints import load_config
-from iha.cost import memory, seconds, settings_of
+from iha.cost import seconds, settings_of
 from iha.errors import ROOT
-from iha.model_cost import model
+from iha.model_cost import exchanged_bytes, model
 from iha.sources import find_source
+from iha.step_memory import Way, of_sharded_training, of_training
 from sft import train
 
 
 PAGE = (ROOT / "docs" / "FINE_TUNE.md").read_text(encoding="utf-8")
 TOKENS, WINDOW, GPUS, TFLOPS = 65_536, 8_192, 8, 400
+SAVING = Way(checkpointing=True, tiled_loss=True)  # as the recipes train
 QWEN3_8B = {
     **{"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
     **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960},
@@ -44,26 +46,46 @@ def shell_commands() -> list[str]:
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
+def table_rows() -> dict[str, list[str]]:
+    """Return the rows of the page's tables by their first cell."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in PAGE.splitlines() if line[:2] == "| "]
+    return {first: others for first, *others in rows}
+
+
 def test_the_table_is_what_cost_predicts(tmp_path):
     Qwen3Config(**QWEN3_8B).save_pretrained(tmp_path)
-    rows = {row[0]: row[1:] for row in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", PAGE, re.MULTILINE)}
+    rows = table_rows()
     columns = [settings_of(None, tmp_path, 2, WINDOW), settings_of(None, tmp_path, 2), settings_of(None, tmp_path)]
-    way = "activation checkpointing and TRL's loss"
-    for column, config in enumerate(columns):
+    counts = [model(config, TOKENS) for config in columns]
+    for column, (config, cost) in enumerate(zip(columns, counts)):
         predicted = {
-            "GB on each of 8 GPUs (FSDP2)": memory(config, 1, TOKENS, GPUS)[way].peak / 1e9,
-            "GB on one GPU, all weights trained": memory(config, 1, TOKENS)[way].peak / 1e9,
+            "GB on each of 8 GPUs (FSDP2)": of_sharded_training(config, 1, TOKENS, SAVING, GPUS).peak / 1e9,
+            "GB on one GPU, all weights trained": of_training(config, 1, TOKENS, SAVING).peak / 1e9,
         }
-        time = seconds(model(config, TOKENS), 1, TFLOPS)["activation checkpointing"]
-        rate = GPUS * TOKENS / time
+        rate = GPUS * TOKENS / seconds(cost, 1, TFLOPS)["activation checkpointing"]
         predicted |= {"tokens/s, 8 GPUs": rate, "hours for a billion tokens, 8 GPUs": 1e9 / rate / 3600}
         for name, figure in predicted.items():
             told = float(rows[name][column].replace(",", ""))
             assert told == pytest.approx(figure, abs=0.5 if told > 100 or "GB" in name else 0.05), (name, column)
-    window, without, plain = (model(config, TOKENS) for config in columns)
+    window, without, plain = counts
     assert (f"{window.training / plain.training:.2f}", f"{window.cache / plain.cache:.2f}") == ("0.97", "0.30")
     assert f"{without.training / plain.training:.1f}" == "2.8"
     assert "takes 0.97 times the FLOPs" in PAGE and "the cache 0.30 times" in PAGE and "takes 2.8 times" in PAGE
+
+
+def test_the_tables_of_long_rows_and_of_adapters_are_what_cost_predicts(tmp_path):
+    Qwen3Config(**QWEN3_8B).save_pretrained(tmp_path)
+    rows = table_rows()
+    config = settings_of(None, tmp_path, 2, WINDOW)
+    for tokens in (TOKENS, 16 * TOKENS):
+        told = [float(cell) for cell in rows[f"P = 2, {tokens:,}"]]
+        ways = [SAVING._replace(offload=each, share_rows=share) for share in (1, GPUS) for each in (False, True)]
+        peaks = [of_sharded_training(config, 1, tokens, way, GPUS).peak / 1e9 for way in ways]
+        assert told[:4] == pytest.approx(peaks, abs=0.51)
+        assert told[4] == pytest.approx(3 * exchanged_bytes(config, tokens, GPUS) / 1e9, abs=0.05)
+    ways = [SAVING._replace(offload=each, lora_r=16, bits=bits) for bits in (32, 16, 4) for each in (False, True)]
+    peaks = [of_training(config, 1, TOKENS, way).peak / 1e9 for way in ways]
+    assert [float(cell) for cell in rows[f"{TOKENS:,}"]] == pytest.approx(peaks, abs=0.51)
 
 
 def test_the_commands_train_and_publish_a_tiny_model(tmp_path, monkeypatch, capsys):
@@ -71,7 +93,7 @@ def test_the_commands_train_and_publish_a_tiny_model(tmp_path, monkeypatch, caps
     hasten_runs(monkeypatch)
     base = saved(decoder("qwen3", num_hidden_layers=5, max_position_embeddings=32), tmp_path / "base")
     rows = write_jsonl(tmp_path / "long.jsonl", [{"text": f"Document {number}. " * 20} for number in range(20)])
-    _, full, lora, push = shell_commands()
+    full, lora, push = [command for command in shell_commands() if not command.startswith("iha cost")]
 
     def trained(command: str, **changes: int | str | None) -> tuple[dict[str, str], Path]:
         """Run a command at the size of a test, without keys that change to None. Return its keys and output."""

@@ -3,13 +3,17 @@
 import json
 import math
 import sys
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import random_ids, random_model, set_core, small_config
 from tiny_training import decoder
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     Gemma3Config,
     GptOssConfig,
@@ -24,6 +28,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache
 
 from iha import cost as cost_command
+from iha import counted_attention
 from iha.card_template import render_card
 from iha.counted_attention import visible_pairs
 from iha.errors import UserError
@@ -35,6 +40,7 @@ from modeling_iha import IHAConfig, interleave_heads, pair_heads
 from modeling_iha.flop_matched_window import flop_matched_window
 from modeling_iha.modeling_iha import ATTENTION_CLASSES
 from modeling_iha.transformers_versions import CACHE
+from sft import sequence_parallel
 
 
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
@@ -363,3 +369,93 @@ def test_a_rope_for_each_layer_type_is_that_of_the_layers_it_is_compared_with():
     assert with_mha(config, "full_attention").rope_parameters == rope
     assert with_mha(config).rope_parameters == ropes
     assert "| ratio |" in render_card(config, "name")
+
+
+# Adapters, checkpoints in the memory of the host, rows that processes share
+
+
+@pytest.mark.parametrize("how", ["interleaved", "paired", "plain"])
+def test_adapters_and_the_mixing_are_what_is_trained(how, tmp_path):
+    BASES["qwen2"].save_pretrained(tmp_path)
+    config = cost_command.settings_of(None, tmp_path, 2 if how == "interleaved" else None)
+    whole, lora, four_bits = (
+        of_training(config, 1, 16, Way(True, lora_r=rank, bits=bits)) for rank, bits in ((None, 32), (3, 32), (3, 4))
+    )
+    real = without_data(config)
+    linear = [module for module in real.model.layers.modules() if isinstance(module, torch.nn.Linear)]
+    adapters = sum(3 * (module.in_features + module.out_features) for module in linear)
+    mixing = sum(weight.numel() for name, weight in real.named_parameters() if "_mix." in name or "collapse." in name)
+    assert (how == "interleaved") == (mixing > 0)
+    assert lora.gradients == four_bits.gradients == 4 * (adapters + mixing)
+    assert lora.weights - whole.weights == 4 * adapters
+    in_bits = sum(module.weight.numel() for module in linear)
+    others = real.num_parameters() - in_bits - mixing
+    packed = in_bits / 2 + in_bits / 64 + 4 * len(linear) + 2 * others + 4 * (adapters + mixing)
+    assert four_bits.weights == pytest.approx(packed, rel=0.05)
+    assert four_bits.peak < lora.peak < whole.peak
+
+
+def test_offload_keeps_the_input_of_each_layer_from_the_peak():
+    config, tokens = small_config(num_hidden_layers=12, vocab_size=61), 2_000
+    here, there = (of_training(config, 1, tokens, Way(True, True, offload)) for offload in (False, True))
+    inputs = 4 * config.num_hidden_layers * tokens * config.hidden_size
+    assert 0.8 * inputs <= here.peak - there.peak <= inputs
+    assert here[:3] == there[:3]
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_rows_are_shared_as_sft_shares_them(window, monkeypatch):
+    """Compare what is sent with sft/sequence_parallel.py, in the middle of a group of processes."""
+    size, rank, heads, groups, tokens = 4, 2, 8, 2, 32
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    sent = []
+
+    def exchange(states, counts, received, group):
+        sent.append((sum(counts) - counts[rank]) * states[0].nbytes)
+        return states.new_empty(sum(received), *states.shape[1:])
+
+    monkeypatch.setattr(sequence_parallel, "exchange", exchange)
+    AttentionInterface.register("counted_flash", counted_attention.attend)
+    module = torch.nn.Module()
+    module.config, module.layer_idx = small_config(), 0
+    bounds = torch.tensor([0, size * tokens], dtype=torch.int32)
+    real = sequence_parallel.AttendInPieces("counted_flash", dist.group.WORLD)
+    stand_in = partial(counted_attention.attend_to_shared_row, size)
+    shapes_of_output = []
+    for attend in (real, stand_in):
+        shapes = [(1, heads, tokens, 8), (1, groups, tokens, 8), (1, groups, tokens, 8)]
+        states = [torch.empty(shape, device="meta", requires_grad=True) for shape in shapes]
+        mapping = {torch.ops.flash_attn_counted.exchange: counted_attention.sent_bytes}
+        with FlopCounterMode(display=False, custom_mapping=mapping) as flops:
+            output, _ = attend(module, *states, None, sliding_window=window, cu_seq_lens_q=bounds)
+            output.sum().backward()
+        shapes_of_output.append(output.shape)
+    dist.destroy_process_group()
+    assert shapes_of_output[0] == shapes_of_output[1]
+    in_both_passes = flops.get_flop_counts()["Global"][torch.ops.flash_attn_counted.exchange]
+    assert sum(sent) == pytest.approx(in_both_passes, rel=0.06)  # a window of 20 needs 19 tokens before its own
+
+
+def test_what_cannot_be_shared_or_is_not_counted_is_refused():
+    for words, named in {
+        "--share-rows 3 --gpus 8": "--share-rows 3: expected a divisor of --gpus",
+        "--lora-r 8 --gpus 8": "LoRA is counted on one GPU",
+        "--bits 4": "give --lora-r",
+    }.items():
+        with pytest.raises(UserError, match=named):
+            cost_command.main(["--preset", "tiny", "--tokens", "8", *words.split()])
+    shared = Way(checkpointing=True, share_rows=8)
+    with pytest.raises(UserError, match="8 processes cannot share 4 heads"):
+        of_sharded_training(small_config(), 1, 64, shared, 8)
+    with pytest.raises(UserError, match="Layers that change scores"):
+        of_sharded_training(small_config(attention_kinds="talking_heads"), 1, 64, shared, 8)
+
+
+def test_the_command_counts_shared_rows_and_adapters(capsys):
+    cost_command.main("--preset small-1m-iha --tokens 256 --gpus 2 --share-rows 2 --offload --tflops 1".split())
+    printed = capsys.readouterr().out
+    assert "training step on each of 2 GPUs, sharded by FSDP2 (not compared with a GPU), 2 of which share" in printed
+    assert "with activation checkpointing in the host's memory and TRL's loss" in printed
+    assert "this model: a process sends 0.0" in printed and "time of a step of 1 rows" in printed
+    cost_command.main("--preset small-1m-iha --tokens 64 --lora-r 4 --bits 4".split())
+    assert "training step, LoRA of rank 4 on weights in 4 bits, AdamW" in capsys.readouterr().out

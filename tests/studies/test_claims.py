@@ -8,8 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from iha.errors import ROOT
-from iha.model_cost import head
-from iha.model_cost import model as cost_of
+from iha.model_cost import model_cost, parameters_of
 from modeling_iha import IHAConfig
 
 
@@ -101,8 +100,8 @@ def test_parameters_of_dcmha_are_those_of_its_table_2():
     ratios, shares = [], []
     for preset in ("dcformer-1.4b", "dcformer-6.9b"):
         config = IHAConfig.from_preset(preset)
-        whole = cost_of(config, 1).parameters
-        plain = cost_of(IHAConfig.from_preset(preset, attention_kinds="mha"), 1).parameters
+        whole = parameters_of(config)
+        plain = parameters_of(IHAConfig.from_preset(preset, attention_kinds="mha"))
         embeddings = 2 * config.vocab_size * config.hidden_size  # untied
         ratios.append(f"{whole / plain:.3f}")
         shares.append(f"{(whole - plain) / (plain - embeddings):.1%}")
@@ -116,10 +115,10 @@ def test_flops_of_dcmha_in_its_table_2():
     for preset, tokens in (("dcformer-1.4b", 2048), ("dcformer-6.9b", 2048), ("dcformer-6.9b", 8192)):
         layers = IHAConfig.from_preset(preset).num_hidden_layers
         fields = {"layer_types": ["full_attention"] * layers, "max_position_embeddings": tokens}
-        composed = cost_of(IHAConfig.from_preset(preset, **fields), tokens).prefill
+        composed = model_cost(IHAConfig.from_preset(preset, **fields), tokens).whole.prefill
         config = IHAConfig.from_preset(preset, attention_kinds="mha", **fields)
-        plain = cost_of(config, tokens).prefill
-        shares.append(f"{(composed - plain) / (plain - head(config, tokens).prefill):.1%}")
+        plain = model_cost(config, tokens)
+        shares.append(f"{(composed - plain.whole.prefill) / (plain.whole.prefill - plain.rest.prefill):.1%}")
     assert row["ours"] == ", ".join(shares)
 
 

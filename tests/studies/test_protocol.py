@@ -167,7 +167,7 @@ def test_arms_have_equal_parameters(name, tokens):
 def test_arms_attend_to_as_many_pairs_as_their_base():
     """Compare paired heads and short windows with windows, and the paper's schedule with ordinary attention."""
     size = SIZES["small"].with_rows(512)
-    steps = {name: cost_of(config_of(size, arm), 512, "sdpa").training for name, arm in BARE_ARMS.items()}
+    steps = {name: cost_of(config_of(size, arm), 512).training for name, arm in BARE_ARMS.items()}
     assert steps["paired"] == pytest.approx(steps["windows"], rel=0.04)
     assert steps["short_windows"] == pytest.approx(steps["windows"], rel=0.04)
     assert steps["iha"] == pytest.approx(steps["mha"], rel=0.06)
