@@ -316,7 +316,7 @@ def test_several_gpus_a_time_and_a_file(monkeypatch, capsys, tmp_path):
     peak = written["bytes_of_a_step"]["global mha"]["activation checkpointing"]["peak"]
     assert f"{peak / 1e9:.2f} with activation checkpointing," in printed
     for words in (["--gpus", "0"], ["--tflops", "-1"], ["--tflops", "nan"], ["--json", str(tmp_path)]):
-        with pytest.raises(UserError, match=f"{words[0]}.*expected|is a directory"):
+        with pytest.raises(UserError, match=f"{words[0]}.*expected|is no regular file"):
             cost_command.main(["--preset", "tiny", "--tokens", "8", *words])
 
 
