@@ -70,7 +70,8 @@ class Place(NamedTuple):
     @classmethod
     def of_model(cls, core: str, dtype: torch.dtype, device: torch.device) -> "Place":
         """Return that of a model whose weights have a dtype, which autocast may change."""
-        is_autocast = torch.is_autocast_enabled(device.type)
+        has_autocast = torch.amp.is_autocast_available(device.type)  # tensors without data have none
+        is_autocast = has_autocast and torch.is_autocast_enabled(device.type)
         return cls(core, device, torch.get_autocast_dtype(device.type) if is_autocast else dtype)
 
 
