@@ -331,7 +331,7 @@ def test_varlen_equals_a_dense_mask(name, case, varlen):
     calls = (2 if name == "diff" else 1) * sliding_layers(model)
     # Our models tell padding as documents; next to a hole, and in plain decoders, it is features of the heads.
     is_wider = case == "hole" or (name in PLAIN and case in ("left_padding", "right_padding", "to_come"))
-    size = model.config.head_dim + is_wider
+    size = model.config.head_dim + 8 * is_wider
     assert set(varlen) <= {size}, (varlen, size)
     assert len(varlen) == (0 if is_dense else calls)
 
@@ -343,7 +343,7 @@ def test_padding_of_a_decoder_in_place(window, case, varlen, small_blocks):
     model = interleaved("llama", window, [0, 2])
     varlen.clear()  # of the probe
     assert_equals_eager(model, "sdpa", **inputs_of(case, 2, 30))
-    assert set(varlen) <= {model.config.head_dim + (case == "hole")}
+    assert set(varlen) <= {model.config.head_dim + 8 * (case == "hole")}
 
 
 def test_where_varlen_is_taken(monkeypatch):
