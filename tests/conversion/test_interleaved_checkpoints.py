@@ -46,6 +46,7 @@ def test_commands_take_it(name, place, tmp_path, capsys):
     assert "by the plugin of the code (vllm_iha; see docs/SERVE.md); SGLang and llama.cpp do not run it" in card
     assert card.count("vLLM") == 1
     assert "(https://arxiv.org/abs/2602.21371)" in card
+    assert "|  | this model | plain model | ratio |" in card and "| FLOPs of a training step |" in card
     assert "--lora_modules_to_save collapse k_mix q_mix v_mix" in card
 
 
