@@ -35,7 +35,7 @@ def block_bias(
     if mask is not None:
         block = mask[..., rows, columns]
         if block.dtype != torch.bool:
-            return block.float()
+            return block.float().clamp_min(lowest)  # the lowest float64 would be -inf, and a row of them NaN
         return torch.zeros_like(block, dtype=torch.float32).masked_fill(~block, lowest)
     i = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
     j = torch.arange(columns.start, columns.stop, device=device)

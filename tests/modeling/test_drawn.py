@@ -110,6 +110,8 @@ def test_a_decoder_in_place_is_the_kind_of_its_name(drawn):
 # as many as heads of a group.
 @example((OwnModel(("iha", "mha"), (False, False), None, 2, 4, 2, "sdpa"), Call((1,), (("none", 0),) * 3, "padding")))
 @example((Decoder("llama", "plain", SDPA_IN_BLOCKS), Call((1,), (("none", 0), ("all", 1)), "padding")))
+# A row of padding under a user's mask: the lowest float64 was -inf in float32.
+@example((OwnModel(("dcmha",), (False,), None, 2, 4, 2, "sdpa", "float64"), Call((5,), (("left", 2),), "bool", True)))
 @drawn(2.0, case=cases())
 @torch.no_grad()
 def test_a_row_is_what_it_is_alone(case):
