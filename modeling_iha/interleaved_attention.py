@@ -214,15 +214,16 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
     if "logits_to_keep" in names:
         kwargs["logits_to_keep"] = None
     cache = pop_cache(kwargs)
-    if cache is None:
-        cache = new_cache(decoder, kwargs.get("use_cache"))
+    is_cached = cache is not None or makes_cache(decoder, kwargs.get("use_cache"))
+    if cache is None and is_cached and getattr(config, "sliding_window", None):
+        cache = DynamicCache(config=decoder.config)  # the base would make it too late for `keep_windows`
     if cache is not None:
         keep_windows(decoder, cache)
         kwargs[CACHE] = cache
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if tokens is not None and is_of_tokens(kwargs.get("attention_mask"), tokens):
         place = Place.of_model(config._attn_implementation.removeprefix(PREFIX), decoder.dtype, tokens.device)
-        kwargs |= declared(config, place, tokens, cache, kwargs)
+        kwargs |= declared(config, place, tokens, cache, is_cached, kwargs)
     return args[len(names) :], kwargs
 
 
@@ -234,22 +235,32 @@ def is_of_tokens(mask: Any, tokens: torch.Tensor) -> bool:
 
 
 def declared(
-    config: PreTrainedConfig, place: Place, tokens: torch.Tensor, cache: Cache | None, kwargs: dict
+    config: PreTrainedConfig, place: Place, tokens: torch.Tensor, cache: Cache | None, is_cached: bool, kwargs: dict
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
-    A call without a mask gets one of ones, a single number that is expanded. Without it Transformers would look for
-    documents in the positions again, and compiled code, which cannot look, would get dense masks."""
+    `is_cached` is true too if the base will make a cache. A call without a mask gets one of ones, a single number that
+    is expanded. Without it Transformers would look for documents in the positions again, and compiled code, which
+    cannot look, would get dense masks. Raise a ValueError for documents that would be joined."""
     mask, positions, lengths = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
     if positions is not None and positions.ndim != 2:
         positions = positions[0] if len(positions) == 4 else None  # of text, or of images alone: no declaration
     windows = config.interleaved_window, getattr(config, "sliding_window", None)
     window = min(each or math.inf for each in windows)
+    # `interleave_heads` has tried whether the base passes lengths on.
+    takes_lengths = place.core == SDPA_IN_BLOCKS and getattr(config, "passes_cu_seq_lens", False)
+    if lengths is not None and positions is None and not takes_lengths and "flash" not in place.core:
+        raise ValueError(
+            f"attn_implementation={place.core!r} tells documents by position_ids alone: next to cu_seq_lens_q pass "
+            "position_ids that restart where documents begin."
+        )
+    if cache is None and is_cached and not takes_lengths:
+        cache = DynamicCache()  # as empty as that of the base, next to which Transformers looks for no documents
     call = read_call(place, tokens, mask, positions, cache, lengths, window)
     if call.dense is not None:
         return {"attention_mask": dense_mask_of_user(call.dense, place.core, config)}
-    if place.core != SDPA_IN_BLOCKS or call.documents is None or not getattr(config, "passes_cu_seq_lens", False):
-        return {}  # `interleave_heads` has tried whether the base passes lengths on
+    if call.documents is None or not takes_lengths:
+        return {}
     found = call.lengths()
     if mask is None and cache is None:
         found["attention_mask"] = torch.ones((), dtype=torch.bool, device=tokens.device).expand(tokens.shape[:2])
@@ -264,21 +275,16 @@ def dense_mask_of_user(mask: torch.Tensor, core: str, config: PreTrainedConfig) 
     return torch.cat((mask, mask), dim=1) if has_two_masks(config) else mask
 
 
-def new_cache(decoder: PreTrainedModel, use_cache: bool | None) -> Cache | None:
-    """Return the cache of a call to which none is given, or `None` to leave it to the base model.
-
-    A base makes its own in the forward, which is too late for `keep_windows` if it has windows."""
-    config = decoder_config(decoder)
+def makes_cache(decoder: PreTrainedModel, use_cache: bool | None) -> bool:
+    """Return whether the base model makes a cache in a call to which none is given."""
     if use_cache is None:
-        use_cache = getattr(config, "use_cache", False)
+        use_cache = getattr(decoder_config(decoder), "use_cache", False)
     # A base with activation checkpointing makes no cache: Transformers finds packed documents only without one.
     is_checkpointed = getattr(decoder, "gradient_checkpointing", False) and decoder.training
     if IS_FROM_5_24:
         is_checkpointed = is_checkpointed and torch.is_grad_enabled()
     # RecurrentGemma, which is stateful, resets its states where it makes a cache.
-    if not use_cache or is_checkpointed or decoder._is_stateful or not getattr(config, "sliding_window", None):
-        return None
-    return DynamicCache(config=decoder.config)
+    return bool(use_cache) and not is_checkpointed and not decoder._is_stateful
 
 
 def keep_windows(model: PreTrainedModel, cache: Cache) -> None:

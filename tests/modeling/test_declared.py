@@ -52,6 +52,24 @@ def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
         assert bool(calls) == ("padding" in call or call == "hole")
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("core", ["eager", "flex_attention", "sdpa"])
+def test_packed_rows_with_the_library_s_own_defaults(core, name, cpu_cores):
+    """Keep documents apart in a call that makes a cache, or raise an error, with and without a window of the base."""
+    model = interleave_heads(decoder(name, sliding_window=None), 2).eval()
+    model.set_attn_implementation(core)
+    ids = random_ids(1, LENGTH)
+    with torch.no_grad():
+        expected = model(ids, position_ids=POSITIONS, use_cache=False).logits
+        if core == "sdpa":
+            assert_close(model(ids, position_ids=POSITIONS).logits, expected, 1e-5)
+            return
+        with pytest.raises(ValueError, match="Packed documents would attend to one another"):
+            model(ids, position_ids=POSITIONS)
+        with pytest.raises(ValueError, match="tells documents by position_ids alone"):
+            model(ids, use_cache=False, **LENGTHS)
+
+
 # Waits
 
 
