@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .interleaving import MixedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import Place, additive, read_call
+from .sdpa_in_blocks import Place, additive, mask_without_padding, read_call
 from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
 from .virtual_tokens import (
     View,
@@ -36,6 +36,7 @@ from .virtual_tokens import (
 
 
 PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
+UNREAD = ("position_ids", "cu_seq_lens_k", "max_length_k")  # by `sdpa_in_blocks`: nobody need multiply them by P
 
 
 def attend_interleaved(
@@ -45,8 +46,8 @@ def attend_interleaved(
 
     `core` is the attention function that computes it, such as "sdpa". The other arguments and the output are those of
     an attention function of Transformers, in tokens, but for a dense mask, which is over virtual tokens."""
-    if core == SDPA_IN_BLOCKS:  # it reads documents from `cu_seq_lens_q` alone
-        kwargs = {name: kwargs[name] for name in kwargs.keys() - {"position_ids", "cu_seq_lens_k", "max_length_k"}}
+    if core == SDPA_IN_BLOCKS:
+        kwargs = {name: value for name, value in kwargs.items() if name not in UNREAD}
     if not has_virtual_heads(module):
         mask = mask_of_plain_module(attention_mask, module, query.shape[2])
         return attend_on_core(core, 1, module, query, key, value, mask, **kwargs)
@@ -114,6 +115,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     if isinstance(mask, BlockMask):
         return LayerMasks(mask, make_plain_mask(**kwargs)) if has_other_modules(config) else mask
     is_dense = mask is not None and mask.ndim == 4
+    # That of the others is over virtual tokens too: `mask_of_plain_module` takes it back to tokens.
     return torch.cat((make_mask(**kwargs), mask), dim=1) if is_dense and has_two_masks(config) else mask
 
 
@@ -221,14 +223,14 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
         keep_windows(decoder, cache)
         kwargs[CACHE] = cache
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
-    if tokens is not None and is_of_tokens(kwargs.get("attention_mask"), tokens):
+    if tokens is not None and is_of_user(kwargs.get("attention_mask"), tokens):
         place = Place.of_model(config._attn_implementation.removeprefix(PREFIX), decoder.dtype, tokens.device)
         kwargs |= declared(config, place, tokens, cache, is_cached, kwargs)
     return args[len(names) :], kwargs
 
 
-def is_of_tokens(mask: Any, tokens: torch.Tensor) -> bool:
-    """Return whether a user gave the mask of a call, and not `generate`, which passes those of `interleaved_mask`."""
+def is_of_user(mask: Any, tokens: torch.Tensor) -> bool:
+    """Return whether a mask is a user's or none, and not one of `interleaved_mask`, which `generate` passes."""
     if mask is None:
         return True
     return isinstance(mask, torch.Tensor) and (mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == tokens.shape[1]))
@@ -239,31 +241,30 @@ def declared(
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
-    `is_cached` is true too if the base will make a cache. A call without a mask gets one of ones, a single number that
-    is expanded. Without it Transformers would look for documents in the positions again, and compiled code, which
-    cannot look, would get dense masks. Raise a ValueError for documents that would be joined."""
-    mask, positions, lengths = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
-    if positions is not None and positions.ndim != 2:
-        positions = positions[0] if len(positions) == 4 else None  # of text, or of images alone: no declaration
+    `is_cached` is true too if the base will make a cache. Raise a ValueError for documents that would be joined."""
+    mask, positions, bounds = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
+    if positions is not None and positions.ndim != 2:  # of a model of images: [4, rows, N] with those of text first
+        positions = positions[0] if len(positions) == 4 else None
     windows = config.interleaved_window, getattr(config, "sliding_window", None)
     window = min(each or math.inf for each in windows)
-    # `interleave_heads` has tried whether the base passes lengths on.
-    takes_lengths = place.core == SDPA_IN_BLOCKS and getattr(config, "passes_cu_seq_lens", False)
-    if lengths is not None and positions is None and not takes_lengths and "flash" not in place.core:
+    # `interleave_heads` has tried whether the base passes bounds on. Flash functions look at positions by themselves.
+    takes_bounds = place.core == SDPA_IN_BLOCKS and getattr(config, "passes_cu_seq_lens", False)
+    tells_apart = takes_bounds or "flash" in place.core
+    if bounds is not None and positions is None and not tells_apart:
         raise ValueError(
             f"attn_implementation={place.core!r} tells documents by position_ids alone: next to cu_seq_lens_q pass "
             "position_ids that restart where documents begin."
         )
-    if cache is None and is_cached and not takes_lengths:
+    if cache is None and is_cached and not tells_apart:
         cache = DynamicCache()  # as empty as that of the base, next to which Transformers looks for no documents
-    call = read_call(place, tokens, mask, positions, cache, lengths, window)
+    call = read_call(place, tokens, mask, positions, cache, bounds, window)
     if call.dense is not None:
         return {"attention_mask": dense_mask_of_user(call.dense, place.core, config)}
-    if call.documents is None or not takes_lengths:
+    if call.documents is None or not takes_bounds:
         return {}
-    found = call.lengths()
+    found = call.keyword_arguments()
     if mask is None and cache is None:
-        found["attention_mask"] = torch.ones((), dtype=torch.bool, device=tokens.device).expand(tokens.shape[:2])
+        found["attention_mask"] = mask_without_padding(tokens)
     return found
 
 
@@ -297,11 +298,11 @@ def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
     if window:
         keep_window_edge(cache, window)
         return
-    layers = [] if hasattr(config, "attention_chunk_size") else getattr(cache, "layers", [])  # chunks size all masks
-    empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
-    # CODEPATH: a window of the interleaved layers alone.
     if config.interleaved_window is None or "flex" in config._attn_implementation:  # a `BlockMask` cannot be cut
         return
+    # CODEPATH: a window of the interleaved layers alone.
+    layers = [] if hasattr(config, "attention_chunk_size") else getattr(cache, "layers", [])  # chunks size all masks
+    empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
     for module in model.modules():
         if has_virtual_heads(module) and module.layer_idx in empty:
             layers[module.layer_idx] = DynamicSlidingWindowLayer(config.interleaved_window + 1)

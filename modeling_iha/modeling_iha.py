@@ -213,13 +213,13 @@ class IHAModel(IHAPreTrainedModel):
             core = core_for(self.config._attn_implementation)
             place = Place.of_model(core, inputs_embeds.dtype, inputs_embeds.device)
             window = self.config.sliding_window or math.inf
-            lengths = kwargs.get("cu_seq_lens_q")
-            if lengths is not None and position_ids is None:
+            bounds = kwargs.get("cu_seq_lens_q")
+            if bounds is not None and position_ids is None:
                 raise ValueError("cu_seq_lens_q needs position_ids that restart where documents begin.")
-            call = read_call(place, inputs_embeds, attention_mask, position_ids, cache, lengths, window)
+            call = read_call(place, inputs_embeds, attention_mask, position_ids, cache, bounds, window)
             masks = masks_of_layers(self.config, self.attention_modules(), inputs_embeds, call, cache)
             packed_positions = call.positions
-            kwargs |= call.lengths()
+            kwargs |= call.keyword_arguments()
         if position_ids is None:
             past_seen_tokens = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens

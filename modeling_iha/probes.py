@@ -160,7 +160,7 @@ def passes_lengths(model: PreTrainedModel) -> bool:
         return False
     tokens = torch.arange(3, 10, device=model.device)[None] % config.vocab_size
     place = Place(SDPA_IN_BLOCKS, model.device, model.dtype)
-    lengths = read_call(place, tokens, None, None, None).lengths()
+    lengths = read_call(place, tokens, None, None, None).keyword_arguments()
     try:
         with recording(model) as calls, _evaluating(model):
             backbone_of(model)(input_ids=tokens, use_cache=False, **lengths)

@@ -6,6 +6,8 @@ As FlashAttention, the function needs no mask with an entry for each pair of tok
     attention_mask    `None`, or [batch, keys] for padding
     sliding_window    a number: query v sees the keys u with v - sliding_window < u <= v
     cu_seq_lens_q     where the documents of all rows begin, and the end, int32 [documents + 1]
+    max_length_q      tokens of the longest document
+    document_lengths  tokens of each document, where a GPU computes one after the other
 
 Each document is computed by itself, and a window in blocks of queries with the keys that they reach. In half precision
 a GPU takes PyTorch's FlashAttention for both. SDPA gets the dense masks that Transformers makes for everything else.
@@ -28,19 +30,19 @@ from transformers.utils.import_utils import is_tracing
 VARLEN_ARGUMENTS = frozenset(signature(varlen_attn).parameters)
 NAME = "sdpa_in_blocks"
 LEAST_BLOCK = 128  # queries of a block
-HIDDEN = -30_000.0  # added to scores of padding; float16 holds it
+HIDDEN = -30_000.0  # feature of keys of padding, which lowers their scores by it times the scaling; float16 holds it
 
 
 def core_for(attn_implementation: str | None) -> str:
-    """Return the attention function that our own models call for the `attn_implementation` of a configuration."""
+    """Return the attention function that an `IHAModel` calls for the `attn_implementation` of its configuration."""
     return NAME if attn_implementation == "sdpa" else attn_implementation or "eager"
 
 
-# The door: what a call declares
+# The door: `read_call` reads what a call declares, once for all layers
 
 
 class Call(NamedTuple):
-    """Hold what a call declares about which tokens see which, in tokens. A window is a number of each layer.
+    """Hold what a call declares about which tokens see which, in tokens. Windows are those of the layers.
 
     A call has one of three forms: a user's mask makes it dense; one new token sees all before it; and several tokens
     have a flat mask, with padding or documents."""
@@ -51,11 +53,11 @@ class Call(NamedTuple):
     dense: torch.Tensor | None = None  # a user's mask [rows or 1, heads or 1, N, cached + N], in place of all these
     positions: torch.Tensor | None = None  # [rows or 1, N] of a call that may be packed
     documents: torch.Tensor | None = None  # where the documents of all rows begin, and the end, int32 [documents + 1]
-    longest: int | None = None  # tokens of the longest document, if this file has found the documents
+    longest: int | None = None  # tokens of the longest document; `None` where the caller gave the documents
     sizes: tuple[int, ...] | None = None  # tokens of each document, where a GPU computes one after the other
 
-    def lengths(self) -> dict[str, Any]:
-        """Return the documents as keyword arguments of attention functions, as far as the call lacks them."""
+    def keyword_arguments(self) -> dict[str, Any]:
+        """Return the documents as arguments of attention functions, without those that the caller has given."""
         found = {} if self.longest is None else {"cu_seq_lens_q": self.documents, "max_length_q": self.longest}
         return found if self.sizes is None else found | {"document_lengths": self.sizes}
 
@@ -76,32 +78,32 @@ class Place(NamedTuple):
 
 
 def read_call(
-    place: Place, states, attention_mask, position_ids, cache, lengths=None, window: float = math.inf
+    place: Place, tokens, attention_mask, position_ids, cache, bounds=None, window: float = math.inf
 ) -> Call:
-    """Read what a call declares. Documents are told to `sdpa_in_blocks` alone: other cores find them by themselves.
+    """Read what a call declares. Documents are found for `sdpa_in_blocks` alone: other cores find them in positions.
 
     Args:
         place: where attention is computed.
-        states: the tokens or their embeddings, [rows, N, ...].
+        tokens: their ids or embeddings, [rows, N, ...].
         attention_mask: [rows, cached + N], or longer next to a cache; or a dense one.
         position_ids: [rows or 1, N].
         cache: that of the call.
-        lengths: the `cu_seq_lens_q` that the call has already.
+        bounds: the `cu_seq_lens_q` that the call has already.
         window: the shortest window of the layers in tokens.
 
     Raise a ValueError for packed documents next to a mask or a cache, and in several rows of a flash function, where
     Transformers silently joins them."""
-    rows, tokens = states.shape[:2]
+    rows, length = tokens.shape[:2]
     if attention_mask is not None and attention_mask.ndim != 2:
-        check_dense_mask(attention_mask, tokens, cache, window)
-        return Call(rows, tokens, dense=attention_mask)
+        check_dense_mask(attention_mask, length, cache, window)
+        return Call(rows, length, dense=attention_mask)
     may_be_packed = attention_mask is None and cache is None
     is_kept_apart = may_be_packed and (rows == 1 or "flash" not in place.core)
-    call = Call(rows, tokens, attention_mask, positions=position_ids if may_be_packed else None)
-    if lengths is not None:
-        check_packed(is_kept_apart)
-        return call._replace(documents=lengths, sizes=sizes_for(place, lengths))
-    if tokens == 1:
+    call = Call(rows, length, attention_mask, positions=position_ids if may_be_packed else None)
+    if bounds is not None:
+        refuse_joined_documents(not is_kept_apart)
+        return call._replace(documents=bounds, sizes=sizes_for(place, bounds))
+    if length == 1:
         return call
     if not is_kept_apart:
         return read_rows(call, place, position_ids, cache)
@@ -119,10 +121,12 @@ def find_documents(call: Call, place: Place) -> Call:
 
 
 def read_rows(call: Call, place: Place, position_ids: torch.Tensor | None, cache: Cache | None) -> Call:
-    """Check that each row is one document, by its positions. Add these documents if there are no cached tokens."""
-    given = call.padding if position_ids is None else position_ids
-    is_unread = position_ids is None and place.core != NAME
-    if given is None or is_unread or has_unknown_values(given):
+    """Check that each row is one document, by its positions. Add these documents if there are no cached tokens.
+
+    Padding counts as position -1, and the positions of the other tokens rise, or a second document would begin."""
+    if position_ids is None and (call.padding is None or place.core != NAME):
+        return call
+    if has_unknown_values(call.padding if position_ids is None else position_ids):
         return call
     past = 0 if cache is None else int(cache.get_seq_length())
     positions = torch.arange(call.tokens, device=place.device) if position_ids is None else position_ids
@@ -134,7 +138,8 @@ def read_rows(call: Call, place: Place, position_ids: torch.Tensor | None, cache
     positions = positions.expand(call.rows, -1).cpu()  # the only copy
     is_real = positions >= 0
     earlier = positions.cummax(dim=-1).values[:, :-1]
-    check_packed(not (is_real[:, 1:] & (positions[:, 1:] <= earlier)).any(), num_more)
+    begins_another = is_real[:, 1:] & (positions[:, 1:] <= earlier)
+    refuse_joined_documents(bool(begins_another.any()), num_more)
     if place.core != NAME or past > 0:
         return call
     return with_a_document_for_each_row(call, place) if is_real.all() else with_runs(call, place, is_real)
@@ -179,13 +184,13 @@ def row_bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
     return torch.arange(batch + 1, device=device, dtype=torch.int32) * length
 
 
-def check_packed(is_kept_apart: bool, num_more: int = 0) -> None:
+def refuse_joined_documents(would_be_joined: bool, num_more: int = 0) -> None:
     """Raise a ValueError for documents that would be joined, in a call whose mask has `num_more` columns to come."""
-    if is_kept_apart:
+    if not would_be_joined:
         return
     message = (
-        "Packed documents would attend to one another: leave out attention_mask, and pass use_cache=False (and a "
-        "single row to a flash function)."
+        "Packed documents would attend to one another: pass use_cache=False, no attention_mask, and to a flash "
+        "function a single row."
     )
     if num_more:
         message += f" If the {num_more} columns of attention_mask without a token are a prefix, the cache lacks it."
@@ -237,8 +242,15 @@ def is_for_any_length() -> bool:
     return is_export or torch.jit.is_tracing()
 
 
-def flat_mask(attention_mask: torch.Tensor | None, kv_length: int, **kwargs) -> torch.Tensor | None:
-    """Return a padding mask as [batch, keys], or `None` for one number that is expanded (of `declared`)."""
+def mask_without_padding(tokens: torch.Tensor) -> torch.Tensor:
+    """Return a mask of ones that takes no memory, and that `padding_mask` knows by its strides.
+
+    It keeps Transformers from looking for documents in the positions, which compiled code cannot do."""
+    return torch.ones((), dtype=torch.bool, device=tokens.device).expand(tokens.shape[:2])
+
+
+def padding_mask(attention_mask: torch.Tensor | None, kv_length: int, **kwargs) -> torch.Tensor | None:
+    """Return a mask of padding, [batch, keys], or `None` without one and for one of `mask_without_padding`."""
     if attention_mask is None or attention_mask.stride() == (0, 0):
         return None
     return prepare_padding_mask(attention_mask, kv_length, 0)[:, :kv_length].bool()
@@ -251,14 +263,16 @@ def mask_in_blocks(batch_size: int, q_length: int, attention_mask=None, **kwargs
     if attention_mask is not None and attention_mask.shape == (batch_size, q_length):
         if not is_tracing(attention_mask) and attention_mask.all():
             return None
-    return flat_mask(attention_mask, **kwargs)
+    return padding_mask(attention_mask, **kwargs)
 
 
 # The three forms
 
 
 class FlatMask(NamedTuple):
-    """Say by FlashAttention's contract which earlier keys a query sees. A field is `None` where it hides nothing."""
+    """Say by FlashAttention's contract which earlier keys a query sees. A field is `None` where it hides nothing.
+
+    An argument `attention_mask` is only the `padding` of it. A call has padding or documents, and not both."""
 
     padding: torch.Tensor | None  # bool [batch, keys], false for padding
     documents: torch.Tensor | None  # where the documents of all rows begin, and the end, int32 [documents + 1]
@@ -278,7 +292,7 @@ def sdpa_in_blocks(
     length = query.shape[2]
     options = {"dropout": dropout, "scaling": scaling or query.shape[-1] ** -0.5}
     has_flat_mask = attention_mask is None or attention_mask.ndim == 2
-    # An export has dense masks, and comparing lengths would specialize it.
+    # In this order, because an export has dense masks, and comparing lengths would specialize it.
     if has_flat_mask and length > 1 and key.shape[2] >= length and getattr(module, "is_causal", True):
         flat = flat_of_arguments(query, attention_mask, sliding_window, kwargs)
         return attend_flat(module, query, key, value, flat, options, kwargs), None
@@ -293,7 +307,7 @@ def flat_of_arguments(query: torch.Tensor, padding: torch.Tensor | None, window:
     documents = kwargs.get("cu_seq_lens_q")
     if documents is not None:
         padding = None  # the door tells documents where there is no padding, or where it is in documents of its own
-        documents = documents if documents.shape[0] > batch + 1 else None
+        documents = documents if documents.shape[0] > batch + 1 else None  # as many as rows: each row is one
     window = None if window is None or window >= length else window
     longest = kwargs.get("max_length_q") or length
     return FlatMask(padding, documents, longest, kwargs.get("document_lengths"), window)
@@ -360,8 +374,8 @@ def attend_to_rows(module, query, key, value, window: int | None, **options) -> 
 @torch.compiler.disable  # a graph cannot depend on the number of documents
 def attend_to_documents(module, query, key, value, flat: FlatMask, **options) -> torch.Tensor:
     """Return the output of documents one by one."""
-    lengths = [each for each in flat.sizes or flat.documents.diff().tolist() if each]
-    parts = zip(*(join_rows(states).split(lengths, dim=2) for states in (query, key, value)))
+    sizes = [each for each in flat.sizes or flat.documents.diff().tolist() if each]
+    parts = zip(*(join_rows(states).split(sizes, dim=2) for states in (query, key, value)))
     output = torch.cat([attend_to_document(module, q, k, v, flat.window, **options) for q, k, v in parts], dim=1)
     return output.view(query.shape[0], query.shape[2], *output.shape[2:])
 
@@ -472,8 +486,8 @@ def attend_by_varlen(query, key, value, flat: FlatMask, scale: float) -> torch.T
     bounds = row_bounds(batch, length, query.device) if flat.documents is None else flat.documents
     states = [each.to(value.dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
     left = -1 if flat.window is None else flat.window - 1
-    lengths = (flat.longest, flat.longest)
-    output = varlen_attn(*states, bounds, bounds, *lengths, scale=scale, window_size=(left, 0), **options)
+    longest = (flat.longest, flat.longest)
+    output = varlen_attn(*states, bounds, bounds, *longest, scale=scale, window_size=(left, 0), **options)
     return output.unflatten(0, (batch, length))
 
 

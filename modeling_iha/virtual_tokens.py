@@ -39,7 +39,7 @@ from transformers.masking_utils import (
 )
 
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import Call, additive, flat_mask, is_for_any_length, is_plain_forward, needs_no_dense_mask
+from .sdpa_in_blocks import Call, additive, is_for_any_length, is_plain_forward, needs_no_dense_mask, padding_mask
 from .transformers_versions import CACHE
 
 
@@ -92,7 +92,7 @@ def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
 
 
 def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **kwargs) -> Any:
-    """Return the mask of layers with P pseudo-heads, of a field of the config, as the mask function of both models.
+    """Return the mask of layers with `config.num_pseudo_heads` pseudo-heads, of an `IHAModel` or in place.
 
     The arguments are those of a mask function of Transformers, in tokens. If the core takes a flat mask for them, the
     mask is `None` or [batch, keys], in tokens. Otherwise it is dense over virtual tokens (`sees_virtual_token`)."""
@@ -100,7 +100,7 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
     if num_pseudo_heads > 1 and not getattr(kwargs["config"], "is_causal", True):
         raise ValueError("is_causal=False: interleaved heads are causal. Leave it out, or use the plain model.")
     if takes_flat_mask(core, **kwargs):
-        make_mask = flat_mask if core == SDPA_IN_BLOCKS else ALL_MASK_ATTENTION_FUNCTIONS[core]
+        make_mask = padding_mask if core == SDPA_IN_BLOCKS else ALL_MASK_ATTENTION_FUNCTIONS[core]
         return make_mask(attention_mask=attention_mask, **kwargs)
     if attention_mask is not None:
         attention_mask = attention_mask.repeat_interleave(num_pseudo_heads, dim=-1)
@@ -232,7 +232,7 @@ def mask_of_heads(mask: Any, heads: Any) -> Any:
 
 
 def has_same_mask_in_all_heads(mask: Any) -> bool:
-    """Return whether a mask is flat. A dense one may differ by head."""
+    """Return whether all heads have the same mask for certain: a flat one, or none. A dense one may differ by head."""
     return mask is None or len(mask.shape) == 2
 
 
