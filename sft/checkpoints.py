@@ -28,8 +28,17 @@ def check_holds_no_model(output: Path) -> None:
 
 
 def checkpoint_to_resume(given: str | bool | None, output: Path) -> Path | None:
-    """Return the checkpoint that `resume_from_checkpoint` names, or else the newest whole one."""
-    return newest_whole_checkpoint(output) if str(given).lower() in ("none", "true") else Path(given).expanduser()
+    """Return the checkpoint that `resume_from_checkpoint` names, or else the newest whole one.
+
+    Raise `UserError` for `false`.
+    """
+    name = str(given)  # a value is true or false in a YAML file, and a word on the command line
+    if name.lower() == "false":
+        raise UserError(
+            "resume_from_checkpoint=false: expected a checkpoint's directory. A run resumes from the newest "
+            "checkpoint of its output_dir: to start anew, remove the key and choose another output_dir."
+        )
+    return newest_whole_checkpoint(output) if name.lower() in ("none", "true") else Path(name).expanduser()
 
 
 def newest_whole_checkpoint(output_dir: str | Path) -> Path | None:

@@ -84,6 +84,7 @@ def assert_same_run(output: Path, whole: Path):
         ("ignore_data_skip", "true", "is not used here: a resumed run would repeat rows"),
         ("chat_template_path", "absent", "absent is not a .jinja file"),
         ("resume_from_checkpoint", "absent", "absent has no run.json"),
+        ("resume_from_checkpoint", "false", "resume_from_checkpoint=false: expected a checkpoint's directory"),
         ("learning_rat", "1", "no key 'learning_rat'; similar: learning_rate"),
         ("eval_size", "0", "eval_strategy and eval_on_start need rows to evaluate on"),
         ("preset", "tiny", "preset and model_name_or_path both say what to start from"),
@@ -102,6 +103,11 @@ def test_a_key_without_its_effect_is_refused(tiny, rows_file, tmp_path, monkeypa
     "line, named",
     [
         ("dtype: float64", "dtype=float64: expected one of float32, bfloat16, float16"),
+        ("push_to_hub: true", "push_to_hub is not used here: to publish the result, use iha push"),
+        (
+            "eval_strategy: 'no'\neval_on_start: false\nresume_from_checkpoint: false",
+            "resume_from_checkpoint=false: expected a checkpoint's directory",
+        ),
         (
             "eval_strategy: 'no'\neval_on_start: false\nsave_strategy: 'no'\nload_best_model_at_end: true",
             "load_best_model_at_end: this run does not evaluate",
@@ -115,6 +121,13 @@ def test_a_line_of_a_recipe_without_its_effect_is_refused(line, named, tiny, row
     (tmp_path / "recipe.yaml").write_text("\n".join([*lines, line]))
     with pytest.raises(UserError, match=named):
         train.main(["--config", str(tmp_path / "recipe.yaml"), *sizes(tiny, rows_file, tmp_path / "run", eval_size=0)])
+
+
+def test_a_recipe_may_state_the_default_of_a_key_that_is_not_taken(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("save_only_model: false\nhub_strategy: every_save\nmodel_revision: main\n")
+    words = sizes("model", "rows.jsonl", tmp_path / "run", eval_size=0)
+    _, args = RecipeParser("").parse(["--config", str(tmp_path / "recipe.yaml"), *words])
+    assert args.save_only_model is False
 
 
 @pytest.mark.parametrize(
@@ -263,8 +276,8 @@ def test_a_second_run_in_one_directory_is_refused(tmp_path, monkeypatch):
         monkeypatch.setattr(
             train, "prepare_model", lambda start, config, run, args: (None, entered.append(args.output_dir))
         )
-        steps = "find_start settle_pseudo_heads run_config lora_config training_rows build_trainer train"
-        for name in steps.split():
+        steps = "find_start settle_pseudo_heads settle_mixing_scale run_config lora_config training_rows build_trainer"
+        for name in (*steps.split(), "train"):
             monkeypatch.setattr(train, name, lambda *_: None)
         monkeypatch.setattr(SFTConfig, "process_index", 1)
         train.main(arguments)
