@@ -27,8 +27,9 @@ from iha.checkpoints import (
     vocabulary_of,
 )
 from iha.errors import UserError, one_line, refusing
-from iha.kinds import is_interleaved, own_modules, virtual_tokens_per_token
+from iha.kinds import interleaved_kind, is_interleaved, own_modules, virtual_tokens_per_token
 from iha.sources import Source, find_source
+from iha.without_data import without_data
 from modeling_iha import IHAConfig, interleave_heads, set_mixing_scale
 from modeling_iha.mixing_weights import trained_mixing, weight_names
 from modeling_iha.modeling_iha import IHARotaryEmbedding
@@ -93,10 +94,10 @@ def run_config(start: Start, run: RunArguments, args: SFTConfig) -> PreTrainedCo
         config.validate()
     except Exception as error:  # huggingface_hub wraps a validator's exception in a class of its own
         raise UserError(f"The recipe does not fit {start.name}: {one_line(error.__cause__ or error)}") from error
-    if run.peak_tflops is not None and not (isinstance(config, IHAConfig) and args.max_length):
+    if run.peak_tflops is not None and not args.max_length:
         raise UserError(
-            "peak_tflops needs an IHAForCausalLM and max_length, from which the cost model counts FLOPs: set "
-            "max_length, or remove peak_tflops."
+            "peak_tflops needs max_length, for which the cost model counts FLOPs: set max_length, or remove "
+            "peak_tflops."
         )
     positions = positions_of(config)
     length = args.max_length or positions
@@ -153,9 +154,11 @@ def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
     found = virtual_tokens_per_token(start.config)
     if run.num_pseudo_heads not in (None, found):
         if "num_pseudo_heads" in run.on_command_line:
+            advice = "give the plain base model, whose heads the run then interleaves, or correct the recipe"
+            if start.source is None:
+                advice = f"give --preset_fields num_pseudo_heads={run.num_pseudo_heads} instead"
             raise UserError(
-                f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {start.name} has {found}: give the "
-                "plain base model, whose heads the run then interleaves, or correct the recipe."
+                f"The recipe states num_pseudo_heads={run.num_pseudo_heads} and {start.name} has {found}: {advice}."
             )
         PartialState().print(
             f"Note: num_pseudo_heads={run.num_pseudo_heads} is for plain base models: {start.name} keeps its {found}."
@@ -167,6 +170,23 @@ def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
             f"{', '.join(given)}: for runs that interleave a plain base model by num_pseudo_heads. {start.name} keeps "
             "what it was made with: remove what is named here."
         )
+
+
+def settle_mixing_scale(start: Start, run: RunArguments) -> None:
+    """Leave out the `mixing_scale` of a recipe's file for a model without weights that mix heads, and print a note."""
+    if run.mixing_scale is None or "mixing_scale" in run.on_command_line or _mixes_heads(start.config, run):
+        return
+    PartialState().print(f"Note: mixing_scale={run.mixing_scale:g} is for models that mix heads: it is left out.")
+    run.mixing_scale = None
+
+
+def _mixes_heads(config: PreTrainedConfig, run: RunArguments) -> bool:
+    """Return whether the run's model has weights that mix heads, without reading weights."""
+    if isinstance(config, IHAConfig):
+        return bool(trained_mixing(without_data(config)))
+    if is_interleaved(config):
+        return interleaved_kind(config) == "iha"
+    return interleaves(config, run)
 
 
 def _check_layers_and_window(run: RunArguments) -> None:
@@ -300,9 +320,6 @@ def prepare_model(
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
         model.generation_config.validate(strict=True)
     decoder = model.config.get_text_config(decoder=True)
-    if run.mixing_scale is not None and "mixing_scale" not in run.on_command_line and not trained_mixing(model):
-        PartialState().print(f"Note: mixing_scale={run.mixing_scale:g} is for models that mix heads: it is left out.")
-        run.mixing_scale = None
     if run.mixing_scale not in (None, getattr(decoder, "mixing_scale", None)):
         with refusing("mixing_scale", ValueError):
             set_mixing_scale(model, run.mixing_scale)

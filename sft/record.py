@@ -16,7 +16,7 @@ from sft.arguments import NOT_TAKEN, RunArguments
 from sft.base_model import INTERLEAVING_KEYS, Start, identify_start
 from sft.checkpoints import RECORD
 from sft.distributed import processes_of_a_row
-from sft.sources import RunData, check_splits, identify_data
+from sft.sources import RunData, identify_data
 
 
 Section = dict[str, Any]
@@ -67,7 +67,6 @@ def make_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig)
 
     Raise `UserError` for a model or data that do not exist.
     """
-    check_splits(data)
     held_out = identify_data(run.eval_dataset_name) if run.eval_dataset_name else {}
     # `to_dict` masks what may be a password, and takes the names of special tokens for one.
     keys = asdict(run) | args.to_dict() | {"eos_token": args.eos_token}

@@ -48,7 +48,15 @@ from iha.model_cost import flops_of_a_token
 from modeling_iha import save_adapter
 from modeling_iha.mixing_weights import trained_mixing
 from sft.arguments import RecipeParser, RunArguments
-from sft.base_model import find_start, lora_config, prepare_model, run_config, settle_pseudo_heads, stop_at_end_of_turn
+from sft.base_model import (
+    find_start,
+    lora_config,
+    prepare_model,
+    run_config,
+    settle_mixing_scale,
+    settle_pseudo_heads,
+    stop_at_end_of_turn,
+)
 from sft.checkpoints import (
     RECORD,
     check_holds_no_model,
@@ -61,7 +69,7 @@ from sft.distributed import check_launch, processes_of_a_row, whole_model
 from sft.record import Record, write_record
 from sft.results import card, write_curves
 from sft.shared_row_trainer import SharedRowTrainer
-from sft.sources import RunData, data_of
+from sft.sources import RunData, check_splits, data_of
 from sft.trainer import NotFiniteError, SFTRecipeTrainer
 
 
@@ -79,19 +87,23 @@ example:
 """
 
 
+def settle_machine(args: SFTConfig) -> None:
+    """Change arguments that this terminal or a CPU cannot use."""
+    args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
+    if args.device.type == "cpu":
+        args.dataloader_pin_memory = False  # PyTorch warns at every epoch that it cannot
+        # Checkpoints are in the memory of the host already, and PyTorch cannot pin it without a GPU.
+        (args.gradient_checkpointing_kwargs or {}).pop("offload", None)
+
+
 @contextmanager
-def begun(run: RunArguments, args: SFTConfig) -> Iterator[Path | None]:
+def begun(args: SFTConfig) -> Iterator[Path | None]:
     """Lock a run's `output_dir`, and yield the checkpoint to resume from, or None for a new run.
 
     Raise `UserError` for a launch that would train something else, for a directory that holds a model, for a run that
     has finished, and while another run writes there.
     """
     check_launch(args)
-    args.disable_tqdm |= not sys.stderr.isatty()  # a log would keep every state of a bar
-    if args.device.type == "cpu":
-        args.dataloader_pin_memory = False  # PyTorch warns at every epoch that it cannot
-        # Checkpoints are in the memory of the host already, and PyTorch cannot pin it without a GPU.
-        (args.gradient_checkpointing_kwargs or {}).pop("offload", None)
     output = Path(args.output_dir)
     check_holds_no_model(output)
     # The main process holds the lock. The other processes of the run write next to it.
@@ -133,6 +145,7 @@ def build_trainer(
     train_rows, eval_rows = rows
     if are_chats(train_rows.features):
         stop_at_end_of_turn(model, tokenizer)
+    # Below, a quantized run takes back these values, which TRL's trainer rounds.
     mixing = [weight.detach().clone() for weight in trained_mixing(model)]
     trainer_class = SharedRowTrainer if processes_of_a_row(args) > 1 else SFTRecipeTrainer
     trainer = trainer_class(
@@ -237,10 +250,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe of supervised fine-tuning. Raise `UserError`."""
     run, args = RecipeParser(USAGE).parse(argv)
     data = data_of(run, args)
-    with begun(run, args) as checkpoint:
+    with begun(args) as checkpoint:
+        settle_machine(args)
         start = find_start(run)
         settle_pseudo_heads(start, run)
+        settle_mixing_scale(start, run)
         config = run_config(start, run, args)
+        if args.process_index == 0:
+            check_splits(data)
         write_record(data, start, run, args, checkpoint)
         model, tokenizer = prepare_model(start, config, run, args)
         adapters = lora_config(run, model)

@@ -7,8 +7,9 @@ import tempfile
 import pytest
 import torch
 from datasets import Dataset
-from helpers import DECODERS, random_ids
+from helpers import DECODERS, random_ids, random_model
 from tiny_training import (
+    byte_config,
     byte_tokenizer,
     decoder,
     interrupted_at,
@@ -24,13 +25,14 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from iha.checkpoints import load_model
 from iha.errors import UserError
+from iha.model_cost import flops_of_a_token
 from iha.processes import load_in_clean_process
 from iha.sources import find_source
 from modeling_iha import interleave_heads, load_adapter, pair_heads, save_adapter
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values, trained_mixing
 from sft import train
 from sft.arguments import RecipeParser
-from sft.base_model import find_start, prepare_model, run_config, settle_pseudo_heads
+from sft.base_model import find_start, prepare_model, run_config, settle_mixing_scale, settle_pseudo_heads
 from sft.trainer import SFTRecipeTrainer
 
 
@@ -71,7 +73,7 @@ def test_a_recipe_interleaves_a_plain_model_and_resumes(name, keys, tmp_path):
 
 def test_a_recipe_says_how_heads_are_interleaved(tmp_path, capsys):
     saved(decoder("llama"), tmp_path / "plain")
-    short = {"max_steps": 2, "eval_size": 0, "eval_strategy": "no", "eval_on_start": "false"}
+    short = {"max_steps": 2, "eval_size": 0, "eval_strategy": "no", "eval_on_start": "false", "peak_tflops": 0.5}
     how = {"interleaved_layers": "1", "interleaved_window": "paper", "collapse": "all_heads"}
     how["recompute_virtual_tokens"] = "true"
     train.main(arguments(tmp_path, "plain", "run", num_pseudo_heads=2, mixing_scale=10, **short, **how))
@@ -81,6 +83,11 @@ def test_a_recipe_says_how_heads_are_interleaved(tmp_path, capsys):
     assert list(config.interleaved_layers) == ["layers.1.self_attn"] and config.pseudo_collapse == "all_heads"
     assert (config.interleaved_window, config.mixing_scale) == (32, 10)
     assert config.recompute_virtual_tokens is True
+    history = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    flops = flops_of_a_token(config, 128)
+    assert flops > flops_of_a_token(decoder("llama").config, 128)
+    (logged, *_) = [entry for entry in history if "loss" in entry]
+    assert logged["model_flops_utilization"] == pytest.approx(logged["tokens_per_second"] * flops / 0.5e12)
 
     # A checkpoint keeps its values where the recipe gives its mixing another rate.
     expected = state_with_values(first)
@@ -113,7 +120,7 @@ def test_a_run_does_not_go_on_with_another_scale(tmp_path):
         ("plain", {"lora_dropout": 0.5}, "lora_dropout: without effect"),
         ("interleaved", {"interleaved_window": 8, "num_pseudo_heads": 2}, "interleaved keeps what it was made with"),
         ("qwen2", {"sliding_window": 8}, "sliding_window: .*qwen2 has no sliding layers"),
-        ("plain", {"peak_tflops": 1}, "peak_tflops needs an IHAForCausalLM"),
+        ("plain", {"peak_tflops": 1, "max_length": "null"}, "peak_tflops needs max_length"),
     ],
 )
 def test_what_a_recipe_cannot_interleave_is_refused(model, keys, named, tmp_path, monkeypatch):
@@ -137,18 +144,45 @@ def test_a_rate_of_the_mixing_needs_a_mixing(tmp_path):
             train.main(arguments(tmp_path, name, "run", mixing_scale=4))
 
 
-@pytest.mark.parametrize("kind", ["plain", "paired"])
-def test_a_recipes_file_trains_models_without_a_mixing_too(kind, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("kind", "pseudo_heads", "mixes"),
+    [
+        ("plain", "null", False),
+        ("paired", "null", False),
+        ("mha", "null", False),
+        ("plain", 2, True),
+        ("interleaved", "null", True),
+        ("talking_heads", "null", True),
+    ],
+)
+def test_a_recipes_file_trains_models_without_a_mixing_too(kind, pseudo_heads, mixes, tmp_path, capsys):
     """Leave out the `mixing_scale` of a file: the control of a recipe is plain, and paired heads mix nothing."""
-    saved(decoder("llama") if kind == "plain" else pair_heads(decoder("llama"), 2), tmp_path / kind)
-    words = sizes(str(tmp_path / kind), "rows.jsonl", tmp_path / "run", num_pseudo_heads="null")
+    in_place = {"paired": pair_heads, "interleaved": interleave_heads}
+    if kind in in_place:
+        model = in_place[kind](decoder("llama"), 2)
+    else:
+        model = decoder("llama") if kind == "plain" else random_model(byte_config(attention_kinds=kind))
+    saved(model, tmp_path / kind)
+    words = sizes(str(tmp_path / kind), "rows.jsonl", tmp_path / "run", num_pseudo_heads=pseudo_heads)
     run, args = RecipeParser(train.USAGE).parse(["--config", recipe("lora"), *words])
     start = find_start(run)
     settle_pseudo_heads(start, run)
     assert run.mixing_scale == 2
+    settle_mixing_scale(start, run)
+    assert run.mixing_scale == (2 if mixes else None)
+    assert ("Note: mixing_scale=2 is for models that mix heads" in capsys.readouterr().out) is not mixes
     model, _ = prepare_model(start, run_config(start, run, args), run, args)
-    assert run.mixing_scale is None and not trained_mixing(model)
-    assert "Note: mixing_scale=2 is for models that mix heads" in capsys.readouterr().out
+    assert bool(trained_mixing(model)) is mixes
+
+
+def test_a_record_and_a_card_leave_out_a_rate_without_a_mixing(tmp_path):
+    saved(pair_heads(decoder("llama"), 2), tmp_path / "paired")
+    rows = write_jsonl(tmp_path / "rows.jsonl", training_rows(20))
+    short = {"max_steps": 1, "eval_size": 0, "eval_strategy": "no", "eval_on_start": "false"}
+    words = sizes(str(tmp_path / "paired"), rows, tmp_path / "run", num_pseudo_heads="null", **short)
+    train.main(["--config", recipe("lora"), *words])
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"]["mixing_scale"] is None
+    assert "| `mixing_scale` |" not in (tmp_path / "run" / "final" / "README.md").read_text()
 
 
 def test_the_experts_of_the_best_checkpoint_end_in_the_final_model(tmp_path, monkeypatch):

@@ -86,6 +86,13 @@ def test_the_recipes_p_is_left_to_a_checkpoint_that_has_another(tmp_path, capsys
     assert run.num_pseudo_heads is None and "keeps its 2" in capsys.readouterr().out
 
 
+def test_the_p_of_a_preset_is_one_of_its_fields(tmp_path):
+    words = sizes(None, "rows.txt", tmp_path / "run", eval_size=0, preset="tiny", num_pseudo_heads=4)
+    run, _ = RecipeParser(USAGE).parse(words)
+    with pytest.raises(UserError, match="tiny has 2: give --preset_fields num_pseudo_heads=4 instead"):
+        settle_pseudo_heads(find_start(run), run)
+
+
 @pytest.mark.parametrize(
     "kind, keys, named",
     [
