@@ -101,8 +101,9 @@ def convert(
     layers = Layers(num_pseudo_heads, schedule, window, kind, options, output_gate)
     if kind != "iha" and value_offsets is not None:
         raise UserError(f"kind {kind!r} has no pseudo-heads, whose values could differ: leave out --value-offsets.")
+    check_new_directory(destination)
+    found = find_source(source)
     with new_directory(destination) as directory:
-        found = find_source(source)
         from iha.conversion.convert_llama_to_iha import llama_to_iha
 
         converted = llama_to_iha(found, layers, dtype, value_offsets or "balanced", seed, mixing_scale)
@@ -120,8 +121,9 @@ def convert_dcformer(source: SourceName, destination: Destination) -> None:
 
     example: python -m conversion_scripts.convert_dcformer_to_iha Caiyun-AI/DCFormer-2.8B dcformer-2.8b-iha
     """
+    check_new_directory(destination)
+    found = find_source(source)
     with new_directory(destination) as directory:
-        found = find_source(source)
         from iha.conversion.convert_dcformer_to_iha import dcformer_to_iha
 
         converted = dcformer_to_iha(found)
@@ -135,8 +137,9 @@ def convert_diffllama(source: SourceName, destination: Destination, dtype: Dtype
 
     example: python -m conversion_scripts.convert_diffllama_to_iha kajuma/DiffLlama-0.3B-handcut diff-iha
     """
+    check_new_directory(destination)
+    found = find_source(source)
     with new_directory(destination) as directory:
-        found = find_source(source)
         from iha.conversion.convert_diffllama_to_iha import diffllama_to_iha
 
         converted = diffllama_to_iha(found, dtype)
@@ -154,8 +157,9 @@ def convert_back(source: SourceName, destination: Destination, dtype: Dtype = "a
 
     example: python -m conversion_scripts.convert_iha_to_llama smollm2-iha smollm2-again
     """
+    check_new_directory(destination)
+    found = find_source(source)
     with new_directory(destination) as directory:
-        found = find_source(source)
         from iha.conversion.convert_iha_to_llama import iha_to_stock
 
         converted = iha_to_stock(found, dtype)
