@@ -15,7 +15,7 @@ from iha.cards import FROM_SCRATCH, NOT_EVALUATED, markdown, markdown_table, one
 from iha.checkpoints import positions_of
 from iha.errors import UserError
 from iha.kinds import additions_of, companion_of, described, is_ours, own_modules, virtual_tokens_per_token
-from iha.model_cost import model as cost_of_model
+from iha.model_cost import cost_of_model
 from iha.plain_models import compared_with
 from modeling_iha import IHAConfig
 from modeling_iha.mixing_weights import trained_mixing

@@ -87,7 +87,7 @@ def model_cost(config: PreTrainedConfig, tokens: int) -> ModelCost:
     return ModelCost(layers, Cost(size, prefill.rest, training.rest, decode.rest))
 
 
-def model(config: PreTrainedConfig, tokens: int) -> Cost:
+def cost_of_model(config: PreTrainedConfig, tokens: int) -> Cost:
     """Count the cost of a whole model. Raise `UserError`."""
     return model_cost(config, tokens).whole
 
@@ -98,7 +98,7 @@ def flops_of_a_token(config: PreTrainedConfig, tokens: int) -> float:
     They are three times those of a forward pass, and leave out what a kernel or activation checkpointing recomputes,
     as in the utilization of model FLOPs (PaLM, Appendix B). Only the pairs that the masks leave count.
     """
-    return 3 * 2 * model(config, tokens).prefill / tokens
+    return 3 * 2 * cost_of_model(config, tokens).prefill / tokens
 
 
 def attention_of(layer: nn.Module) -> list[nn.Module]:

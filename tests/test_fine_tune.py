@@ -12,7 +12,7 @@ from conversion_scripts import push_to_hub
 from iha.checkpoints import load_config
 from iha.cost import seconds, settings_of
 from iha.errors import ROOT
-from iha.model_cost import exchanged_bytes, model
+from iha.model_cost import cost_of_model, exchanged_bytes
 from iha.sources import find_source
 from iha.step_memory import Way, of_sharded_training, of_training
 from sft import train
@@ -56,7 +56,7 @@ def test_the_table_is_what_cost_predicts(tmp_path):
     Qwen3Config(**QWEN3_8B).save_pretrained(tmp_path)
     rows = table_rows()
     columns = [settings_of(None, tmp_path, 2, WINDOW), settings_of(None, tmp_path, 2), settings_of(None, tmp_path)]
-    counts = [model(config, TOKENS) for config in columns]
+    counts = [cost_of_model(config, TOKENS) for config in columns]
     for column, (config, cost) in enumerate(zip(columns, counts)):
         predicted = {
             "GB on each of 8 GPUs (FSDP2)": of_sharded_training(config, 1, TOKENS, SAVING, GPUS).peak / 1e9,

@@ -17,7 +17,7 @@ from iha.adapter_card import write_adapter_card
 from iha.card_template import render_card
 from iha.cards import name_of_place, source_name, title_of, with_name, with_results
 from iha.checkpoints import fingerprint
-from iha.model_cost import model as cost_of_model
+from iha.model_cost import cost_of_model
 from iha.sources import find_source
 from modeling_iha import IHAConfig, interleave_heads, save_adapter
 

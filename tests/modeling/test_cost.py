@@ -32,7 +32,7 @@ from iha import counted_attention
 from iha.card_template import render_card
 from iha.counted_attention import visible_pairs
 from iha.errors import UserError
-from iha.model_cost import model, model_cost
+from iha.model_cost import cost_of_model, model_cost
 from iha.plain_models import with_mha
 from iha.step_memory import Counter, StepMemory, Way, of_sharded_training, of_training
 from iha.without_data import keep_one_of_each, without_data
@@ -98,7 +98,7 @@ def test_products_are_those_of_a_model_for_the_pairs_that_its_masks_leave(varian
         forward = multiply_adds(lambda: real(ids, use_cache=False))
     both = multiply_adds(lambda: real(ids, use_cache=False).logits.sum().backward())
     total, visible = products_of_pairs(config, tokens)
-    counted = model(config, tokens)
+    counted = cost_of_model(config, tokens)
     assert counted.parameters == real.num_parameters()
     assert counted.prefill == forward - 2 * (total - visible)
     assert counted.training == both - 6 * (total - visible) + visible  # the backward pass computes scores again
@@ -110,7 +110,7 @@ def test_decoding_and_the_cache_are_those_of_a_model(variant, windows):
     config, tokens = small_config(**VARIANTS[variant], **windows), 11
     real, cache = random_model(config), DynamicCache(config=config)
     set_core(real, "base")
-    counted = model(config, tokens)
+    counted = cost_of_model(config, tokens)
     with torch.no_grad():
         real(random_ids(1, tokens), **{CACHE: cache})
         assert sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) == counted.cache
@@ -204,7 +204,7 @@ def test_command(monkeypatch, capsys, tmp_path, source):
         "FFN and norms",
     ]
     total = next(line for line in lines if line.startswith("whole model"))
-    assert float(total.split()[2]) == pytest.approx(model(config, 256).parameters / 1e6, abs=1e-3)
+    assert float(total.split()[2]) == pytest.approx(cost_of_model(config, 256).parameters / 1e6, abs=1e-3)
     assert any("GB, " in line and line.startswith("  this model: ") for line in lines)
     assert any(line.startswith("ratio to global mha everywhere") for line in lines)
 
@@ -219,7 +219,7 @@ SMOLLM2 = {
 def test_a_plain_base_costs_what_the_pages_say(tmp_path, window, ratio):
     LlamaConfig(**SMOLLM2).save_pretrained(tmp_path)
     base, ours = (cost_command.settings_of(None, tmp_path, *changes) for changes in ((), (2, window)))
-    assert model(ours, 8192).prefill / model(base, 8192).prefill == pytest.approx(ratio, abs=0.005)
+    assert cost_of_model(ours, 8192).prefill / cost_of_model(base, 8192).prefill == pytest.approx(ratio, abs=0.005)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -233,7 +233,7 @@ def test_an_interleaved_checkpoint_is_counted_and_compared_with_its_base(tmp_pat
         changed = interleave_heads(plain, 2, layers="paper", sliding_window=5)
     changed.save_pretrained(tmp_path)
     settings = cost_command.settings_of(None, tmp_path)
-    assert model(settings, 16).parameters == changed.num_parameters()
+    assert cost_of_model(settings, 16).parameters == changed.num_parameters()
     cost_command.cost(None, tmp_path, 16, count_memory=False)
     printed = capsys.readouterr().out
     assert printed.startswith(" ") and ("paired_heads, " if how == "paired" else "iha, window of 5") in printed
@@ -306,7 +306,7 @@ def test_several_gpus_a_time_and_a_file(monkeypatch, capsys, tmp_path):
     printed = capsys.readouterr().out
     written = json.loads((tmp_path / "cost.json").read_text())
     config = IHAConfig.from_preset("small-1m-iha")
-    counted = model(config, 256)
+    counted = cost_of_model(config, 256)
     time = 2 * 2 * counted.training / 1e9
     assert "on each of 4 GPUs, sharded by FSDP2" in printed
     assert "time of a step of 8 rows, if each GPU computes 0.001 TFLOP/s, as --tflops assumes" in printed
@@ -328,7 +328,7 @@ def test_a_forecast_of_a_preset_with_other_fields_in_hours(monkeypatch, capsys, 
     words += ["--json", str(tmp_path / "cost.json"), "--set", *(f"{name}={value}" for name, value in fields.items())]
     cost_command.main(words)
     written = json.loads((tmp_path / "cost.json").read_text())
-    time = 2 * model(IHAConfig.from_preset("small-1m-iha", **fields), 512).training / 5e11
+    time = 2 * cost_of_model(IHAConfig.from_preset("small-1m-iha", **fields), 512).training / 5e11
     assert written["hours"]["this model"]["nothing saved"] == pytest.approx(time)
     assert f"3,600 steps in {time:.3g} h" in capsys.readouterr().out and written["bytes_of_a_step"] == {}
     mistakes = {"--steps 3": "give --tflops too", "--set nothing": "nothing: expected FIELD=VALUE"}

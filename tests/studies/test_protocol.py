@@ -13,7 +13,7 @@ import torch
 
 from iha import plots
 from iha.errors import ROOT, UserError
-from iha.model_cost import model as cost_of
+from iha.model_cost import cost_of_model
 from modeling_iha import IHAForCausalLM
 from research import compare
 from research.experiments import byte_models, protocol, recall
@@ -160,14 +160,14 @@ def test_arms_have_equal_parameters(name, tokens):
     config, base = config_of(size, ARMS[name]), config_of(size, ARMS["mha"])
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in IHAForCausalLM(config).parameters())
-    assert count == cost_of(config, tokens).parameters
-    assert abs(count - cost_of(base, tokens).parameters) <= 3 * 64 * 5 / 2
+    assert count == cost_of_model(config, tokens).parameters
+    assert abs(count - cost_of_model(base, tokens).parameters) <= 3 * 64 * 5 / 2
 
 
 def test_arms_attend_to_as_many_pairs_as_their_base():
     """Compare paired heads and short windows with windows, and the paper's schedule with ordinary attention."""
     size = SIZES["small"].with_rows(512)
-    steps = {name: cost_of(config_of(size, arm), 512).training for name, arm in BARE_ARMS.items()}
+    steps = {name: cost_of_model(config_of(size, arm), 512).training for name, arm in BARE_ARMS.items()}
     assert steps["paired"] == pytest.approx(steps["windows"], rel=0.04)
     assert steps["short_windows"] == pytest.approx(steps["windows"], rel=0.04)
     assert steps["iha"] == pytest.approx(steps["mha"], rel=0.06)
