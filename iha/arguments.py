@@ -18,7 +18,8 @@ def cost_arguments(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Return the arguments of `cost`. Raise `UserError`."""
     parser = argparse.ArgumentParser(
         description="Print the parameters, FLOPs, cached values and training memory of each kind of layer and of the "
-        'whole model, with ratios to the same model with "mha" in every layer.',
+        'whole model, with ratios to the same model with "mha" in every layer, or to the plain model of a decoder of '
+        "Transformers with interleaved or paired heads.",
         epilog="example: %(prog)s --preset paper-2.4b-iha --num-pseudo-heads 4 --tokens 8192",
     )
     model = parser.add_mutually_exclusive_group(required=True)

@@ -1,7 +1,8 @@
 """Print the parameters, FLOPs, cached values and training memory of a model.
 
-The table gives each kind of layer, the whole model, and ratios to the same model with "mha" in every layer. The
-figures are those of iha/model_cost.py, and the memory is that of iha/step_memory.py.
+The table gives each kind of layer, the whole model, and ratios to the same model with "mha" in every layer, or to the
+plain model of a decoder of Transformers with interleaved or paired heads. The figures are those of iha/model_cost.py,
+and the memory is that of iha/step_memory.py.
 """
 
 import copy
@@ -24,7 +25,7 @@ from iha.model_cost import Cost, ModelCost, exchanged_bytes, model_cost
 from iha.plain_models import compared_with
 from iha.sources import find_source
 from iha.step_memory import StepMemory, Way, of_sharded_training, of_training
-from iha.without_data import row_of_tokens, text_config, without_data
+from iha.without_data import explained, row_of_tokens, text_config, without_data
 from modeling_iha import IHAConfig
 from modeling_iha.modeling_interleaved import backbone_of, interleaved_class, register_models
 from modeling_iha.probes import recording
@@ -34,9 +35,10 @@ def interleaved(source: PreTrainedConfig, num_pseudo_heads: int, window: int | N
     """Return the configuration of a decoder of Transformers with interleaved heads.
 
     They are in every layer, or with a window in four of every five, as `layers="paper"` of `interleave_heads`."""
-    model = without_data(source, counted_attention.NAME)
-    with recording(model) as calls, torch.no_grad():
-        model(**row_of_tokens(model, 1, 2), use_cache=False)
+    with explained(source):
+        model = without_data(source, counted_attention.NAME)
+        with recording(model) as calls, torch.no_grad():
+            model(**row_of_tokens(model, 1, 2), use_cache=False)
     names = {module: name for name, module in backbone_of(model).named_modules()}
     heads = {names[module]: list(call.head_counts) for module, call in calls.items() if call.is_causal}
     if not heads:

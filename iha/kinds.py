@@ -276,9 +276,7 @@ def described(config: PreTrainedConfig) -> Any:
         attention_kinds=[kinds[i] for i in layers],
         layer_types=types,
         sliding_window=window,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         num_pseudo_heads=virtual_tokens_per_token(config),
-        pseudo_positions="shared",
     )
 
 

@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma3Config,
     GptOssConfig,
@@ -260,6 +261,24 @@ def test_a_change_without_effect_is_refused(source, message):
 def test_a_model_that_is_no_decoder_is_refused_in_one_line():
     with pytest.raises(UserError, match="vit is not a decoder of Transformers"):
         model_cost(ViTConfig(), 16)
+
+
+@pytest.mark.parametrize("name", ["bamba", "falcon"])
+def test_a_decoder_that_cannot_be_interleaved_without_data_is_refused_in_one_line(tmp_path, name):
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"^{name} cannot be counted without data: .*"):
+        cost_command.settings_of(None, tmp_path, 2)
+
+
+@pytest.mark.parametrize("name", ["mamba", "rwkv"])
+def test_a_decoder_without_heads_is_counted(tmp_path, name, capsys):
+    config = AutoConfig.for_model(name, hidden_size=64, num_hidden_layers=2, vocab_size=128)
+    config.save_pretrained(tmp_path)
+    cost_command.cost(None, tmp_path, 16, count_memory=False)
+    total = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("whole model"))
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    assert float(total.split()[2]) == pytest.approx(parameters / 1e6, abs=1e-3)
 
 
 # Seven layers of two kinds, of which the first and the last are of different kinds.
