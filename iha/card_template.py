@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoModel
 
-from iha.cards import FROM_SCRATCH, NOT_EVALUATED, markdown, markdown_table, one_printable_line, title_of
+from iha.cards import FROM_SCRATCH, NOT_EVALUATED, license_text, markdown, markdown_table, one_printable_line, title_of
 from iha.checkpoints import positions_of
 from iha.errors import UserError
 from iha.kinds import additions_of, companion_of, described, is_ours, own_modules, virtual_tokens_per_token
@@ -73,7 +73,7 @@ def render_card(config: Any, name: str, *, from_scratch: bool = False, details: 
             in_vllm=all(known.served_by_vllm for known in (*kinds.values(), *additions)),
             kinds=list(kinds),
             times_pairs={kind: known.times_pairs(shown) for kind, known in virtual.items()},
-            weights_license=markdown(made_from.get("license_name") or made_from.get("license") or ""),
+            license_text=license_text(made_from.get("license_name") or made_from.get("license")),
             papers="\n".join(dict.fromkeys(f"- {paper}" for paper in papers)),
         )
     )

@@ -149,6 +149,12 @@ def title_of(name: str) -> str:
     return one_printable_line(path.parent.name if path.name == FINAL else path.name)
 
 
+def license_text(license: str | None) -> str:
+    """Return what a card says of the licenses of its code and of its weights, in Markdown."""
+    weights = f"The weights are under {markdown(license)}." if license else "No license of the weights is known."
+    return f"The code in this repository is under Apache-2.0. {weights}"
+
+
 # Changes by a publication or an evaluation
 
 
@@ -176,12 +182,17 @@ def missing_facts(directory: Path, license: str | None, base_model: str | None) 
 
 
 def with_metadata(card: str, facts: dict[str, str]) -> str:
-    """Return a `card` with these entries in its metadata, or as it stands without any. Raise `UserError`."""
+    """Return a `card` with these entries in its metadata, or as it stands without any. Raise `UserError`.
+
+    A card of `render_card` that knows no license states in its text the one that it gets.
+    """
     if not facts:
         return card
     edited = parse_card(card)
     for name, value in facts.items():
         edited.data[name] = value
+    if "license" in facts:
+        edited.text = edited.text.replace(f"\n{license_text(None)}\n", f"\n{license_text(facts['license'])}\n")
     return str(edited)
 
 

@@ -46,7 +46,7 @@ def publish(
 ) -> str | None:
     """Check a saved model and commit it to the model repository `repo_id`, which is made if necessary.
 
-    `facts` are added to the metadata of its card. Return the web address of the commit or pull request. Raise
+    `facts` are added to its card. Return the web address of the commit or pull request. Raise
     `UserError`, before anything is uploaded, and the client's errors where the Hub rejects it.
     """
     check_no_adapter(source)  # its files would be left out
@@ -71,9 +71,10 @@ def publish(
 
 
 def card_of(source: Source, repo_id: str, facts: dict[str, str]) -> str:
-    """Return the model card in a directory, or a new one, with `facts` in its metadata and the name `repo_id`.
+    """Return the model card in a directory, or a new one, with `facts` and the name `repo_id`.
 
-    A stranger's card keeps its text. Raise `UserError`.
+    A stranger's card keeps its text. A new one without a base model among the facts is that of a model from scratch.
+    Raise `UserError`.
     """
     path = Path(source.location, "README.md")
     if path.is_file():
@@ -81,7 +82,7 @@ def card_of(source: Source, repo_id: str, facts: dict[str, str]) -> str:
     config = load_config(source)
     if not is_ours(config):
         raise UserError(f"{source} holds no model card: write one, README.md, with license and base_model.")
-    return with_metadata(render_card(config, repo_id), facts)
+    return render_card(config, repo_id, from_scratch="base_model" not in facts, **facts)
 
 
 def without_local_paths(content: Any) -> Any:
@@ -123,7 +124,7 @@ def upload(stage: Path, repo_id: str, private: bool, tag: str | None, create_pr:
         repo_id=repo_id,
         folder_path=stage,
         delete_patterns=SUPERSEDED,
-        commit_message="Upload Interleaved Head Attention model",
+        commit_message="Upload a model and its card",
         create_pr=create_pr,
         parent_commit=info.sha,  # the Hub rejects it if somebody committed meanwhile
     )

@@ -298,6 +298,7 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     push("--license", "mit", "--base-model", "none")
     card = hub.head("me/iha")["README.md"].decode()
     assert "license: mit" in card and "base_model" not in card and 'name = "me/iha"\n' in card
+    assert "The weights are under mit." in card and "trained-from-scratch" in card and "base model" not in card
     assert not (directory / "README.md").exists()
     # A card that a converter or trainer wrote has the directory's name.
     made = render_card(small_config(), "./a/directory", license="mit", from_scratch=True)
@@ -308,6 +309,11 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
         'name = "me/iha"\n' in card and "\n# me/iha\n" in card and "directory" not in card.partition("## Use")[2][:99]
     )
     assert "base_model" not in card
+    # A converter or trainer that did not know the license says so.
+    (directory / "README.md").write_text(render_card(small_config(), "./a/directory", base_model="me/base"))
+    push("--license", "apache-2.0")
+    card = hub.head("me/iha")["README.md"].decode()
+    assert "license: apache-2.0" in card and "The weights are under apache-2.0." in card and "is known" not in card
 
 
 @pytest.mark.parametrize(
