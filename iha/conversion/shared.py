@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from iha.card_template import render_card
-from iha.cards import markdown, name_of_place, source_license, source_name
+from iha.cards import is_from_scratch, markdown, name_of_place, source_base_model, source_license, source_name
 from iha.checkpoints import check_filled, load_model, note_rounding, read_tokenizer
 from iha.errors import UserError, one_line
 from iha.sources import Source
@@ -123,9 +123,14 @@ class Converted:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(directory)
         if self.how is not None:
-            base_model = self.source.name if self.source.path is None else None
-            license: dict[str, Any] = source_license(str(self.source.path or self.source))
-            details = f"## Conversion\n\n{markdown(self.text)}"
-            name = name_of_place(destination)
-            card = render_card(self.model.config, name, base_model=base_model, details=details, **license)
+            place = str(self.source.path or self.source)
+            from_scratch = is_from_scratch(place)
+            card = render_card(
+                self.model.config,
+                name_of_place(destination),
+                from_scratch=from_scratch,
+                base_model=None if from_scratch else source_base_model(place),
+                details=f"## Conversion\n\n{markdown(self.text)}",
+                **source_license(place),
+            )
             (directory / "README.md").write_text(card, encoding="utf-8")

@@ -449,6 +449,29 @@ def test_converted_directory_is_complete(converted):
     assert "license: mit" in card and "for sequences of any length" in card and str(converted) not in card
 
 
+@pytest.mark.parametrize(
+    ("stated", "kept"),
+    [
+        ("base_model: me/base", "base_model: me/base"),
+        ("tags:\n- trained-from-scratch", "- trained-from-scratch"),
+    ],
+)
+def test_a_card_keeps_what_that_of_a_local_source_says(stated, kept, converted, tmp_path):
+    source = shutil.copytree(converted / "source", tmp_path / "source")
+    (source / "README.md").write_text(f"---\n{stated}\n---\nA model.\n")
+    convert_llama_to_iha.main([str(source), str(tmp_path / "iha"), *LLAMA.options])
+    card = (tmp_path / "iha" / "README.md").read_text()
+    assert f"\n{kept}\n" in card and ("base_model" in card) == ("base_model" in stated)
+
+
+@pytest.mark.parametrize("convert", [api.convert, api.convert_back, api.convert_dcformer, api.convert_diffllama])
+def test_a_source_that_is_missing_leaves_no_directory(convert, tmp_path):
+    options = {"num_pseudo_heads": 2} if convert is api.convert else {}
+    with pytest.raises(UserError, match="nosuch is not a directory"):
+        convert(tmp_path / "nosuch", tmp_path / "new" / "iha", **options)
+    assert not list(tmp_path.iterdir())
+
+
 def test_clean_process_refuses_what_does_not_load(converted, tmp_path, monkeypatch):
     """Run the program of the clean process in this one, whose import of PyTorch is done."""
 
