@@ -91,14 +91,15 @@ class ConfigMixin:
         return super().from_dict(config_dict, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
-        """Save the configuration. Raise a ValueError if a plain model that shares the object is being saved.
+        """Save the configuration. Raise a ValueError if a plain model that holds the same object is being saved.
 
         Transformers has then set `architectures` to the model's class. A model without a head holds no other one."""
         plain = tasks(base_class(type(self))).get("AutoModel")
         if plain is not None and self.architectures == [plain.__name__]:
             raise ValueError(
-                f"This {plain.__name__} shares its configuration object with a model whose heads are interleaved, and "
-                "would be saved as that model: make each from a copy of the configuration (copy.deepcopy)."
+                f"This {plain.__name__} would be saved by the configuration of a model with interleaved heads. If it "
+                "is a part of that model, save the whole model. If it is another model that was made from the same "
+                "configuration object, make each from a copy (copy.deepcopy)."
             )
         return super().save_pretrained(*args, **kwargs)
 

@@ -39,9 +39,11 @@ def test_parts_of_an_image_model_are_not_saved_by_themselves(tmp_path):
     untrained.model.language_model.save_pretrained(tmp_path / "part")
 
 
-def test_the_decoder_of_a_text_model_may_be_saved_by_itself(tmp_path):
+def test_the_decoder_of_a_text_model_is_loaded_from_the_whole(tmp_path):
     model = train_mixing(interleave_heads(decoder("llama"), 2, layers=[0, 2]))
-    model.model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a part of that model, save the whole model"):
+        model.model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path, trust_remote_code=True)
     tokens = random_ids(2, 9)
     with torch.no_grad():
