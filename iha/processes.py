@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
-from iha.errors import ROOT, UserError
+from iha.errors import UserError
 
 
 # The start of the program of a clean process. The finder blocks this package even if it is installed: a process in
@@ -116,8 +117,16 @@ def run_in_clean_process(program: str, request: dict, offline: bool = True) -> d
 
 
 def library_paths() -> list[str]:
-    """Return where this process finds libraries. An isolated one looks at neither PYTHONPATH nor a user's own."""
-    return [path for path in sys.path if path and Path(path).resolve() != ROOT]
+    """Return where this process finds libraries. An isolated one looks at neither PYTHONPATH nor a user's own.
+
+    A folder that `pip install --target` made may have any name, so those of PyTorch and Transformers count too. Other
+    folders do not: one of them may be the cache of remote code that this process has loaded."""
+    found = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    for name in ("torch", "transformers"):
+        folder = str(Path(find_spec(name).origin).parents[1])
+        if folder not in found:
+            found.append(folder)
+    return found
 
 
 def _start(program: str, given: str, directory: str, environment: dict[str, str]) -> subprocess.CompletedProcess:

@@ -6,6 +6,7 @@ The real client and the commands of this repository speak to a stand-in for the 
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from loopback_hub import LoopbackHub
 from tiny_training import byte_tokenizer, decoder, recipe, saved, sizes, training_rows, write_jsonl
 
 from iha.api import convert, push
-from iha.errors import ROOT
+from iha.errors import ROOT, UserError
 from iha.hub import checkpoint_checks
 from iha.processes import run_in_clean_process
 from modeling_iha import IHAForCausalLM
@@ -189,3 +190,12 @@ def test_load_by_id_at_a_revision(hub, first, trained, second, tmp_path, monkeyp
     # The Trainer's last checkpoint is as whole as the final model.
     for name in IHA_CODE | {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}:
         assert (trained / "checkpoint-2" / name).read_bytes() == final[name], name
+
+
+def test_a_clean_process_knows_no_remote_code_of_this_one(tmp_path, monkeypatch):
+    """Transformers puts its cache of remote code on `sys.path`, which would hide that of the clean process."""
+    (tmp_path / "transformers_modules").mkdir()
+    (tmp_path / "transformers_modules" / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(UserError, match="No module named 'transformers_modules'"):
+        run_in_clean_process("import transformers_modules\nresult = {}", {})
