@@ -139,8 +139,10 @@ def masks_of_layers(
             masks[mask_name(attention)] = mask_over_virtual_tokens(dense, num_pseudo_heads)
             continue
         is_told = core == SDPA_IN_BLOCKS and call.documents is not None
+        # Transformers makes the masks of tokens by the core's name, and none for a core like vLLM's, which has none.
+        name = MASK if num_pseudo_heads > 1 or core == SDPA_IN_BLOCKS else core
         masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
-            config=View(config, _attn_implementation=MASK, core=core, num_pseudo_heads=num_pseudo_heads),
+            config=View(config, _attn_implementation=name, core=core, num_pseudo_heads=num_pseudo_heads),
             inputs_embeds=inputs_embeds,
             attention_mask=call.padding,
             position_ids=None if is_told else call.positions,

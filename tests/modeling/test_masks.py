@@ -252,3 +252,21 @@ def test_a_window_of_the_configuration_that_is_edited_later_is_followed(kind, wi
     with torch.no_grad():
         steps = [model(input_ids[:, [i]], **{CACHE: cache}).logits for i in range(12)]
     assert_close(torch.cat(steps, dim=1), expected)
+
+
+def test_a_core_without_a_mask_function_gets_no_mask():
+    """Run a core of another library, such as vLLM's, which registers attention alone."""
+    seen = []
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        seen.append(attention_mask)
+        return query.transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("of_somebody", attend)
+    try:
+        model = random_model(small_config(attention_kinds="mha"))
+        model.config._attn_implementation = "of_somebody"
+        model(random_ids(1, 5), use_cache=False)
+        assert seen and set(seen) == {None}
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping["of_somebody"]
