@@ -115,7 +115,7 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     if isinstance(mask, BlockMask):
         return LayerMasks(mask, make_plain_mask(**kwargs)) if has_other_modules(config) else mask
     is_dense = mask is not None and mask.ndim == 4
-    # That of the others is over virtual tokens too: `mask_of_plain_module` takes it back to tokens.
+    # The mask of the others is over virtual tokens too: `mask_of_plain_module` takes it back to tokens.
     return torch.cat((make_mask(**kwargs), mask), dim=1) if is_dense and has_two_masks(config) else mask
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from .exact_start import identity_mixing
 
 
-# What the modules of an attention module mix.
+# The parts that the modules of an attention module mix.
 PARTS = {"q_mix": "queries", "k_mix": "keys", "v_mix": "values", "collapse": "collapse"}
 
 
@@ -95,7 +95,7 @@ def mixing_change(model: nn.Module) -> dict[str, dict[int, torch.Tensor]]:
 
     The result has the parts "queries", "keys", "values" and "collapse", and for each of them, by the index of the
     layer, a distance for each head, float32 [heads]. A pseudo-head is a sum of heads, and its distance is the length
-    of the vector of what its shares have changed by. That of a head is the root mean square over its pseudo-heads. At
+    of the vector of what its shares have changed by. A head's change is the root mean square over its pseudo-heads. At
     a distance of 1 a pseudo-head lost its own head, or reads another head in addition.
 
     The start is that of `interleave_heads`, or the values at the last `set_mixing_scale`. A model that is trained from

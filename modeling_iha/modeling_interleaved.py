@@ -320,7 +320,8 @@ def do_not_save_part(*args, **kwargs) -> None:
     raise ValueError("This part of a model with interleaved heads would load without them: save the whole model.")
 
 
-# What gives a model virtual heads, in order, and what undoes each. All read the fields of the configuration.
+# The steps that give a model virtual heads, in order, each with the one that undoes it. All read the fields of the
+# configuration.
 EFFECTS = (
     (take_classes, return_classes),
     (add_heads, remove_heads),

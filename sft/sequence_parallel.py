@@ -34,7 +34,7 @@ from iha.errors import UserError
 # Keyword arguments of an attention function that describe a piece, and not the row that the core gets.
 OF_THE_PIECE = {"document_lengths", "position_ids", "seq_idx"}
 OF_THE_PIECE |= {f"{name}_{which}" for name in ("cu_seq_lens", "max_length") for which in "qk"}
-# What `piece` cuts. The collator's lengths stay those of the whole row.
+# `piece` cuts these. The collator's lengths stay those of the whole row.
 CUT = ("input_ids", "position_ids", "labels", "shift_labels", "seq_idx")
 
 

@@ -41,7 +41,7 @@ def test_every_form_of_every_case_is_measured_once(tmp_path, cli):
     assert all(figures["ms"] > 0 for forms in found.values() for figures in forms.values())
     (page,) = tmp_path.glob("*/gpu.md")
     assert page.read_text().count("| mha | ") == 5
-    # Nothing is measured twice.
+    # A second call measures no case again.
     assert cli(gpu, "--dry", "--pieces", "layers", "decoding", "--out", tmp_path)[0] == 0
     assert cases_of(tmp_path) == found
 
