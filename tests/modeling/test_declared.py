@@ -5,14 +5,15 @@ docs/SUPPORT.md has the exceptions.
 """
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import WAYS, assert_close, decoder, random_ids
 from stand_in_gpu import GpuTensor, gpus, move
+from torch.nn.functional import pad
 
 from modeling_iha import interleave_heads, sdpa_in_blocks
+from modeling_iha.transformers_versions import CACHE
 
 
 LENGTH, WINDOW = 300, 20
@@ -73,29 +74,54 @@ def test_packed_rows_with_the_library_s_own_defaults(core, name, cpu_cores):
 # Waits
 
 
+GPU = torch.device("cuda", 0)
+
+
 def varlen_stand_in(query, key, value, cu_seq_q, *args, scale, window_size, **kwargs):
     """Return values of the right shape, as a GPU would without waiting."""
     return query.clone()
+
+
+def on_gpu(inputs):
+    return {name: GpuTensor(each, GPU) if isinstance(each, torch.Tensor) else each for name, each in inputs.items()}
+
+
+def one_more_token(call):
+    """Return the inputs of the token that follows those of a call."""
+    following = {"input_ids": random_ids(2, 1)}
+    if "attention_mask" in CALLS[call]:
+        following["attention_mask"] = pad(CALLS[call]["attention_mask"], (0, 1), value=1)
+    if "position_ids" in CALLS[call]:
+        following["position_ids"] = CALLS[call]["position_ids"][:, -1:] + 1
+    return following
 
 
 @pytest.mark.one_of(2)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
-def test_a_forward_waits_at_most_once_for_a_gpu(name, window, dtype, call, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, total_memory=2**40))
+@pytest.mark.parametrize("name", WAYS)
+def test_a_call_waits_at_most_once_for_a_gpu_and_a_new_token_never(name, window, dtype, call, monkeypatch):
+    """Count the waits of a forward, of a training step, and of one more token next to a cache."""
     monkeypatch.setattr(sdpa_in_blocks, "varlen_attn", varlen_stand_in)
     model = WAYS[name](window).to(dtype)
-    device = torch.device("cuda", 0)
-    move(model, device)
-    inputs = {
-        key: GpuTensor(each, device) if isinstance(each, torch.Tensor) else each
-        for key, each in inputs_of(call).items()
-    }
-    with gpus() as waits, torch.no_grad():
-        model(**inputs)
-    assert len(waits) <= 1
+    move(model, GPU)
+    inputs = on_gpu(inputs_of(call))
+    with gpus() as waits:
+        with torch.no_grad():
+            model(**inputs)
+        assert len(waits) <= 1
+        waits.clear()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        assert len(waits) <= 1
+        if call in PACKED:  # they have no cache
+            return
+        with torch.no_grad():
+            cache = model(**{**inputs, "use_cache": True})[CACHE]
+            next_inputs = on_gpu(one_more_token(call))
+            waits.clear()
+            model(**next_inputs, **{CACHE: cache})
+        assert not waits
 
 
 # Decoders that keep windows in their masks

@@ -1,7 +1,5 @@
 """Run every kind on stand-ins for GPUs: find tensors on another device, and waits of the CPU for the GPU."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -14,14 +12,6 @@ from modeling_iha.transformers_versions import CACHE
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 LENGTH = 11
-
-
-@pytest.fixture(autouse=True)
-def no_driver(monkeypatch):
-    properties = SimpleNamespace(major=9, total_memory=2**40)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    # The backward pass calls factories such as `torch.arange` outside the modes.
-    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
 
 
 def spread(model) -> None:
