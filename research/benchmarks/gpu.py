@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
 from iha.errors import ROOT, UserError, one_line, run_cli
-from iha.files import current_commit, expanded, sole_writer, write_json
+from iha.files import current_commit, expanded, signals_as_interrupts, sole_writer, write_json
 from iha.kinds import virtual_tokens_per_token
 from modeling_iha import IHAConfig, IHAForCausalLM, IHAModel, interleave_heads, interleaving, pairing, triton_kernels
 from modeling_iha.transformers_versions import CACHE
@@ -478,7 +478,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     directory = args.out / re.sub("[^a-z0-9]+", "-", device_name().lower()).strip("-")
     if args.flash:
         attention_kernels.activate_flash_attention_impl(args.flash)
-    with sole_writer(directory):
+    # A process that this one has started ends with it, and does not keep the GPU.
+    with signals_as_interrupts(), sole_writer(directory):
         setting = {"dry": args.dry, "device": device_name(), "flash": args.flash, **harness.versions()}
         table = Table.open(directory, setting, args.retry)
         for piece in args.pieces:

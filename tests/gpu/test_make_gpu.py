@@ -1,15 +1,18 @@
 """Test that a visit to a GPU measures every form once, in the dry size, and is not lost to one that fails."""
 
+import fcntl
 import json
+import signal
 import sys
 import time
 from math import inf
+from multiprocessing import get_context
 
 import pytest
 import torch
 from helpers import last_line
 
-from iha.errors import UserError
+from iha.errors import UserError, run_cli
 from modeling_iha import triton_kernels
 from research.benchmarks import gpu, recipe_runs
 from sft.arguments import RecipeParser
@@ -112,6 +115,25 @@ def test_a_recipe_that_fails_is_kept(table, monkeypatch):
     for forms in table.content["cases"].values():
         (failed, trained) = forms.values()
         assert failed["failed"] == "out of memory" and trained["tokens per second"] == 5.0
+
+
+HOLD = "import fcntl, time; fcntl.flock(file := open('held', 'w'), fcntl.LOCK_EX); open('ready', 'w'); time.sleep(60)"
+
+
+def test_a_visit_that_is_stopped_ends_its_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "OUTPUTS", tmp_path)
+    hold = lambda run, work, dry, until: recipe_runs.output_of([sys.executable, "-c", HOLD], tmp_path, until)  # noqa: E731
+    monkeypatch.setattr(recipe_runs, "measure", hold)
+    visit = lambda: gpu.main(["--dry", "--pieces", "recipes", "--out", str(tmp_path / "out")])  # noqa: E731
+    process = get_context("fork").Process(target=run_cli, args=(visit,))
+    process.start()
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.1)
+    process.terminate()
+    process.join(30)
+    assert process.exitcode == 128 + signal.SIGTERM and not list(tmp_path.glob("out/*/gpu.json"))
+    with open(tmp_path / "held") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody holds it any more
 
 
 @pytest.mark.parametrize(
