@@ -86,7 +86,7 @@ def constant_rope(config: PreTrainedConfig) -> None:
             each["rope_type"] = "default"
 
 
-def decoder_of(model: PreTrainedModel) -> nn.Module:
+def text_decoder(model: PreTrainedModel) -> nn.Module:
     """Return the text decoder of a model."""
     decoder = model.get_decoder()
     return backbone_of(model) if decoder is model else decoder
@@ -94,7 +94,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 def remove_towers(model: PreTrainedModel) -> None:
     """Remove the towers of images and sound."""
-    backbone, decoder = backbone_of(model), decoder_of(model)
+    backbone, decoder = backbone_of(model), text_decoder(model)
     if any(module is decoder for module in backbone.modules()) and decoder is not backbone:
         for name, child in list(backbone.named_children()):
             if all(module is not decoder for module in child.modules()):
@@ -104,7 +104,7 @@ def remove_towers(model: PreTrainedModel) -> None:
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of a model's text decoder. Raise `UserError` where they are not in one list."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [each for each in decoder_of(model).modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+    lists = [each for each in text_decoder(model).modules() if isinstance(each, nn.ModuleList) and len(each) == count]
     if not lists:
         raise UserError(f"{model.config.model_type} has no list of {count} layers: its costs cannot be counted.")
     return lists[0]

@@ -15,8 +15,13 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from .configuration_iha import IHAConfig
-from .sdpa_in_blocks import core_for
+from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .transformers_versions import pop_cache
+
+
+def core_for(attn_implementation: str | None) -> str:
+    """Return the attention function that an `IHAModel` calls for the `attn_implementation` of its configuration."""
+    return SDPA_IN_BLOCKS if attn_implementation == "sdpa" else attn_implementation or "eager"
 
 
 class MultiHeadAttention(LlamaAttention):
@@ -53,6 +58,11 @@ class MultiHeadAttention(LlamaAttention):
     def core(self) -> str:
         """Return the name of the attention function. For "sdpa" it is that of `sdpa_in_blocks`."""
         return core_for(self.config._attn_implementation)
+
+    @property
+    def mask_name(self) -> str:
+        """Return the name of the mask, which layers of one core, layer type and number of virtual tokens share."""
+        return f"{self.core}.{self.layer_type}.{self.num_pseudo_heads}"
 
     @property
     def core_function(self) -> Callable:

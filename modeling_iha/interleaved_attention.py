@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .interleaving import MixedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import Place, additive, mask_without_padding, read_call
+from .sdpa_in_blocks import Backend, additive, mask_without_padding, read_call
 from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
 from .virtual_tokens import (
     View,
@@ -224,8 +224,8 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
         kwargs[CACHE] = cache
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if tokens is not None and is_of_user(kwargs.get("attention_mask"), tokens):
-        place = Place.of_model(config._attn_implementation.removeprefix(PREFIX), decoder.dtype, tokens.device)
-        kwargs |= declared(config, place, tokens, cache, is_cached, kwargs)
+        backend = Backend.of_model(config._attn_implementation.removeprefix(PREFIX), decoder.dtype, tokens.device)
+        kwargs |= arguments_for_layers(config, backend, tokens, cache, is_cached, kwargs)
     return args[len(names) :], kwargs
 
 
@@ -236,8 +236,13 @@ def is_of_user(mask: Any, tokens: torch.Tensor) -> bool:
     return isinstance(mask, torch.Tensor) and (mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == tokens.shape[1]))
 
 
-def declared(
-    config: PreTrainedConfig, place: Place, tokens: torch.Tensor, cache: Cache | None, is_cached: bool, kwargs: dict
+def arguments_for_layers(
+    config: PreTrainedConfig,
+    backend: Backend,
+    tokens: torch.Tensor,
+    cache: Cache | None,
+    is_cached: bool,
+    kwargs: dict,
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
@@ -248,18 +253,18 @@ def declared(
     windows = config.interleaved_window, getattr(config, "sliding_window", None)
     window = min(each or math.inf for each in windows)
     # `interleave_heads` has tried whether the base passes bounds on. Flash functions look at positions by themselves.
-    takes_bounds = place.core == SDPA_IN_BLOCKS and getattr(config, "passes_cu_seq_lens", False)
-    tells_apart = takes_bounds or "flash" in place.core
+    takes_bounds = backend.core == SDPA_IN_BLOCKS and getattr(config, "passes_cu_seq_lens", False)
+    tells_apart = takes_bounds or "flash" in backend.core
     if bounds is not None and positions is None and not tells_apart:
         raise ValueError(
-            f"attn_implementation={place.core!r} tells documents by position_ids alone: next to cu_seq_lens_q pass "
+            f"attn_implementation={backend.core!r} tells documents by position_ids alone: next to cu_seq_lens_q pass "
             "position_ids that restart where documents begin."
         )
     if cache is None and is_cached and not tells_apart:
         cache = DynamicCache()  # as empty as that of the base, next to which Transformers looks for no documents
-    call = read_call(place, tokens, mask, positions, cache, bounds, window)
+    call = read_call(backend, tokens, mask, positions, cache, bounds, window)
     if call.dense is not None:
-        return {"attention_mask": dense_mask_of_user(call.dense, place.core, config)}
+        return {"attention_mask": dense_mask_of_user(call.dense, backend.core, config)}
     if call.documents is None or not takes_bounds:
         return {}
     found = call.keyword_arguments()

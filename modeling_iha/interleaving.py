@@ -15,7 +15,10 @@ from transformers.utils.generic import maybe_autocast
 
 from .mixing import Mixing
 from .sdpa_in_blocks import masked_softmax
-from .triton_kernels import DECODES_MIXED_HEADS, collapse, decode, expand, kernels_decode, kernels_pay, kernels_take
+from .triton_kernels import DECODES_MIXED_HEADS, kernels_are_faster, kernels_decode, kernels_take
+from .triton_kernels import collapse as collapse_by_kernel
+from .triton_kernels import decode as decode_by_kernel
+from .triton_kernels import expand as expand_by_kernel
 
 
 class HeadMixing(Mixing):
@@ -113,18 +116,18 @@ class MixedHeads(NamedTuple):
 
     def make_virtual_tokens(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple:
         """Return queries, keys and values of virtual tokens, [batch, H or G, tokens * P, head_dim] (steps 2 and 3)."""
-        pays = kernels_pay(query.shape[0] * query.shape[2])
-        if pays and kernels_take(query, self.q_mix) and value.shape[-1] % 2 == 0:
-            return expand((query, key, value), self[:3], self.rotation)
+        is_faster = kernels_are_faster(query.shape[0] * query.shape[2])
+        if is_faster and kernels_take(query, self.q_mix) and value.shape[-1] % 2 == 0:
+            return expand_by_kernel((query, key, value), self[:3], self.rotation)
         query = make_virtual_sequence(query, self.q_mix, self.rotation)
         key = make_virtual_sequence(key, self.k_mix, self.rotation)
         return query, key, make_virtual_sequence(value, self.v_mix)
 
     def collapse_output(self, output: torch.Tensor) -> torch.Tensor:
         """Return heads [batch, N, H, head_dim] of virtual outputs [batch, N * P, H, head_dim] by R (step 5)."""
-        pays = kernels_pay(output.shape[0] * output.shape[1] // self.num_pseudo_heads)
-        if pays and self.collapses_per_head and kernels_take(output, self.collapse):
-            return collapse(output, self.collapse)
+        is_faster = kernels_are_faster(output.shape[0] * output.shape[1] // self.num_pseudo_heads)
+        if is_faster and self.collapses_per_head and kernels_take(output, self.collapse):
+            return collapse_by_kernel(output, self.collapse)
         output = output.unflatten(1, (-1, self.num_pseudo_heads))
         weight = self.collapse.to(output.dtype)
         if weight.shape[1] == self.num_pseudo_heads:
@@ -152,7 +155,7 @@ class MixedHeads(NamedTuple):
 
         The mask is boolean or additive, [batch or 1, H or 1, P, K * P] over virtual tokens."""
         if kernels_decode(query, DECODES_MIXED_HEADS):
-            return decode(query, key, value, mask, scaling, *self)
+            return decode_by_kernel(query, key, value, mask, scaling, *self)
         dtype = value.dtype
         heads_per_group = query.shape[1] // key.shape[1]
         k_mix = self.k_mix.to(dtype).permute(1, 2, 0).repeat_interleave(heads_per_group, dim=0)  # [H, P (j), G (m)]

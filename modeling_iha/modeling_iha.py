@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel
-from transformers.cache_utils import DynamicCache
+from transformers import AttentionMaskInterface, AutoModel
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -36,14 +37,15 @@ from .attention_hyper import HyperAttention
 from .attention_hyper_feature import HyperFeatureAttention
 from .attention_iha import InterleavedHeadAttention
 from .attention_knocking_heads import KnockingHeadsAttention
-from .attention_mha import MultiHeadAttention
+from .attention_mha import MultiHeadAttention, core_for
 from .attention_paired_heads import PairedHeadsAttention
 from .attention_simplicial import SimplicialAttention
 from .attention_talking_heads import TalkingHeadsAttention
 from .configuration_iha import IHAConfig
-from .sdpa_in_blocks import Call, Place, core_for, read_call
+from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
+from .sdpa_in_blocks import Backend, Call, additive, read_call
 from .transformers_versions import CACHE, pop_cache
-from .virtual_tokens import mask_name, masks_of_layers, refuse_pages
+from .virtual_tokens import View, keep_window_edge, mask_over_virtual_tokens, refuse_pages, virtual_mask
 
 
 # The attention of each kind, one to a line. A checkpoint ships the lines of its kinds.
@@ -60,6 +62,10 @@ ATTENTION_CLASSES = {
     "dcmha": DynamicallyComposableAttention,
     "paired_heads": PairedHeadsAttention,
 }
+
+CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+MASK = "virtual_tokens"  # the mask function of `IHAModel`, whose core `masks_of_call` gives as a field of the config
+AttentionMaskInterface.register(MASK, lambda **kwargs: virtual_mask(kwargs["config"].core, **kwargs))
 
 # Trainer's label smoothing and `pipeline` look up causal models here, and no public function adds one. Two copies of
 # this code write the same entry.
@@ -180,12 +186,39 @@ class IHAModel(IHAPreTrainedModel):
         self.post_init()
 
     def create_masks(self, inputs_embeds, attention_mask, cache, position_ids=None) -> dict[str, Any]:
-        """Return the masks of all layers by their names (`mask_name`), for a call that passes them on.
+        """Return the masks of all layers by their names, for a call that passes them on.
 
         `position_ids` are those of a call that may be packed, or `None`. Its masks keep the documents apart."""
         rows, tokens = inputs_embeds.shape[:2]
         call = Call(rows, tokens, attention_mask, positions=position_ids)
-        return masks_of_layers(self.config, self.attention_modules(), inputs_embeds, call, cache)
+        return self.masks_of_call(inputs_embeds, call, cache)
+
+    def masks_of_call(self, inputs_embeds: torch.Tensor, call: Call, cache: Cache | None) -> dict[str, Any]:
+        """Return the masks of all layers by their names (`mask_name` of their attention).
+
+        `sdpa_in_blocks` needs no mask for documents that the call has as lengths."""
+        if max(attention.num_pseudo_heads for attention in self.attention_modules()) > 1:
+            keep_window_edge(cache, self.config.sliding_window)  # first, because masks depend on the cache's lengths
+        masks: dict[str, Any] = {}
+        for attention in self.attention_modules():
+            core, num_pseudo_heads = attention.core, attention.num_pseudo_heads
+            if attention.mask_name in masks:
+                continue
+            if call.dense is not None:
+                dense = additive(call.dense, inputs_embeds.dtype)
+                masks[attention.mask_name] = mask_over_virtual_tokens(dense, num_pseudo_heads)
+                continue
+            is_told = core == SDPA_IN_BLOCKS and call.documents is not None
+            # Transformers makes the masks of tokens by the core's name, and none for a core like vLLM's.
+            name = MASK if num_pseudo_heads > 1 or core == SDPA_IN_BLOCKS else core
+            masks[attention.mask_name] = CREATE_MASK[attention.layer_type](
+                config=View(self.config, _attn_implementation=name, core=core, num_pseudo_heads=num_pseudo_heads),
+                inputs_embeds=inputs_embeds,
+                attention_mask=call.padding,
+                position_ids=None if is_told else call.positions,
+                **{CACHE: cache},
+            )
+        return masks
 
     def attention_modules(self) -> list[MultiHeadAttention]:
         return [layer.self_attn for layer in self.layers]
@@ -211,13 +244,13 @@ class IHAModel(IHAPreTrainedModel):
             masks, packed_positions = attention_mask, position_ids if cache is None else None
         else:
             core = core_for(self.config._attn_implementation)
-            place = Place.of_model(core, inputs_embeds.dtype, inputs_embeds.device)
+            backend = Backend.of_model(core, inputs_embeds.dtype, inputs_embeds.device)
             window = self.config.sliding_window or math.inf
             bounds = kwargs.get("cu_seq_lens_q")
             if bounds is not None and position_ids is None:
                 raise ValueError("cu_seq_lens_q needs position_ids that restart where documents begin.")
-            call = read_call(place, inputs_embeds, attention_mask, position_ids, cache, bounds, window)
-            masks = masks_of_layers(self.config, self.attention_modules(), inputs_embeds, call, cache)
+            call = read_call(backend, inputs_embeds, attention_mask, position_ids, cache, bounds, window)
+            masks = self.masks_of_call(inputs_embeds, call, cache)
             packed_positions = call.positions
             kwargs |= call.keyword_arguments()
         if position_ids is None:
@@ -234,7 +267,7 @@ class IHAModel(IHAPreTrainedModel):
         for decoder_layer in self.layers[: self.config.num_hidden_layers]:
             hidden_states = decoder_layer(
                 hidden_states,
-                attention_mask=masks[mask_name(decoder_layer.self_attn)],
+                attention_mask=masks[decoder_layer.self_attn.mask_name],
                 position_embeddings=position_embeddings[decoder_layer.self_attn.layer_type],
                 position_ids=packed_positions,
                 use_cache=use_cache,

@@ -14,7 +14,8 @@ import torch
 from transformers.utils.generic import maybe_autocast
 
 from .sdpa_in_blocks import masked_softmax
-from .triton_kernels import DECODES_PAIRED_HEADS, decode, kernels_decode
+from .triton_kernels import DECODES_PAIRED_HEADS, kernels_decode
+from .triton_kernels import decode as decode_by_kernel
 
 
 @dataclass
@@ -58,7 +59,7 @@ class PairedHeads:
         one softmax goes over all of these. Query heads that read one virtual key head lie next to each other. The mask
         is that of virtual heads, [batch or 1, H / P or 1, P, K * P]."""
         if kernels_decode(query, DECODES_PAIRED_HEADS):
-            return decode(query, key, value, mask, scaling)
+            return decode_by_kernel(query, key, value, mask, scaling)
         num_pseudo_heads = self.num_pseudo_heads
         num_virtual_groups = key.shape[1] // num_pseudo_heads
         with maybe_autocast(query.device.type, enabled=False):  # it would round what is in float32 on purpose

@@ -21,7 +21,7 @@ from transformers.utils.generic import maybe_autocast
 from .interleaved_attention import attend_on_core, decoder_config
 from .modeling_interleaved import backbone_of
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import Place, read_call
+from .sdpa_in_blocks import Backend, read_call
 from .transformers_versions import CACHE
 
 
@@ -159,8 +159,8 @@ def passes_lengths(model: PreTrainedModel) -> bool:
     if getattr(config, "attention_chunk_size", None) is not None:
         return False
     tokens = torch.arange(3, 10, device=model.device)[None] % config.vocab_size
-    place = Place(SDPA_IN_BLOCKS, model.device, model.dtype)
-    lengths = read_call(place, tokens, None, None, None).keyword_arguments()
+    backend = Backend(SDPA_IN_BLOCKS, model.device, model.dtype)
+    lengths = read_call(backend, tokens, None, None, None).keyword_arguments()
     try:
         with recording(model) as calls, _evaluating(model):
             backbone_of(model)(input_ids=tokens, use_cache=False, **lengths)

@@ -33,11 +33,6 @@ LEAST_BLOCK = 128  # queries of a block
 HIDDEN = -30_000.0  # feature of keys of padding, which lowers their scores by it times the scaling; float16 holds it
 
 
-def core_for(attn_implementation: str | None) -> str:
-    """Return the attention function that an `IHAModel` calls for the `attn_implementation` of its configuration."""
-    return NAME if attn_implementation == "sdpa" else attn_implementation or "eager"
-
-
 # The door: `read_call` reads what a call declares, once for all layers
 
 
@@ -62,28 +57,28 @@ class Call(NamedTuple):
         return found if self.sizes is None else found | {"document_lengths": self.sizes}
 
 
-class Place(NamedTuple):
-    """Say where attention is computed, which decides what becomes of documents and padding."""
+class Backend(NamedTuple):
+    """Say what computes attention, on which device and in which dtype: it decides how documents are told."""
 
     core: str  # the attention function
     device: torch.device
     dtype: torch.dtype  # of queries, keys and values
 
     @classmethod
-    def of_model(cls, core: str, dtype: torch.dtype, device: torch.device) -> "Place":
-        """Return that of a model whose weights have a dtype, which autocast may change."""
+    def of_model(cls, core: str, dtype: torch.dtype, device: torch.device) -> "Backend":
+        """Return the backend of a model whose weights have a dtype, which autocast may change."""
         has_autocast = torch.amp.is_autocast_available(device.type)  # tensors without data have none
         is_autocast = has_autocast and torch.is_autocast_enabled(device.type)
         return cls(core, device, torch.get_autocast_dtype(device.type) if is_autocast else dtype)
 
 
 def read_call(
-    place: Place, tokens, attention_mask, position_ids, cache, bounds=None, window: float = math.inf
+    backend: Backend, tokens, attention_mask, position_ids, cache, bounds=None, window: float = math.inf
 ) -> Call:
     """Read what a call declares. Documents are found for `sdpa_in_blocks` alone: other cores find them in positions.
 
     Args:
-        place: where attention is computed.
+        backend: what computes attention.
         tokens: their ids or embeddings, [rows, N, ...].
         attention_mask: [rows, cached + N], or longer next to a cache; or a dense one.
         position_ids: [rows or 1, N].
@@ -98,38 +93,38 @@ def read_call(
         check_dense_mask(attention_mask, length, cache, window)
         return Call(rows, length, dense=attention_mask)
     may_be_packed = attention_mask is None and cache is None
-    is_kept_apart = may_be_packed and (rows == 1 or "flash" not in place.core)
+    is_kept_apart = may_be_packed and (rows == 1 or "flash" not in backend.core)
     call = Call(rows, length, attention_mask, positions=position_ids if may_be_packed else None)
     if bounds is not None:
         refuse_joined_documents(not is_kept_apart)
-        return call._replace(documents=bounds, sizes=sizes_for(place, bounds))
+        return call._replace(documents=bounds, sizes=sizes_for(backend, bounds))
     if length == 1:
         return call
     if not is_kept_apart:
-        return read_rows(call, place, position_ids, cache)
-    return find_documents(call, place) if place.core == NAME else call
+        return read_rows(call, backend, position_ids, cache)
+    return find_documents(call, backend) if backend.core == NAME else call
 
 
-def find_documents(call: Call, place: Place) -> Call:
+def find_documents(call: Call, backend: Backend) -> Call:
     """Add the documents of a packed call. One begins where positions do not increase by one, as in Transformers."""
     if call.positions is None:
-        return with_a_document_for_each_row(call, place)
+        return with_a_document_for_each_row(call, backend)
     if has_unknown_values(call.positions):
         return call
     positions = call.positions.expand(call.rows, -1).cpu()  # the only copy, because a GPU is waited for at each
-    return with_documents(call, place, pad(positions.diff(dim=-1) != 1, (1, 0), value=True))
+    return with_documents(call, backend, pad(positions.diff(dim=-1) != 1, (1, 0), value=True))
 
 
-def read_rows(call: Call, place: Place, position_ids: torch.Tensor | None, cache: Cache | None) -> Call:
+def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, cache: Cache | None) -> Call:
     """Check that each row is one document, by its positions. Add these documents if there are no cached tokens.
 
     Padding counts as position -1, and the positions of the other tokens rise, or a second document would begin."""
-    if position_ids is None and (call.padding is None or place.core != NAME):
+    if position_ids is None and (call.padding is None or backend.core != NAME):
         return call
     if has_unknown_values(call.padding if position_ids is None else position_ids):
         return call
     past = 0 if cache is None else int(cache.get_seq_length())
-    positions = torch.arange(call.tokens, device=place.device) if position_ids is None else position_ids
+    positions = torch.arange(call.tokens, device=backend.device) if position_ids is None else position_ids
     num_more = 0  # columns of the mask for tokens to come
     if call.padding is not None:
         check_mask(call.padding, call.rows, past + call.tokens, is_longest=cache is None)
@@ -140,37 +135,37 @@ def read_rows(call: Call, place: Place, position_ids: torch.Tensor | None, cache
     earlier = positions.cummax(dim=-1).values[:, :-1]
     begins_another = is_real[:, 1:] & (positions[:, 1:] <= earlier)
     refuse_joined_documents(bool(begins_another.any()), num_more)
-    if place.core != NAME or past > 0:
+    if backend.core != NAME or past > 0:
         return call
-    return with_a_document_for_each_row(call, place) if is_real.all() else with_runs(call, place, is_real)
+    return with_a_document_for_each_row(call, backend) if is_real.all() else with_runs(call, backend, is_real)
 
 
-def with_runs(call: Call, place: Place, is_real: torch.Tensor) -> Call:
+def with_runs(call: Call, backend: Backend, is_real: torch.Tensor) -> Call:
     """Add each run of real tokens and of padding as a document, for FlashAttention, if no row has padding within.
 
     Features that hide padding would make heads wider than its kernels are compiled for."""
     begins = pad(is_real.diff(dim=-1), (1, 0), value=True)
     has_padding_within = (begins & is_real).sum(dim=-1).max() > 1
-    if has_padding_within or not has_flash_attention(place.device, place.dtype):
+    if has_padding_within or not has_flash_attention(backend.device, backend.dtype):
         return call
-    return with_documents(call, place, begins)
+    return with_documents(call, backend, begins)
 
 
-def with_documents(call: Call, place: Place, begins: torch.Tensor) -> Call:
+def with_documents(call: Call, backend: Backend, begins: torch.Tensor) -> Call:
     """Add documents that begin at some tokens, `begins` [rows, N] on the CPU."""
     bounds = pad(begins.flatten().nonzero().flatten(), (0, 1), value=call.rows * call.tokens).int()
     longest = int(bounds.diff().max())
-    return call._replace(documents=bounds.to(place.device), longest=longest, sizes=sizes_for(place, bounds))
+    return call._replace(documents=bounds.to(backend.device), longest=longest, sizes=sizes_for(backend, bounds))
 
 
-def with_a_document_for_each_row(call: Call, place: Place) -> Call:
-    return call._replace(documents=row_bounds(call.rows, call.tokens, place.device), longest=call.tokens)
+def with_a_document_for_each_row(call: Call, backend: Backend) -> Call:
+    return call._replace(documents=row_bounds(call.rows, call.tokens, backend.device), longest=call.tokens)
 
 
-def sizes_for(place: Place, bounds: torch.Tensor) -> tuple[int, ...] | None:
+def sizes_for(backend: Backend, bounds: torch.Tensor) -> tuple[int, ...] | None:
     """Return the tokens of each document where a GPU computes one after the other: each layer would wait for them."""
-    is_split = place.core == NAME and not has_flash_attention(place.device, place.dtype)
-    if not is_split or place.device.type == "cpu" or has_unknown_values(bounds):
+    is_split = backend.core == NAME and not has_flash_attention(backend.device, backend.dtype)
+    if not is_split or backend.device.type == "cpu" or has_unknown_values(bounds):
         return None
     return tuple(bounds.diff().tolist())
 
@@ -269,12 +264,12 @@ def mask_in_blocks(batch_size: int, q_length: int, attention_mask=None, **kwargs
 # The three forms
 
 
-class FlatMask(NamedTuple):
-    """Say by FlashAttention's contract which earlier keys a query sees. A field is `None` where it hides nothing.
+class Visibility(NamedTuple):
+    """Say by FlashAttention's contract which earlier keys each query sees, in a call with a flat mask.
 
-    An argument `attention_mask` is only the `padding` of it. A call has padding or documents, and not both."""
+    A field is `None` where it hides nothing. A call has padding or documents, and not both."""
 
-    padding: torch.Tensor | None  # bool [batch, keys], false for padding
+    padding: torch.Tensor | None  # the flat mask, bool [batch, keys], false for padding
     documents: torch.Tensor | None  # where the documents of all rows begin, and the end, int32 [documents + 1]
     longest: int  # tokens of the longest document
     sizes: tuple[int, ...] | None  # tokens of each document, if the door has told them
@@ -294,15 +289,17 @@ def sdpa_in_blocks(
     has_flat_mask = attention_mask is None or attention_mask.ndim == 2
     # In this order, because an export has dense masks, and comparing lengths would specialize it.
     if has_flat_mask and length > 1 and key.shape[2] >= length and getattr(module, "is_causal", True):
-        flat = flat_of_arguments(query, attention_mask, sliding_window, kwargs)
-        return attend_flat(module, query, key, value, flat, options, kwargs), None
+        visibility = visibility_of_arguments(query, attention_mask, sliding_window, kwargs)
+        return attend_flat(module, query, key, value, visibility, options, kwargs), None
     if has_flat_mask and attention_mask is not None:
         attention_mask = attention_mask[:, None, None, :]  # a row, which all heads and queries share
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options, **kwargs)
 
 
-def flat_of_arguments(query: torch.Tensor, padding: torch.Tensor | None, window: int | None, kwargs: dict) -> FlatMask:
-    """Return the flat mask of the keyword arguments of an attention function, without what hides nothing."""
+def visibility_of_arguments(
+    query: torch.Tensor, padding: torch.Tensor | None, window: int | None, kwargs: dict
+) -> Visibility:
+    """Return what the arguments of an attention function let its queries see, without what hides nothing."""
     batch, length = query.shape[0], query.shape[2]
     documents = kwargs.get("cu_seq_lens_q")
     if documents is not None:
@@ -310,25 +307,25 @@ def flat_of_arguments(query: torch.Tensor, padding: torch.Tensor | None, window:
         documents = documents if documents.shape[0] > batch + 1 else None  # as many as rows: each row is one
     window = None if window is None or window >= length else window
     longest = kwargs.get("max_length_q") or length
-    return FlatMask(padding, documents, longest, kwargs.get("document_lengths"), window)
+    return Visibility(padding, documents, longest, kwargs.get("document_lengths"), window)
 
 
-def attend_flat(module, query, key, value, flat: FlatMask, options: dict, kwargs: dict) -> torch.Tensor:
+def attend_flat(module, query, key, value, visibility: Visibility, options: dict, kwargs: dict) -> torch.Tensor:
     """Return the output of several tokens under a flat mask, from the other arguments of an attention function.
 
     If there are more keys than queries (a prompt on a static cache), the queries are the first of them."""
-    if flat.padding is None and flat.documents is None and flat.window is None:
+    if visibility.padding is None and visibility.documents is None and visibility.window is None:
         key, value = first_keys(query, key, value)
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options, **kwargs)[0]
     for name in ("softcap", "s_aux", "position_bias"):  # by which Gemma 2, GPT-OSS and T5 change scores
         if kwargs.get(name) is not None:
             raise ValueError(f"attn_implementation={NAME!r} does not support {name}: use 'eager'.")
-    if flat.padding is None:
-        return attend_without_padding(module, query, *first_keys(query, key, value), flat, options)
-    check_mask(flat.padding, len(key), key.shape[2])
+    if visibility.padding is None:
+        return attend_without_padding(module, query, *first_keys(query, key, value), visibility, options)
+    check_mask(visibility.padding, len(key), key.shape[2])
     num_features = value.shape[-1]
-    query, key, value = hide_padding(query, key, value, flat.padding)
-    output = attend_without_padding(module, query, *first_keys(query, key, value), flat, options)
+    query, key, value = hide_padding(query, key, value, visibility.padding)
+    output = attend_without_padding(module, query, *first_keys(query, key, value), visibility, options)
     return output[..., :num_features]
 
 
@@ -349,15 +346,15 @@ def hide_padding(query, key, value, mask: torch.Tensor) -> tuple[torch.Tensor, t
     return query, pad(torch.cat((key, hidden), dim=-1), (0, zeros)), pad(value, (0, 1 + zeros))
 
 
-def attend_without_padding(module, query, key, value, flat: FlatMask, options: dict) -> torch.Tensor:
-    """Return the output under the documents and the window of a flat mask: its padding is hidden already."""
-    if flat.documents is None and flat.window is None:
+def attend_without_padding(module, query, key, value, visibility: Visibility, options: dict) -> torch.Tensor:
+    """Return the output under the documents and the window: padding is hidden already."""
+    if visibility.documents is None and visibility.window is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, **options)[0]
     if has_varlen_kernel(query, value, options["dropout"]):
-        return attend_by_varlen(query, key, value, flat, options["scaling"])
-    if flat.documents is None:
-        return attend_to_rows(module, query, key, value, flat.window, **options)
-    return attend_to_documents(module, query, key, value, flat, **options)
+        return attend_by_varlen(query, key, value, visibility, options["scaling"])
+    if visibility.documents is None:
+        return attend_to_rows(module, query, key, value, visibility.window, **options)
+    return attend_to_documents(module, query, key, value, visibility, **options)
 
 
 # Documents and windows on SDPA
@@ -372,11 +369,11 @@ def attend_to_rows(module, query, key, value, window: int | None, **options) -> 
 
 
 @torch.compiler.disable  # a graph cannot depend on the number of documents
-def attend_to_documents(module, query, key, value, flat: FlatMask, **options) -> torch.Tensor:
+def attend_to_documents(module, query, key, value, visibility: Visibility, **options) -> torch.Tensor:
     """Return the output of documents one by one."""
-    sizes = [each for each in flat.sizes or flat.documents.diff().tolist() if each]
+    sizes = [each for each in visibility.sizes or visibility.documents.diff().tolist() if each]
     parts = zip(*(join_rows(states).split(sizes, dim=2) for states in (query, key, value)))
-    output = torch.cat([attend_to_document(module, q, k, v, flat.window, **options) for q, k, v in parts], dim=1)
+    output = torch.cat([attend_to_document(module, q, k, v, visibility.window, **options) for q, k, v in parts], dim=1)
     return output.view(query.shape[0], query.shape[2], *output.shape[2:])
 
 
@@ -477,16 +474,16 @@ def has_flash_attention(device: torch.device, dtype: torch.dtype) -> bool:
     return is_half and device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 8
 
 
-def attend_by_varlen(query, key, value, flat: FlatMask, scale: float) -> torch.Tensor:
+def attend_by_varlen(query, key, value, visibility: Visibility, scale: float) -> torch.Tensor:
     """Return the output of all documents by one call of FlashAttention."""
     batch, heads, length, _ = query.shape
     if "enable_gqa" not in VARLEN_ARGUMENTS:  # PyTorch 2.11 lacks it
         key, value = (states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key, value))
     options = {} if key.shape[1] == heads else {"enable_gqa": True}
-    bounds = row_bounds(batch, length, query.device) if flat.documents is None else flat.documents
+    bounds = row_bounds(batch, length, query.device) if visibility.documents is None else visibility.documents
     states = [each.to(value.dtype).transpose(1, 2).flatten(0, 1) for each in (query, key, value)]
-    left = -1 if flat.window is None else flat.window - 1
-    longest = (flat.longest, flat.longest)
+    left = -1 if visibility.window is None else visibility.window - 1
+    longest = (visibility.longest, visibility.longest)
     output = varlen_attn(*states, bounds, bounds, *longest, scale=scale, window_size=(left, 0), **options)
     return output.unflatten(0, (batch, length))
 

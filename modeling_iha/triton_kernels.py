@@ -3,8 +3,8 @@
 
 `expand` mixes, rotates and interleaves heads (IHA, Algorithm 1, steps 2 and 3), and `collapse` is step 5. `decode`
 attends with one new token. The PyTorch code of interleaving.py and pairing.py defines all three. It computes where
-`kernels_pay`, `kernels_take` or `kernels_decode` is false. The environment variable `IHA_TRITON_KERNELS` leaves all
-kernels out ("0"), or takes also those that no GPU has found faster ("all").
+`kernels_are_faster`, `kernels_take` or `kernels_decode` is false. The environment variable `IHA_TRITON_KERNELS` leaves
+all kernels out ("0"), or takes also those that no GPU has found faster ("all").
 
 The symbols of virtual_tokens.py are P (pseudo-heads), M (heads in) and H (heads out, here also for keys and values).
 D is head_dim and F is D / 2. Names in capitals are constants of a compiled kernel.
@@ -62,7 +62,7 @@ MOST_HEADS = {torch.float32: 32, torch.float16: 64, torch.bfloat16: 64}
 Rotation = tuple[torch.Tensor, torch.Tensor] | None  # (cos, sin), each [P, D] with two equal halves
 
 
-def kernels_pay(num_tokens: int) -> bool:
+def kernels_are_faster(num_tokens: int) -> bool:
     """Return whether to mix the heads of so many tokens by kernels: where a GPU found them faster.
 
     In compiled code it found them faster, and a comparison of lengths would make a graph for each answer."""

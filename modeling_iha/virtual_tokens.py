@@ -30,24 +30,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import Call, additive, is_for_any_length, is_plain_forward, needs_no_dense_mask, padding_mask
-from .transformers_versions import CACHE
+from .sdpa_in_blocks import is_for_any_length, is_plain_forward, needs_no_dense_mask, padding_mask
 
 
 # Virtual queries, keys and values that are made at once: by a backward pass, and on a CPU without gradients.
 PART_BYTES = 2**31
 CPU_PART_BYTES = 2**25
-MASK = "virtual_tokens"  # the mask function of `IHAModel`
-CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+# Cached tokens, of a row and of all rows, from which on a CPU computes one new token faster without virtual tokens
+LEAST_CACHED, LEAST_CACHED_OF_ROWS = 64, 128
 
 
 class View:
@@ -115,45 +109,6 @@ def virtual_mask(core: str, *, mask_function: Callable, attention_mask=None, **k
 def takes_flat_mask(core: str, **kwargs) -> bool:
     """Return whether a core takes a flat mask for the arguments of a mask function."""
     return "flash" in core or (core == SDPA_IN_BLOCKS and needs_no_dense_mask(**kwargs))
-
-
-# `masks_of_layers` gives the core as a field of the config.
-AttentionMaskInterface.register(MASK, lambda **kwargs: virtual_mask(kwargs["config"].core, **kwargs))
-
-
-def masks_of_layers(
-    config: PreTrainedConfig, layers: list[nn.Module], inputs_embeds: torch.Tensor, call: Call, cache: Cache | None
-) -> dict[str, Any]:
-    """Return the masks of the attention modules of an `IHAModel` by their names (`mask_name`).
-
-    `sdpa_in_blocks` needs no mask for documents that the call has as lengths."""
-    if max(attention.num_pseudo_heads for attention in layers) > 1:
-        keep_window_edge(cache, config.sliding_window)  # first, because masks depend on the cache's lengths
-    masks: dict[str, Any] = {}
-    for attention in layers:
-        core, num_pseudo_heads = attention.core, attention.num_pseudo_heads
-        if mask_name(attention) in masks:
-            continue
-        if call.dense is not None:
-            dense = additive(call.dense, inputs_embeds.dtype)
-            masks[mask_name(attention)] = mask_over_virtual_tokens(dense, num_pseudo_heads)
-            continue
-        is_told = core == SDPA_IN_BLOCKS and call.documents is not None
-        # Transformers makes the masks of tokens by the core's name, and none for a core like vLLM's, which has none.
-        name = MASK if num_pseudo_heads > 1 or core == SDPA_IN_BLOCKS else core
-        masks[mask_name(attention)] = CREATE_MASK[attention.layer_type](
-            config=View(config, _attn_implementation=name, core=core, num_pseudo_heads=num_pseudo_heads),
-            inputs_embeds=inputs_embeds,
-            attention_mask=call.padding,
-            position_ids=None if is_told else call.positions,
-            **{CACHE: cache},
-        )
-    return masks
-
-
-def mask_name(attention: nn.Module) -> str:
-    """Return the name of the mask of a layer. Layers of one core, layer type and number of virtual tokens share it."""
-    return f"{attention.core}.{attention.layer_type}.{attention.num_pseudo_heads}"
 
 
 def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
@@ -299,16 +254,15 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
     On a CPU that is slower where few tokens are cached."""
-    if query.shape[2] > 1 or dropout or mask is None or len(mask.shape) != 4 or not heads.collapses_per_head:
+    if not module.config._attn_implementation.endswith(("sdpa", SDPA_IN_BLOCKS)):  # a model in place adds a prefix
         return False
-    core = module.config._attn_implementation.rpartition("iha_")[2]  # interleaved_attention.py adds a prefix
-    if core not in ("sdpa", SDPA_IN_BLOCKS):
+    if query.shape[2] > 1 or dropout or mask is None or len(mask.shape) != 4 or not heads.collapses_per_head:
         return False
     if query.device.type != "cpu":
         return True
     if is_for_any_length():
         return False  # comparing lengths would specialize the program
-    return key.shape[2] >= 64 and len(query) * key.shape[2] >= 128
+    return key.shape[2] >= LEAST_CACHED and len(query) * key.shape[2] >= LEAST_CACHED_OF_ROWS
 
 
 # Caches

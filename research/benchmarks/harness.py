@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 
 from iha.files import current_commit
 from modeling_iha import IHAConfig, IHAModel
-from modeling_iha.modeling_iha import mask_name
 
 
 CONTEXT = 2**20  # the longest context of the models: more tokens than any benchmark takes
@@ -52,7 +51,7 @@ class Attention(torch.nn.Module):
 
         def run(hidden_states: torch.Tensor) -> torch.Tensor:
             for module in modules:
-                hidden_states, _ = module(hidden_states, tables, masks[mask_name(module)], cache=cache)
+                hidden_states, _ = module(hidden_states, tables, masks[module.mask_name], cache=cache)
             return hidden_states
 
         return run

@@ -18,7 +18,6 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from modeling_iha import IHAForQuestionAnswering, IHAForSequenceClassification, IHAForTokenClassification
 from modeling_iha.interleaving import MixedHeads
-from modeling_iha.modeling_iha import mask_name
 from modeling_iha.pairing import PairedHeads
 from modeling_iha.transformers_versions import CACHE
 from modeling_iha.virtual_tokens import takes_new_token
@@ -143,7 +142,7 @@ def test_masks_for_generate_without_a_cache(geometry):
     model = geometry_model(geometry)
     embeddings = torch.zeros(1, 1, model.config.hidden_size)
     masks = model.create_masks_for_generate(model.config, embeddings, None)
-    assert set(masks) == {mask_name(layer.self_attn) for layer in model.model.layers}
+    assert set(masks) == {layer.self_attn.mask_name for layer in model.model.layers}
 
 
 @pytest.mark.parametrize("geometry", ["global", "paired_heads", "window_mha"])

@@ -88,7 +88,7 @@ def launches() -> Iterator[list[str]]:
     kernels = {name: Launch(name, launched) for name in vars(triton_kernels) if name.endswith("_kernel")}
     with (
         mock.patch.multiple(triton_kernels, **kernels),
-        mock.patch.multiple(interleaving, kernels_take=lambda *_: True, kernels_pay=lambda *_: True),
+        mock.patch.multiple(interleaving, kernels_take=lambda *_: True, kernels_are_faster=lambda *_: True),
     ):
         yield launched
 
