@@ -26,6 +26,7 @@ from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .sdpa_in_blocks import Backend, additive, mask_without_padding, read_call
 from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
 from .virtual_tokens import (
+    PREFIX,
     View,
     keep_window_edge,
     mask_over_virtual_tokens,
@@ -35,7 +36,6 @@ from .virtual_tokens import (
 )
 
 
-PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" over virtual tokens
 UNREAD = ("position_ids", "cu_seq_lens_k", "max_length_k")  # by `sdpa_in_blocks`: nobody need multiply them by P
 
 

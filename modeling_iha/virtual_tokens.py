@@ -37,6 +37,7 @@ from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from .sdpa_in_blocks import is_for_any_length, is_plain_forward, needs_no_dense_mask, padding_mask
 
 
+PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" in a model in place (interleaved_attention.py)
 # Virtual queries, keys and values that are made at once: by a backward pass, and on a CPU without gradients.
 PART_BYTES = 2**31
 CPU_PART_BYTES = 2**25
@@ -254,7 +255,7 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
     On a CPU that is slower where few tokens are cached."""
-    if not module.config._attn_implementation.endswith(("sdpa", SDPA_IN_BLOCKS)):  # a model in place adds a prefix
+    if module.config._attn_implementation.removeprefix(PREFIX) not in ("sdpa", SDPA_IN_BLOCKS):
         return False
     if query.shape[2] > 1 or dropout or mask is None or len(mask.shape) != 4 or not heads.collapses_per_head:
         return False
