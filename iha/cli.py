@@ -74,8 +74,8 @@ def run(name: str) -> None:
     if name in FUNCTIONS:
         call(FUNCTIONS[name])
     elif name == "cost":
-        arguments = cost_arguments()
-        importlib.import_module("iha.cost").cost(**arguments)
+        arguments = cost_arguments()  # wrong ones stop it before PyTorch is imported
+        importlib.import_module("iha.cost").cost(arguments)
     elif name == "serve":  # Transformers' server parses its arguments
         importlib.import_module("iha.serving.serve").main()
     else:

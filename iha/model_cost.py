@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from iha import counted_attention
+from iha.counted_adapters import add_adapters
 from iha.without_data import Kept, explained, keep_one_of_each, layers_of, row_of_tokens, without_data
 from modeling_iha.transformers_versions import CACHE
 
@@ -67,11 +68,18 @@ class ModelCost:
         return sum((layer.whole for layer in self.layers), self.rest)
 
 
-def model_cost(config: PreTrainedConfig, tokens: int) -> ModelCost:
-    """Count the cost of a model with its language modeling head, with logits at all tokens. Raise `UserError`."""
+def model_cost(config: PreTrainedConfig, tokens: int, lora_r: int | None = None) -> ModelCost:
+    """Count the cost of a model with its language modeling head, with logits at all tokens.
+
+    With `lora_r` adapters of this rank are trained in place of the weights, which then have no gradients. One more
+    token is counted without adapters. Raise `UserError`.
+    """
     with explained(config):
         model = without_data(config, counted_attention.NAME)
         kept = keep_one_of_each(model)
+        if lora_r is not None:
+            add_adapters(model, kept.layers, lora_r, bits=32)
+            model.to(torch.bfloat16)  # adapters in float32 need autocast, which models on the meta device lack
         prefill, training = count_training(model, kept, tokens)
         decode, cache = count_decoding(config, tokens)
     layers = []
@@ -87,9 +95,9 @@ def model_cost(config: PreTrainedConfig, tokens: int) -> ModelCost:
     return ModelCost(layers, Cost(size, prefill.rest, training.rest, decode.rest))
 
 
-def cost_of_model(config: PreTrainedConfig, tokens: int) -> Cost:
-    """Count the cost of a whole model. Raise `UserError`."""
-    return model_cost(config, tokens).whole
+def cost_of_model(config: PreTrainedConfig, tokens: int, lora_r: int | None = None) -> Cost:
+    """Count the cost of a whole model, as `model_cost` does. Raise `UserError`."""
+    return model_cost(config, tokens, lora_r).whole
 
 
 def flops_of_a_token(config: PreTrainedConfig, tokens: int) -> float:

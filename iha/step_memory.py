@@ -6,7 +6,6 @@ layer of each kind, and the stages of its step (`Stage`) are put together to the
 of a kind take the same memory.
 """
 
-import copy
 import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from iha.counted_adapters import add_adapters
 from iha.counted_attention import NAME, of_shared_rows
 from iha.errors import UserError
-from iha.without_data import Kept, explained, keep_one_of_each, row_of_tokens, without_data
+from iha.without_data import Kept, choose_layers, explained, keep_one_of_each, row_of_tokens, without_data
 from modeling_iha.modeling_interleaved import backbone_of
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
@@ -271,8 +270,7 @@ def counted(config: PreTrainedConfig, batch: int, tokens: int, way: Way, dtype: 
         raise UserError("Layers that change scores attend by no function that processes could share.")
     kept = keep_one_of_each(model)
     # The lowest layer of a model with adapters keeps its input to the end of a step, so a further one takes its place.
-    kept.layers.insert(0, copy.deepcopy(kept.layers[0]))
-    model.config.get_text_config(decoder=True).num_hidden_layers = len(kept.layers)
+    choose_layers(model, [0, *range(len(kept.layers))])
     if way.lora_r is not None:
         add_adapters(model, kept.layers, way.lora_r, way.bits)
     if way.checkpointing:

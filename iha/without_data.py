@@ -116,11 +116,33 @@ def keep_one_of_each(model: PreTrainedModel) -> Kept:
     config = model.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None) or [None] * len(layers)
     kinds = [(layer_type, kind_of(layer)) for layer_type, layer in zip(types, layers)]
-    different = [kind for i, kind in enumerate(kinds) if kind not in kinds[:i]]
-    for i in reversed(range(len(kinds))):
-        if kinds[i] in kinds[:i]:
-            del layers[i]
-    return Kept(layers, [different.index(kind) for kind in kinds])
+    firsts = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    like = [firsts.index(kinds.index(kind)) for kind in kinds]
+    return Kept(choose_layers(model, firsts), like)
+
+
+def choose_layers(model: PreTrainedModel, indices: list[int]) -> nn.ModuleList:
+    """Replace the layers of a model by those of these indices, and return them. A repeated one is copied.
+
+    The configuration and the modules tell the new number and type of each layer, by which a model calls it."""
+    layers = layers_of(model)
+    config = model.config.get_text_config(decoder=True)
+    chosen: list[nn.Module] = []
+    for i in indices:
+        layer = layers[i]
+        # A copy reads the same configuration.
+        chosen.append(copy.deepcopy(layer, {id(config): config}) if layer in chosen else layer)
+    config.num_hidden_layers = len(chosen)
+    types = vars(config).get("layer_types")  # of some models it is a property, which follows from the number
+    if types:
+        config.layer_types = [types[i] for i in indices]
+    for number, layer in enumerate(chosen):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = number
+    del layers[:]
+    layers.extend(chosen)
+    return layers
 
 
 def kind_of(layer: nn.Module) -> list[tuple]:

@@ -1,5 +1,16 @@
 # Copyright 2026 the modeling_iha authors. SPDX-License-Identifier: Apache-2.0
-"""Compute the paper's window, with which interleaved layers cost about as much as multi-head attention."""
+"""Choose the layers and the window of the paper, with which a model costs about as much as multi-head attention."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+
+Layer = TypeVar("Layer")
+
+
+def paper_layers(layers: Iterable[Layer]) -> list[Layer]:
+    """Return those of some layers that are interleaved and slide: four of every five (IHA, Appendix C)."""
+    return [layer for place, layer in enumerate(layers) if place % 5 != 4]
 
 
 def flop_matched_window(sequence_length: int, num_pseudo_heads: int) -> int:

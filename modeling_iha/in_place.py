@@ -20,7 +20,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .exact_start import deviations, exact_start
-from .flop_matched_window import flop_matched_window
+from .flop_matched_window import flop_matched_window, paper_layers
 from .interleaved_attention import decoder_config
 from .mixing_weights import state_with_values
 from .modeling_interleaved import (
@@ -96,12 +96,8 @@ def interleave_heads(
         base = examine(model)
         chosen = _choose(base.calls, layers, model)
         config = decoder_config(model)
-        config.interleaved_layers = _head_counts(model, chosen)
-        config.num_pseudo_heads = num_pseudo_heads
-        config.pseudo_collapse = collapse
-        config.virtual_heads = None
-        config.interleaved_window = None  # until the comparison with the base, which has none
-        config.mixing_scale = mixing_scale
+        # Until the comparison with the base there is no window, because the base has none.
+        declare_virtual_heads(config, _head_counts(model, chosen), num_pseudo_heads, None, collapse, mixing_scale)
         config.passes_windows = base.passes_windows
         config.passes_cu_seq_lens = base.passes_cu_seq_lens
         _attach(model)
@@ -110,6 +106,25 @@ def interleave_heads(
     config.interleaved_window = sliding_window
     _hide_name(model)
     return model
+
+
+def declare_virtual_heads(
+    config: PreTrainedConfig,
+    head_counts: dict[str, list[int]],
+    num_pseudo_heads: int,
+    window: int | None,
+    collapse: str = "per_head",
+    mixing_scale: float = 1.0,
+) -> None:
+    """Set the fields of a decoder's configuration of which `attach_virtual_heads` makes heads that are mixed.
+
+    `head_counts` are the numbers of query, key and value heads of each module that gets them, by its name."""
+    config.interleaved_layers = head_counts
+    config.num_pseudo_heads = num_pseudo_heads
+    config.pseudo_collapse = collapse
+    config.virtual_heads = None
+    config.interleaved_window = window
+    config.mixing_scale = mixing_scale
 
 
 def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:
@@ -336,7 +351,7 @@ def _choose(calls: dict, layers: Iterable[int] | str | None, model: PreTrainedMo
     if layers is None:
         chosen = indices
     elif layers == "paper":
-        chosen = [index for place, index in enumerate(indices) if place % 5 != 4]
+        chosen = paper_layers(indices)
     else:
         chosen = list(layers)
     if not chosen or not set(chosen) <= set(indices):

@@ -10,7 +10,8 @@ from transformers import Qwen3Config
 
 from conversion_scripts import push_to_hub
 from iha.checkpoints import load_config
-from iha.cost import seconds, settings_of
+from iha.cost import seconds
+from iha.counted_config import of_checkpoint
 from iha.errors import ROOT
 from iha.model_cost import cost_of_model, exchanged_bytes
 from iha.sources import find_source
@@ -55,7 +56,8 @@ def table_rows() -> dict[str, list[str]]:
 def test_the_table_is_what_cost_predicts(tmp_path):
     Qwen3Config(**QWEN3_8B).save_pretrained(tmp_path)
     rows = table_rows()
-    columns = [settings_of(None, tmp_path, 2, WINDOW), settings_of(None, tmp_path, 2), settings_of(None, tmp_path)]
+    source = find_source(tmp_path)
+    columns = [of_checkpoint(source, 2, WINDOW), of_checkpoint(source, 2), of_checkpoint(source)]
     counts = [cost_of_model(config, TOKENS) for config in columns]
     for column, (config, cost) in enumerate(zip(columns, counts)):
         predicted = {
@@ -76,7 +78,7 @@ def test_the_table_is_what_cost_predicts(tmp_path):
 def test_the_tables_of_long_rows_and_of_adapters_are_what_cost_predicts(tmp_path):
     Qwen3Config(**QWEN3_8B).save_pretrained(tmp_path)
     rows = table_rows()
-    config = settings_of(None, tmp_path, 2, WINDOW)
+    config = of_checkpoint(find_source(tmp_path), 2, WINDOW)
     for tokens in (TOKENS, 16 * TOKENS):
         told = [float(cell) for cell in rows[f"P = 2, {tokens:,}"]]
         ways = [SAVING._replace(offload=each, share_rows=share) for share in (1, GPUS) for each in (False, True)]

@@ -16,10 +16,12 @@ from transformers import (
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3Config,
     GptOssConfig,
     Llama4Config,
     LlamaConfig,
+    MistralConfig,
     OPTConfig,
     Qwen2_5_VLConfig,
     Qwen2Config,
@@ -30,11 +32,15 @@ from transformers.cache_utils import DynamicCache
 
 from iha import cost as cost_command
 from iha import counted_attention
+from iha.arguments import CostArguments
 from iha.card_template import render_card
+from iha.counted_adapters import add_adapters
 from iha.counted_attention import visible_pairs
+from iha.counted_config import of_checkpoint, of_preset
 from iha.errors import UserError
 from iha.model_cost import cost_of_model, model_cost
 from iha.plain_models import with_mha
+from iha.sources import find_source
 from iha.step_memory import Counter, StepMemory, Way, of_sharded_training, of_training
 from iha.without_data import keep_one_of_each, without_data
 from modeling_iha import IHAConfig, interleave_heads, pair_heads
@@ -136,6 +142,7 @@ ROPE_3D = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]
 BASES = {
     "qwen2": Qwen2Config(**TEXT),
     "qwen3_moe": Qwen3MoeConfig(**TEXT, **EXPERTS),
+    "gemma2": Gemma2Config(**{**TEXT, "num_hidden_layers": 2}, sliding_window=5),
     "gemma3": Gemma3Config(text_config={**TEXT, "sliding_window": 5}),
     "gpt_oss": GptOssConfig(**TEXT, num_local_experts=4, num_experts_per_tok=2, sliding_window=5),
     "llama4": Llama4Config(text_config={**TEXT, "num_local_experts": 2, "attention_chunk_size": 4}),
@@ -147,7 +154,7 @@ BASES = {
 @pytest.mark.parametrize("name", BASES)
 def test_a_decoder_of_transformers_is_counted_plain_and_interleaved(name, tmp_path):
     BASES[name].save_pretrained(tmp_path)
-    plain, ours = (cost_command.settings_of(None, tmp_path, *changes) for changes in ((), (2,)))
+    plain, ours = (of_checkpoint(find_source(tmp_path), *changes) for changes in ((), (2,)))
     base, interleaved = model_cost(plain, 16), model_cost(ours, 16)
     assert interleaved.whole.cache >= base.whole.cache > 0  # windows keep one token more
     for part in ("parameters", "prefill", "training", "decode"):
@@ -219,7 +226,7 @@ SMOLLM2 = {
 @pytest.mark.parametrize(("window", "ratio"), [(1024, 0.98), (None, 2.54)])
 def test_a_plain_base_costs_what_the_pages_say(tmp_path, window, ratio):
     LlamaConfig(**SMOLLM2).save_pretrained(tmp_path)
-    base, ours = (cost_command.settings_of(None, tmp_path, *changes) for changes in ((), (2, window)))
+    base, ours = (of_checkpoint(find_source(tmp_path), *changes) for changes in ((), (2, window)))
     assert cost_of_model(ours, 8192).prefill / cost_of_model(base, 8192).prefill == pytest.approx(ratio, abs=0.005)
 
 
@@ -233,29 +240,37 @@ def test_an_interleaved_checkpoint_is_counted_and_compared_with_its_base(tmp_pat
     else:
         changed = interleave_heads(plain, 2, layers="paper", sliding_window=5)
     changed.save_pretrained(tmp_path)
-    settings = cost_command.settings_of(None, tmp_path)
+    settings = of_checkpoint(find_source(tmp_path))
     assert cost_of_model(settings, 16).parameters == changed.num_parameters()
-    cost_command.cost(None, tmp_path, 16, count_memory=False)
+    cost_command.cost(CostArguments(16, source=find_source(tmp_path), count_memory=False))
     printed = capsys.readouterr().out
     assert printed.startswith(" ") and ("paired_heads, " if how == "paired" else "iha, window of 5") in printed
     ratio = next(line for line in printed.splitlines() if line.startswith("ratio to the plain model"))
     assert float(ratio.split()[5]) == pytest.approx(changed.num_parameters() / size, abs=1e-3)
     if how == "paper":
-        assert cost_command.settings_of(None, tmp_path, 4).num_pseudo_heads == 4
-        assert cost_command.settings_of(None, tmp_path, None, 3).interleaved_window == 3
+        assert of_checkpoint(find_source(tmp_path), 4).num_pseudo_heads == 4
+        assert of_checkpoint(find_source(tmp_path), None, 3).interleaved_window == 3
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (("paper-2.4b-global", None, 4), "--num-pseudo-heads 4: no layer of this model has pseudo-heads"),
-        (("paper-2.4b-global", None, None, 64), "sliding_window=64 with .*None elsewhere"),
-        (("paper-2.4b-iha", None, 300), "leaves no window at 8192 tokens"),
+        (("paper-2.4b-global", {}, 4), "--num-pseudo-heads 4: no layer of this model has pseudo-heads"),
+        (("paper-2.4b-global", {}, None, 64), "sliding_window=64 with .*None elsewhere"),
+        (("paper-2.4b-iha", {}, 300), "leaves no window at 8192 tokens"),
     ],
 )
 def test_a_change_without_effect_is_refused(source, message):
     with pytest.raises(UserError, match=message):
-        cost_command.settings_of(*source)
+        of_preset(*source)
+
+
+def test_a_window_that_a_plain_decoder_would_not_read_is_refused(tmp_path):
+    LlamaConfig(**TEXT).save_pretrained(tmp_path / "llama")
+    with pytest.raises(UserError, match="--window 5: no layer of this model has a window"):
+        of_checkpoint(find_source(tmp_path / "llama"), None, 5)
+    MistralConfig(**TEXT, sliding_window=None).save_pretrained(tmp_path / "mistral")
+    assert of_checkpoint(find_source(tmp_path / "mistral"), None, 5).sliding_window == 5
 
 
 def test_a_model_that_is_no_decoder_is_refused_in_one_line():
@@ -267,14 +282,14 @@ def test_a_model_that_is_no_decoder_is_refused_in_one_line():
 def test_a_decoder_that_cannot_be_interleaved_without_data_is_refused_in_one_line(tmp_path, name):
     AutoConfig.for_model(name).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=f"^{name} cannot be counted without data: .*"):
-        cost_command.settings_of(None, tmp_path, 2)
+        of_checkpoint(find_source(tmp_path), 2)
 
 
 @pytest.mark.parametrize("name", ["mamba", "rwkv"])
 def test_a_decoder_without_heads_is_counted(tmp_path, name, capsys):
     config = AutoConfig.for_model(name, hidden_size=64, num_hidden_layers=2, vocab_size=128)
     config.save_pretrained(tmp_path)
-    cost_command.cost(None, tmp_path, 16, count_memory=False)
+    cost_command.cost(CostArguments(16, source=find_source(tmp_path), count_memory=False))
     total = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("whole model"))
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
@@ -292,7 +307,8 @@ MIXED = {
 
 def test_a_layer_of_each_kind_is_counted():
     kept = keep_one_of_each(without_data(small_config(**MIXED)))
-    assert [layer.self_attn.layer_idx for layer in kept.layers] == [0, 4] and kept.like == [0, 0, 0, 0, 1, 0, 1]
+    types = [layer.self_attn.layer_type for layer in kept.layers]
+    assert types == ["sliding_attention", "full_attention"] and kept.like == [0, 0, 0, 0, 1, 0, 1]
     options = {"hyper_feature": {"orders": [1, 1, 2, 2]}}
     alike = keep_one_of_each(without_data(small_config(attention_kinds="hyper_feature", attention_options=options)))
     assert alike.like == [0, 0]
@@ -396,7 +412,7 @@ def test_a_rope_for_each_layer_type_is_that_of_the_layers_it_is_compared_with():
 @pytest.mark.parametrize("how", ["interleaved", "paired", "plain"])
 def test_adapters_and_the_mixing_are_what_is_trained(how, tmp_path):
     BASES["qwen2"].save_pretrained(tmp_path)
-    config = cost_command.settings_of(None, tmp_path, 2 if how == "interleaved" else None)
+    config = of_checkpoint(find_source(tmp_path), 2 if how == "interleaved" else None)
     whole, lora, four_bits = (
         of_training(config, 1, 16, Way(True, lora_r=rank, bits=bits)) for rank, bits in ((None, 32), (3, 32), (3, 4))
     )
@@ -412,6 +428,23 @@ def test_adapters_and_the_mixing_are_what_is_trained(how, tmp_path):
     packed = in_bits / 2 + in_bits / 64 + 4 * len(linear) + 2 * others + 4 * (adapters + mixing)
     assert four_bits.weights == pytest.approx(packed, rel=0.05)
     assert four_bits.peak < lora.peak < whole.peak
+
+
+def test_adapters_spare_the_gradients_of_the_weights_below_them(capsys):
+    config, tokens = small_config(**VARIANTS["hybrid"]), 11
+    real, ids = random_model(config), random_ids(1, tokens)
+    real.set_attn_implementation("eager")
+    add_adapters(real, real.model.layers, 3, 32)
+    real.model.embed_tokens.float()
+    both = multiply_adds(lambda: real(ids, use_cache=False).logits.sum().backward())
+    total, visible = products_of_pairs(config, tokens)
+    counted = cost_of_model(config, tokens, lora_r=3)
+    assert counted.training == both - 6 * (total - visible) + visible
+    words = "--preset small-1m-iha --tokens 256 --tflops 0.001 --no-memory"
+    cost_command.main([*words.split(), "--lora-r", "4"])
+    time = 2 * cost_of_model(IHAConfig.from_preset("small-1m-iha"), 256, 4).training / 1e9
+    printed = capsys.readouterr().out
+    assert "time of a step of 1 rows of LoRA of rank 4" in printed and f"this model: {time:.2f} s, " in printed
 
 
 def test_offload_keeps_the_input_of_each_layer_from_the_peak():
