@@ -4,7 +4,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from iha.cards import markdown, name_of_place, source_base_model, source_name, title_of
+from iha.cards import markdown, name_of_place, origin_of, source_name, title_of
 
 
 TEMPLATE = """---
@@ -32,13 +32,15 @@ def write_adapter_card(directory: str | Path, base: str, place: str | None = Non
 
     `place` is the name of the directory that the card shows, if it will get another one.
     """
-    data = ModelCardData(library_name="peft", tags=["iha", "lora"], base_model=source_base_model(base))
+    is_local = Path(base).exists()
+    base_model = origin_of(base).base_model if is_local else base
+    data = ModelCardData(library_name="peft", tags=["iha", "lora"], base_model=base_model)
     place = place or name_of_place(directory)
     card = TEMPLATE.format(
         metadata=data.to_yaml(),
         title=markdown(title_of(place)),
         base=markdown(source_name(base)),
-        base_place=name_of_place(base) if Path(base).exists() else base,
+        base_place=name_of_place(base) if is_local else base,
         place=place,
     )
     Path(directory, "README.md").write_text(card, encoding="utf-8")

@@ -14,10 +14,10 @@ from huggingface_hub.utils import validate_repo_id
 from pydantic import BeforeValidator, Field
 from typer import Argument, BadParameter, Option
 
-from iha.cards import missing_facts
+from iha.cards import missing_origin
 from iha.conversion.arguments import KINDS, Layers
 from iha.errors import UserError, one_line
-from iha.files import check_new_directory, check_output_file, checked, expanded, new_directory
+from iha.files import check_new_directory, check_output_file, checked, expanded
 from iha.sources import find_source
 
 
@@ -103,12 +103,9 @@ def convert(
         raise UserError(f"kind {kind!r} has no pseudo-heads, whose values could differ: leave out --value-offsets.")
     check_new_directory(destination)
     found = find_source(source)
-    with new_directory(destination) as directory:
-        from iha.conversion.convert_llama_to_iha import llama_to_iha
+    from iha.conversion.convert_llama_to_iha import llama_to_iha
 
-        converted = llama_to_iha(found, layers, dtype, value_offsets or "balanced", seed, mixing_scale)
-        converted.write(directory, destination)
-    print(f"Wrote {destination}, {converted.summary}")
+    llama_to_iha(found, layers, dtype, value_offsets or "balanced", seed, mixing_scale).write(destination)
 
 
 @checked
@@ -123,12 +120,9 @@ def convert_dcformer(source: SourceName, destination: Destination) -> None:
     """
     check_new_directory(destination)
     found = find_source(source)
-    with new_directory(destination) as directory:
-        from iha.conversion.convert_dcformer_to_iha import dcformer_to_iha
+    from iha.conversion.convert_dcformer_to_iha import dcformer_to_iha
 
-        converted = dcformer_to_iha(found)
-        converted.write(directory, destination)
-    print(f"Wrote {destination}, {converted.summary}")
+    dcformer_to_iha(found).write(destination)
 
 
 @checked
@@ -139,12 +133,9 @@ def convert_diffllama(source: SourceName, destination: Destination, dtype: Dtype
     """
     check_new_directory(destination)
     found = find_source(source)
-    with new_directory(destination) as directory:
-        from iha.conversion.convert_diffllama_to_iha import diffllama_to_iha
+    from iha.conversion.convert_diffllama_to_iha import diffllama_to_iha
 
-        converted = diffllama_to_iha(found, dtype)
-        converted.write(directory, destination)
-    print(f"Wrote {destination}, {converted.summary}")
+    diffllama_to_iha(found, dtype).write(destination)
 
 
 @checked
@@ -159,12 +150,9 @@ def convert_back(source: SourceName, destination: Destination, dtype: Dtype = "a
     """
     check_new_directory(destination)
     found = find_source(source)
-    with new_directory(destination) as directory:
-        from iha.conversion.convert_iha_to_llama import iha_to_stock
+    from iha.conversion.convert_iha_to_llama import iha_to_stock
 
-        converted = iha_to_stock(found, dtype)
-        converted.write(directory, destination)
-    print(f"Wrote {destination}, {converted.summary}")
+    iha_to_stock(found, dtype).write(destination)
 
 
 @checked
@@ -236,11 +224,11 @@ def push(
         raise UserError(f"{directory} is not a saved model: expected a directory with a config.json.")
     if tag is not None and create_pr:
         raise UserError("A tag names a revision of the repository: give --tag once the pull request is merged.")
-    facts = missing_facts(expanded(directory), license, base_model)
+    origin = missing_origin(expanded(directory), license, base_model)
     found = find_source(directory)
     from iha.hub.push_to_hub import publish
 
-    return publish(found, repo_id, facts, private, tag, create_pr, trust_code, dry_run)
+    return publish(found, repo_id, origin, private, tag, create_pr, trust_code, dry_run)
 
 
 @checked

@@ -11,7 +11,16 @@ import torch
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoModel
 
-from iha.cards import FROM_SCRATCH, NOT_EVALUATED, license_text, markdown, markdown_table, one_printable_line, title_of
+from iha.cards import (
+    FROM_SCRATCH,
+    LIMITS_OF_BASE,
+    NOT_EVALUATED,
+    license_text,
+    markdown,
+    markdown_table,
+    one_printable_line,
+    title_of,
+)
 from iha.checkpoints import positions_of
 from iha.errors import UserError
 from iha.kinds import additions_of, companion_of, described, is_ours, own_modules, virtual_tokens_per_token
@@ -67,6 +76,7 @@ def render_card(config: Any, name: str, *, from_scratch: bool = False, details: 
             schedule=drawn_layers(shown),
             details=details.strip(),
             evaluation=NOT_EVALUATED,
+            limits_of_base=LIMITS_OF_BASE,
             costs=_costs(config),
             context=positions and f"{positions:,}",
             is_iha=isinstance(shown, IHAConfig),

@@ -11,8 +11,8 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, hf_hub_download
 from typing_extensions import TypedDict
@@ -23,6 +23,7 @@ from iha.sources import find_source
 
 
 NOT_EVALUATED = "Not evaluated."
+LIMITS_OF_BASE = "The limits of the base model remain."
 FINAL = "final"  # the directory of a run that `sft.train` saves the final model in
 FROM_SCRATCH = "trained-from-scratch"  # the tag of a model without a base model
 # Keys of a card's metadata. The last two belong to the license "other".
@@ -89,8 +90,6 @@ def _metadata_of(source: str) -> dict:
 
     A stranger's card is no reason to fail.
     """
-    if source.endswith(".gguf"):
-        return {}
     try:
         path = Path(source, "README.md") if Path(source).is_dir() else hf_hub_download(source, "README.md")
         return parse_card(read_text(path), path).data.to_dict()
@@ -98,28 +97,49 @@ def _metadata_of(source: str) -> dict:
         return {}
 
 
-def source_license(source: str) -> dict[str, str]:
-    """Return what the model card of a checkpoint, or its GGUF header, states of `LICENSE_KEYS`."""
-    if not source.endswith(".gguf"):
-        card = _metadata_of(source)
-        return {name: one_printable_line(card[name]) for name in LICENSE_KEYS if isinstance(card.get(name), str)}
+class Origin(NamedTuple):
+    """Hold where weights come from, as a card says it.
+
+    Attributes:
+        license: what is known of `LICENSE_KEYS`.
+        base_model: the Hub id of the model that they were made from, or `None` if none is known.
+        from_scratch: whether they were trained from scratch, and so there is no base model.
+    """
+
+    license: dict[str, str]
+    base_model: str | None = None
+    from_scratch: bool = False
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Return the entries of a card's metadata that say it, without the tag of a model from scratch."""
+        return self.license if self.base_model is None else {**self.license, "base_model": self.base_model}
+
+
+def origin_of(source: str) -> Origin:
+    """Return where a model comes from that is made from a checkpoint: a Hub id, a directory or a GGUF file.
+
+    A checkpoint on the Hub is its base model. A local one has the base model of its card, or was trained from scratch
+    if the card says so.
+    """
+    if source.endswith(".gguf"):
+        return Origin(_gguf_license(source))
+    card = _metadata_of(source)
+    license = {name: one_printable_line(card[name]) for name in LICENSE_KEYS if isinstance(card.get(name), str)}
+    if not Path(source).exists():
+        return Origin(license, source)
+    if FROM_SCRATCH in (card.get("tags") or []):
+        return Origin(license, from_scratch=True)
+    base = card.get("base_model")
+    return Origin(license, one_printable_line(base) if isinstance(base, str) else None)
+
+
+def _gguf_license(file: str) -> dict[str, str]:
+    """Return what the header of a GGUF file states of `LICENSE_KEYS`."""
     from gguf import GGUFReader  # here: a plain installation lacks it
 
-    field = GGUFReader(source).get_field("general.license")
+    field = GGUFReader(file).get_field("general.license")
     return {"license": one_printable_line(field.contents())} if field else {}
-
-
-def source_base_model(source: str) -> str | None:
-    """Return the Hub id `source` itself, or the base model that the card of a local directory names, or `None`."""
-    if not Path(source).exists():
-        return source
-    stated = _metadata_of(source).get("base_model")
-    return one_printable_line(stated) if isinstance(stated, str) else None
-
-
-def is_from_scratch(source: str) -> bool:
-    """Return whether the card of a local directory says that its model was trained from scratch."""
-    return Path(source).is_dir() and FROM_SCRATCH in (_metadata_of(source).get("tags") or [])
 
 
 def source_name(source: str) -> str:
@@ -158,41 +178,47 @@ def license_text(license: str | None) -> str:
 # Changes by a publication or an evaluation
 
 
-def missing_facts(directory: Path, license: str | None, base_model: str | None) -> dict[str, str]:
-    """Return what the card of a checkpoint must be told before it is published: license and base model.
+def missing_origin(directory: Path, license: str | None, base_model: str | None) -> Origin:
+    """Return what the card of a checkpoint must be told before it is published, of what was given.
 
-    A `base_model` of "none" says that there is none, and so does the tag of a card from scratch. Raise `UserError`
-    if the card lacks one of them that is not given, or states something else.
+    A `base_model` of "none" says that there is none, as the tag of a card from scratch does. Raise `UserError` if the
+    card lacks the license or the base model and it is not given, or states something else.
     """
     path = directory / "README.md"
     card = parse_card(read_text(path), path).data if path.is_file() else ModelCardData()
-    if FROM_SCRATCH in (card.get("tags") or []) and not card.get("base_model"):
-        base_model = base_model or "none"
-    facts = {}
-    for name, option, value in (("license", "--license", license), ("base_model", "--base-model", base_model)):
-        stated = card.get(name) or None
-        if stated is None and value is None:
-            none = " (none: trained from scratch)" if name == "base_model" else ""
-            raise UserError(f"The card of {directory} does not state its {name}: add it, or give {option}{none}.")
-        if stated is not None and value is not None and stated not in (value, [value]):
-            raise UserError(f"{path} states {name} {stated!r}, and {option} says {value!r}: correct one of them.")
-        if stated is None and (name, value) != ("base_model", "none"):
-            facts[name] = value
-    return facts
+    tagged = "none" if FROM_SCRATCH in (card.get("tags") or []) else None
+    license = _missing(path, "license", card.get("license"), license, "--license")
+    base_model = _missing(path, "base_model", card.get("base_model") or tagged, base_model, "--base-model")
+    known = {} if license is None else {"license": license}
+    return Origin(known, from_scratch=True) if base_model == "none" else Origin(known, base_model)
 
 
-def with_metadata(card: str, facts: dict[str, str]) -> str:
-    """Return a `card` with these entries in its metadata, or as it stands without any. Raise `UserError`.
+def _missing(path: Path, name: str, stated: Any, given: str | None, option: str) -> str | None:
+    """Return what is given of an entry that the card at `path` does not state, or `None`. Raise `UserError`."""
+    if stated and given not in (None, stated) and [given] != stated:
+        raise UserError(f"{path} states {name} {stated!r}, and {option} says {given!r}: correct one of them.")
+    if not stated and given is None:
+        none = " (none: trained from scratch)" if name == "base_model" else ""
+        raise UserError(f"The card of {path.parent} does not state its {name}: add it, or give {option}{none}.")
+    return None if stated else given
 
-    A card of `render_card` that knows no license states in its text the one that it gets.
+
+def with_origin(card: str, origin: Origin) -> str:
+    """Return a `card` that also says this of the origin of its weights, or as it stands if it does. Raise `UserError`.
+
+    A card of `render_card` has the license and the limits of the base model in its text, too.
     """
-    if not facts:
+    has_limits = origin.from_scratch and LIMITS_OF_BASE in card
+    if not origin.metadata and not has_limits:
         return card
     edited = parse_card(card)
-    for name, value in facts.items():
+    for name, value in origin.metadata.items():
         edited.data[name] = value
-    if "license" in facts:
-        edited.text = edited.text.replace(f"\n{license_text(None)}\n", f"\n{license_text(facts['license'])}\n")
+    license = origin.license.get("license")
+    edited.text = edited.text.replace(f"\n{license_text(None)}\n", f"\n{license_text(license)}\n")
+    if has_limits:
+        edited.data["tags"] = [*(edited.data.get("tags") or []), FROM_SCRATCH]
+        edited.text = edited.text.replace(f" {LIMITS_OF_BASE}", "")
     return str(edited)
 
 
@@ -204,15 +230,12 @@ def with_name(card: str, name: str) -> str:
     """
     name = one_printable_line(name)
     edited = parse_card(card)
-    in_python = re.search(r'^name = (".*")$', edited.text, re.MULTILINE)
-    former = ""
-    if in_python:
-        with suppress(ValueError):  # a stranger's line
-            former = json.loads(in_python[1])
-    if not in_python or f"\nname={shlex.quote(former)}\n" not in edited.text:
+    in_python = re.search(r'^name = "(.*)"$', edited.text, re.MULTILINE)
+    former = in_python[1] if in_python else ""
+    if f"\nname={shlex.quote(former)}\n" not in edited.text:
         return card  # with its metadata, of which a ModelCard drops what it does not know
     for old, new in (
-        (in_python[0], f"name = {json.dumps(name, ensure_ascii=False)}"),
+        (f'name = "{former}"', f"name = {json.dumps(name, ensure_ascii=False)}"),
         (f"name={shlex.quote(former)}", f"name={shlex.quote(name)}"),
         (f"# {markdown(title_of(former))}", f"# {markdown(name)}"),  # unless somebody has given the card another title
     ):

@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import math
-import os
 import string
 import sys
 from collections.abc import Iterable, Iterator
@@ -83,11 +82,18 @@ def load_config(source: Source) -> Any:
     Raise `UserError`.
     """
     check_no_adapter(source)
-    if source.gguf_file is None:
-        load_config_dict(source)
+    if source.gguf_file is not None:
+        return _load_gguf_config(source)
+    load_config_dict(source)  # rejects entries that lead to code
+    with _reporting(f"{source} has no usable configuration"):
+        return AutoConfig.from_pretrained(source.location, trust_remote_code=False)
+
+
+def _load_gguf_config(source: Source) -> PreTrainedConfig:
+    """Return the configuration in the header of a GGUF file. Raise `UserError` if it would compute something else."""
     with _reporting(f"{source} has no usable configuration"):
         config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
-        unread = unread_entries(str(source.path), config) if source.gguf_file else []
+        unread = unread_entries(str(source.path), config)
     if unread:
         raise UserError(
             f"{source} holds {', '.join(unread)}, which Transformers does not read from a GGUF file: the model would "
@@ -98,13 +104,16 @@ def load_config(source: Source) -> Any:
 
 def load_config_dict(source: Source) -> dict:
     """Return the entries of the config.json of a directory or a Hub id of any model. Raise `UserError`."""
-    with _reporting(f"{source} has no usable configuration"):
-        if source.path is not None and not os.path.lexists(source.path / CONFIG_NAME):
-            raise UserError(f"it holds no {CONFIG_NAME}.")
+    wrong = f"{source} has no usable configuration"
+    if source.path is not None and not (source.path / CONFIG_NAME).exists():
+        raise UserError(f"{wrong}: it holds no {CONFIG_NAME}.")
+    with _reporting(wrong):
         entries = read_json(str(cached_file(source.location, CONFIG_NAME, revision=source.revision)))
-        if elsewhere := code_elsewhere(entries):
-            what = ", ".join(elsewhere)
-            raise UserError(f"{what} would load what is not in the checkpoint. Remove this from its {CONFIG_NAME}.")
+    elsewhere = ", ".join(code_elsewhere(entries))
+    if elsewhere:
+        raise UserError(
+            f"{wrong}: {elsewhere} would load what is not in the checkpoint. Remove this from its {CONFIG_NAME}."
+        )
     return entries
 
 
@@ -277,29 +286,39 @@ def load_tokenizer(source: Source, vocab_size: int) -> PreTrainedTokenizerBase:
     """
     if lacks_tokenizer(source):
         raise UserError(f"{source} holds no tokenizer: save one next to the weights (tokenizer.save_pretrained).")
-    with _reporting(f"{source} has no usable tokenizer"):
+    wrong = f"{source} has no usable tokenizer"
+    with _reporting(wrong):
         tokenizer = AutoTokenizer.from_pretrained(source.location, trust_remote_code=False, **source.arguments)
         # This is a class of Transformers, even if the source names other code.
         tokenizer.init_kwargs.pop("auto_map", None)
-        token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
-        if highest < 0:
-            raise UserError("its vocabulary is empty.")
-        # Transformers builds many tokenizers from tokenizer_config.json alone, with nothing but their added tokens.
-        # Some vocabularies consist of added tokens: these read a text.
-        has_only_added = set(tokenizer.added_tokens_decoder).issuperset(tokenizer.get_vocab().values())
-        read = set(tokenizer(string.printable, add_special_tokens=False)["input_ids"])
-        if has_only_added and read <= {tokenizer.unk_token_id}:
-            raise UserError(
-                "it knows no word, because its files are incomplete: put its vocabulary, such as tokenizer.json, "
-                "next to tokenizer_config.json."
-            )
+        vocabulary = tokenizer.get_vocab()
+    if not vocabulary:
+        raise UserError(f"{wrong}: its vocabulary is empty.")
+    if not _knows_words(tokenizer):
+        raise UserError(
+            f"{wrong}: it knows no word, because its files are incomplete: put its vocabulary, such as "
+            "tokenizer.json, next to tokenizer_config.json."
+        )
+    token, highest = max(vocabulary.items(), key=lambda item: item[1])
     if highest >= vocab_size:
         wrong = f"its token {token!r} has the id {highest}, and the embedding has {vocab_size} rows"
         raise UserError(f"The tokenizer in {source} does not fit the model: {wrong}.")
     return tokenizer
 
 
-def read_tokenizer(source: Source, vocab_size: int) -> PreTrainedTokenizerBase | None:
+def _knows_words(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a tokenizer has its vocabulary.
+
+    Transformers builds many tokenizers from tokenizer_config.json alone, with nothing but their added tokens. Some
+    vocabularies consist of added tokens: these read a text.
+    """
+    has_others = not set(tokenizer.added_tokens_decoder).issuperset(tokenizer.get_vocab().values())
+    return has_others or set(tokenizer(string.printable, add_special_tokens=False)["input_ids"]) > {
+        tokenizer.unk_token_id
+    }
+
+
+def tokenizer_if_any(source: Source, vocab_size: int) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a source, or `None`, with a warning, for a directory without one. Raise `UserError`."""
     if lacks_tokenizer(source):
         print(f"{source} holds no tokenizer, and so the converted one has none: add one to use it.", file=sys.stderr)

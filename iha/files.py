@@ -60,13 +60,26 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
     """Yield a path of the same name in a temporary directory next to `path`, from which a move is one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with signals_as_interrupts(), TemporaryDirectory(prefix=f"{path.name}.unfinished-", dir=path.parent) as directory:
+    prefix = f"{path.name}.unfinished-"
+    with signals_as_interrupts(), _made(path.parent), TemporaryDirectory(prefix=prefix, dir=path.parent) as directory:
         yield Path(directory, path.name)
 
 
+@contextmanager
+def _made(directory: Path) -> Iterator[None]:
+    """Make a directory and its parents where they are missing, and in the end remove those of them that are empty."""
+    missing = [each for each in (directory, *directory.parents) if not each.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        for each in missing:
+            with suppress(OSError):  # it is not empty
+                each.rmdir()
+
+
 def check_new_directory(dst: str | os.PathLike) -> None:
-    """Raise `UserError` unless `dst` is free or an empty directory."""
+    """Raise `UserError` unless `dst` is free or an empty directory, where a directory can be made."""
     dst = _absolute(dst)
     if dst.is_symlink():
         raise UserError(f"{dst} is a symbolic link: give the path it leads to, or remove it.")
@@ -74,6 +87,7 @@ def check_new_directory(dst: str | os.PathLike) -> None:
         raise UserError(f"{dst} exists and is not an empty directory: remove it or choose another output path.")
     if dst == Path.cwd():
         raise UserError(f"{dst} is the current directory, which no new one can replace: choose a path inside it.")
+    _check_takes_files(dst)
 
 
 def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
@@ -86,6 +100,11 @@ def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
         raise UserError(f"{path} is no regular file: expected the name of a file to write.")
     if path.exists() and not replace:
         raise UserError(f"{path} exists: remove it or choose another name.")
+    _check_takes_files(path)
+
+
+def _check_takes_files(path: Path) -> None:
+    """Raise `UserError` where no file or directory `path` can be made, for itself or its missing parents."""
     directory = next(parent for parent in path.parents if parent.exists())
     if not directory.is_dir() or not os.access(directory, os.W_OK):
         raise UserError(f"{path} cannot be written: {directory} takes no new file.")
@@ -93,25 +112,24 @@ def check_output_file(path: str | os.PathLike, replace: bool = False) -> None:
 
 @contextmanager
 def sole_writer(directory: str | os.PathLike) -> Iterator[None]:
-    """Lock `directory`, which is made if it is missing, and remove it in the end if it is empty.
+    """Lock `directory`, which is made if it is missing, and is then removed in the end if it is empty.
 
     The system drops the lock when the process ends, however it ends. Raise `UserError` when another run holds it.
     """
     directory = _absolute(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    # Try for a moment, because a run that ends may remove the file that this one has just opened.
-    lock = FileLock(directory / ".lock", timeout=0.2, poll_interval=0.02, fallback_to_soft=False)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise UserError(f"Another run is writing {directory}: wait for it, or choose another output path.") from None
-    try:
-        yield
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
-        with suppress(OSError):  # it is not empty
-            directory.rmdir()
+    with _made(directory):
+        # Try for a moment, because a run that ends may remove the file that this one has just opened.
+        lock = FileLock(directory / ".lock", timeout=0.2, poll_interval=0.02, fallback_to_soft=False)
+        try:
+            lock.acquire()
+        except Timeout:
+            wrong = f"Another run is writing {directory}"
+            raise UserError(f"{wrong}: wait for it, or choose another output path.") from None
+        try:
+            yield
+        finally:
+            Path(lock.lock_file).unlink(missing_ok=True)
+            lock.release()
 
 
 @contextmanager

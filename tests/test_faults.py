@@ -138,6 +138,6 @@ def test_a_fault_is_one_line_and_leaves_nothing(kind, damage, words, options, so
     shutil.copytree(sources / kind, tmp_path / "source")
     damage(tmp_path / "source")
     before = sorted(tmp_path.rglob("*"))
-    code, _, err = run(kind, tmp_path / "source", tmp_path / "out", *options)
+    code, _, err = run(kind, tmp_path / "source", tmp_path / "new" / "out", *options)
     assert_refused(code, err, words)
     assert sorted(tmp_path.rglob("*")) == before

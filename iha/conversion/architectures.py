@@ -119,12 +119,13 @@ def check_known(entries: dict, known: set[str]) -> None:
         raise UserError("The weights of the source are quantized: convert the checkpoint from which they were made.")
     for field, value in entries.items():
         # An extension that is switched off changes nothing, but is_causal=False takes the causal mask away.
-        if field not in known and not field.startswith("_") and (value or (field, value) == ("is_causal", False)):
+        is_off = value is not False if field == "is_causal" else not value
+        if not is_off and field not in known and not field.startswith("_"):
             advice = "If it does not change the model's output, remove it from config.json"
             raise UserError(f"The source config sets {field}={value!r}, which no conversion here knows. {advice}.")
 
 
-def check_source(config: PreTrainedConfig) -> Architecture:
+def architecture_of(config: PreTrainedConfig) -> Architecture:
     """Return the row of `ARCHITECTURES` for a source config.
 
     Raise a `UserError` that names a field which could change what the model computes and is not carried over.

@@ -8,7 +8,7 @@ from pydantic import Field
 from transformers import GenerationConfig, PreTrainedConfig
 from typing_extensions import TypedDict
 
-from iha.checkpoints import check_finite, load_config_dict, load_generation_config, load_weights, read_tokenizer
+from iha.checkpoints import check_finite, load_config_dict, load_generation_config, load_weights, tokenizer_if_any
 from iha.errors import UserError
 from iha.files import typed
 from iha.sources import Source
@@ -233,6 +233,6 @@ def dcformer_to_iha(source: Source) -> Converted:
     entries = load_config_dict(source)
     config = iha_config(entries)  # rejects what it can before the weights are read, which takes long
     generation_config = load_generation_config(source)
-    tokenizer = read_tokenizer(source, config.vocab_size)
+    tokenizer = tokenizer_if_any(source, config.vocab_size)
     model = convert_model(config, load_weights(source), generation_config)
     return Converted(model, tokenizer, source, "(dcformer)")

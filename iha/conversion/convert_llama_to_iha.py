@@ -1,6 +1,6 @@
 """Convert a pretrained Llama-like checkpoint to "iha" or another attention kind without changing what it computes.
 
-The file of a kind in iha/kinds/ gives the values at which its parameters start.
+iha/kinds.py has the values at which the parameters of a kind start.
 """
 
 import copy
@@ -14,13 +14,13 @@ from iha.errors import UserError, refusing
 from iha.kinds import companion_of
 from iha.sources import Source
 from modeling_iha import IHAConfig, IHAForCausalLM, set_mixing_scale
-from modeling_iha.flop_matched_window import flop_matched_window
+from modeling_iha.flop_matched_window import flop_matched_window, paper_layers
 from modeling_iha.mixing_weights import trained_mixing
 
 from .architectures import (
     ARCHITECTURES,
     SHARED_FIELDS,
-    check_source,
+    architecture_of,
     exact_length,
     layer_windows,
     rope_layers,
@@ -31,29 +31,15 @@ from .shared import Converted, build, new_config, read_source
 
 def iha_config(source: PreTrainedConfig, layers: Layers) -> IHAConfig:
     """Return the configuration of the converted model. Raise `UserError` if the source does not allow such layers."""
-    architecture = check_source(source)
-    context = source.max_position_embeddings
-    kinds = [layers.kind]
-    windows = layer_windows(source)
-    if layers.schedule == "hybrid":
-        # The paper's schedule: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and Appendix C).
-        kinds = ["iha", "iha", "iha", "iha", "mha"]
-        try:
-            window = layers.window or flop_matched_window(context, layers.num_pseudo_heads)
-        except ValueError:
-            none = f"num_pseudo_heads={layers.num_pseudo_heads} leaves no window of 2 tokens or more in {context}"
-            advice = "give --window, or fewer pseudo-heads"
-            raise UserError(f"{none}, by the paper's N / (2 P^2) of the hybrid schedule: {advice}.") from None
-        if window > context:
-            raise UserError(f"window={window}: expected at most the source's context, {context} tokens.")
-        windows = [None if i % 5 == 4 else window for i in range(source.num_hidden_layers)]
+    architecture = architecture_of(source)
+    kinds, windows = zip(*kinds_and_windows(source, layers))
     fields = {name: copy.deepcopy(getattr(source, name)) for name in SHARED_FIELDS if hasattr(source, name)}
     return new_config(
         IHAConfig,
         **fields,
         **architecture.settings(source),
         head_dim=getattr(source, "head_dim", None),
-        attention_kinds=[kinds[i % len(kinds)] for i in range(source.num_hidden_layers)],
+        attention_kinds=list(kinds),
         attention_options=None if layers.options is None else {layers.kind: layers.options},
         layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
         sliding_window=next((window for window in windows if window is not None), None),
@@ -64,14 +50,48 @@ def iha_config(source: PreTrainedConfig, layers: Layers) -> IHAConfig:
     )
 
 
-def added_parameters(config: IHAConfig, kind: str, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
-    """Return by name the parameters of attention that multi-head attention lacks, at the exact start of a kind.
+def kinds_and_windows(source: PreTrainedConfig, layers: Layers) -> list[tuple[str, int | None]]:
+    """Return the kind of each layer of the converted model and its window, `None` for one over all tokens.
 
-    Each comes with its own start and scale, at scale 1, which only mixing weights have (see `Mixing`)."""
-    start = companion_of(kind).start
-    values = {} if start is None else start(config, generator)
-    starts = {f"{name}_start": torch.zeros_like(value) for name, value in values.items()}
-    return values | starts | {f"{name}_scale": torch.ones(()) for name in values}
+    The hybrid schedule is the paper's: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and
+    Appendix C). Raise `UserError`."""
+    if layers.schedule == "global":
+        return [(layers.kind, window) for window in layer_windows(source)]
+    numbers = range(source.num_hidden_layers)
+    window = hybrid_window(source.max_position_embeddings, layers)
+    sliding = paper_layers(numbers)
+    return [("iha", window) if number in sliding else ("mha", None) for number in numbers]
+
+
+def hybrid_window(context: int, layers: Layers) -> int:
+    """Return the window of the hybrid schedule in a context, both in tokens. Raise `UserError` if it is too long."""
+    window = layers.window
+    if window is None:
+        try:
+            window = flop_matched_window(context, layers.num_pseudo_heads)
+        except ValueError:
+            none = f"num_pseudo_heads={layers.num_pseudo_heads} leaves no window of 2 tokens or more in {context}"
+            advice = "give --window, or fewer pseudo-heads"
+            raise UserError(f"{none}, by the paper's N / (2 P^2) of the hybrid schedule: {advice}.") from None
+    if window > context:
+        raise UserError(f"window={window}: expected at most the source's context, {context} tokens.")
+    return window
+
+
+def attention_at_start(
+    config: IHAConfig, kind: str, of_mha: dict[str, torch.Tensor], generator: torch.Generator | None
+) -> dict[str, torch.Tensor]:
+    """Return by name the parameters of an attention module with which it computes what multi-head attention does.
+
+    `of_mha` are those of multi-head attention, and the ones that keep their values are left out. Each new one comes
+    with its own start and scale, at scale 1, which only mixing weights have (see `Mixing`)."""
+    companion = companion_of(kind)
+    new = {} if companion.start is None else companion.start(config, generator)
+    starts = {f"{name}_start": torch.zeros_like(value) for name, value in new.items()}
+    scales = {f"{name}_scale": torch.ones(()) for name in new}
+    changed = companion.from_mha(config, of_mha)
+    gate = {} if config.output_gate is None else half_open_gate(config, of_mha | changed)
+    return new | starts | scales | changed | gate
 
 
 def half_open_gate(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -107,22 +127,24 @@ def convert_model(
         prefix = f"model.layers.{i}.self_attn."
         state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source.dtype) for name in lacks}
         of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        added = added_parameters(config, kind, generator)
-        own = {name: value for name, value in added.items() if prefix + name in known}
-        own |= companion_of(kind).from_mha(config, of_mha)
-        if config.output_gate is not None:
-            own |= half_open_gate(config, of_mha | own)
-        state |= {prefix + name: value.to(source.dtype) for name, value in own.items()}
+        for name, value in attention_at_start(config, kind, of_mha, generator).items():
+            if prefix + name in known:
+                state[prefix + name] = value.to(source.dtype)
     model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
-    has_mixing = bool(trained_mixing(model))
-    if mixing_scale is not None and not has_mixing:
-        kind = config.attention_kinds[0]
-        raise UserError(f"kind {kind!r} with these options has no weights that mix heads: leave out mixing_scale.")
-    if has_mixing:
-        mixing_scale = 40.0 if mixing_scale is None else mixing_scale
-        with refusing("mixing_scale", ValueError):
-            set_mixing_scale(model, mixing_scale)
+    scale_mixing(model, mixing_scale)
     return model
+
+
+def scale_mixing(model: IHAForCausalLM, mixing_scale: float | None) -> None:
+    """Let the mixing learn at `mixing_scale` times the optimizer's rate, by default 40 times.
+
+    Raise `UserError` for a given scale if there is no mixing."""
+    if trained_mixing(model):
+        with refusing("mixing_scale", ValueError):
+            set_mixing_scale(model, 40.0 if mixing_scale is None else mixing_scale)
+    elif mixing_scale is not None:
+        kind = model.config.attention_kinds[0]
+        raise UserError(f"kind {kind!r} with these options has no weights that mix heads: leave out mixing_scale.")
 
 
 def llama_to_iha(
@@ -137,15 +159,20 @@ def llama_to_iha(
     config = iha_config(of_source, layers)  # rejects what it can before the weights are read, which takes long
     model, tokenizer = read_source(source, of_source, dtype)
     converted = convert_model(model, config, value_offsets, seed, mixing_scale)
-    how = f"({of_source.model_type})"
-    if layers.kind == "iha":
-        how += f" with {layers.num_pseudo_heads} pseudo-heads and the {layers.schedule} schedule"
-    else:
-        how += f" to attention of kind {layers.kind!r}"
-    if layers.options:
-        how += f" with {json.dumps(layers.options)}"
-    if layers.output_gate is not None:
-        how += f" with an output gate ({layers.output_gate})"
-    if layers.schedule == "hybrid":
-        how += f", whose windows are {config.sliding_window} of {config.max_position_embeddings} tokens"
+    how = f"({of_source.model_type}){words_for(layers, config)}"
     return Converted(converted, tokenizer, source, how, exact_length(of_source, config))
+
+
+def words_for(layers: Layers, config: IHAConfig) -> str:
+    """Return the end of the sentence that says to which layers a model was converted."""
+    if layers.kind == "iha":
+        words = f" with {layers.num_pseudo_heads} pseudo-heads and the {layers.schedule} schedule"
+    else:
+        words = f" to attention of kind {layers.kind!r}"
+    if layers.options:
+        words += f" with {json.dumps(layers.options)}"
+    if layers.output_gate is not None:
+        words += f" with an output gate ({layers.output_gate})"
+    if layers.schedule == "hybrid":
+        words += f", whose windows are {config.sliding_window} of {config.max_position_embeddings} tokens"
+    return words

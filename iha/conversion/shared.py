@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -10,9 +9,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from iha.card_template import render_card
-from iha.cards import is_from_scratch, markdown, name_of_place, source_base_model, source_license, source_name
-from iha.checkpoints import check_filled, load_model, note_rounding, read_tokenizer
+from iha.cards import markdown, name_of_place, origin_of, source_name
+from iha.checkpoints import check_filled, load_model, note_rounding, tokenizer_if_any
 from iha.errors import UserError, one_line
+from iha.files import new_directory
 from iha.sources import Source
 from modeling_iha import IHAConfig
 
@@ -77,7 +77,7 @@ def read_source(source: Source, config: PreTrainedConfig, dtype: str) -> tuple[A
     model = load_model(source, dtype, config)
     if dtype == "auto":
         note_rounding(source, model.dtype)
-    tokenizer = read_tokenizer(source, model.config.vocab_size)
+    tokenizer = tokenizer_if_any(source, model.config.vocab_size)
     print(f"Converting {model.config.model_type}, {model.num_parameters():,} parameters, {model.dtype}", flush=True)
     return model, tokenizer
 
@@ -110,27 +110,26 @@ class Converted:
             f"computes what its source does, up to rounding, for sequences of {lengths}."
         )
 
-    @property
-    def summary(self) -> str:
-        """Return what a command prints at its end."""
-        parameters = f"{self.model.num_parameters():,} parameters."
-        return parameters if self.how is None else f"{parameters}\n{self.text}"
-
-    def write(self, directory: Path, destination: str) -> None:
-        """Write the checkpoint into an existing directory, which becomes `destination`, with a card."""
+    def write(self, destination: str) -> None:
+        """Write the checkpoint into a new directory, with a card unless it is a stock one."""
         print(f"2 of 2: writing {type(self.model).__name__}", flush=True)
-        self.model.save_pretrained(directory)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(directory)
+        with new_directory(destination) as directory:
+            self.model.save_pretrained(directory)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(directory)
+            if self.how is not None:
+                (directory / "README.md").write_text(self.card(destination), encoding="utf-8")
+        print(f"Wrote {destination}, {self.model.num_parameters():,} parameters.")
         if self.how is not None:
-            place = str(self.source.path or self.source)
-            from_scratch = is_from_scratch(place)
-            card = render_card(
-                self.model.config,
-                name_of_place(destination),
-                from_scratch=from_scratch,
-                base_model=None if from_scratch else source_base_model(place),
-                details=f"## Conversion\n\n{markdown(self.text)}",
-                **source_license(place),
-            )
-            (directory / "README.md").write_text(card, encoding="utf-8")
+            print(self.text)
+
+    def card(self, destination: str) -> str:
+        """Return the model card, whose examples load `destination`."""
+        origin = origin_of(str(self.source.path or self.source))
+        return render_card(
+            self.model.config,
+            name_of_place(destination),
+            from_scratch=origin.from_scratch,
+            details=f"## Conversion\n\n{markdown(self.text)}",
+            **origin.metadata,
+        )

@@ -1,19 +1,15 @@
 """Publish a saved model directory on the Hugging Face Hub: the files of the checkpoint and no others."""
 
-import json
-import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi
-from transformers.utils import CONFIG_NAME
 
 from iha.card_template import render_card
-from iha.cards import with_metadata, with_name
+from iha.cards import Origin, with_name, with_origin
 from iha.checkpoints import check_no_adapter, load_config
 from iha.errors import UserError
-from iha.files import read_json, read_text
+from iha.files import read_text
 from iha.foreign_code import CUSTOM_GENERATE
 from iha.kinds import is_ours
 from iha.sources import Source
@@ -37,7 +33,7 @@ SUPERSEDED = [
 def publish(
     source: Source,
     repo_id: str,
-    facts: dict[str, str],
+    origin: Origin,
     private: bool,
     tag: str | None,
     create_pr: bool,
@@ -46,7 +42,7 @@ def publish(
 ) -> str | None:
     """Check a saved model and commit it to the model repository `repo_id`, which is made if necessary.
 
-    `facts` are added to its card. Return the web address of the commit or pull request. Raise
+    Its card also gets what it lacks of the `origin`. Return the web address of the commit or pull request. Raise
     `UserError`, before anything is uploaded, and the client's errors where the Hub rejects it.
     """
     check_no_adapter(source)  # its files would be left out
@@ -57,10 +53,9 @@ def publish(
         for name in names:
             (stage / name).parent.mkdir(exist_ok=True)
             (stage / name).symlink_to(Path(source.location, name).resolve())
-        replace(stage / "README.md", card_of(source, repo_id, facts))
-        entries = read_json(stage / CONFIG_NAME)
-        if (cleaned := without_local_paths(entries)) != entries:
-            replace(stage / CONFIG_NAME, json.dumps(cleaned, indent=2) + "\n")
+        card = card_of(source, repo_id, origin)
+        (stage / "README.md").unlink(missing_ok=True)  # the link: the directory keeps its card
+        (stage / "README.md").write_text(card, encoding="utf-8")
         check_checkpoint(stage, source.name, trust_code)
         print(f"{'Would upload' if dry_run else 'Publishing'} to {repo_id}:")
         for name in sorted({*names, "README.md"}):
@@ -70,41 +65,18 @@ def publish(
         return None if dry_run else upload(stage, repo_id, private, tag, create_pr)
 
 
-def card_of(source: Source, repo_id: str, facts: dict[str, str]) -> str:
-    """Return the model card in a directory, or a new one, with `facts` and the name `repo_id`.
+def card_of(source: Source, repo_id: str, origin: Origin) -> str:
+    """Return the model card in a directory, or a new one, with the name `repo_id` and what it lacks of the `origin`.
 
-    A stranger's card keeps its text. A new one without a base model among the facts is that of a model from scratch.
-    Raise `UserError`.
+    A stranger's card keeps its text. Raise `UserError`.
     """
     path = Path(source.location, "README.md")
     if path.is_file():
-        return with_name(with_metadata(read_text(path), facts), repo_id)
+        return with_name(with_origin(read_text(path), origin), repo_id)
     config = load_config(source)
     if not is_ours(config):
         raise UserError(f"{source} holds no model card: write one, README.md, with license and base_model.")
-    return render_card(config, repo_id, from_scratch="base_model" not in facts, **facts)
-
-
-def without_local_paths(content: Any) -> Any:
-    """Return the entries of a config.json, at any depth, without paths of this machine.
-
-    Earlier versions of this package recorded the base of an interleaved model as it was given.
-    """
-    if isinstance(content, list):
-        return [without_local_paths(value) for value in content]
-    if not isinstance(content, dict):
-        return content
-    cleaned = {name: without_local_paths(value) for name, value in content.items()}
-    base = cleaned.get("base_name_or_path")
-    if base and (os.path.isabs(base) or os.path.exists(base)):
-        cleaned["base_name_or_path"] = ""
-    return cleaned
-
-
-def replace(file: Path, text: str) -> None:
-    """Put a file with this text in the place of a link, which keeps what it leads to."""
-    file.unlink(missing_ok=True)
-    file.write_text(text, encoding="utf-8")
+    return render_card(config, repo_id, from_scratch=origin.from_scratch, **origin.metadata)
 
 
 def upload(stage: Path, repo_id: str, private: bool, tag: str | None, create_pr: bool) -> str:

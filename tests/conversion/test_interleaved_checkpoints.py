@@ -88,8 +88,8 @@ def test_it_is_pushed_pulled_and_served(place, tmp_path, monkeypatch, cli):
 )
 def test_converters_refuse_it(command, options, message, place, tmp_path):
     with pytest.raises(UserError, match=message):
-        command.main([str(place / "llama-iha"), str(tmp_path / "out"), *options])
-    assert not (tmp_path / "out").exists()
+        command.main([str(place / "llama-iha"), str(tmp_path / "new" / "out"), *options])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_base_that_transformers_does_not_know_is_refused(place, tmp_path):

@@ -13,10 +13,11 @@ from helpers import IHA_CODE, decoder, last_line, random_model, small_config
 from huggingface_hub import HfApi
 from loopback_hub import LoopbackHub
 from tiny_sources import edit_config, edit_weights, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 from conversion_scripts import push_to_hub
 from iha.card_template import render_card
-from iha.cards import missing_facts
+from iha.cards import Origin, missing_origin
 from iha.errors import UserError
 from iha.hub import checkpoint_checks
 from iha.hub.checkpoint_checks import checkpoint_files
@@ -278,18 +279,14 @@ def test_what_is_superseded_goes_in_the_same_commit(directory, hub, push):
 
 
 def test_no_path_of_this_machine_is_published(hub, tmp_path, cli):
-    """Clean a config of an earlier version, which recorded the base of an interleaved model as it was given."""
     directory = tmp_path / "interleaved"
-    interleave_heads(decoder("llama"), 2).save_pretrained(directory)
+    decoder("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    interleave_heads(model, 2).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
-    for base, published in ((str(tmp_path), ""), ("me/base", "me/base")):
-        edit_config(directory, base_name_or_path=base)
-        before = (directory / "config.json").read_text()
-        code, _, err = cli(push_to_hub, directory, "me/iha", "--license", "mit", "--base-model", "me/base")
-        assert code == 0, err
-        assert json.loads(hub.head("me/iha")["config.json"])["base_name_or_path"] == published
-        assert not any(str(tmp_path).encode() in content for content in hub.head("me/iha").values())
-        assert (directory / "config.json").read_text() == before
+    code, _, err = cli(push_to_hub, directory, "me/iha", "--license", "mit", "--base-model", "me/base")
+    assert code == 0, err
+    assert not any(str(tmp_path).encode() in content for content in hub.head("me/iha").values())
 
 
 def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, hub, push):
@@ -314,6 +311,12 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
     push("--license", "apache-2.0")
     card = hub.head("me/iha")["README.md"].decode()
     assert "license: apache-2.0" in card and "The weights are under apache-2.0." in card and "is known" not in card
+    # Nor did it know that there is no base model. The second time the card has the same text.
+    (directory / "README.md").write_text(render_card(small_config(), "./a/directory", license="mit"))
+    for _ in range(2):
+        push("--base-model", "none")
+        card = hub.head("me/iha")["README.md"].decode()
+        assert "- trained-from-scratch\n" in card and "limits of the base model" not in card
 
 
 @pytest.mark.parametrize(
@@ -323,6 +326,12 @@ def test_a_missing_card_is_rendered_and_an_incomplete_one_completed(directory, h
         ("license: mit\nbase_model:\n- me/b", ("mit", "me/b"), {}, None),
         ("license:\nbase_model: me/b", ("none", None), {"license": "none"}, None),
         ("license: mit", (None, None), None, "does not state its base_model: add it, or give --base-model \\(none"),
+        (
+            "license: mit\nbase_model: me/b",
+            (None, "none"),
+            None,
+            "states base_model 'me/b', and --base-model says 'none'",
+        ),
         ("license: mit", ("apache-2.0", None), None, "states license 'mit', and --license says 'apache-2.0'"),
         ("license: [", (None, None), None, "The metadata of .* cannot be read"),
     ],
@@ -332,10 +341,10 @@ def test_a_card_states_license_and_base_model(stated, given, facts, wrong, direc
     (directory / "README.md").write_text(f"---\n{stated}\ntags:\n- mine\n---\nMine.\n", encoding="utf-8-sig")
     if wrong:
         with pytest.raises(UserError, match=wrong):
-            missing_facts(directory, *given)
+            missing_origin(directory, *given)
         return
-    assert missing_facts(directory, *given) == facts
-    card = card_of(find_source(directory), "me/iha", facts)
+    assert missing_origin(directory, *given) == Origin(facts)
+    card = card_of(find_source(directory), "me/iha", Origin(facts))
     assert card.endswith("tags:\n- mine\n---\nMine.\n") and ("license: none" in card) == bool(facts)
 
 
