@@ -110,6 +110,28 @@ class RunArguments(ScriptArguments, ModelConfig):
             value = getattr(self, name)
             if isinstance(value, str):
                 setattr(self, name, [value])
+        if self.interleaved_layers is not None:
+            setattr(self, "interleaved_layers", _layers(self.interleaved_layers))  # noqa: B010
+        for name, word in (("interleaved_window", "paper"), ("sliding_window", "scale")):
+            setattr(self, name, _tokens_or(word, name, getattr(self, name)))
+
+
+def _layers(words: list) -> list[int] | str:
+    """Return the indices of layers that words name, or "paper". Raise `UserError`."""
+    if words == ["paper"]:
+        return "paper"
+    if not all(str(word).isdecimal() for word in words):
+        raise UserError(f"interleaved_layers={' '.join(map(str, words))}: expected indices of layers, or paper.")
+    return [int(word) for word in words]
+
+
+def _tokens_or(word: str, name: str, value: Any) -> int | str | None:
+    """Return the number of tokens that the key `name` holds, or the one word that it may hold. Raise `UserError`."""
+    if value is None or value == word:
+        return value
+    if not str(value).isdecimal() or int(value) < 2:
+        raise UserError(f"{name}={value}: expected a number of tokens, at least 2, or {word}.")
+    return int(value)
 
 
 class RecipeParser(TrlParser):

@@ -27,7 +27,7 @@ from iha.checkpoints import (
     vocabulary_of,
 )
 from iha.errors import UserError, one_line, refusing
-from iha.kinds import interleaved_kind, is_interleaved, own_modules, virtual_tokens_per_token
+from iha.kinds import interleaved_kind, is_interleaved, is_ours, own_modules, virtual_tokens_per_token
 from iha.sources import Source, find_source
 from iha.without_data import without_data
 from modeling_iha import IHAConfig, interleave_heads, set_mixing_scale
@@ -52,6 +52,7 @@ class Start(NamedTuple):
     config: PreTrainedConfig  # without the changes of the recipe
     source: Source | None = None  # of the checkpoint; None for random weights
     tokenizer: PreTrainedTokenizerBase | None = None  # for random weights; a checkpoint has its own
+    is_to_interleave: bool = False  # whether the run interleaves its heads: those of a plain model of Transformers
 
 
 def find_start(run: RunArguments) -> Start:
@@ -60,7 +61,9 @@ def find_start(run: RunArguments) -> Start:
         tokenizer = start_tokenizer(run.tokenizer)
         return Start(run.preset, config_of(run.preset, tokenizer, run.preset_fields or []), tokenizer=tokenizer)
     source = find_source(run.model_name_or_path)
-    return Start(str(source), load_config(source), source)
+    config = load_config(source)
+    is_to_interleave = run.num_pseudo_heads is not None and not is_ours(config)
+    return Start(str(source), config, source, is_to_interleave=is_to_interleave)
 
 
 def identify_start(start: Start, seed: int) -> dict[str, str]:
@@ -78,7 +81,15 @@ def run_config(start: Start, run: RunArguments, args: SFTConfig) -> PreTrainedCo
     """
     config = copy.deepcopy(start.config)
     text_config = config.get_text_config(decoder=True)  # the same one, unless the model also reads images or sound
-    changes: dict[str, Any] = _windows(start, run)
+    changes: dict[str, Any] = {}
+    if run.sliding_window == "scale":
+        changes |= _scaled_windows(start, run)
+    elif run.sliding_window is not None:
+        if not _has_sliding_layers(start.config):
+            raise UserError(
+                f"sliding_window: {start.name} has no sliding layers, so it has no effect; remove the key."
+            )
+        changes["sliding_window"] = run.sliding_window
     if run.max_position_embeddings is not None:
         changes["max_position_embeddings"] = run.max_position_embeddings
     if run.rope_theta is not None:
@@ -94,6 +105,12 @@ def run_config(start: Start, run: RunArguments, args: SFTConfig) -> PreTrainedCo
         config.validate()
     except Exception as error:  # huggingface_hub wraps a validator's exception in a class of its own
         raise UserError(f"The recipe does not fit {start.name}: {one_line(error.__cause__ or error)}") from error
+    _check_length(config, run, args)
+    return config
+
+
+def _check_length(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> None:
+    """Raise `UserError` for rows that are longer than the model's context, or that RoPE cannot tell."""
     if run.peak_tflops is not None and not args.max_length:
         raise UserError(
             "peak_tflops needs max_length, for which the cost model counts FLOPs: set max_length, or remove "
@@ -108,48 +125,29 @@ def run_config(start: Start, run: RunArguments, args: SFTConfig) -> PreTrainedCo
         )
     if isinstance(config, IHAConfig):
         _check_reach(config, length)
-    return config
 
 
-def _windows(start: Start, run: RunArguments) -> dict[str, int]:
-    """Return the windows that a recipe gives a model, in tokens, by their fields. Raise `UserError`."""
-    if run.sliding_window is None:
-        return {}
-    text_config = start.config.get_text_config(decoder=True)
-    layer_types = getattr(text_config, "layer_types", None) or ["sliding_attention"]
-    # The `validate` of an IHA model itself rejects a window that no layer has.
-    takes_window = isinstance(start.config, IHAConfig) or "sliding_attention" in layer_types
-    if run.sliding_window != "scale":
-        given = str(run.sliding_window)
-        window = int(given) if given.isdecimal() else 0
-        if window < 2:
-            raise UserError(f"sliding_window={given}: expected a number of tokens, at least 2, or scale.")
-        if not takes_window:
-            raise UserError(
-                f"sliding_window: {start.name} has no sliding layers, so it has no effect; remove the key."
-            )
-        return {"sliding_window": window}
+def _scaled_windows(start: Start, run: RunArguments) -> dict[str, int]:
+    """Return the model's windows by their fields, in tokens, as much longer as its context. Raise `UserError`."""
     positions = positions_of(start.config)
     if run.max_position_embeddings is None or positions is None:
         raise UserError("sliding_window: scale lets windows grow with max_position_embeddings: set that key too.")
-    fields = ["interleaved_window"]
-    if takes_window:
-        fields.append("sliding_window")
-    windows = {name: getattr(text_config, name, None) for name in fields}
     longer = run.max_position_embeddings / positions
+    text_config = start.config.get_text_config(decoder=True)
+    fields = ["interleaved_window", "sliding_window"] if _has_sliding_layers(start.config) else ["interleaved_window"]
+    windows = {name: getattr(text_config, name, None) for name in fields}
     return {name: max(2, int(tokens * longer)) for name, tokens in windows.items() if tokens is not None}
 
 
-def interleaves(config: PreTrainedConfig, run: RunArguments) -> bool:
-    """Return whether the run interleaves the heads of its base model, a plain model of Transformers."""
-    is_plain = not isinstance(config, IHAConfig) and not is_interleaved(config)
-    return is_plain and run.num_pseudo_heads is not None
+def _has_sliding_layers(config: PreTrainedConfig) -> bool:
+    """Return whether a model can have sliding layers: the `validate` of an IHA model says whether it has some."""
+    layer_types = getattr(config.get_text_config(decoder=True), "layer_types", None)
+    return isinstance(config, IHAConfig) or layer_types is None or "sliding_attention" in layer_types
 
 
 def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
     """Leave out the recipe's P for a start that keeps its own. Raise `UserError` for one on the command line."""
-    if interleaves(start.config, run):
-        _check_layers_and_window(run)
+    if start.is_to_interleave:
         return
     found = virtual_tokens_per_token(start.config)
     if run.num_pseudo_heads not in (None, found):
@@ -174,29 +172,19 @@ def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
 
 def settle_mixing_scale(start: Start, run: RunArguments) -> None:
     """Leave out the `mixing_scale` of a recipe's file for a model without weights that mix heads, and print a note."""
-    if run.mixing_scale is None or "mixing_scale" in run.on_command_line or _mixes_heads(start.config, run):
+    if run.mixing_scale is None or "mixing_scale" in run.on_command_line or _mixes_heads(start):
         return
     PartialState().print(f"Note: mixing_scale={run.mixing_scale:g} is for models that mix heads: it is left out.")
     run.mixing_scale = None
 
 
-def _mixes_heads(config: PreTrainedConfig, run: RunArguments) -> bool:
+def _mixes_heads(start: Start) -> bool:
     """Return whether the run's model has weights that mix heads, without reading weights."""
-    if isinstance(config, IHAConfig):
-        return bool(trained_mixing(without_data(config)))
-    if is_interleaved(config):
-        return interleaved_kind(config) == "iha"
-    return interleaves(config, run)
-
-
-def _check_layers_and_window(run: RunArguments) -> None:
-    """Raise `UserError` for layers or a window that are neither numbers nor "paper"."""
-    layers = [str(layer) for layer in run.interleaved_layers or ()]
-    if layers != ["paper"] and not all(layer.isdecimal() for layer in layers):
-        raise UserError(f"interleaved_layers={' '.join(layers)}: expected indices of layers, or paper.")
-    window = run.interleaved_window
-    if window not in (None, "paper") and not str(window).isdecimal():
-        raise UserError(f"interleaved_window={window}: expected a number of tokens, or paper.")
+    if isinstance(start.config, IHAConfig):
+        return bool(trained_mixing(without_data(start.config)))
+    if is_interleaved(start.config):
+        return interleaved_kind(start.config) == "iha"
+    return start.is_to_interleave
 
 
 def rope_reach(config: IHAConfig) -> float:
@@ -225,7 +213,7 @@ def _check_reach(config: IHAConfig, length: int) -> None:
 def load_base_model(start: Start, config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> PreTrainedModel:
     """Load the run's base model in `run.dtype` with the `config` that `run_config` returned, or draw its weights.
 
-    Interleave its heads if the recipe asks for it (`interleaves`). Raise `UserError`.
+    Interleave its heads if the recipe asks for it. Raise `UserError`.
     """
     dtype = getattr(torch, run.dtype)
     if run.attn_implementation is not None:
@@ -234,7 +222,7 @@ def load_base_model(start: Start, config: PreTrainedConfig, run: RunArguments, a
     if start.source is None:
         return random_model(config, args.seed).to(dtype)
     model = load_model(start.source, dtype, config, get_quantization_config(run))
-    if interleaves(config, run):
+    if start.is_to_interleave:
         _interleave(model, run)
     if run.is_quantized:
         _prepare_quantized(model)
@@ -253,15 +241,14 @@ def _prepare_quantized(model: PreTrainedModel) -> None:
 
 def _interleave(model: PreTrainedModel, run: RunArguments) -> None:
     """Interleave the heads of a plain base model as the recipe says, and print how. Raise `UserError`."""
-    layers = run.interleaved_layers
-    window = run.interleaved_window
+    options = {
+        "layers": run.interleaved_layers,
+        "sliding_window": run.interleaved_window,
+        "collapse": run.collapse,
+        "mixing_scale": run.mixing_scale,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
     with refusing("num_pseudo_heads, interleaved_layers, interleaved_window", ValueError):
-        if layers is not None:
-            layers = "paper" if layers == ["paper"] else [int(layer) for layer in layers]
-        if window not in (None, "paper"):
-            window = int(window)
-        keys = {"collapse": run.collapse, "mixing_scale": run.mixing_scale, "layers": layers, "sliding_window": window}
-        given = {name: value for name, value in keys.items() if value is not None}
         interleave_heads(model, run.num_pseudo_heads, **given)
     decoder = model.config.get_text_config(decoder=True)
     PartialState().print(
@@ -319,14 +306,7 @@ def prepare_model(
     model = load_base_model(start, config, run, args)
     with refusing("generation_config.json would not be saved after the training: mend it", ValueError):
         model.generation_config.validate(strict=True)
-    decoder = model.config.get_text_config(decoder=True)
-    if run.mixing_scale not in (None, getattr(decoder, "mixing_scale", None)):
-        with refusing("mixing_scale", ValueError):
-            set_mixing_scale(model, run.mixing_scale)
-    if run.recompute_virtual_tokens is not None:
-        if virtual_tokens_per_token(model.config) == 1:
-            raise UserError("recompute_virtual_tokens: the model has no virtual tokens; remove the key.")
-        decoder.recompute_virtual_tokens = run.recompute_virtual_tokens
+    _set_virtual_tokens(model, run)
     if args.device.type == "cpu":
         half = torch.bfloat16 if args.bf16 else torch.float16
         note_slow_dtype(half if args.bf16 or args.fp16 else model.dtype)
@@ -343,6 +323,18 @@ def prepare_model(
         tokenizer.chat_template = run.chat_template
     check_packing(model, args)
     return model, tokenizer
+
+
+def _set_virtual_tokens(model: PreTrainedModel, run: RunArguments) -> None:
+    """Set at which rate the mixing learns, and whether virtual tokens are made again. Raise `UserError`."""
+    decoder = model.config.get_text_config(decoder=True)
+    if run.mixing_scale not in (None, getattr(decoder, "mixing_scale", None)):
+        with refusing("mixing_scale", ValueError):
+            set_mixing_scale(model, run.mixing_scale)
+    if run.recompute_virtual_tokens is not None:
+        if virtual_tokens_per_token(model.config) == 1:
+            raise UserError("recompute_virtual_tokens: the model has no virtual tokens; remove the key.")
+        decoder.recompute_virtual_tokens = run.recompute_virtual_tokens
 
 
 def _warn_of_rounded_steps(model: PreTrainedModel, run: RunArguments) -> None:

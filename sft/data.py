@@ -18,7 +18,7 @@ from trl.chat_template_utils import is_chat_template_stop_token_trained
 from iha.errors import UserError, one_line, refusing
 from iha.files import read_jsonl
 from sft.arguments import RunArguments
-from sft.sources import READERS, RunData, check_source, is_one_row, splits, suffix_of
+from sft.row_sources import READERS, RunData, check_file, is_one_row, splits_long_rows, suffix_of
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -144,7 +144,7 @@ def load_rows(
     A stream is read as it is used. A .txt file, also one of a directory, is one document, and has no `text_column`.
     Raise `UserError` for a missing or empty source and for a bad row.
     """
-    check_source(name, split)
+    check_file(name, split)
     source = {"path": name, "name": config, "split": split}
     if Path(name).is_file():
         # `data_files` takes patterns, and rows[1].jsonl would be one for rows1.jsonl.
@@ -240,7 +240,7 @@ def training_rows(
     with args.main_process_first():
         parts = [load_rows(*part, run.dataset_streaming, **column) for part in data.parts]
         check_template(parts[0].features, tokenizer, args)
-        max_length = None if splits(args, args.packing) else args.max_length  # TRL cuts rows to this length
+        max_length = None if splits_long_rows(args, args.packing) else args.max_length  # TRL cuts rows to this length
         rows = parts[0] if len(parts) == 1 else mix(parts, data.shares, tokenizer, max_length, args.seed)
         held_out = data.held_out
         if held_out is not None:

@@ -139,11 +139,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = renamed(args.source, args.rename)
     else:
         from sft.data import load_rows  # it needs packages that `byte_tokenizer` does without
-        from sft.sources import sources
+        from sft.row_sources import parts_of_mixture
 
         how = {"config": args.dataset_config, "text_column": args.dataset_text_field}
         is_streamed = args.max_bytes is not None
-        parts = [load_rows(name, streaming=is_streamed, **how) for name, _ in sources(args.text)]
+        parts = [load_rows(name, streaming=is_streamed, **how) for name, _ in parts_of_mixture(args.text)]
         tokenizer = train_tokenizer(limited(lines_of(chain(*parts)), args.max_bytes), args.vocab_size)
     with new_directory(args.dst) as directory:
         tokenizer.save_pretrained(directory)

@@ -16,7 +16,7 @@ from sft.arguments import NOT_TAKEN, RunArguments
 from sft.base_model import INTERLEAVING_KEYS, Start, identify_start
 from sft.checkpoints import RECORD
 from sft.distributed import processes_of_a_row
-from sft.sources import RunData, identify_data
+from sft.row_sources import RunData, identify_data
 
 
 Section = dict[str, Any]
@@ -50,15 +50,13 @@ FIXED_KEYS = ("seed", "data_seed", *_MODEL_KEYS, *_LENGTH_KEYS, *_OPTIMIZER_KEYS
 
 
 def write_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig, checkpoint: Path | None) -> None:
-    """Record in a run's `output_dir` what it is made of.
+    """Record in a run's `output_dir` what it is made of. The main process calls this.
 
     Raise `UserError` if it would go on from a checkpoint of a run on another model or other data.
     """
-    if args.process_index != 0:
-        return
     record = make_record(data, start, run, args)
     if checkpoint is not None:
-        compare_records(record, checkpoint)
+        check_goes_on(record, checkpoint)
     write_json(Path(args.output_dir) / RECORD, record)
 
 
@@ -85,8 +83,8 @@ def make_record(data: RunData, start: Start, run: RunArguments, args: SFTConfig)
     return json.loads(json.dumps(record, default=str))
 
 
-def compare_records(record: Record, checkpoint: Path) -> None:
-    """Print what differs from what `checkpoint` records.
+def check_goes_on(record: Record, checkpoint: Path) -> None:
+    """Check that a run can go on from a checkpoint, and print what differs from the run that wrote it.
 
     Raise `UserError` if it is the model, the data or one of the `FIXED_KEYS`, and for an incomplete checkpoint.
     """
@@ -95,36 +93,41 @@ def compare_records(record: Record, checkpoint: Path) -> None:
             f"resume_from_checkpoint: {checkpoint} has no {RECORD}: the save was interrupted, or another tool wrote "
             "it."
         )
-    kept = read_json(checkpoint / RECORD, Record)
-    sections = ("recipe", "versions")
-    then = {name: value for section in sections for name, value in kept[section].items()}
-    now = {name: value for section in sections for name, value in record[section].items()}
-    # A value is a number in a YAML file, and a word on the command line.
-    differences = [name for name in now if str(then.get(name)) != str(now[name])]
+    before = read_json(checkpoint / RECORD, Record)
+    changes = changed_keys(before, record)
     # The keys come first, because the seed is a part of the identity of random weights too.
     for name in FIXED_KEYS:
-        if name in differences:
+        if name in changes:
+            then, now = changes[name]
             raise UserError(
-                f"{name}: the run began with {then.get(name)} and cannot go on with {now[name]}. Set it back, or "
-                "start another run from its final model."
+                f"{name}: the run began with {then} and cannot go on with {now}. Set it back, or start another run "
+                "from its final model."
             )
     for section in ("base_model", "data"):
-        if kept[section] | {"name": None} != record[section] | {"name": None}:
+        if before[section] | {"name": None} != record[section] | {"name": None}:
             raise UserError(
-                f"{checkpoint} belongs to a run with another {section}, {kept[section]['name']}: choose another "
+                f"{checkpoint} belongs to a run with another {section}, {before[section]['name']}: choose another "
                 "output_dir, or give this run what it began with."
             )
-    if rows_of_a_step(kept) != rows_of_a_step(record):
+    if rows_of_a_step(before) != rows_of_a_step(record):
         raise UserError(
-            f"a step has {rows_of_a_step(record)} rows, and one of {checkpoint} had {rows_of_a_step(kept)}, so rows "
+            f"a step has {rows_of_a_step(record)} rows, and one of {checkpoint} had {rows_of_a_step(before)}, so rows "
             "would be skipped or repeated: set gradient_accumulation_steps so that a step has as many rows as before."
         )
-    if kept["held_out"] != record["held_out"]:
+    if before["held_out"] != record["held_out"]:
         print("Note: the rows to evaluate on differ from those of before.", flush=True)
-    if kept["processes"] != record["processes"]:
-        print(f"Note: this run began with {kept['processes']} processes and continues with {record['processes']}.")
-    for name in differences:
-        print(f"Note: this run began with {name} {then.get(name)} and continues with {now[name]}.", flush=True)
+    if before["processes"] != record["processes"]:
+        print(f"Note: this run began with {before['processes']} processes and continues with {record['processes']}.")
+    for name, (then, now) in changes.items():
+        print(f"Note: this run began with {name} {then} and continues with {now}.", flush=True)
+
+
+def changed_keys(before: Record, record: Record) -> dict[str, tuple[Any, Any]]:
+    """Return the keys of a recipe and the versions of libraries that differ, with both values."""
+    then = {**before["recipe"], **before["versions"]}
+    now = {**record["recipe"], **record["versions"]}
+    # A value is a number in a YAML file, and a word on the command line.
+    return {name: (then.get(name), now[name]) for name in now if str(then.get(name)) != str(now[name])}
 
 
 def rows_of_a_step(record: Record) -> int:

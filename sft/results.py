@@ -4,12 +4,12 @@ from pathlib import Path
 
 from iha import plots
 from iha.card_template import render_card
-from iha.cards import FINAL, is_from_scratch, markdown, name_of_place, source_base_model, source_license, source_name
+from iha.cards import FINAL, Origin, markdown, name_of_place, origin_of, source_name
 from iha.files import write_json
 from sft.arguments import RunArguments
 from sft.checkpoints import step_of
 from sft.record import Record, Section
-from sft.sources import RowSource
+from sft.row_sources import RowSource
 from sft.trainer import SFTRecipeTrainer
 
 
@@ -65,12 +65,18 @@ def card(config, trainer: SFTRecipeTrainer, held_out: RowSource | None, run: Run
     """
     output = Path(trainer.args.output_dir)
     args = trainer.args
-    start = run.model_name_or_path
     data = source_name(run.dataset_name)
-    from_scratch = run.preset is not None or is_from_scratch(start)
-    source = f"random weights of the preset {run.preset}" if run.preset else source_name(start)
+    if run.preset:
+        origin = Origin({}, from_scratch=True)
+        start = f"random weights of the preset {run.preset}"
+        made = "Trained from scratch"
+    else:
+        origin = origin_of(run.model_name_or_path)
+        start = source_name(run.model_name_or_path)
+        made = f"{'Trained from scratch, here' if origin.from_scratch else 'Fine-tuned'} from {markdown(start)}"
+    title, first = ("Training", "Start") if origin.from_scratch else ("Fine-tuning", "Base model")
     facts = {
-        "Start" if from_scratch else "Base model": f"{source}, {_identity(record['base_model'])}",
+        first: f"{start}, {_identity(record['base_model'])}",
         "Data": f"{data}, {_identity(record['data'])}",
         **_facts_of_the_run(trainer, held_out, run, record),
     }
@@ -78,12 +84,10 @@ def card(config, trainer: SFTRecipeTrainer, held_out: RowSource | None, run: Run
     mixing = f", {scale:g} times as much for the mixing" if scale != 1 else ""
     adapters = f", LoRA adapters of rank {run.lora_r}, merged" if run.use_peft else ""
     table = "\n".join(f"| {name} | {markdown(value)} |" for name, value in facts.items())
-    begun = "Trained from scratch, here from" if from_scratch else "Fine-tuned from"
-    origin = "Trained from scratch" if run.preset else f"{begun} {markdown(source)}"
     steps = trainer.state.global_step
-    details = f"""## {"Training" if from_scratch else "Fine-tuning"}
+    details = f"""## {title}
 
-{origin} on {markdown(data)} for \
+{made} on {markdown(data)} for \
 {steps} step{"" if steps == 1 else "s"} with TRL's \
 SFTTrainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
 
@@ -95,11 +99,10 @@ SFTTrainer: learning rate {args.learning_rate:g}{mixing}{adapters}.
     return render_card(
         config,
         name_of_place(output / FINAL),
-        base_model=None if from_scratch else source_base_model(start),
-        **({} if run.preset else source_license(start)),
-        datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
-        from_scratch=from_scratch,
+        from_scratch=origin.from_scratch,
         details=details,
+        datasets=None if Path(run.dataset_name).exists() else [run.dataset_name],
+        **origin.metadata,
     )
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 
@@ -35,6 +35,7 @@ if __name__ == "__main__":
     if os.environ.get("RANK", "0") == "0":
         print("Loading TRL (some seconds)", file=sys.stderr, flush=True)
 
+import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -68,8 +69,8 @@ from sft.data import Rows, are_chats, training_rows
 from sft.distributed import check_launch, processes_of_a_row, whole_model
 from sft.record import Record, write_record
 from sft.results import card, write_curves
+from sft.row_sources import RunData, check_splits, data_of
 from sft.shared_row_trainer import SharedRowTrainer
-from sft.sources import RunData, check_splits, data_of
 from sft.trainer import NotFiniteError, SFTRecipeTrainer
 
 
@@ -96,41 +97,44 @@ def settle_machine(args: SFTConfig) -> None:
         (args.gradient_checkpointing_kwargs or {}).pop("offload", None)
 
 
-@contextmanager
-def begun(args: SFTConfig) -> Iterator[Path | None]:
-    """Lock a run's `output_dir`, and yield the checkpoint to resume from, or None for a new run.
+def locked(args: SFTConfig) -> AbstractContextManager[None]:
+    """Let no other run write into `output_dir`. The main process holds the lock, and the others write next to it."""
+    return sole_writer(args.output_dir) if args.process_index == 0 else nullcontext()
 
-    Raise `UserError` for a launch that would train something else, for a directory that holds a model, for a run that
-    has finished, and while another run writes there.
-    """
-    check_launch(args)
+
+def find_checkpoint(args: SFTConfig) -> Path | None:
+    """Return the checkpoint to resume from, or None for a new run. Raise `UserError` for a run that has finished."""
     output = Path(args.output_dir)
-    check_holds_no_model(output)
-    # The main process holds the lock. The other processes of the run write next to it.
-    with sole_writer(output) if args.process_index == 0 else nullcontext():
-        if (output / FINAL).exists():
-            raise UserError(
-                f"{output / FINAL} exists: this run has finished. Choose another output_dir; to go on from the last "
-                f"checkpoint with more max_steps or num_train_epochs, move {FINAL} away."
-            )
-        checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, output)
-        if args.process_index == 0:
-            clear_later_checkpoints(output, checkpoint)
-        try:
-            yield checkpoint
-        except KeyboardInterrupt as interrupt:
-            if args.resume_from_checkpoint is None:
-                last = newest_whole_checkpoint(output)
-                start = "starts again: there is no checkpoint yet" if last is None else f"goes on from {last}"
-                interrupt.add_note(f"The same command {start}.")
-            raise
-        except NotFiniteError as error:
+    if (output / FINAL).exists():
+        raise UserError(
+            f"{output / FINAL} exists: this run has finished. Choose another output_dir; to go on from the last "
+            f"checkpoint with more max_steps or num_train_epochs, move {FINAL} away."
+        )
+    checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, output)
+    if args.process_index == 0:
+        clear_later_checkpoints(output, checkpoint)
+    return checkpoint
+
+
+@contextmanager
+def told_how_to_go_on(args: SFTConfig) -> Iterator[None]:
+    """Add to an interrupt, and to a stop at NaN, from which checkpoint the run can go on."""
+    output = Path(args.output_dir)
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if args.resume_from_checkpoint is None:
             last = newest_whole_checkpoint(output)
-            where = "There is no checkpoint yet." if last is None else f"The last good checkpoint is {last}."
-            raise UserError(
-                f"Training stopped at {error} {where} Lower learning_rate, or check the data, and start in another "
-                "output_dir."
-            ) from error
+            start = "starts again: there is no checkpoint yet" if last is None else f"goes on from {last}"
+            interrupt.add_note(f"The same command {start}.")
+        raise
+    except NotFiniteError as error:
+        last = newest_whole_checkpoint(output)
+        where = "There is no checkpoint yet." if last is None else f"The last good checkpoint is {last}."
+        raise UserError(
+            f"Training stopped at {error} {where} Lower learning_rate, or check the data, and start in another "
+            "output_dir."
+        ) from error
 
 
 def build_trainer(
@@ -157,13 +161,7 @@ def build_trainer(
         peft_config=adapters,
     )
     if run.is_quantized:
-        # TRL rounds what is trained to bfloat16, which is too coarse for steps of the mixing. PEFT loads adapters in
-        # float32, so a run that was interrupted would end elsewhere.
-        for weight in trainer.model.parameters():
-            if weight.requires_grad:
-                weight.data = weight.data.float()
-        for weight, value in zip(trained_mixing(trainer.model), mixing, strict=True):
-            weight.data.copy_(value)
+        take_back_precision(trainer.model, mixing)
     if isinstance(trainer.train_dataset, IterableDataset):
         # Repeat the stream without end, so that a resume can skip the batches that were seen, however many passes they
         # took. TRL has packed the stream before: of a short stream that repeats, it would pack 1,000 rows at a time.
@@ -172,6 +170,19 @@ def build_trainer(
         peak = run.peak_tflops * 1e12 * args.world_size
         trainer.count_tokens.peak_tokens_per_second = peak / flops_of_a_token(model.config, args.max_length)
     return trainer
+
+
+def take_back_precision(model: PeftModel, mixing: list[torch.Tensor]) -> None:
+    """Train adapters in float32, and the mixing from these values.
+
+    TRL rounds what is trained to bfloat16, which is too coarse for steps of the mixing. PEFT loads adapters in
+    float32, so a run that was interrupted would end elsewhere.
+    """
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    for weight, value in zip(trained_mixing(model), mixing, strict=True):
+        weight.data.copy_(value)
 
 
 def train(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments, checkpoint: Path | None) -> None:
@@ -204,16 +215,24 @@ def train(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments, checkpoin
 
 
 def save_final(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments) -> None:
-    """Write the curves and the final model with its card. Every process must call this, and the main one writes."""
+    """Write the curves and the final model. Every process must call this, and the main one writes."""
     output = Path(trainer.args.output_dir)
     model = whole_model(trainer)
     if trainer.args.process_index != 0:
         return
-    if run.is_quantized:
-        write_adapter(trainer, model, run)
-        return
     record = read_json(output / RECORD, Record)  # raises an error if the directory was removed
     write_curves(trainer.state.log_history, output)
+    if run.is_quantized:
+        write_adapter(trainer, model, run)
+    else:
+        write_model(trainer, model, data, run, record)
+
+
+def write_model(
+    trainer: SFTRecipeTrainer, model: PreTrainedModel, data: RunData, run: RunArguments, record: Record
+) -> None:
+    """Write the final model, into which adapters are merged, with its card if it is one of ours."""
+    output = Path(trainer.args.output_dir)
     with new_directory(output / FINAL) as directory:
         model = model.merge_and_unload() if run.use_peft else model
         model.save_pretrained(directory)
@@ -226,9 +245,8 @@ def save_final(trainer: SFTRecipeTrainer, data: RunData, run: RunArguments) -> N
 
 
 def write_adapter(trainer: SFTRecipeTrainer, model: PeftModel, run: RunArguments) -> None:
-    """Write the curves and the adapter of a quantised base, into whose rounded weights it is not merged."""
+    """Write the adapter of a quantised base, into whose rounded weights it is not merged."""
     output = Path(trainer.args.output_dir)
-    write_curves(trainer.state.log_history, output)
     base = run.model_name_or_path
     with new_directory(output / FINAL) as directory:
         load = "PeftModel.from_pretrained"
@@ -250,7 +268,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run a recipe of supervised fine-tuning. Raise `UserError`."""
     run, args = RecipeParser(USAGE).parse(argv)
     data = data_of(run, args)
-    with begun(args) as checkpoint:
+    check_launch(args)
+    check_holds_no_model(Path(args.output_dir))
+    with locked(args), told_how_to_go_on(args):
+        checkpoint = find_checkpoint(args)
         settle_machine(args)
         start = find_start(run)
         settle_pseudo_heads(start, run)
@@ -258,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         config = run_config(start, run, args)
         if args.process_index == 0:
             check_splits(data)
-        write_record(data, start, run, args, checkpoint)
+            write_record(data, start, run, args, checkpoint)
         model, tokenizer = prepare_model(start, config, run, args)
         adapters = lora_config(run, model)
         rows = training_rows(data, run, args, tokenizer)

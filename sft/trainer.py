@@ -24,8 +24,8 @@ from sft.bits_per_byte import BitsPerByte
 from sft.checkpoints import RECORD, WholeCheckpoints
 from sft.distributed import whole_model
 from sft.log_figures import CountTokens, LogMixing, mixes_heads
+from sft.row_sources import splits_long_rows
 from sft.shared_cores import WatchCores
-from sft.sources import splits
 
 
 class NotFiniteError(UserError):
@@ -125,7 +125,7 @@ class SFTRecipeTrainer(SFTTrainer):
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
         # TRL cuts and drops rows silently, and takes tokenized rows as they are. So it prepares them in two steps, and
         # `check_cut` counts whole rows between the two. TRL has no public function that tokenizes rows.
-        cut_to = None if splits(args, packing) else args.max_length
+        cut_to = None if splits_long_rows(args, packing) else args.max_length
         whole = copy.copy(args)
         whole.max_length = None
         whole.shuffle_dataset = False
@@ -143,7 +143,7 @@ class SFTRecipeTrainer(SFTTrainer):
     def _takes_bits_per_byte(self) -> bool:
         """Return whether texts are evaluated whole, by the plain loss of their tokens."""
         packs = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
-        is_whole = splits(self.args, packs) or self.args.max_length is None
+        is_whole = splits_long_rows(self.args, packs) or self.args.max_length is None
         is_plain = self.args.loss_type == "nll" and self.args.label_smoothing_factor == 0 and not self.aux_loss_enabled
         return is_whole and is_plain
 

@@ -18,7 +18,7 @@ from iha.sources import find_source
 from modeling_iha import IHAForCausalLM, interleave_heads
 from sft import train
 from sft.data import mix
-from sft.sources import sources
+from sft.row_sources import parts_of_mixture
 
 
 RECIPES = ROOT / "sft" / "recipes"
@@ -71,7 +71,7 @@ def test_a_recipe_trains(file, tiny, rows_file, text_file, tmp_path):
 def test_the_first_stage_of_long_context_leaves_its_rope_base_and_positions_in_the_checkpoint(tiny, tmp_path):
     rows = [{"text": "word " * (1 + 40 * (number % 3))} for number in range(90)]
     names = [write_jsonl(tmp_path / f"{index}.jsonl", rows[index::3]) for index in range(3)]
-    shares = [share for _, share in sources(str(RECIPES / "long_context_64k" / "mixture.yaml"))]
+    shares = [share for _, share in parts_of_mixture(str(RECIPES / "long_context_64k" / "mixture.yaml"))]
     assert shares == [0.3, 0.3, 0.4]
     mixture = tmp_path / "mixture.yaml"
     mixture.write_text(yaml.safe_dump([{"path": path, "share": share} for path, share in zip(names, shares)]))

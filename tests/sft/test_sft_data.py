@@ -24,7 +24,7 @@ from sft.checkpoints import checkpoint_to_resume
 from sft.data import check_template, hold_out_first, load_rows, to_messages
 from sft.data import training_rows as rows_of_data
 from sft.make_tokenizer import train_tokenizer
-from sft.sources import data_of, sources
+from sft.row_sources import data_of, parts_of_mixture
 from sft.trainer import SFTRecipeTrainer
 
 
@@ -82,7 +82,7 @@ def test_a_home_directory_is_found_in_every_key(tmp_path, monkeypatch):
     (tmp_path / "mix.yaml").write_text("[{path: ~/rows.jsonl, share: 1}]")
     run = RunArguments(model_name_or_path="~/model", tokenizer="~/bytes", dataset_name="~/mix.yaml")
     assert (run.model_name_or_path, run.tokenizer) == (f"{tmp_path}/model", f"{tmp_path}/bytes")
-    assert sources(run.dataset_name) == [(f"{tmp_path}/rows.jsonl", 1)]
+    assert parts_of_mixture(run.dataset_name) == [(f"{tmp_path}/rows.jsonl", 1)]
     assert (
         RunArguments(dataset_name="a", eval_dataset_name="~/rows.jsonl").eval_dataset_name == f"{tmp_path}/rows.jsonl"
     )

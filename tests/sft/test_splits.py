@@ -15,7 +15,7 @@ from sft.base_model import find_start
 from sft.checkpoints import RECORD
 from sft.data import load_rows, training_rows
 from sft.record import make_record
-from sft.sources import check_splits, data_of
+from sft.row_sources import check_splits, data_of
 from sft.trainer import SFTRecipeTrainer
 
 

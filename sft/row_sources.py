@@ -50,20 +50,20 @@ def data_of(run: RunArguments, args: SFTConfig) -> RunData:
     if args.packing and args.packing_strategy == "wrapped":
         raise UserError("packing_strategy 'wrapped' lets documents attend to one another: use 'bfd' or 'bfd_split'.")
     _check_evaluation(run, args)
-    named = sources(run.dataset_name)
+    named = parts_of_mixture(run.dataset_name)
     parts = [RowSource(name, run.dataset_train_split, run.dataset_config) for name, _ in named]
     if run.dataset_streaming and len(parts) > 1:
         raise UserError("dataset_streaming reads one source: give no mixture.")
     if run.dataset_streaming and args.max_steps < 1:
         raise UserError(f"max_steps={args.max_steps}: dataset_streaming has no last row, so give the number of steps.")
     for part in parts:
-        check_source(part.name, part.split)
+        check_file(part.name, part.split)
         if len(parts) > 1 and is_one_row(part.name):
             raise UserError(
                 f"{run.dataset_name}: {part.name} is one row, and a mixture ends with the first part that is used up: "
                 "join the .txt files, or write each as rows of a .jsonl file."
             )
-        _check_whole(part.name, args, args.packing)
+        _check_not_cut(part.name, args, args.packing)
     held_out = None
     if run.eval_dataset_name:
         held_out = RowSource(run.eval_dataset_name, run.dataset_test_split or "train")
@@ -75,8 +75,8 @@ def data_of(run: RunArguments, args: SFTConfig) -> RunData:
                 f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set "
                 "eval_size."
             )
-        check_source(held_out.name, held_out.split)
-        _check_whole(held_out.name, args, args.packing if args.eval_packing is None else args.eval_packing)
+        check_file(held_out.name, held_out.split)
+        _check_not_cut(held_out.name, args, args.packing if args.eval_packing is None else args.eval_packing)
     return RunData(parts, [share for _, share in named], held_out)
 
 
@@ -110,7 +110,7 @@ class Part(TypedDict):
     share: Annotated[float, Gt(0)]
 
 
-def sources(dataset_name: str) -> list[tuple[str, float]]:
+def parts_of_mixture(dataset_name: str) -> list[tuple[str, float]]:
     """Return the name of each dataset and its share of the tokens: those that a .yaml file lists, or this one alone.
 
     The file holds a list of `{path: NAME, share: NUMBER}`. Raise `UserError` if the shares do not add up to 1.
@@ -138,7 +138,7 @@ def is_one_row(name: str) -> bool:
     return Path(name).is_file() and READERS.get(suffix_of(name)) == "text"
 
 
-def check_source(name: str, split: str) -> None:
+def check_file(name: str, split: str) -> None:
     """Reject a file that is not there or is empty, and a split of a file, which has none. Raise `UserError`."""
     if suffix_of(name) in READERS and not Path(name).is_file():
         raise UserError(f"{name}: no such file; expected {', '.join(READERS)}, or the id of a dataset on the Hub.")
@@ -148,9 +148,9 @@ def check_source(name: str, split: str) -> None:
         raise UserError(f"{name}: it holds no rows.")
 
 
-def _check_whole(name: str, args: SFTConfig, packs: bool) -> None:
+def _check_not_cut(name: str, args: SFTConfig, packs: bool) -> None:
     """Reject a text file, which is one row, if it would be cut to its first `max_length` tokens. Raise `UserError`."""
-    if args.max_length is None or splits(args, packs) or not is_one_row(name):
+    if args.max_length is None or splits_long_rows(args, packs) or not is_one_row(name):
         return
     # A token is at least one byte, and the last token ends the text. A compressed file may hold any length.
     is_short = not name.endswith(".gz") and Path(name).stat().st_size < args.max_length
@@ -161,7 +161,7 @@ def _check_whole(name: str, args: SFTConfig, packs: bool) -> None:
         )
 
 
-def splits(args: SFTConfig, packs: bool) -> bool:
+def splits_long_rows(args: SFTConfig, packs: bool) -> bool:
     """Return whether long rows are split at `max_length` and not cut."""
     return packs and args.packing_strategy == "bfd_split"
 
@@ -199,14 +199,13 @@ def identify_data(name: str, config: str | None = None) -> dict[str, str | None]
     The datasets library needs `config` to find a dataset that has no default configuration. Raise `UserError` if it
     finds none.
     """
-    parts = sources(name)
-    if parts != [(name, 1.0)]:
-        identities = [(share, identify_data(part)) for part, share in parts]
-        return {"sha256": hashlib.sha256(json.dumps(identities).encode()).hexdigest()}
     path = Path(name)
+    if suffix_of(name) in MIXTURES:
+        identities = [(share, identify_data(part)) for part, share in parts_of_mixture(name)]
+        return {"sha256": hashlib.sha256(json.dumps(identities).encode()).hexdigest()}
     if path.is_file():
         return {"sha256": file_sha256(path)}
-    if path.exists():
+    if path.is_dir():
         files = (file for file in path.rglob("*") if file.is_file())
         lines = sorted(f"{file_sha256(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
         return {"sha256": hashlib.sha256("".join(lines).encode()).hexdigest()}
