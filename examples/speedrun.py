@@ -43,7 +43,7 @@ from iha.cards import markdown_table
 from iha.conversion.shared import preset_config
 from iha.errors import UserError, check_packages, run_cli
 from iha.files import read_json, read_jsonl, write_json, write_jsonl
-from iha.model_cost import cost_of_model
+from iha.model_cost import passes_of_model
 from iha.step_memory import Way, of_training
 from modeling_iha import IHAConfig
 from sft.make_text import modules
@@ -346,7 +346,7 @@ class Run:
         rows = []
         for name, stage in self.size.stages.items():
             config = self.config_of(form, name)
-            products = cost_of_model(config, stage.tokens).training * stage.rows * stage.steps
+            products = passes_of_model(config, stage.tokens).training * stage.rows * stage.steps
             hours = 2 * products / (self.size.tflops * 1e12 * self.args.devices) / 3600
             at_once = stage.at_once(self.args.devices)
             memory = of_training(config, at_once, stage.tokens, Way(stage.checkpoints, tiled_loss=True))

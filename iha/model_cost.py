@@ -100,13 +100,29 @@ def cost_of_model(config: PreTrainedConfig, tokens: int, lora_r: int | None = No
     return model_cost(config, tokens, lora_r).whole
 
 
+class Passes(NamedTuple):
+    """Hold the multiply-adds of a forward pass, and of a forward and a backward pass."""
+
+    prefill: int
+    training: int
+
+
+def passes_of_model(config: PreTrainedConfig, tokens: int) -> Passes:
+    """Count the passes of a whole model alone, in a fraction of the time of its other costs. Raise `UserError`."""
+    with explained(config):
+        model = without_data(config, counted_attention.NAME)
+        kept = keep_one_of_each(model)
+        counts = count_training(model, kept, tokens)
+    return Passes(*(each.rest + sum(each.layers[place] for place in kept.like) for each in counts))
+
+
 def flops_of_a_token(config: PreTrainedConfig, tokens: int) -> float:
     """Return the FLOPs of a model in a training step, for each token of rows of `tokens` tokens.
 
     They are three times those of a forward pass, and leave out what a kernel or activation checkpointing recomputes,
     as in the utilization of model FLOPs (PaLM, Appendix B). Only the pairs that the masks leave count.
     """
-    return 3 * 2 * cost_of_model(config, tokens).prefill / tokens
+    return 3 * 2 * passes_of_model(config, tokens).prefill / tokens
 
 
 def attention_of(layer: nn.Module) -> list[nn.Module]:

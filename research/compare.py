@@ -38,7 +38,7 @@ from matplotlib.figure import Figure
 
 from iha import plots
 from iha.files import read_json, sole_writer
-from iha.model_cost import cost_of_model, parameters_of
+from iha.model_cost import parameters_of, passes_of_model
 from iha.step_memory import Way, of_training
 from modeling_iha import IHAConfig
 from research.benchmarks.harness import processor
@@ -201,7 +201,7 @@ def plot(record: dict) -> Figure:
 def rows_of_table(comparison: Comparison, rates: dict[str, Rates], runs: dict[str, list[dict]]) -> list[dict]:
     """Return a row for each arm, with its differences from the first arm and their p-values."""
     first, *_ = runs
-    flops = {arm: cost_of_model(comparison.config_of(arm), comparison.size.tokens).training for arm in runs}
+    flops = {arm: passes_of_model(comparison.config_of(arm), comparison.size.tokens).training for arm in runs}
     rows = []
     for arm, of_arm in runs.items():
         config = comparison.config_of(arm)

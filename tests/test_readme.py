@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Trainer, pipeline
 import modeling_iha
 from iha.errors import ROOT
 from iha.step_memory import StepMemory
-from modeling_iha import IHAForCausalLM
+from modeling_iha import IHAConfig, IHAForCausalLM
 from modeling_iha.mixing_weights import mixing_parameters
 from modeling_iha.transformers_versions import FIRST_UNTESTED, OLDEST
 from sft.arguments import RecipeParser
@@ -318,6 +318,8 @@ def test_the_example_from_scratch_goes_on_and_draws_its_losses(tmp_path, monkeyp
     path, counted, training_step = ROOT / "examples" / "from_scratch.py", [], Trainer.training_step
     step = lambda self, *args, **others: counted.append(1) or training_step(self, *args, **others)  # noqa: E731
     monkeypatch.setattr(Trainer, "training_step", step)
+    from_preset, sizes = IHAConfig.from_preset, {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    monkeypatch.setattr(IHAConfig, "from_preset", lambda name, **fields: from_preset(name, **sizes, **fields))
     for steps_in_all, made in (("1", 1), ("2", 1), ("2", 0)):
         monkeypatch.setattr(sys, "argv", [str(path), str(path), str(tmp_path), "--max_steps", steps_in_all])
         counted.clear()
@@ -389,6 +391,7 @@ def said_by(path: Path, words: list[str], monkeypatch, capsys) -> str:
 
 @pytest.mark.parametrize("name", ["sft", "lora", "attention_patterns"])
 def test_an_example_answers_a_wrong_name_in_one_line(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)  # a Hub that is not there is asked again for seconds
     path, (base, rows) = ROOT / "examples" / f"{name}.py", base_and_rows(tmp_path)
     wrong = str(tmp_path / "nowhere")
     words = ["prompt", "out.png"] if name == "attention_patterns" else [rows, "out"]

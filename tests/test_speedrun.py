@@ -1,29 +1,50 @@
 """Run examples/speedrun.py as a user does."""
 
 import json
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from tiny_training import hasten_runs
 
 from examples import speedrun
 from iha.errors import ROOT, UserError
 from iha.kinds import virtual_tokens_per_token
+from iha.step_memory import StepMemory
 from sft.base_model import rope_reach
 
 
-def run_script(words):
-    return subprocess.run([sys.executable, *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+def run_here(words, stdout, stderr):
+    """Stand in for `subprocess.run`: run `python -m` in this process, which spares the imports."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(stdout), redirect_stderr(stdout):
+        patch.setattr(sys, "argv", words[2:])
+        with suppress(SystemExit):
+            runpy.run_module(words[2], run_name="__main__")
+            return subprocess.CompletedProcess(words, 0)
+    return subprocess.CompletedProcess(words, 1)
 
 
-def test_the_smallest_size_ends_in_a_table(tmp_path):
-    words = ["examples/speedrun.py", "--size", "seconds", "--forms", "paired-heads", "--out", str(tmp_path)]
-    printed = run_script(words)
+@pytest.fixture
+def few_steps_here(in_repository_root, monkeypatch):
+    """Run the commands in this process, with few steps in short rows."""
+    monkeypatch.setattr(speedrun, "subprocess", SimpleNamespace(run=run_here, STDOUT=subprocess.STDOUT))
+    size = speedrun.SIZES["seconds"]
+    stages = {name: replace(stage, steps=2, rows=2) for name, stage in size.stages.items()}
+    stages["chat"] = replace(stages["chat"], tokens=512)
+    monkeypatch.setitem(speedrun.SIZES, "seconds", replace(size, **stages, characters=100_000))
+    hasten_runs(monkeypatch)
+
+
+def assert_ends_in_a_table(words, out, run):
+    """Run the smallest size twice, and look at what it leaves."""
+    printed = run(words)
     assert "One seed: no ranking." in printed
-    assert printed.rstrip().endswith(
-        f"Wrote report.md, curves.png and table.json (every seed) in {tmp_path / 'seconds'}."
-    )
-    (figures,) = json.loads((tmp_path / "seconds" / "table.json").read_text())["seeds"]["paired-heads"]
+    assert printed.rstrip().endswith(f"Wrote report.md, curves.png and table.json (every seed) in {out / 'seconds'}.")
+    (figures,) = json.loads((out / "seconds" / "table.json").read_text())["seeds"]["paired-heads"]
     assert {
         "bits per byte, long",
         "loss of answers, sums-test",
@@ -31,18 +52,39 @@ def test_the_smallest_size_ends_in_a_table(tmp_path):
         "seconds, long",
     } <= figures.keys()
     assert figures["bits per byte, pretrain"] < 8
-    assert (tmp_path / "seconds" / "curves.png").stat().st_size > 1000
-    again = run_script(words)
+    assert (out / "seconds" / "curves.png").stat().st_size > 1000
+    again = run(words)
     assert again.count("(done before)") == again.count("\n$ ")
 
 
-@pytest.mark.parametrize("size", ["100m", "2.4b"])
-def test_a_dry_run_prints_commands_hours_and_memory(size, tmp_path, capsys):
-    speedrun.main(["--size", size, "--out", str(tmp_path / "new"), "--dry-run"])
+def test_all_stages_end_in_a_table(tmp_path, few_steps_here, capsys):
+    def run(words):
+        speedrun.main(words)
+        return capsys.readouterr().out
+
+    assert_ends_in_a_table(["--size", "seconds", "--forms", "paired-heads", "--out", str(tmp_path)], tmp_path, run)
+
+
+@pytest.mark.slow
+def test_the_smallest_size_ends_in_a_table(tmp_path):
+    """Run it as a user does."""
+
+    def run(words):
+        command = [sys.executable, "examples/speedrun.py", *words]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    assert_ends_in_a_table(["--size", "seconds", "--forms", "paired-heads", "--out", str(tmp_path)], tmp_path, run)
+
+
+@pytest.mark.parametrize(("size", "forms"), [("100m", ["paired-heads"]), ("2.4b", list(speedrun.FORMS))])
+def test_a_dry_run_prints_commands_hours_and_memory(size, forms, tmp_path, capsys, monkeypatch):
+    if len(forms) > 1:  # to count the memory of each takes seconds
+        monkeypatch.setattr(speedrun, "of_training", lambda *_: StepMemory(1, 1, 1, 1))
+    speedrun.main(["--size", size, "--forms", *forms, "--out", str(tmp_path / "new"), "--dry-run"])
     printed = capsys.readouterr().out
-    assert printed.count("$ python -m sft.train") == 3 * len(speedrun.FORMS)
-    assert printed.count("| long |") == len(speedrun.FORMS)
-    assert printed.count("perplexity_by_position") == printed.count("--text ") == len(speedrun.FORMS)
+    assert printed.count("$ python -m sft.train") == 3 * len(forms)
+    assert printed.count("| long |") == len(forms)
+    assert printed.count("perplexity_by_position") == printed.count("--text ") == len(forms)
     assert ("sft.make_tokenizer" in printed) == ("<|im_end|>" in printed) == (size == "2.4b")
     assert not (tmp_path / "new").exists()
 

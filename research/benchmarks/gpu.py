@@ -367,7 +367,7 @@ def decoder_case(tokens: int, dry: bool, padded: bool = False, compiled: bool = 
 
 def layer_cases(dry: bool) -> list[Case]:
     heads = 4 if dry else 20
-    short, long = (256, 512) if dry else (8192, 65536)
+    short, long = (128, 256) if dry else (8192, 65536)
     few = 128 if dry else 4096
     return [
         attention_case(short, heads, backward=True),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import last_line
 
-from iha.errors import UserError, run_cli
+from iha.errors import ROOT, UserError, run_cli
 from modeling_iha import triton_kernels
 from research.benchmarks import gpu, recipe_runs
 from sft.arguments import RecipeParser
@@ -89,10 +89,13 @@ def test_what_runs_without_kernels(table):
     assert seen == {"iha": triton_kernels.WANTED, "iha" + gpu.WITHOUT: "0"}
 
 
-def test_tests_are_collected_in_a_dry_run(table, monkeypatch):
-    monkeypatch.setattr(gpu, "TESTS", {"kernels": ["tests/gpu/test_kernels.py"]})
+def test_tests_are_collected_in_a_dry_run(table, tmp_path, monkeypatch):
+    """Take a file that imports nothing, and find those of a visit."""
+    assert all((ROOT / word).exists() for words in gpu.TESTS.values() for word in words if word.endswith(".py"))
+    (tmp_path / "test_kernels.py").write_text("def test_that_fails():\n    assert False\n")
+    monkeypatch.setattr(gpu, "TESTS", {"kernels": [str(tmp_path / "test_kernels.py")]})
     gpu.run_tests(table, True, time.monotonic() + 300)
-    assert "test" in table.content["cases"]["tests"]["kernels"]["passed"]
+    assert "1 test collected" in table.content["cases"]["tests"]["kernels"]["passed"]
 
 
 @pytest.mark.parametrize("run", recipe_runs.RUNS, ids=lambda run: f"{run.case}, {run.form}")

@@ -38,7 +38,7 @@ from iha.counted_adapters import add_adapters
 from iha.counted_attention import visible_pairs
 from iha.counted_config import of_checkpoint, of_preset
 from iha.errors import UserError
-from iha.model_cost import cost_of_model, model_cost
+from iha.model_cost import cost_of_model, model_cost, passes_of_model
 from iha.plain_models import with_mha
 from iha.sources import find_source
 from iha.step_memory import Counter, StepMemory, Way, of_sharded_training, of_training
@@ -108,6 +108,7 @@ def test_products_are_those_of_a_model_for_the_pairs_that_its_masks_leave(varian
     counted = cost_of_model(config, tokens)
     assert counted.parameters == real.num_parameters()
     assert counted.prefill == forward - 2 * (total - visible)
+    assert passes_of_model(config, tokens) == (counted.prefill, counted.training)
     assert counted.training == both - 6 * (total - visible) + visible  # the backward pass computes scores again
 
 

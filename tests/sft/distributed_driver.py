@@ -1,13 +1,16 @@
-"""Run what the launch of test_distributed.py has in each of its processes.
+"""Run what the launches of test_distributed.py have in each of their processes.
 
-python tests/sft/distributed_driver.py PLANS, a JSON list of the plans of `train_run` and `tensor_parallel_step`.
-FSDP runs on the CPU here, where accelerate alone would train under DDP in silence.
+`forked` starts the processes in tests, and accelerate's launcher does in slow ones: python
+tests/sft/distributed_driver.py PLANS, a JSON list of the plans of `train_run` and `tensor_parallel_step`. FSDP runs on
+the CPU here, where accelerate alone would train under DDP in silence.
 """
 
 import gc
 import json
 import os
+import socket
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
@@ -120,10 +123,31 @@ def shard_on_cpu() -> None:
     PartialState.__init__ = start_as_accelerator
 
 
+def run_plans(plans: list[dict]) -> None:
+    shard_on_cpu()
+    for plan in plans:
+        (train_run if "arguments" in plan else tensor_parallel_step)(plan)
+    assert not torch.distributed.is_initialized()
+
+
+def forked(work: Callable[[list[dict]], None], plans: list[dict], environment: dict[str, str]) -> None:
+    """Run plans in two forks of this process, which have its imports, with the variables of a launcher."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    environment = {**environment, **address, "WORLD_SIZE": "2"}
+    arguments = (work, plans, environment)
+    torch.multiprocessing.start_processes(_run_in_fork, arguments, nprocs=2, start_method="fork")
+
+
+def _run_in_fork(rank: int, work: Callable[[list[dict]], None], plans: list[dict], environment: dict[str, str]):
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    work(plans)
+
+
 if __name__ == "__main__":
     gc.freeze()
     gc.enable()
-    shard_on_cpu()
-    for plan in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
-        (train_run if "arguments" in plan else tensor_parallel_step)(plan)
-    assert not torch.distributed.is_initialized()
+    run_plans(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -149,11 +149,15 @@ def compare_models(plan: dict) -> None:
         Path(plan["record"]).write_text(json.dumps(record), encoding="utf-8")
 
 
-if __name__ == "__main__":
-    gc.freeze()
-    gc.enable()
+def run_plans(plans: list[dict]) -> None:
     torch.set_num_threads(1)
     shard_on_cpu()
     dist.init_process_group("gloo")
-    for plan in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
+    for plan in plans:
         (train_run if "arguments" in plan else compare_models)(plan)
+
+
+if __name__ == "__main__":
+    gc.freeze()
+    gc.enable()
+    run_plans(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -14,7 +14,7 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
-from distributed_driver import train_run, whole_gradients
+from distributed_driver import forked, run_plans, train_run, whole_gradients
 from safetensors.torch import load_file
 from tiny_training import decoder, preset_config, recipe, saved, sizes, training_rows, write_jsonl
 
@@ -123,10 +123,10 @@ def assert_same_run(place: Path, name: str) -> dict:
 
 @pytest.fixture(scope="module")
 def launched(request, workplace) -> Path:
-    """Do in this process what `accelerate launch` does, once; its processes print to the same terminal.
+    """Fork what `accelerate launch` starts, once.
 
-    They make runs under FSDP2, the first with sharded state dicts, interrupted and resumed, a step under tensor
-    parallelism, and a run under DDP. Models whose tests are not selected are left out.
+    The processes make runs under FSDP2, the first with sharded state dicts, interrupted and resumed, a step under
+    tensor parallelism, and a run under DDP. Models whose tests are not selected are left out.
     """
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
     runs = {
@@ -140,13 +140,24 @@ def launched(request, workplace) -> Path:
     runs = {"shards": runs["shards"], "resumed": runs["shards"], "tensor_parallel": tensor_parallel, **runs}
     plans = [{**plan, "record": str(workplace / f"{name}.pt")} for name, plan in runs.items()]
     plans[0]["interrupted_at"] = 4
-    (workplace / "plans.json").write_text(json.dumps(plans), encoding="utf-8")
-    command = [str(ROOT / "tests" / "sft" / "distributed_driver.py"), str(workplace / "plans.json")]
-    args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / "fsdp2.yaml"), *command])
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as threads:
-        patch.chdir(ROOT)
-        threads.submit(launch_command, args).result()  # in the main thread it would keep the signals of pytest
+    forked(run_plans, plans, launcher_environment("fsdp2.yaml"))
     return workplace
+
+
+def launch(config: str, driver: str, plans: list[dict], place: Path, *options: str) -> None:
+    """Do in this process what `accelerate launch` does; its processes print to the same terminal."""
+    (place / "plans.json").write_text(json.dumps(plans), encoding="utf-8")
+    command = [str(ROOT / "tests" / "sft" / driver), str(place / "plans.json")]
+    args = launch_command_parser().parse_args(["--config_file", str(CONFIGS / config), *options, *command])
+    with ThreadPoolExecutor() as threads:
+        threads.submit(launch_command, args).result()  # in the main thread it would keep the signals of pytest
+
+
+@pytest.mark.slow
+def test_processes_of_the_launcher_train_like_one(workplace):
+    plan = {"arguments": arguments(workplace, "llama", 2), "record": str(workplace / "llama.pt"), "last": True}
+    launch("fsdp2.yaml", "distributed_driver.py", [plan], workplace)
+    assert assert_same_run(workplace, "llama")["class"] == "FSDPInterleavedLlamaForCausalLM"
 
 
 def test_two_processes_train_like_one(launched):
@@ -158,7 +169,6 @@ def test_two_processes_train_like_one(launched):
     ("name", "family"),
     [
         ("shards", "IHA"),
-        pytest.param("llama", "InterleavedLlama", marks=pytest.mark.slow),
         ("qwen3_moe", "InterleavedQwen3Moe"),
     ],
 )

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from iha.errors import UserError
-from iha.model_cost import cost_of_model
+from iha.model_cost import passes_of_model
 from modeling_iha import IHAConfig, IHAForCausalLM, interleave_heads
 from sft.arguments import RecipeParser
 from sft.base_model import find_start, rope_reach, run_config, settle_pseudo_heads
@@ -69,7 +69,7 @@ def test_the_papers_windows_scaled_to_64k_keep_the_flops_of_global_attention(tmp
         words = sizes(None, "rows", tmp_path, **keys, sliding_window=window, eval_strategy="no", eval_size=0)
         words += ["--preset", f"paper-2.4b-{preset}"]
         run, args = RecipeParser(USAGE).parse(["--config", recipe("paper_sft"), *words])
-        costs.append(cost_of_model(run_config(find_start(run), run, args), 65536).prefill)
+        costs.append(passes_of_model(run_config(find_start(run), run, args), 65536).prefill)
     scaled, unscaled, plain = costs
     assert scaled / plain == pytest.approx(1, abs=0.005) and unscaled / plain == pytest.approx(0.53, abs=0.005)
 

@@ -141,7 +141,7 @@ def test_a_step_of_the_paper_s_models(name, preset, kernels):
     assert kernels
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize("stage", ["pretrain", "long", "chat"])
 @pytest.mark.parametrize("form", speedrun.FORMS)
 @pytest.mark.parametrize("size", ["100m", "2.4b"])

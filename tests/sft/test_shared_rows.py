@@ -5,21 +5,19 @@ for FlashAttention has scores in float32, so to 1e-6). Runs of sft/train.py are 
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.utils import DistributedType
-from distributed_driver import train_run
+from distributed_driver import forked, train_run
 from safetensors.torch import load_file
-from shared_rows_driver import DOCUMENTS, MODELS, of_kind
+from shared_rows_driver import DOCUMENTS, MODELS, of_kind, run_plans
 from shared_rows_driver import decoder as plain_decoder
-from test_distributed import as_launched, assert_same_gradients, launcher_environment
+from test_distributed import as_launched, assert_same_gradients, launch, launcher_environment
 from tiny_training import decoder, preset_config, recipe, saved, sizes, training_rows, write_jsonl
 
-from iha.errors import ROOT, UserError
+from iha.errors import UserError
 from modeling_iha import IHAForCausalLM, interleave_heads
 from sft.distributed import check_launch
 from sft.shared_row_trainer import check_core, check_heads
@@ -38,6 +36,7 @@ CASES = [
 # Those of `make test`: each model once, all of WINDOWS, DOCUMENTS and WAYS; `make test-full` runs all.
 FEW = [case for place, case in enumerate(CASES) if place % 37 == 0]
 SHARED = {"PARALLELISM_CONFIG_CP_SIZE": "2"}
+CONFIG, TWO_PROCESSES = "fsdp2_shared_rows.yaml", ("--num_processes=2", "--parallelism_config_cp_size=2")
 PACKED = {
     "packing": "true",
     "pad_to_multiple_of": 4,
@@ -77,7 +76,7 @@ def workplace(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(request, workplace) -> Path:
-    """Do once what `accelerate launch --config_file fsdp2_shared_rows.yaml --num_processes 2` does.
+    """Fork once what `accelerate launch --config_file fsdp2_shared_rows.yaml --num_processes 2` starts.
 
     What no selected test asks for is left out."""
     asked = {item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")}
@@ -100,14 +99,7 @@ def launched(request, workplace) -> Path:
         plans.append(plan("window", "mixed"))
     plans += [plan(name, name) for name in RUNS if name in asked and name != "window"]
     plans[-1]["last"] = True
-    (workplace / "plans.json").write_text(json.dumps(plans), encoding="utf-8")
-    config = str(ROOT / "sft" / "accelerate_configs" / "fsdp2_shared_rows.yaml")
-    command = [str(ROOT / "tests" / "sft" / "shared_rows_driver.py"), str(workplace / "plans.json")]
-    sizes_of_launch = ["--num_processes", "2", "--parallelism_config_cp_size", "2"]
-    args = launch_command_parser().parse_args(["--config_file", config, *sizes_of_launch, *command])
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor() as threads:
-        patch.chdir(ROOT)
-        threads.submit(launch_command, args).result()  # in the main thread it would keep the signals of pytest
+    forked(run_plans, plans, launcher_environment(CONFIG, *TWO_PROCESSES))
     return workplace
 
 
@@ -123,6 +115,13 @@ def assert_cases(record: Path, cases: list[dict]) -> None:
 def test_a_shared_row_computes_what_one_process_does(launched):
     assert {case["model"] for case in FEW} == set(MODELS) and {case["how"] for case in FEW} == set(WAYS)
     assert_cases(launched / "few.json", FEW)
+
+
+@pytest.mark.slow
+def test_processes_of_the_launcher_share_rows(workplace):
+    plans = [{"cases": FEW, "record": str(workplace / "launched.json")}]
+    launch(CONFIG, "shared_rows_driver.py", plans, workplace, *TWO_PROCESSES)
+    assert_cases(workplace / "launched.json", FEW)
 
 
 @pytest.mark.slow
@@ -178,7 +177,7 @@ def test_a_shared_run_resumes_alone_and_the_other_way_round(name, launched):
     ],
 )
 def test_keys_that_shared_rows_would_train_in_another_way_are_rejected(keys, named, monkeypatch):
-    environment = launcher_environment("fsdp2_shared_rows.yaml", "--parallelism_config_cp_size=2")
+    environment = launcher_environment(CONFIG, *TWO_PROCESSES)
     args = as_launched(monkeypatch, {**environment, "WORLD_SIZE": "2"}, DistributedType.MULTI_GPU, 2)
     accepted = {"packing": True, "padding_free": False, "pad_to_multiple_of": 4, "loss_type": "nll"}
     accepted |= {"eval_strategy": "steps", "per_device_eval_batch_size": 1}
@@ -190,7 +189,7 @@ def test_keys_that_shared_rows_would_train_in_another_way_are_rejected(keys, nam
 
 
 def test_processes_that_make_no_whole_groups_are_rejected(monkeypatch):
-    environment = launcher_environment("fsdp2_shared_rows.yaml", "--parallelism_config_cp_size=2")
+    environment = launcher_environment(CONFIG, *TWO_PROCESSES)
     args = as_launched(monkeypatch, {**environment, "WORLD_SIZE": "3"}, DistributedType.MULTI_GPU, 3)
     with pytest.raises(UserError, match="3 processes are no groups of 2"):
         check_launch(args)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from iha.errors import ROOT
-from iha.model_cost import model_cost, parameters_of
+from iha.model_cost import model_cost, parameters_of, passes_of_model
 from modeling_iha import IHAConfig
 
 
@@ -115,7 +115,7 @@ def test_flops_of_dcmha_in_its_table_2():
     for preset, tokens in (("dcformer-1.4b", 2048), ("dcformer-6.9b", 2048), ("dcformer-6.9b", 8192)):
         layers = IHAConfig.from_preset(preset).num_hidden_layers
         fields = {"layer_types": ["full_attention"] * layers, "max_position_embeddings": tokens}
-        composed = model_cost(IHAConfig.from_preset(preset, **fields), tokens).whole.prefill
+        composed = passes_of_model(IHAConfig.from_preset(preset, **fields), tokens).prefill
         config = IHAConfig.from_preset(preset, attention_kinds="mha", **fields)
         plain = model_cost(config, tokens)
         shares.append(f"{(composed - plain.whole.prefill) / (plain.whole.prefill - plain.rest.prefill):.1%}")

@@ -1,8 +1,11 @@
 """Test the protocol of comparisons, `research.compare`, and the study that is the example of others, recall."""
 
+import io
 import json
 import math
 import re
+from contextlib import redirect_stdout
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -13,7 +16,7 @@ import torch
 
 from iha import plots
 from iha.errors import ROOT, UserError
-from iha.model_cost import cost_of_model
+from iha.model_cost import parameters_of, passes_of_model
 from modeling_iha import IHAForCausalLM
 from research import compare
 from research.experiments import byte_models, protocol, recall
@@ -160,14 +163,13 @@ def test_arms_have_equal_parameters(name, tokens):
     config, base = config_of(size, ARMS[name]), config_of(size, ARMS["mha"])
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in IHAForCausalLM(config).parameters())
-    assert count == cost_of_model(config, tokens).parameters
-    assert abs(count - cost_of_model(base, tokens).parameters) <= 3 * 64 * 5 / 2
+    assert abs(count - parameters_of(base)) <= 3 * 64 * 5 / 2
 
 
 def test_arms_attend_to_as_many_pairs_as_their_base():
     """Compare paired heads and short windows with windows, and the paper's schedule with ordinary attention."""
     size = SIZES["small"].with_rows(512)
-    steps = {name: cost_of_model(config_of(size, arm), 512).training for name, arm in BARE_ARMS.items()}
+    steps = {name: passes_of_model(config_of(size, arm), 512).training for name, arm in BARE_ARMS.items()}
     assert steps["paired"] == pytest.approx(steps["windows"], rel=0.04)
     assert steps["short_windows"] == pytest.approx(steps["windows"], rel=0.04)
     assert steps["iha"] == pytest.approx(steps["mha"], rel=0.06)
@@ -237,7 +239,7 @@ def test_the_held_out_text_is_never_trained_on(monkeypatch):
         return losses_of(model, rows)
 
     monkeypatch.setattr(byte_models, "losses_of", watch)
-    one_run(replace(TINY, tokens_per_step=128 * 100), text)
+    one_run(replace(TINY, tokens_per_step=128 * 100, steps=2), text)
     assert seen == {True: {0}, False: {1}}
 
 
@@ -265,24 +267,32 @@ def test_steps_are_timed_on_the_shortest_text(tmp_path, monkeypatch):
 # The command
 
 
-@pytest.fixture
-def tiny_compare(tmp_path, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def tiny_compare(tmp_path_factory):
     """Return a function that compares two arms in small, and returns the table and what was printed."""
-    monkeypatch.setattr(byte_models, "TIMED_STEPS", 1)
-    monkeypatch.setattr(byte_models, "TIMED_ROUNDS", 1)
-    monkeypatch.setitem(SIZES, "tiny", TINY)
-    (tmp_path / "my.txt").write_bytes(bytes(TEXT.tolist()))
+    place = tmp_path_factory.mktemp("compare")
+    (place / "my.txt").write_bytes(bytes(TEXT.tolist()))
+    given = ["--arms", "paired", "windows", "--text", str(place / "my.txt"), "--tokens", "128"]
 
     def run(*words: str) -> tuple[dict, str]:
-        given = ["--arms", "paired", "windows", "--text", str(tmp_path / "my.txt"), "--tokens", "128"]
-        compare.main([*given, "--output", str(tmp_path / "out"), *words])
-        return json.loads((tmp_path / "out" / "compare.json").read_text()), capsys.readouterr().out
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+            patch.setattr(byte_models, "TIMED_STEPS", 1)
+            patch.setattr(byte_models, "TIMED_ROUNDS", 1)
+            patch.setitem(SIZES, "tiny", TINY)
+            compare.main([*given, "--output", str(place / "out"), *words])
+        assert not (place / "out" / "so_far.png").exists()
+        return json.loads((place / "out" / "compare.json").read_text()), printed.getvalue()
 
     return run
 
 
-def test_a_comparison_prints_its_table_and_goes_on_where_it_stopped(tiny_compare, tmp_path):
-    record, out = tiny_compare()
+@pytest.fixture(scope="module")
+def comparison(tiny_compare):
+    return tiny_compare()
+
+
+def test_a_comparison_prints_its_table_and_goes_on_where_it_stopped(comparison, tiny_compare):
+    record, out = comparison
     windows, paired = record["rows"]
     assert (windows["arm"], paired["arm"]) == ("windows", "paired") and "minus_first" not in windows
     ends = {arm: [curve[-1][1] for curve in curves] for arm, curves in record["runs"].items()}
@@ -300,7 +310,6 @@ def test_a_comparison_prints_its_table_and_goes_on_where_it_stopped(tiny_compare
     cells = [f"{each['mean']:+.4f} ± {each['half_width']:.4f}" for each in differences]
     assert re.split(" {2,}", of_paired)[3:7] == [*cells, f"{128 / costs['paired']:,.0f}"]
     assert "No rate was tuned in this short comparison" in out  # it ends before the warm-up
-    assert not (tmp_path / "out" / "so_far.png").exists()
 
     _, again = tiny_compare("--seeds", "4")
     assert again.count(" done\n") == 2  # a fourth seed of both; the times are kept
@@ -325,8 +334,8 @@ def test_the_words_of_a_comparison_become_one_object(capsys):
             compare.read_arguments([*words, *wrong])
 
 
-def test_each_pair_is_drawn_once_and_every_value_on_its_scale(tiny_compare, tmp_path):
-    record, _ = tiny_compare()
+def test_each_pair_is_drawn_once_and_every_value_on_its_scale(comparison, tmp_path):
+    record = deepcopy(comparison[0])
     record["rows"][1]["minus_first"]["time"]["difference"]["mean"] = 0.6  # far beyond those of the other budgets
     figure = compare.plot(record)
     plots.save_plot(figure, tmp_path / "plot.png")
