@@ -38,12 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a launcher by pa
 
 from evaluation.options import PACKAGES
 from iha import plots
-from iha.arguments import fields_of
 from iha.cards import markdown_table
 from iha.conversion.shared import preset_config
 from iha.errors import UserError, check_packages, run_cli
 from iha.files import read_json, read_jsonl, write_json, write_jsonl
 from iha.model_cost import passes_of_model
+from iha.presets import fields_of
 from iha.step_memory import Way, of_training
 from modeling_iha import IHAConfig
 from sft.make_text import modules

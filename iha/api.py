@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field
 from typer import Argument, BadParameter, Option
 
 from iha.cards import missing_origin
-from iha.conversion.arguments import KINDS, Layers
+from iha.conversion.layers import KINDS, Layers
 from iha.errors import UserError, one_line
 from iha.files import check_new_directory, check_output_file, checked, expanded
 from iha.sources import find_source

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, metadata, version
 import typer
 
 from iha import api
-from iha.arguments import cost_arguments
+from iha.cost_arguments import cost_arguments
 from iha.errors import IS_CHECKOUT, ROOT, UserError, run_cli
 
 

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from iha.arguments import CostArguments, cost_arguments
+from iha.cost_arguments import CostArguments, cost_arguments
 from iha.counted_config import counted_config
 from iha.errors import run_cli
 from iha.files import write_json
 from iha.kinds import described, virtual_tokens_per_token
-from iha.model_cost import Cost, ModelCost, cost_of_model, exchanged_bytes, model_cost
+from iha.model_cost import Cost, ModelCost, Passes, cost_of_model, exchanged_bytes, model_cost, passes_of_model
 from iha.plain_models import compared_with
 from iha.step_memory import StepMemory, Way, of_sharded_training, of_training
 
@@ -173,19 +173,19 @@ def rows_of_a_step(asked: CostArguments) -> int:
 
 def seconds_of_a_step(model: Compared, asked: CostArguments) -> Times:
     """Return the seconds of a training step. Adapters need no products for the gradients of weights below them."""
-    trained = model.cost
+    passes: Passes | Cost = model.cost
     if asked.lora_r is not None:
-        trained = cost_of_model(model.config, asked.tokens, asked.lora_r)
-    return seconds(trained, asked.batch / asked.share_rows, asked.tflops)
+        passes = passes_of_model(model.config, asked.tokens, asked.lora_r)
+    return seconds(passes, asked.batch / asked.share_rows, asked.tflops)
 
 
-def seconds(cost: Cost, rows: float, tflops: float) -> Times:
+def seconds(passes: Passes | Cost, rows: float, tflops: float) -> Times:
     """Return the seconds of a training step at a rate of each GPU: checkpointing makes one more forward pass.
 
     `rows` are those of each GPU, a part of one where GPUs share it."""
     return {
-        "": 2 * rows * cost.training / (tflops * 1e12),
-        "activation checkpointing": 2 * rows * (cost.training + cost.prefill) / (tflops * 1e12),
+        "": 2 * rows * passes.training / (tflops * 1e12),
+        "activation checkpointing": 2 * rows * (passes.training + passes.prefill) / (tflops * 1e12),
     }
 
 

@@ -3,24 +3,22 @@
 The model is a preset, a checkpoint, or a plain decoder that is interleaved.
 """
 
-import copy
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from iha import counted_attention
-from iha.arguments import CostArguments
 from iha.checkpoints import load_config
 from iha.conversion.shared import new_config, preset_config
+from iha.cost_arguments import CostArguments
 from iha.errors import UserError
-from iha.kinds import described, is_interleaved, layer_number, virtual_tokens_per_token
+from iha.kinds import described, is_interleaved, virtual_tokens_per_token
 from iha.sources import Source
-from iha.without_data import explained, row_of_tokens, text_config, without_data
+from iha.without_data import counting, row_of_tokens, text_config, without_data
 from modeling_iha import IHAConfig
-from modeling_iha.flop_matched_window import paper_layers
 from modeling_iha.in_place import declare_virtual_heads
-from modeling_iha.modeling_interleaved import backbone_of, interleaved_class, register_models
+from modeling_iha.modeling_interleaved import take_classes
 from modeling_iha.probes import recording
 
 
@@ -67,33 +65,19 @@ def fields_of_iha(num_pseudo_heads: int | None, window: int | None) -> dict[str,
 
 
 def interleaved(base: PreTrainedConfig, num_pseudo_heads: int, window: int | None) -> PreTrainedConfig:
-    """Return the configuration of a decoder of Transformers with interleaved heads.
+    """Return the configuration of a decoder of Transformers with interleaved heads. Raise `UserError`.
 
     They are in every layer, or with a window in four of every five, as `layers="paper"` of `interleave_heads`."""
-    heads = heads_of_layers(base)
-    chosen = list(heads) if window is None else paper_layers(heads)
-    config = copy.deepcopy(base)
-    base_class: Any = type(base)
-    register_models(base_class)
-    config.__class__ = interleaved_class(base_class)
-    text = config.get_text_config(decoder=True)
-    declare_virtual_heads(text, {name: heads[name] for name in chosen}, num_pseudo_heads, window)
-    return config
-
-
-def heads_of_layers(config: PreTrainedConfig) -> dict[str, list[int]]:
-    """Return the numbers of query, key and value heads of each causal attention module of a decoder, by its name.
-
-    The layers are in their order. Raise `UserError`."""
-    with explained(config):
-        model = without_data(config, counted_attention.NAME)
+    with counting(base):
+        model = without_data(base, counted_attention.NAME)
         with recording(model) as calls, torch.no_grad():
             model(**row_of_tokens(model, 1, 2), use_cache=False)
-    names = {module: name for name, module in backbone_of(model).named_modules()}
-    heads = {names[module]: list(call.head_counts) for module, call in calls.items() if call.is_causal}
-    if not heads:
-        raise UserError(f"{config.model_type} has no attention whose heads could be interleaved.")
-    return {name: heads[name] for name in sorted(heads, key=layer_number)}
+        causal = {module: call for module, call in calls.items() if call.is_causal}
+        if not causal:
+            raise UserError(f"{base.model_type} has no attention whose heads could be interleaved.")
+        declare_virtual_heads(model, causal, None if window is None else "paper", num_pseudo_heads, window)
+        take_classes(model)
+    return model.config
 
 
 def check_has_effect(config: PreTrainedConfig, num_pseudo_heads: int | None, window: int | None) -> None:

@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from iha import counted_attention
 from iha.counted_adapters import add_adapters
-from iha.without_data import Kept, explained, keep_one_of_each, layers_of, row_of_tokens, without_data
+from iha.without_data import counting, keep_one_of_each, layers_of, row_of_tokens, without_data
 from modeling_iha.transformers_versions import CACHE
 
 
@@ -68,36 +68,38 @@ class ModelCost:
         return sum((layer.whole for layer in self.layers), self.rest)
 
 
-def model_cost(config: PreTrainedConfig, tokens: int, lora_r: int | None = None) -> ModelCost:
-    """Count the cost of a model with its language modeling head, with logits at all tokens.
-
-    With `lora_r` adapters of this rank are trained in place of the weights, which then have no gradients. One more
-    token is counted without adapters. Raise `UserError`.
-    """
-    with explained(config):
+def model_cost(config: PreTrainedConfig, tokens: int) -> ModelCost:
+    """Count the cost of a model with its language modeling head, with logits at all tokens. Raise `UserError`."""
+    with counting(config):
         model = without_data(config, counted_attention.NAME)
         kept = keep_one_of_each(model)
-        if lora_r is not None:
-            add_adapters(model, kept.layers, lora_r, bits=32)
-            model.to(torch.bfloat16)  # adapters in float32 need autocast, which models on the meta device lack
-        prefill, training = count_training(model, kept, tokens)
+        prefill, training = count_training(model, kept.layers, tokens)
         decode, cache = count_decoding(config, tokens)
     layers = []
     for i, place in enumerate(kept.like):
         layer = kept.layers[place]
-        size = sum(count_parameters(module) for module in attention_of(layer))
-        counts = (prefill.attention[place], training.attention[place], decode.attention[i])
-        attention = Cost(size, *counts, cache[i])
-        counts = (prefill.layers[place], training.layers[place], decode.layers[i])
-        whole = Cost(count_parameters(layer), *counts, cache[i])
+        attention = Cost(
+            parameters=sum(count_parameters(module) for module in attention_of(layer)),
+            prefill=prefill.attention[place],
+            training=training.attention[place],
+            decode=decode.attention[i],
+            cache=cache[i],
+        )
+        whole = Cost(
+            parameters=count_parameters(layer),
+            prefill=prefill.layers[place],
+            training=training.layers[place],
+            decode=decode.layers[i],
+            cache=cache[i],
+        )
         layers.append(LayerCost(attention, whole - attention))
     size = count_parameters(model) - count_parameters(kept.layers)
     return ModelCost(layers, Cost(size, prefill.rest, training.rest, decode.rest))
 
 
-def cost_of_model(config: PreTrainedConfig, tokens: int, lora_r: int | None = None) -> Cost:
-    """Count the cost of a whole model, as `model_cost` does. Raise `UserError`."""
-    return model_cost(config, tokens, lora_r).whole
+def cost_of_model(config: PreTrainedConfig, tokens: int) -> Cost:
+    """Count the cost of a whole model. Raise `UserError`."""
+    return model_cost(config, tokens).whole
 
 
 class Passes(NamedTuple):
@@ -107,12 +109,18 @@ class Passes(NamedTuple):
     training: int
 
 
-def passes_of_model(config: PreTrainedConfig, tokens: int) -> Passes:
-    """Count the passes of a whole model alone, in a fraction of the time of its other costs. Raise `UserError`."""
-    with explained(config):
+def passes_of_model(config: PreTrainedConfig, tokens: int, lora_r: int | None = None) -> Passes:
+    """Count the passes of a whole model alone, in a fraction of the time of its other costs.
+
+    With `lora_r` adapters of this rank are trained, and the weights below them get no gradients. Raise `UserError`.
+    """
+    with counting(config):
         model = without_data(config, counted_attention.NAME)
         kept = keep_one_of_each(model)
-        counts = count_training(model, kept, tokens)
+        if lora_r is not None:
+            add_adapters(model, kept.layers, lora_r, bits=32)
+            model.to(torch.bfloat16)  # adapters in float32 need autocast, which models on the meta device lack
+        counts = count_training(model, kept.layers, tokens)
     return Passes(*(each.rest + sum(each.layers[place] for place in kept.like) for each in counts))
 
 
@@ -185,9 +193,9 @@ class LayerCounter(FlopCounterMode):
             states.register_hook(lambda gradient: self.begin(module))
 
 
-def count_training(model: PreTrainedModel, kept: Kept, tokens: int) -> tuple[Counts, Counts]:
+def count_training(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> tuple[Counts, Counts]:
     """Count a forward pass, and a forward and a backward pass."""
-    with LayerCounter(kept.layers) as counter:
+    with LayerCounter(layers) as counter:
         logits = model(**row_of_tokens(model, 1, tokens), use_cache=False).logits
         prefill = counter.counts()
         logits.backward(torch.empty_like(logits))
@@ -213,7 +221,7 @@ def exchanged_bytes(config: PreTrainedConfig, tokens: int, num_processes: int) -
 
     Raise `UserError`."""
     operator = torch.ops.flash_attn_counted.exchange
-    with explained(config):
+    with counting(config):
         model = without_data(config, counted_attention.of_shared_rows(num_processes))
         mapping = {operator: counted_attention.sent_bytes}
         with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():

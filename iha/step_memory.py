@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from iha.counted_adapters import add_adapters
 from iha.counted_attention import NAME, of_shared_rows
 from iha.errors import UserError
-from iha.without_data import Kept, choose_layers, explained, keep_one_of_each, row_of_tokens, without_data
+from iha.without_data import Kept, choose_layers, counting, keep_one_of_each, row_of_tokens, without_data
 from modeling_iha.modeling_interleaved import backbone_of
 from modeling_iha.score_matrix import ScoreMatrixAttention
 
@@ -253,16 +253,17 @@ def count_step(
         optimizer.step()
         update = counter.stage()
     recorder.remove()
-    begin, *of_layers, head = recorder.forward
-    head_backward, *of_layers_backward, end = recorder.backward
+    begin, *forward, head = recorder.forward
+    head_backward, *backward, end = recorder.backward
+    backward.reverse()  # in the order of the layers
     sizes = [sizes_of(layer, optimizer) for layer in kept.layers]
-    layers = [Layer(*each) for each in zip(of_layers, reversed(of_layers_backward), recorder.copies[1:], sizes)]
+    counted = [Layer(*each) for each in zip(forward, backward, recorder.copies[1:], sizes)]
     others = (whole - sum(each) for whole, each in zip(sizes_of(model, optimizer), zip(*sizes)))
-    layers = [layers[1 + i] for i in kept.like]
+    layers = [counted[1 + i] for i in kept.like]
     return CountedStep(layers, begin, head, head_backward, end, update, Sizes(*others))
 
 
-def counted(config: PreTrainedConfig, batch: int, tokens: int, way: Way, dtype: torch.dtype) -> CountedStep:
+def step_of(config: PreTrainedConfig, batch: int, tokens: int, way: Way, dtype: torch.dtype) -> CountedStep:
     """Count a step of AdamW in bfloat16 autocast, on weights of a dtype. Raise `UserError`."""
     core = NAME if way.share_rows == 1 else of_shared_rows(way.share_rows)
     model = without_data(config, core, dtype).train()
@@ -275,7 +276,7 @@ def counted(config: PreTrainedConfig, batch: int, tokens: int, way: Way, dtype: 
         add_adapters(model, kept.layers, way.lora_r, way.bits)
     if way.checkpointing:
         model.activation_checkpointing_enable()
-    with explained(config), FakeTensorMode(allow_non_fake_inputs=True):  # unlike meta tensors these have autocast
+    with counting(config), FakeTensorMode(allow_non_fake_inputs=True):  # unlike meta tensors these have autocast
         model.to_empty(device="cpu").tie_weights()
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(trained)
@@ -324,7 +325,7 @@ def of_training(config: PreTrainedConfig, batch: int, tokens: int, way: Way) -> 
     """Count a step of AdamW in bfloat16 autocast, with `batch` rows of `tokens`, on float32 weights or by LoRA.
 
     Raise `UserError`."""
-    step = counted(config, batch, tokens, way, torch.float32 if way.bits == 32 else torch.bfloat16)
+    step = step_of(config, batch, tokens, way, torch.float32 if way.bits == 32 else torch.bfloat16)
     trained, tensors, optimizer = whole_sizes(step)
     backward = [layer.backward for layer in reversed(step.layers)]
     peak = highest([*forward_of(step), step.head_backward, *backward, step.end, step.update])
@@ -339,7 +340,7 @@ def of_sharded_training(config: PreTrainedConfig, batch: int, tokens: int, way: 
     third is copied. The gradients of one layer are summed over the GPUs while the next are made. Embedding, last norm
     and head stay gathered. Raise `UserError`.
     """
-    step = counted(config, batch, tokens, way, torch.bfloat16)
+    step = step_of(config, batch, tokens, way, torch.bfloat16)
     trained, tensors, _ = whole_sizes(step)  # in bfloat16
     weights = 2 * trained // gpus + tensors - trained
     gradients = 2 * trained // gpus

@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 
 
 @contextmanager
-def explained(config: PreTrainedConfig) -> Iterator[None]:
+def counting(config: PreTrainedConfig) -> Iterator[None]:
     """Raise a `UserError` for code of a model that needs the values of tensors, or that we do not know."""
     try:
         yield

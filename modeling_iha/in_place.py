@@ -94,10 +94,9 @@ def interleave_heads(
     with left_as_it_was(model):
         _make_own_config(model)
         base = examine(model)
-        chosen = _choose(base.calls, layers, model)
-        config = decoder_config(model)
         # Until the comparison with the base there is no window, because the base has none.
-        declare_virtual_heads(config, _head_counts(model, chosen), num_pseudo_heads, None, collapse, mixing_scale)
+        chosen = declare_virtual_heads(model, base.calls, layers, num_pseudo_heads, None, collapse, mixing_scale)
+        config = decoder_config(model)
         config.passes_windows = base.passes_windows
         config.passes_cu_seq_lens = base.passes_cu_seq_lens
         _attach(model)
@@ -109,22 +108,26 @@ def interleave_heads(
 
 
 def declare_virtual_heads(
-    config: PreTrainedConfig,
-    head_counts: dict[str, list[int]],
+    model: PreTrainedModel,
+    calls: dict[nn.Module, AttentionCall],
+    layers: Iterable[int] | str | None,
     num_pseudo_heads: int,
     window: int | None,
     collapse: str = "per_head",
     mixing_scale: float = 1.0,
-) -> None:
-    """Set the fields of a decoder's configuration of which `attach_virtual_heads` makes heads that are mixed.
+) -> dict[nn.Module, AttentionCall]:
+    """Set the fields of a model's configuration of which `attach_virtual_heads` makes heads that are mixed.
 
-    `head_counts` are the numbers of query, key and value heads of each module that gets them, by its name."""
-    config.interleaved_layers = head_counts
+    `calls` are those of its attention modules. Return the ones of the chosen `layers`."""
+    chosen = _choose(calls, layers, model)
+    config = decoder_config(model)
+    config.interleaved_layers = _head_counts(model, chosen)
     config.num_pseudo_heads = num_pseudo_heads
     config.pseudo_collapse = collapse
     config.virtual_heads = None
     config.interleaved_window = window
     config.mixing_scale = mixing_scale
+    return chosen
 
 
 def remove_interleaving(model: PreTrainedModel) -> PreTrainedModel:

@@ -12,8 +12,8 @@ import yaml
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
-from iha.arguments import preset_names
 from iha.errors import UserError, refusing, similar
+from iha.presets import preset_names
 
 
 # Keys of TRL and Transformers that a run does not take, and why: they would have no effect, or a silent one.
@@ -159,9 +159,9 @@ class RecipeParser(TrlParser):
 
         Raise `UserError` for a key that is unknown, not taken or excluded by another.
         """
-        words = sys.argv[1:] if argv is None else argv
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
             run, args = self.parse_args_and_config(argv)
+        run.on_command_line = _keys_of(sys.argv[1:] if argv is None else argv)
         if args.chat_template_path is not None:
             args.chat_template_path = os.path.expanduser(args.chat_template_path)  # TRL reads it too
             run.chat_template = _read_template(args.chat_template_path)
@@ -169,7 +169,7 @@ class RecipeParser(TrlParser):
             args.distributed_state.print(
                 "Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32."
             )
-        _choose_start(run, words)
+        _choose_start(run)
         self._check_values(vars(args) | vars(run))
         _check_adapters(run)
         _check_resumable(args)
@@ -213,15 +213,18 @@ class RecipeParser(TrlParser):
         return namespace, unknown
 
 
-def _choose_start(run: RunArguments, words: Sequence[str]) -> None:
+def _keys_of(words: Sequence[str]) -> frozenset[str]:
+    """Return the keys that a command line names. It may say `--dataset-name=FILE` for `--dataset_name FILE`."""
+    options = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
+    return frozenset(option.replace("-", "_") for option in options)
+
+
+def _choose_start(run: RunArguments) -> None:
     """Keep one start, a checkpoint or a preset. A start on the command line replaces the recipe's.
 
     Raise `UserError` if there is no start, if there are two, if there is no such preset, and for keys of a preset next
     to a checkpoint.
     """
-    # The parser also takes `--model-name-or-path=DIR` for `--model_name_or_path DIR`.
-    options = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
-    run.on_command_line = frozenset(option.replace("-", "_") for option in options)
     if run.on_command_line & {"preset", "model_name_or_path"}:
         for name in ("model_name_or_path", *PRESET_KEYS):
             if name not in run.on_command_line:

@@ -171,9 +171,14 @@ def settle_pseudo_heads(start: Start, run: RunArguments) -> None:
 
 
 def settle_mixing_scale(start: Start, run: RunArguments) -> None:
-    """Leave out the `mixing_scale` of a recipe's file for a model without weights that mix heads, and print a note."""
-    if run.mixing_scale is None or "mixing_scale" in run.on_command_line or _mixes_heads(start):
+    """Leave out the `mixing_scale` of a recipe's file for a model without weights that mix heads, and print a note.
+
+    Raise `UserError` for one on the command line.
+    """
+    if run.mixing_scale is None or _mixes_heads(start):
         return
+    if "mixing_scale" in run.on_command_line:
+        raise UserError(f"mixing_scale: {start.name} has no weights that mix heads; remove the key.")
     PartialState().print(f"Note: mixing_scale={run.mixing_scale:g} is for models that mix heads: it is left out.")
     run.mixing_scale = None
 

@@ -145,6 +145,26 @@ def load_rows(
     Raise `UserError` for a missing or empty source and for a bad row.
     """
     check_file(name, split)
+    rows, first = open_rows(name, split, config, streaming)
+    if text_column != "text" and not holds_text_files(name):
+        if text_column not in first:
+            raise UserError(f"{name} has no column {text_column!r}: its columns are {', '.join(first)}.")
+        rows = rows.select_columns(text_column).rename_column(text_column, "text")
+        first = {"text": first[text_column]}
+    with refusing(name, UserError):
+        convert, features = schema_of(first)
+    check_columns(name, first, features)
+    return rows.map(
+        lambda row, index: convert(row, f"{name}, row {index + 1}"),
+        with_indices=True,
+        remove_columns=list(first),
+        features=features,
+        **({} if streaming else {"desc": "Converting rows"}),
+    )
+
+
+def open_rows(name: str, split: str, config: str | None, streaming: bool) -> tuple[Rows, dict]:
+    """Return the rows of a source as the datasets library reads them, and the first. Raise `UserError`."""
     source = {"path": name, "name": config, "split": split}
     if Path(name).is_file():
         # `data_files` takes patterns, and rows[1].jsonl would be one for rows1.jsonl.
@@ -163,13 +183,14 @@ def load_rows(
         raise UserError(f"{name}, split {split!r}, cannot be read: {one_line(error.__cause__ or error)}") from error
     if first is None:
         raise UserError(f"{name}: it holds no rows.")
-    if text_column != "text" and not holds_text_files(name):
-        if text_column not in first:
-            raise UserError(f"{name} has no column {text_column!r}: its columns are {', '.join(first)}.")
-        rows = rows.select_columns(text_column).rename_column(text_column, "text")
-        first = {"text": first[text_column]}
-    with refusing(name, UserError):
-        convert, features = schema_of(first)
+    return rows, first
+
+
+def check_columns(name: str, first: dict, features: Features) -> None:
+    """Print which columns of a source a run does not read. Raise `UserError` for one whose content would be lost.
+
+    `first` is a row of the source, and `features` are the columns that are made of it.
+    """
     read = {*features, *(("system", *TURN_KEYS) if are_chats(features) else ())}
     unread = [column for column in first if column not in read]
     lost = [column for column in unread if column in UNREAD_COLUMNS and first[column]]
@@ -177,13 +198,6 @@ def load_rows(
         raise UserError(f"{name}: column '{lost[0]}' would be lost; write it into the text, or remove the column.")
     if unread:
         PartialState().print(f"Note: the run does not read these columns of {name}: {', '.join(unread)}.")
-    return rows.map(
-        lambda row, index: convert(row, f"{name}, row {index + 1}"),
-        with_indices=True,
-        remove_columns=list(first),
-        features=features,
-        **({} if streaming else {"desc": "Converting rows"}),
-    )
 
 
 # Chat templates

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from iha.arguments import fields_of
 from iha.card_template import render_card
 from iha.cards import name_of_place
 from iha.checkpoints import load_tokenizer
 from iha.conversion.shared import preset_config
 from iha.errors import UserError, run_cli
 from iha.files import expanded, new_directory
+from iha.presets import fields_of
 from iha.sources import find_source
 from modeling_iha import IHAConfig, IHAForCausalLM
 from sft.make_tokenizer import byte_tokenizer

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from typing_extensions import TypedDict
 
-from iha.arguments import fields_of
 from iha.errors import UserError, check_packages, refusing, run_cli
 from iha.files import check_output_file, expanded, read_jsonl, write_jsonl
+from iha.presets import fields_of
 from iha.thoughts import after_thoughts
 
 

@@ -25,7 +25,7 @@ from .architectures import (
     layer_windows,
     rope_layers,
 )
-from .arguments import Layers
+from .layers import Layers
 from .shared import Converted, build, new_config, read_source
 
 

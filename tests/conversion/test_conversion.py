@@ -46,9 +46,9 @@ from iha.checkpoints import load_model, load_tokenizer, smollm2_gguf
 from iha.conversion import convert_diffllama_to_iha as of_diffllama
 from iha.conversion import verify_conversion
 from iha.conversion.architectures import exact_length
-from iha.conversion.arguments import KINDS, Layers
 from iha.conversion.convert_iha_to_llama import convert_back
 from iha.conversion.convert_llama_to_iha import convert_model, iha_config
+from iha.conversion.layers import KINDS, Layers
 from iha.errors import UserError
 from iha.kinds import described
 from iha.processes import load_in_clean_process, run_in_clean_process

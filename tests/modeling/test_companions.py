@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from iha.card_template import render_card
-from iha.conversion.arguments import KINDS
 from iha.conversion.convert_iha_to_llama import deviations, to_mha
+from iha.conversion.layers import KINDS
 from iha.errors import ROOT
 from iha.kinds import companion_of
 from modeling_iha import IHAConfig, IHAForCausalLM

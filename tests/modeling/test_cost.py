@@ -32,8 +32,8 @@ from transformers.cache_utils import DynamicCache
 
 from iha import cost as cost_command
 from iha import counted_attention
-from iha.arguments import CostArguments
 from iha.card_template import render_card
+from iha.cost_arguments import CostArguments
 from iha.counted_adapters import add_adapters
 from iha.counted_attention import visible_pairs
 from iha.counted_config import of_checkpoint, of_preset
@@ -439,11 +439,11 @@ def test_adapters_spare_the_gradients_of_the_weights_below_them(capsys):
     real.model.embed_tokens.float()
     both = multiply_adds(lambda: real(ids, use_cache=False).logits.sum().backward())
     total, visible = products_of_pairs(config, tokens)
-    counted = cost_of_model(config, tokens, lora_r=3)
+    counted = passes_of_model(config, tokens, lora_r=3)
     assert counted.training == both - 6 * (total - visible) + visible
     words = "--preset small-1m-iha --tokens 256 --tflops 0.001 --no-memory"
     cost_command.main([*words.split(), "--lora-r", "4"])
-    time = 2 * cost_of_model(IHAConfig.from_preset("small-1m-iha"), 256, 4).training / 1e9
+    time = 2 * passes_of_model(IHAConfig.from_preset("small-1m-iha"), 256, 4).training / 1e9
     printed = capsys.readouterr().out
     assert "time of a step of 1 rows of LoRA of rank 4" in printed and f"this model: {time:.2f} s, " in printed
 

@@ -1,17 +1,15 @@
 """Parse and check the arguments of `iha cost` before PyTorch is imported, which takes seconds."""
 
 import argparse
-import json
 import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from iha.errors import UserError
-from iha.files import check_output_file, parse_yaml
+from iha.files import check_output_file
+from iha.presets import fields_of, preset_names
 from iha.sources import Source, find_source
 
 
@@ -119,23 +117,3 @@ def source_of(config: str) -> Source:
     if config in preset_names() and not os.path.exists(config):
         raise UserError(f"--config {config}: this is the name of a preset: give it as --preset {config}.")
     return find_source(config)
-
-
-def fields_of(changes: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of FIELD=VALUE words, with values of JSON or else of YAML. Raise `UserError`."""
-    fields = {}
-    for change in changes:
-        name, equals, value = change.partition("=")
-        if not equals:
-            raise UserError(f"{change}: expected FIELD=VALUE.")
-        try:
-            fields[name] = json.loads(value)  # which reads 1e-5 as a number
-        except ValueError:
-            fields[name] = parse_yaml(value, change, Any)
-    return fields
-
-
-def preset_names() -> list[str]:
-    """Return the names of the presets, without importing the package that holds them, which imports PyTorch."""
-    package = find_spec("configuration_iha")
-    return sorted(path.stem for path in Path(str(package and package.origin)).parent.glob("*.json"))
