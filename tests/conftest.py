@@ -29,7 +29,7 @@ except ImportError:  # where only tests run that draw nothing, as on a GPU
     pass
 else:
     # `make test` draws the same cases each time, and `make test-full` others (`--hypothesis-profile full`).
-    settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=100)
+    settings.register_profile("quick", derandomize=True, deadline=None, database=None, max_examples=50)
     settings.register_profile("full", deadline=None, database=None, max_examples=1000, print_blob=True)
     settings.load_profile("quick")
 

@@ -50,6 +50,7 @@ from modeling_iha.transformers_versions import CACHE
 from sft import sequence_parallel
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 # Kinds whose attention is an attention function of Transformers, which counts the pairs that a mask leaves.
 VARIANTS = {
@@ -162,7 +163,13 @@ def test_a_decoder_of_transformers_is_counted_plain_and_interleaved(name, tmp_pa
         assert getattr(interleaved.whole, part) > getattr(base.whole, part) > 0
     assert [layer.rest for layer in base.layers] == [layer.rest for layer in interleaved.layers]
     assert base.rest == interleaved.rest
-    peaks = [of_training(each, 1, 16, Way(checkpointing=True)).peak for each in (plain, ours)]
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", *(slow(name) for name in BASES if name != "qwen3_moe")])
+def test_the_memory_of_a_decoder_of_transformers_is_counted_plain_and_interleaved(name, tmp_path):
+    BASES[name].save_pretrained(tmp_path)
+    source = find_source(tmp_path)
+    peaks = [of_training(of_checkpoint(source, *changes), 1, 16, Way(True)).peak for changes in ((), (2,))]
     assert 0 < peaks[0] < peaks[1]
 
 
@@ -228,7 +235,8 @@ SMOLLM2 = {
 def test_a_plain_base_costs_what_the_pages_say(tmp_path, window, ratio):
     LlamaConfig(**SMOLLM2).save_pretrained(tmp_path)
     base, ours = (of_checkpoint(find_source(tmp_path), *changes) for changes in ((), (2, window)))
-    assert cost_of_model(ours, 8192).prefill / cost_of_model(base, 8192).prefill == pytest.approx(ratio, abs=0.005)
+    prefills = [passes_of_model(config, 8192).prefill for config in (ours, base)]
+    assert prefills[0] / prefills[1] == pytest.approx(ratio, abs=0.005)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -504,7 +512,20 @@ def test_what_cannot_be_shared_or_is_not_counted_is_refused():
         of_sharded_training(small_config(attention_kinds="talking_heads"), 1, 64, shared, 8)
 
 
-def test_the_command_counts_shared_rows_and_adapters(capsys):
+def test_the_command_counts_shared_rows_and_adapters(capsys, monkeypatch):
+    """Look at the ways whose memory is counted; the tests above count it."""
+    sharded, alone = [], []
+
+    def of_sharded(config, batch, tokens, way, gpus):
+        sharded.append((way, gpus))
+        return StepMemory(1, 1, 1, 2_000_000_000)
+
+    def of_one(config, batch, tokens, way):
+        alone.append(way)
+        return StepMemory(1, 1, 1, 2_000_000_000)
+
+    monkeypatch.setattr(cost_command, "of_sharded_training", of_sharded)
+    monkeypatch.setattr(cost_command, "of_training", of_one)
     cost_command.main("--preset small-1m-iha --tokens 256 --gpus 2 --share-rows 2 --offload --tflops 1".split())
     printed = capsys.readouterr().out
     assert "training step on each of 2 GPUs, sharded by FSDP2 (not compared with a GPU), 2 of which share" in printed
@@ -512,3 +533,6 @@ def test_the_command_counts_shared_rows_and_adapters(capsys):
     assert "this model: a process sends 0.0" in printed and "time of a step of 1 rows" in printed
     cost_command.main("--preset small-1m-iha --tokens 64 --lora-r 4 --bits 4".split())
     assert "training step, LoRA of rank 4 on weights in 4 bits, AdamW" in capsys.readouterr().out
+    assert sharded and all(way.share_rows == gpus == 2 for way, gpus in sharded)
+    assert [way for way, _ in sharded if way.offload] == 2 * [Way(True, True, True, share_rows=2)]
+    assert alone and all((way.lora_r, way.bits) == (4, 4) for way in alone)

@@ -306,16 +306,20 @@ def test_a_machine_where_triton_fails_mixes_in_pytorch(monkeypatch):
 # Compilation
 
 
-def test_compiled_code_takes_the_kernels():
-    """Find each kernel in each of two layers, in graphs for one length and any other, or for all tokens on a cache."""
-    kinds = ("iha", "paired_heads", "interleaved")
-    training, *decoding = traced_kernels(("interleaved", "training"), *((kind, "decoding") for kind in kinds))
+@pytest.mark.parametrize(
+    ("kinds", "layers"),
+    [(["iha"], 1), pytest.param(["iha", "paired_heads", "interleaved"], 2, marks=pytest.mark.slow)],
+)
+def test_compiled_code_takes_the_kernels(kinds, layers):
+    """Find each kernel in each layer, in graphs for one length and any other, or for all tokens on a cache."""
+    cases = [("interleaved", "training"), *((kind, "decoding") for kind in kinds)]
+    training, *decoding = traced_kernels(*((*case, layers) for case in cases))
     names = ["expand_kernel", "expand_backward_states_kernel", "expand_backward_alpha_kernel"]
     names += ["collapse_kernel", "collapse_backward_kernel"]
-    assert training == {"graphs": 4, "launches": dict.fromkeys(names, 2 * 2)}
+    assert training == {"graphs": 4, "launches": dict.fromkeys(names, 2 * layers)}
     for traced in decoding:  # an empty cache has a separate graph
         assert traced["graphs"] <= 2
-        assert traced["launches"] == dict.fromkeys(("chunks_kernel", "sum_kernel"), 2 * traced["graphs"])
+        assert traced["launches"] == dict.fromkeys(("chunks_kernel", "sum_kernel"), layers * traced["graphs"])
 
 
 # dtype, H, G, P, D

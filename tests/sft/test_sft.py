@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("in_repository_root")
 # Training
 
 
-def test_a_recipe_saves_a_checkpoint_that_stands_alone(tiny, rows_file, tmp_path, new_processes):
+def test_a_recipe_saves_a_checkpoint_that_stands_alone(tiny, rows_file, tmp_path):
     output = tmp_path / "demo"
     train.main(["--config", recipe("demo"), *sizes(tiny, rows_file, output)])
 
