@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from iha.errors import UserError, run_cli
@@ -22,7 +22,7 @@ from iha.files import check_output_file, expanded, read_json, whole_file
 
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 WIDTH = 8
 DOTS_PER_INCH = 100
@@ -115,35 +115,49 @@ def plot_mixing(model: "nn.Module") -> Figure:
     """Draw how far the mixing of each head has moved from its start (`mixing_change`), and which heads it then reads.
 
     Above are layers and heads. Below are the heads that each head reads, and the pseudo-heads that its collapse reads:
-    how much their shares have changed, the root mean square over the layers.
+    how much their shares have changed, the root mean square over the layers. All panels of a row have one scale.
     """
     import torch  # here, because the other plots need none of these
 
     from modeling_iha import mixing_change
     from modeling_iha.mixing_weights import mixing_differences
 
-    distances = mixing_change(model)
-    differences = mixing_differences(model)
+    moved = mixing_change(model)
+    indices = list(moved["queries"])
+    distances = {part: torch.stack(list(layers.values())) for part, layers in moved.items()}
+    changes = {}
+    for part, layers in mixing_differences(model).items():
+        squares = torch.stack(list(layers.values())).square().mean(0)  # [sources, heads, P]
+        changes[part] = (squares.sum(0).T if part == "collapse" else squares.mean(-1)).sqrt()
+
     figure = Figure(figsize=(WIDTH, 5.5), layout="constrained")
     figure.suptitle("Change of the mixing from its start", x=0.01, ha="left", fontsize="large", fontweight="bold")
-    above, below = figure.subplots(2, len(distances))
-    for axes, (part, layers) in zip(above, distances.items()):
-        image = axes.imshow(torch.stack(list(layers.values())).numpy(), vmin=0, aspect="auto")
-        axes.set(title=part, ylabel="layer")
-        shown = range(0, len(layers), -(-len(layers) // 8))
-        axes.set_yticks(shown, [list(layers)[place] for place in shown])
-        figure.colorbar(image, ax=axes, location="bottom", label="distance")
-    for axes, (part, layers) in zip(below, differences.items()):
-        squares = torch.stack([each.square() for each in layers.values()]).mean(0)  # [sources, heads, P]
-        reads = squares.sum(0).T if part == "collapse" else squares.mean(-1)
-        image = axes.imshow(reads.sqrt().numpy(), vmin=0, aspect="auto")
-        axes.set(ylabel="pseudo-head" if part == "collapse" else "head that it reads")
+    above, below = figure.subfigures(2, 1, squeeze=False).flat
+    scale = "distance; at 1 a pseudo-head\nhas lost its own head"
+    for axes in _heat_maps(above, "How far is each head from its start?", distances, scale):
+        axes.set(ylabel="layer")
+        shown = range(0, len(indices), -(-len(indices) // 8))
+        axes.set_yticks(shown, [str(indices[place]) for place in shown])
+    scale = "change of a share,\nover all layers"
+    for axes in _heat_maps(
+        below, "Which heads (or pseudo-heads) does it read more or less than at the start?", changes, scale
+    ):
+        axes.set(ylabel="pseudo-head" if axes.get_title() == "collapse" else "head that it reads")
         axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-        figure.colorbar(image, ax=axes, location="bottom", label="change, all layers")
-    for axes in (*above, *below):
-        axes.set_xlabel("head")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure
+
+
+def _heat_maps(figure: SubFigure, title: str, parts: Mapping[str, "Tensor"], scale: str) -> list[Axes]:
+    """Draw a matrix of each part of the mixing, [rows, heads], in a row with one scale, and return their axes."""
+    figure.suptitle(title, fontsize="medium")
+    row = list(figure.subplots(1, len(parts)))
+    highest = max(float(matrix.max()) for matrix in parts.values())
+    for axes, (part, matrix) in zip(row, parts.items()):
+        image = axes.imshow(matrix.numpy(), vmin=0, vmax=highest or 1, aspect="auto")
+        axes.set(title=part, xlabel="key/value head" if part in ("keys", "values") else "head")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    figure.colorbar(image, ax=row, label=scale)
+    return row
 
 
 def save_plot(figure: Figure, path: Path) -> None:

@@ -38,9 +38,9 @@ def pair_heads(
         sliding_window: a window for these layers in tokens, or `None` for the base model's own. With W / P tokens a
             layer attends to as many pairs as a plain one with W.
 
-    The virtual tokens of a token share its RoPE position, as the base model rotates its heads. A small model that
-    learned code lost a quarter of its gain over windows alone at equal steps by this, and its gain at equal time is
-    undecided (docs/FORMS.md). In `IHAForCausalLM` each head has a separate position.
+    The virtual tokens of a token share its RoPE position, as the base model rotates its heads. In small models that
+    learned code, paired heads gained less by this: a quarter less over the form `windows` of docs/FORMS.md at equal
+    steps, and an undecided amount at equal time. In `IHAForCausalLM` each head has a separate position.
 
     Return the model. Raise a ValueError, and leave the model as it was, where its heads cannot be paired."""
     check_unwrapped(model)

@@ -394,7 +394,7 @@ def test_an_unknown_preset_is_refused():
         ("iha", {}, {"num_pseudo_heads": 20, "sliding_window": 10}),
         ("iha", {"num_attention_heads": 4}, {"num_pseudo_heads": 4, "sliding_window": 256}),
         ("iha", {"num_attention_heads": 4, "num_pseudo_heads": 2}, {"num_pseudo_heads": 2, "sliding_window": 1024}),
-        ("iha", {"num_pseudo_heads": 2, "attention_kinds": "mha"}, {"sliding_window": 1024}),  # windows alone
+        ("iha", {"num_pseudo_heads": 2, "attention_kinds": "mha"}, {"sliding_window": 1024}),  # windows only
         ("iha", {"num_pseudo_heads": 2, "sliding_window": 7}, {"sliding_window": 7}),
         ("iha", {"layer_types": "full_attention"}, {"sliding_window": None}),
         ("global-local", {}, {"sliding_window": 512}),

@@ -211,6 +211,8 @@ def test_the_picture_of_the_mixing_shows_its_change(tmp_path):
     panels = [axes for axes in figure.axes if axes.images]
     changes = mixing_change(model)
     assert len(panels) == 8
+    for row in (panels[:4], panels[4:]):  # parts are compared by color
+        assert len({axes.images[0].norm.vmax for axes in row}) == 1
     for axes, (part, layers) in zip(panels, changes.items()):
         assert axes.get_title() == part and [label.get_text() for label in axes.get_yticklabels()] == ["0", "2"]
         assert axes.images[0].get_array().tolist() == torch.stack(list(layers.values())).tolist()
