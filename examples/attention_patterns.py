@@ -55,17 +55,19 @@ highest = float(others.max()) if others.numel() else 1.0
 mixed = [each for each in model.modules() if hasattr(each, "q_mix") and each.layer_idx == layer]  # not paired heads
 figure = plt.figure(figsize=(6 + 4 * len(mixed), 6), layout="constrained")
 place = f"Layer {layer}, {'head' if mixed else 'group'} {args.head}"
-figure.suptitle(f"{place}: attention of {num_pseudo_heads}² pairs of pseudo-heads")
+figure.suptitle(f"{place}, P = {num_pseudo_heads}", fontweight="bold")
 left, *right = figure.subfigures(1, 1 + len(mixed), width_ratios=[3, 2][: 1 + len(mixed)], squeeze=False)[0]
+left.suptitle("Attention of query pseudo-heads to key pseudo-heads")
 for pair, axes in enumerate(left.subplots(*[num_pseudo_heads] * 2, squeeze=False, sharex=True, sharey=True).flat):
     p, q = divmod(pair, num_pseudo_heads)
     image = axes.imshow(weights[:, p, :, q], vmin=0, vmax=highest, cmap="viridis", aspect="auto")
-    axes.set(title=f"query {p}, key {q}", xlabel="token", ylabel="token")
+    axes.set(title=f"query {p}, key {q}", xlabel="token of the key", ylabel="token of the query")
     axes.locator_params(integer=True)
     axes.label_outer()
 scale = {"label": "attention weight (arrow: the first token may have more)", "extend": "max"}
 left.colorbar(image, ax=left.axes, location="bottom", shrink=0.6, **scale)
 for module, side in zip(mixed, right):
+    side.suptitle("Shares of heads in its pseudo-heads")
     group = args.head // (module.q_mix.weight.shape[0] // module.k_mix.weight.shape[0])
     shares = {
         "queries": module.q_mix.value()[:, args.head],

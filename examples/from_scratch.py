@@ -33,6 +33,8 @@ trainer = Trainer(IHAForCausalLM(config), options, train_dataset=rows)
 trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if Path(args.out).is_dir() else None)
 trainer.save_model()  # with the model's code
 plt.plot(*zip(*[(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]))
+plt.xlabel("step")
+plt.ylabel("training loss, nats per byte")
 plt.savefig(Path(args.out, "curve.png"))
 
 loaded = AutoModelForCausalLM.from_pretrained(args.out, trust_remote_code=True)  # in any process, without this package

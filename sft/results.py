@@ -13,13 +13,14 @@ from sft.row_sources import RowSource
 from sft.trainer import SFTRecipeTrainer
 
 
+MIXING = "mixing: distance from start"
 # The panels of curves.png, and the figures that Trainer logs of which each has lines.
 PANELS = {
     "loss, nats per token": {"loss": "training", "eval_loss": "held-out rows"},
     "bits per byte of text": {"eval_bits_per_byte": "held-out rows"},
     "tokens per second": {"tokens_per_second": "training"},
     "share of the peak FLOP/s": {"model_flops_utilization": "training"},
-    "change of the mixing": {f"mixing_change_{part}": part for part in ("queries", "keys", "values", "collapse")},
+    MIXING: {f"mixing_change_{part}": part for part in ("queries", "keys", "values", "collapse")},
 }
 COLORS = {"training": "C0", "held-out rows": "C1", "queries": "C2", "keys": "C3", "values": "C4", "collapse": "C5"}
 # Keys of a recipe that every card names. It names other keys if they differ from their defaults.
@@ -50,11 +51,15 @@ def draw(points: dict[str, list], path: Path) -> None:
     """Draw the panels of the figures that were logged."""
     shown = [label for label, lines in PANELS.items() if points.keys() & lines.keys()]
     figure, all_axes = plots.panels("Curves of the run", max(1, len(shown)), 2)
+    last = max((step for values in points.values() for step, _ in values), default=1)
     for axes, label in zip(all_axes, shown):
         for name, line in PANELS[label].items():
             if name in points:
                 axes.plot(*zip(*points[name]), marker=".", label=line, color=COLORS[line])
-        axes.set(xlabel="step", ylabel=label)
+        axes.set(xlabel="step", ylabel=label, xlim=(0, 1.03 * last))
+        if label == MIXING:
+            axes.set_ylim(bottom=0)
+            axes.legend()
     plots.save_plot(figure, path)
 
 
