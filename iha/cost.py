@@ -73,13 +73,13 @@ def parts_of(config: PreTrainedConfig, cost: ModelCost) -> dict[str, Cost]:
     """Return the costs of a model's parts by their titles: the first layer of each kind, and FFNs that differ."""
     shown = described(config)
     attention: dict[str, Cost] = {}
-    others: dict[str, Cost] = {}
-    for i, layer in enumerate(cost.layers):
-        attention.setdefault(f"{shown.attention_kinds[i]}, {shown.layer_types[i]}", layer.attention)
-        if layer.rest not in others.values():
-            others[f"FFN and norms of layer {i}"] = layer.rest
-    if len(others) == 1:
-        others = {"FFN and norms": cost.layers[0].rest}
+    for kind, layer_type, layer in zip(shown.attention_kinds, shown.layer_types, cost.layers):
+        attention.setdefault(f"{kind}, {layer_type}", layer.attention)
+    rests = [layer.rest for layer in cost.layers]
+    firsts = [i for i, rest in enumerate(rests) if rest not in rests[:i]]
+    others = {f"FFN and norms of layer {i}": rests[i] for i in firsts}
+    if len(firsts) == 1:
+        others = {"FFN and norms": rests[0]}
     return attention | others | {"embedding, last norm, head": cost.rest, "whole model": cost.whole}
 
 

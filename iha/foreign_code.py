@@ -53,15 +53,10 @@ def foreign_code(directory: Path) -> list[str]:
     import, `custom_generate`, and code of other repositories. Raise `UserError`.
     """
     configs = read_configs(directory)
-    config = configs.get(CONFIG_NAME, {})
-    if config.get("model_type") == MODEL_TYPE:
-        known = imported_code("modeling_interleaved.py")
-    else:
-        kinds = config.get("attention_kinds", [])
-        known = shipped_code(kinds if isinstance(kinds, list) else [kinds])
+    known = code_of_this_package(configs.get(CONFIG_NAME, {}))
     # Our files import only files of ours, so a load reaches no others.
-    names = named_modules(configs) | {name for name in known if (directory / name).is_file()}
-    files = [directory / name for name in sorted(names)]
+    reached = named_modules(configs) | {name for name in known if (directory / name).is_file()}
+    files = [directory / name for name in sorted(reached)]
     found = [file.name for file in files if not file.is_file() or file.read_bytes() != known.get(file.name)]
     if (directory / CUSTOM_GENERATE).exists():
         found.append(CUSTOM_GENERATE)
@@ -69,6 +64,14 @@ def foreign_code(directory: Path) -> list[str]:
         found += [f"{entry} in {name}" for entry in code_elsewhere(entries)]
         found += [f"{reference} in {name}" for reference in _references(entries) if "--" in reference]
     return found
+
+
+def code_of_this_package(config: dict) -> dict[str, bytes]:
+    """Return the code that this package ships with a checkpoint of this config.json, by file."""
+    if config.get("model_type") == MODEL_TYPE:
+        return imported_code("modeling_interleaved.py")
+    kinds = config.get("attention_kinds", [])
+    return shipped_code(kinds if isinstance(kinds, list) else [kinds])
 
 
 def code_elsewhere(entries: dict) -> list[str]:

@@ -73,8 +73,10 @@ def model_cost(config: PreTrainedConfig, tokens: int) -> ModelCost:
     with counting(config):
         model = without_data(config, counted_attention.NAME)
         kept = keep_one_of_each(model)
-        prefill, training = count_training(model, kept.layers, tokens)
-        decode, cache = count_decoding(config, tokens)
+        row = row_of_tokens(model, 1, tokens)
+        prefill, training = count_training(model, kept.layers, row)
+        # The masks of one more token follow from the cache of all layers, so all of them run.
+        decode, cache = count_decoding(without_data(config), row["input_ids"])
     layers = []
     for i, place in enumerate(kept.like):
         layer = kept.layers[place]
@@ -120,7 +122,7 @@ def passes_of_model(config: PreTrainedConfig, tokens: int, lora_r: int | None = 
         if lora_r is not None:
             add_adapters(model, kept.layers, lora_r, bits=32)
             model.to(torch.bfloat16)  # adapters in float32 need autocast, which models on the meta device lack
-        counts = count_training(model, kept.layers, tokens)
+        counts = count_training(model, kept.layers, row_of_tokens(model, 1, tokens))
     return Passes(*(each.rest + sum(each.layers[place] for place in kept.like) for each in counts))
 
 
@@ -193,26 +195,25 @@ class LayerCounter(FlopCounterMode):
             states.register_hook(lambda gradient: self.begin(module))
 
 
-def count_training(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> tuple[Counts, Counts]:
+def count_training(
+    model: PreTrainedModel, layers: nn.ModuleList, row: dict[str, torch.Tensor]
+) -> tuple[Counts, Counts]:
     """Count a forward pass, and a forward and a backward pass."""
     with LayerCounter(layers) as counter:
-        logits = model(**row_of_tokens(model, 1, tokens), use_cache=False).logits
+        logits = model(**row, use_cache=False).logits
         prefill = counter.counts()
         logits.backward(torch.empty_like(logits))
     return prefill, counter.counts()
 
 
-def count_decoding(config: PreTrainedConfig, tokens: int) -> tuple[Counts, list[int]]:
-    """Count a forward pass of one more token, and the values that each layer has cached before it.
-
-    All layers run, because the masks follow from the cache of all of them."""
-    model = without_data(config)
+def count_decoding(model: PreTrainedModel, input_ids: torch.Tensor) -> tuple[Counts, list[int]]:
+    """Count a forward pass of one more token, and the values that each layer has cached before it."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids=row_of_tokens(model, 1, tokens)["input_ids"], **{CACHE: cache})
+        model(input_ids=input_ids, **{CACHE: cache})
         cached = [values_of(layer) for layer in cache.layers]
         with LayerCounter(layers_of(model)) as counter:
-            model(input_ids=row_of_tokens(model, 1, 1)["input_ids"], **{CACHE: cache})
+            model(input_ids=input_ids[:, :1], **{CACHE: cache})
     return counter.counts(), cached
 
 

@@ -224,7 +224,7 @@ def count_step(
     model: PreTrainedModel,
     kept: Kept,
     optimizer: torch.optim.Optimizer,
-    inputs: dict[str, torch.Tensor],
+    row: dict[str, torch.Tensor],
     tiled_loss: bool,
 ) -> CountedStep:
     """Count a step of a model without data, under a FakeTensorMode. The optimizer has its states already.
@@ -241,11 +241,11 @@ def count_step(
     with counter:
         with torch.autocast("cpu", torch.bfloat16):
             if tiled_loss:
-                hidden = backbone_of(model)(**inputs, use_cache=False).last_hidden_state
+                hidden = backbone_of(model)(**row, use_cache=False).last_hidden_state
                 loss = TiledLoss.apply(hidden.flatten(0, 1), model.get_output_embeddings().weight)
                 del hidden
             else:
-                loss = model(**inputs, labels=inputs["input_ids"], use_cache=False).loss
+                loss = model(**row, labels=row["input_ids"], use_cache=False).loss
             recorder.forward.append(counter.stage())
         loss.backward()
         del loss
@@ -284,9 +284,8 @@ def step_of(config: PreTrainedConfig, batch: int, tokens: int, way: Way, dtype: 
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
         optimizer.zero_grad()
-        step = count_step(
-            model, kept, optimizer, row_of_tokens(model, batch, tokens // way.share_rows), way.tiled_loss
-        )
+        row = row_of_tokens(model, batch, tokens // way.share_rows)
+        step = count_step(model, kept, optimizer, row, way.tiled_loss)
     return offloaded(step) if way.offload else step
 
 

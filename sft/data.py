@@ -18,7 +18,7 @@ from trl.chat_template_utils import is_chat_template_stop_token_trained
 from iha.errors import UserError, one_line, refusing
 from iha.files import read_jsonl
 from sft.arguments import RunArguments
-from sft.row_sources import READERS, RunData, check_file, is_one_row, splits_long_rows, suffix_of
+from sft.row_sources import READERS, RowSource, RunData, check_file, is_one_row, splits_long_rows, suffix_of
 
 
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -249,31 +249,33 @@ def training_rows(
     The rows to evaluate on are those of `data.held_out`, or `run.eval_size` rows that are held out. From a stream,
     the first rows are held out. This happens before packing, so packing does not change which rows are held out.
     """
-    column = {"text_column": args.dataset_text_field}
+    text_column = args.dataset_text_field
     args.dataset_text_field = "text"  # the column of the rows that `load_rows` returns, which TRL reads
     with args.main_process_first():
-        parts = [load_rows(*part, run.dataset_streaming, **column) for part in data.parts]
+        parts = [load_rows(*part, run.dataset_streaming, text_column) for part in data.parts]
         check_template(parts[0].features, tokenizer, args)
         max_length = None if splits_long_rows(args, args.packing) else args.max_length  # TRL cuts rows to this length
         rows = parts[0] if len(parts) == 1 else mix(parts, data.shares, tokenizer, max_length, args.seed)
-        held_out = data.held_out
-        if held_out is not None:
+        if data.held_out is not None:
             # A streamed dataset must not be downloaded, and to load one split as a whole would download all splits.
-            is_streamed = run.dataset_streaming and held_out.name == run.dataset_name
-            eval_rows = load_rows(*held_out, streaming=is_streamed, **column)
-            if is_streamed:
-                eval_rows = Dataset.from_list(list(eval_rows), features=eval_rows.features)
-            if eval_rows.features != parts[0].features:
-                raise UserError(
-                    f"the rows of {held_out.name} to evaluate on have the columns {', '.join(eval_rows.features)}, "
-                    f"and those to train on {', '.join(parts[0].features)}, so their losses would not compare."
-                )
-            return rows, eval_rows
+            is_streamed = run.dataset_streaming and data.held_out.name == run.dataset_name
+            return rows, rows_to_evaluate_on(data.held_out, is_streamed, text_column, rows.features)
     if run.eval_size == 0:
         return rows, None
     if isinstance(rows, IterableDataset):
         return hold_out_first(rows, int(run.eval_size))
     return split_rows(rows, run, args)
+
+
+def rows_to_evaluate_on(source: RowSource, is_streamed: bool, text_column: str, features: Features) -> Dataset:
+    """Return the rows of a source, with the columns of those to train on. Raise `UserError` for other columns."""
+    rows = load_rows(*source, is_streamed, text_column)
+    if rows.features != features:
+        raise UserError(
+            f"the rows of {source.name} to evaluate on have the columns {', '.join(rows.features)}, and those to "
+            f"train on {', '.join(features)}, so their losses would not compare."
+        )
+    return Dataset.from_list(list(rows), features=features) if is_streamed else rows
 
 
 def hold_out_first(rows: IterableDataset, size: int) -> tuple[IterableDataset, Dataset]:
