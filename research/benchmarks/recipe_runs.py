@@ -2,7 +2,7 @@
 
 Bases have random weights: `llama` has the shape of Llama 3.2 1B, and `qwen` eight layers of that of Qwen2.5-7B. The
 text is the source of Python's standard library, a token to each byte. `sft.train` trains three steps of one batch
-each. A new process, which cannot import this package, then loads `final` in bfloat16, reads a prompt as long as the
+each. A new process, which does not import this package, then loads `final` in bfloat16, reads a prompt as long as the
 rows, and generates.
 """
 
