@@ -166,6 +166,7 @@ def test_a_bad_destination_is_found_before_the_work(tmp_path, monkeypatch):
         ("full/precious.txt", "is not an empty directory"),
         ("link", "is a symbolic link"),
         ("empty", "is the current directory"),
+        ("full/precious.txt/out", "takes no new file"),
     ):
         with pytest.raises(UserError, match=words), new_directory(tmp_path / destination):
             pytest.fail("the work began")
@@ -178,6 +179,15 @@ def test_a_bad_destination_is_found_before_the_work(tmp_path, monkeypatch):
             check_output_file(tmp_path / file)
     check_output_file(tmp_path / "full" / "precious.txt", replace=True)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_failure_leaves_no_directory_that_it_made(tmp_path):
+    (tmp_path / "mine").mkdir()
+    for place in ("new/deep/out", "mine/out", "mine"):
+        for writer in (new_directory, sole_writer):
+            with pytest.raises(ZeroDivisionError), writer(tmp_path / place):
+                1 / 0
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
 
 
 def test_an_empty_directory_is_taken_and_stays_private(tmp_path):

@@ -165,24 +165,26 @@ def rope_layers(config: PreTrainedConfig) -> list[int]:
     return [int(layer != 0) for layer in layers[: config.num_hidden_layers]]
 
 
-def exact_length(source: PreTrainedConfig, config: PreTrainedConfig) -> int | None:
+def exact_length(source_config: PreTrainedConfig, config: PreTrainedConfig) -> int | None:
     """Return the longest sequence, in tokens, for which a conversion is exact, or `None` for any length.
 
     A layer agrees with its source while the smaller of the two windows covers the sequence: in a sliding "iha" layer
     the last pseudo-head of token n sees all pseudo-heads of the tokens n - W + 1 .. n and nothing else.
     """
-    pairs = windows_in_place(source, config) if is_interleaved(config) else windows_of_both(source, config)
+    pairs = (
+        windows_in_place(source_config, config) if is_interleaved(config) else windows_of_both(source_config, config)
+    )
     limits = [min(window for window in pair if window) for pair in pairs if pair[0] != pair[1]]
     return min(limits, default=None)
 
 
-def windows_of_both(source: PreTrainedConfig, config: PreTrainedConfig) -> list[tuple[int | None, int | None]]:
+def windows_of_both(source_config: PreTrainedConfig, config: PreTrainedConfig) -> list[tuple[int | None, int | None]]:
     """Return the windows of each layer before and after a conversion."""
-    return list(zip(layer_windows(source), layer_windows(config)))
+    return list(zip(layer_windows(source_config), layer_windows(config)))
 
 
-def windows_in_place(source: PreTrainedConfig, config: PreTrainedConfig) -> list[tuple[int | None, int | None]]:
+def windows_in_place(source_config: PreTrainedConfig, config: PreTrainedConfig) -> list[tuple[int | None, int | None]]:
     """Return the windows before and after `interleave_heads`: the base's own, and that of the interleaved layers."""
-    before, after = (each.get_text_config(decoder=True) for each in (source, config))
+    before, after = (each.get_text_config(decoder=True) for each in (source_config, config))
     own = getattr(before, "sliding_window", None), getattr(after, "sliding_window", None)
     return [own, (None, after.interleaved_window)]

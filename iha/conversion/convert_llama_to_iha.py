@@ -29,36 +29,38 @@ from .layers import Layers
 from .shared import Converted, build, new_config, read_source
 
 
-def iha_config(source: PreTrainedConfig, layers: Layers) -> IHAConfig:
+def iha_config(source_config: PreTrainedConfig, layers: Layers) -> IHAConfig:
     """Return the configuration of the converted model. Raise `UserError` if the source does not allow such layers."""
-    architecture = architecture_of(source)
-    kinds, windows = zip(*kinds_and_windows(source, layers))
-    fields = {name: copy.deepcopy(getattr(source, name)) for name in SHARED_FIELDS if hasattr(source, name)}
+    architecture = architecture_of(source_config)
+    kinds, windows = zip(*kinds_and_windows(source_config, layers))
+    fields = {
+        name: copy.deepcopy(getattr(source_config, name)) for name in SHARED_FIELDS if hasattr(source_config, name)
+    }
     return new_config(
         IHAConfig,
         **fields,
-        **architecture.settings(source),
-        head_dim=getattr(source, "head_dim", None),
+        **architecture.settings(source_config),
+        head_dim=getattr(source_config, "head_dim", None),
         attention_kinds=list(kinds),
         attention_options=None if layers.options is None else {layers.kind: layers.options},
         layer_types=["full_attention" if window is None else "sliding_attention" for window in windows],
         sliding_window=next((window for window in windows if window is not None), None),
-        no_rope_layers=rope_layers(source),
+        no_rope_layers=rope_layers(source_config),
         num_pseudo_heads=layers.num_pseudo_heads,
         pseudo_positions="shared",
         output_gate=layers.output_gate,
     )
 
 
-def kinds_and_windows(source: PreTrainedConfig, layers: Layers) -> list[tuple[str, int | None]]:
+def kinds_and_windows(source_config: PreTrainedConfig, layers: Layers) -> list[tuple[str, int | None]]:
     """Return the kind of each layer of the converted model and its window, `None` for one over all tokens.
 
     The hybrid schedule is the paper's: four sliding IHA layers, then a plain global one (IHA, Section 5.1 and
     Appendix C). Raise `UserError`."""
     if layers.schedule == "global":
-        return [(layers.kind, window) for window in layer_windows(source)]
-    numbers = range(source.num_hidden_layers)
-    window = hybrid_window(source.max_position_embeddings, layers)
+        return [(layers.kind, window) for window in layer_windows(source_config)]
+    numbers = range(source_config.num_hidden_layers)
+    window = hybrid_window(source_config.max_position_embeddings, layers)
     sliding = paper_layers(numbers)
     return [("iha", window) if number in sliding else ("mha", None) for number in numbers]
 
@@ -107,30 +109,30 @@ def half_open_gate(config: IHAConfig, attention: dict[str, torch.Tensor]) -> dic
 
 
 def convert_model(
-    source: PreTrainedModel,
+    source_model: PreTrainedModel,
     config: IHAConfig,
     value_offsets: str = "balanced",
     seed: int = 0,
     mixing_scale: float | None = None,
 ) -> IHAForCausalLM:
-    """Return the IHA model that computes what `source` does, in eval mode and the dtype of `source`.
+    """Return the IHA model that computes what `source_model` does, in eval mode and the dtype of `source_model`.
 
     `config` is that of `iha_config`, and the others are arguments of `iha.api.convert`. The result shares the memory
-    of the weights of `source`: delete one of the two, or copy it, before training. Raise `UserError`.
+    of the weights of `source_model`: delete one of the two, or copy it, before training. Raise `UserError`.
     """
     generator = torch.Generator().manual_seed(seed) if value_offsets == "balanced" else None
-    state = source.state_dict()
-    lacks = ARCHITECTURES[source.config.model_type].lacks
+    state = source_model.state_dict()
+    lacks = ARCHITECTURES[source_model.config.model_type].lacks
     with torch.device("meta"):
         known = IHAForCausalLM(config).state_dict().keys()
     for i, kind in enumerate(config.attention_kinds):
         prefix = f"model.layers.{i}.self_attn."
-        state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source.dtype) for name in lacks}
+        state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source_model.dtype) for name in lacks}
         of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         for name, value in attention_at_start(config, kind, of_mha, generator).items():
             if prefix + name in known:
-                state[prefix + name] = value.to(source.dtype)
-    model = build(IHAForCausalLM, config, state, source.dtype, source.generation_config)
+                state[prefix + name] = value.to(source_model.dtype)
+    model = build(IHAForCausalLM, config, state, source_model.dtype, source_model.generation_config)
     scale_mixing(model, mixing_scale)
     return model
 
@@ -155,12 +157,12 @@ def llama_to_iha(
     Raise `UserError` if it cannot be converted.
     """
     print(f"1 of 2: reading {source}", flush=True)
-    of_source = load_config(source)
-    config = iha_config(of_source, layers)  # rejects what it can before the weights are read, which takes long
-    model, tokenizer = read_source(source, of_source, dtype)
-    converted = convert_model(model, config, value_offsets, seed, mixing_scale)
-    how = f"({of_source.model_type}){words_for(layers, config)}"
-    return Converted(converted, tokenizer, source, how, exact_length(of_source, config))
+    source_config = load_config(source)
+    config = iha_config(source_config, layers)  # rejects what it can before the weights are read, which takes long
+    source_model, tokenizer = read_source(source, source_config, dtype)
+    model = convert_model(source_model, config, value_offsets, seed, mixing_scale)
+    how = f"({source_config.model_type}){words_for(layers, config)}"
+    return Converted(model, tokenizer, source, how, exact_length(source_config, config))
 
 
 def words_for(layers: Layers, config: IHAConfig) -> str:
