@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib.metadata import PackageNotFoundError, metadata, version
+from typing import Any
 
 import typer
 
@@ -30,9 +31,14 @@ COMMANDS_OF_A_CHECKOUT = {"train": "sft.train", "evaluate": "evaluation.run", "c
 def call(command: Callable, words: Sequence[str] | None = None) -> None:
     """Call a function of `iha.api` with the arguments in the words of a command line.
 
-    Typer parses them, and the function is called after it, because Typer would turn Ctrl-C into an error of its own.
+    Typer parses them and does not call the function, because it would turn Ctrl-C into an error of its own.
     """
-    arguments = {}
+    command(**parse(command, words))
+
+
+def parse(command: Callable, words: Sequence[str] | None) -> dict[str, Any]:
+    """Return the arguments of a function of `iha.api` in words. Exit after help, and after words that are wrong."""
+    arguments: dict[str, Any] = {}
 
     @wraps(command)
     def take(**given):
@@ -44,10 +50,10 @@ def call(command: Callable, words: Sequence[str] | None = None) -> None:
     app.command(help=description, context_settings={"help_option_names": ["-h", "--help"]})(take)
     try:
         app(words, prog_name=sys.argv[0])
-    except SystemExit:
-        if not arguments:  # help was printed, or what is wrong
+    except SystemExit:  # Typer always exits
+        if not arguments:  # it has printed help, or what is wrong
             raise
-    command(**arguments)
+    return arguments
 
 
 def own_version() -> str:

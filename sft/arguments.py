@@ -135,7 +135,11 @@ def _tokens_or(word: str, name: str, value: Any) -> int | str | None:
 
 
 class RecipeParser(TrlParser):
-    """Parse `--config FILE [--key value ...]` as TRL does."""
+    """Parse `--config FILE [--key value ...]` as TRL does.
+
+    `parse` is what a run calls. From there TRL calls `set_defaults_with_config` with the keys of the file, and then
+    `parse_known_args` with those of the command line, which check them here.
+    """
 
     def __init__(self, usage: str) -> None:
         super().__init__((RunArguments, SFTConfig), usage=usage.replace("%", "%%"), allow_abbrev=False)

@@ -130,7 +130,7 @@ def convert_model(
         state |= {prefix + name: torch.zeros(config.hidden_size, dtype=source_model.dtype) for name in lacks}
         of_mha = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         for name, value in attention_at_start(config, kind, of_mha, generator).items():
-            if prefix + name in known:
+            if prefix + name in known:  # of weights that mix no heads there is neither a start nor a scale
                 state[prefix + name] = value.to(source_model.dtype)
     model = build(IHAForCausalLM, config, state, source_model.dtype, source_model.generation_config)
     scale_mixing(model, mixing_scale)

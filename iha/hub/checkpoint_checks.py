@@ -100,6 +100,7 @@ def check_checkpoint(directory: Path, name: str, trust_code: bool) -> dict:
         print(f"Loading {name} in a clean process", flush=True)
         return load_in_clean_process(directory)
     except UserError as error:
+        # Many name files in the directory, which may be a temporary one that the user does not know.
         raise UserError(str(error).replace(str(directory), name)) from error
 
 
