@@ -32,6 +32,7 @@ PRESETS = {"small-1m-paired-heads": {}, "small-1m-iha": {"num_pseudo_heads": 4}}
 # Rates in factors of two around the best that we know for AdamW at this size.
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 SEEDS = (0, 1, 2)
+SEED_OF_RATES = 100  # on which the rates are compared, and nothing else
 TOKENS, ROWS = 256, 8
 
 
@@ -116,13 +117,13 @@ def train(preset: str, optimizer: str, rate: float, seed: int, text: Path, out: 
 
 
 def compare(text: Path, out: Path, steps: int) -> str:
-    """Find the best rate of each form and optimizer with the first seed, and return a table of all seeds."""
+    """Find the best rate of each form and optimizer with a separate seed, and return a table of all others."""
     out.mkdir(parents=True, exist_ok=True)
     table = []
     for preset in PRESETS:
         losses = {}
         for optimizer in OPTIMIZERS:
-            tried = {rate: train(preset, optimizer, rate, SEEDS[0], text, out, steps) for rate in RATES}
+            tried = {rate: train(preset, optimizer, rate, SEED_OF_RATES, text, out, steps) for rate in RATES}
             best = min(RATES, key=tried.__getitem__)
             losses[optimizer] = [train(preset, optimizer, best, seed, text, out, steps) for seed in SEEDS]
             edge = ", at the edge of the rates" if best in (RATES[0], RATES[-1]) else ""

@@ -83,8 +83,8 @@ def test_a_comparison_goes_on_after_a_stop(tmp_path, monkeypatch, capsys):
     with pytest.raises(KeyboardInterrupt):
         muon.compare(tmp_path / "text.txt", tmp_path / "out", 2)
     table = muon.compare(tmp_path / "text.txt", tmp_path / "out", 2)
-    assert made[:3] == [1e-3, 1e-2, 1e-2] and len(made) == 4  # the last one is the second seed
+    assert made[:3] == [1e-3, 1e-2, 1e-2] and len(made) == 5  # two rates, one of them again, and two seeds
     assert table.count("| tiny |") == 3 and "at the edge of the rates" in table and "muon - adamw" in table
     printed = capsys.readouterr().out
-    assert muon.compare(tmp_path / "text.txt", tmp_path / "out", 2) == table and len(made) == 4
-    assert "tiny-muon-0.01-0-2: " in printed
+    assert muon.compare(tmp_path / "text.txt", tmp_path / "out", 2) == table and len(made) == 5
+    assert "tiny-muon-0.01-100-2: " in printed
