@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, sliding_window_overlay
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
 
 from .interleaving import MixedHeads
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
@@ -28,6 +29,7 @@ from .transformers_versions import CACHE, IS_FROM_5_24, pop_cache
 from .virtual_tokens import (
     PREFIX,
     View,
+    core_of,
     keep_window_edge,
     mask_over_virtual_tokens,
     takes_flat_mask,
@@ -99,24 +101,25 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     Where the interleaved ones have a window that others lack (`has_two_masks`), a dense mask holds that of the others
     and that of the interleaved ones, one behind the other along the heads. A `BlockMask` of FlexAttention, which
     cannot be cut to tokens, is a `LayerMasks` wherever there are others."""
-    make_plain_mask = partial(ALL_MASK_ATTENTION_FUNCTIONS[core], mask_function=mask_function, local_size=local_size)
+    kwargs |= {"config": config, "mask_function": mask_function, "local_size": local_size}
+    make_mask_of_tokens = ALL_MASK_ATTENTION_FUNCTIONS[core]
     if not hasattr(config, "num_pseudo_heads"):  # that of a vision tower
-        return make_plain_mask(config=config, **kwargs)
-    kwargs["config"] = config
+        return make_mask_of_tokens(**kwargs)
     window = config.interleaved_window
-    make_mask = partial(virtual_mask, core, mask_function=mask_function, local_size=local_size)
-    if window is None or takes_flat_mask(core, **kwargs):
-        mask = make_mask(**kwargs)
-    else:
+    of_interleaved = kwargs
+    if window is not None and not takes_flat_mask(core, **kwargs):
         # CODEPATH: a window of the interleaved layers alone.
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         sees = and_masks(mask_function, sliding_window_overlay(window))
-        mask = virtual_mask(core, mask_function=sees, local_size=min(window, local_size or window), **kwargs)
+        of_interleaved = kwargs | {"mask_function": sees, "local_size": min(window, local_size or window)}
+    mask = virtual_mask(core, **of_interleaved)
     if isinstance(mask, BlockMask):
-        return LayerMasks(mask, make_plain_mask(**kwargs)) if has_other_modules(config) else mask
-    is_dense = mask is not None and mask.ndim == 4
-    # The mask of the others is over virtual tokens too: `mask_of_plain_module` takes it back to tokens.
-    return torch.cat((make_mask(**kwargs), mask), dim=1) if is_dense and has_two_masks(config) else mask
+        return LayerMasks(mask, make_mask_of_tokens(**kwargs)) if has_other_modules(config) else mask
+    if mask is None or mask.ndim != 4 or not has_two_masks(config):
+        return mask
+    # Over virtual tokens too: `mask_of_plain_module` takes it back to tokens.
+    mask_of_others = virtual_mask(core, **kwargs)
+    return torch.cat((mask_of_others, mask), dim=1)
 
 
 def has_other_modules(config: PreTrainedConfig) -> bool:
@@ -177,8 +180,8 @@ def has_virtual_heads(module: nn.Module) -> bool:
     return "q_mix" in module._modules or "paired_heads" in vars(module)
 
 
-def core_of(name: str) -> str:
-    """Return the attention function that an `attn_implementation` of ours stands for; any other stands for itself."""
+def implementation_of_user(name: str) -> str:
+    """Return the `attn_implementation` that a user named for one of ours. Any other name is the user's."""
     core = name.removeprefix(PREFIX)
     if core == name:
         return name
@@ -224,13 +227,15 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
         kwargs[CACHE] = cache
     tokens = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
     if tokens is not None and is_of_user(kwargs.get("attention_mask"), tokens):
-        backend = Backend.of_model(config._attn_implementation.removeprefix(PREFIX), decoder.dtype, tokens.device)
+        backend = Backend.of_model(core_of(config), decoder.dtype, tokens.device)
         kwargs |= arguments_for_layers(config, backend, tokens, cache, is_cached, kwargs)
     return args[len(names) :], kwargs
 
 
 def is_of_user(mask: Any, tokens: torch.Tensor) -> bool:
-    """Return whether a mask is a user's or none, and not one of `interleaved_mask`, which `generate` passes."""
+    """Return whether a mask is a user's or none, and not one of `interleaved_mask`, which `generate` passes.
+
+    A dense one of ours has N * P rows, and a user's N."""
     if mask is None:
         return True
     return isinstance(mask, torch.Tensor) and (mask.ndim == 2 or (mask.ndim == 4 and mask.shape[2] == tokens.shape[1]))
@@ -260,22 +265,23 @@ def arguments_for_layers(
             f"attn_implementation={backend.core!r} tells documents by position_ids alone: next to cu_seq_lens_q pass "
             "position_ids that restart where documents begin."
         )
-    if cache is None and is_cached and not tells_apart:
-        cache = DynamicCache()  # as empty as that of the base, next to which Transformers looks for no documents
-    call = read_call(backend, tokens, mask, positions, cache, bounds, window)
+    # Next to the cache that the base will make, Transformers looks for no documents, and compiled code finds none.
+    finds_documents = bounds is not None or positions is None or not is_tracing(positions)
+    joins_documents = is_cached and not (tells_apart and finds_documents)
+    call = read_call(backend, tokens, mask, positions, cache, bounds, window, joins_documents)
     if call.dense is not None:
         return {"attention_mask": dense_mask_of_user(call.dense, backend.core, config)}
     if call.documents is None or not takes_bounds:
         return {}
     found = call.keyword_arguments()
-    if mask is None and cache is None:
+    if mask is None and cache is None:  # else the base looks for no documents
         found["attention_mask"] = mask_without_padding(tokens)
     return found
 
 
 def dense_mask_of_user(mask: torch.Tensor, core: str, config: PreTrainedConfig) -> torch.Tensor:
     """Return a user's mask [batch, heads, N, K] over virtual tokens, as `interleaved_mask` returns its own."""
-    if core == "eager":
+    if core in ("eager", "flex_attention"):  # both add it to scores
         mask = additive(mask, torch.float32)
     mask = mask_over_virtual_tokens(mask, config.num_pseudo_heads)
     return torch.cat((mask, mask), dim=1) if has_two_masks(config) else mask
@@ -305,8 +311,9 @@ def keep_windows(model: PreTrainedModel, cache: Cache) -> None:
         return
     if config.interleaved_window is None or "flex" in config._attn_implementation:  # a `BlockMask` cannot be cut
         return
-    # CODEPATH: a window of the interleaved layers alone.
-    layers = [] if hasattr(config, "attention_chunk_size") else getattr(cache, "layers", [])  # chunks size all masks
+    # CODEPATH: a window of the interleaved layers alone. With chunks, Transformers takes the length of their masks
+    # from the first sliding layer of the cache, which would be ours.
+    layers = [] if hasattr(config, "attention_chunk_size") else getattr(cache, "layers", [])
     empty = {i for i, layer in enumerate(layers) if type(layer) is DynamicLayer and not layer.is_initialized}
     for module in model.modules():
         if has_virtual_heads(module) and module.layer_idx in empty:

@@ -9,12 +9,17 @@ from transformers import initialization as init
 class Mixing(nn.Module):
     """Hold weights of order 1 that mix heads, and learn them at a multiple of the optimizer's rate.
 
-    The value of a weight w is start + s * w, with buffers for the start and the scale s, which are saved with w. For
-    s = 1, as from scratch, the start is zero, so that w is the value. For any other s, w begins at zero.
+    Of a weight w the layers use the value
 
-    Adam moves a weight by its rate at each step, which is far too little for values of order 1. So a value moves s
-    times as far as its w, which gets the gradient of the value, without the factor s. Weight decay pulls the value to
-    its start. (The steps of `torch.optim.Adafactor` depend on the size of w: do not use it.)"""
+        value = start + s * w
+        gradient of w = gradient of the value    (and not s times as much)
+
+    with buffers for the start and the scale s, which are saved with w. For s = 1, as from scratch, the start is zero,
+    so that w is the value. For any other s, w begins at zero.
+
+    Adam moves a weight by its rate at each step, which is far too little for values of order 1: the value moves s
+    times as far. Weight decay pulls the value to its start. (The steps of `torch.optim.Adafactor` depend on the size
+    of w: do not use it.)"""
 
     def __init__(self, scale: float = 1.0):
         super().__init__()
@@ -43,7 +48,7 @@ class Mixing(nn.Module):
         weight = getattr(self, name)
         fixed = weight.detach()
         value = torch.addcmul(self._buffers[f"{name}_start"], fixed, self._buffers[f"{name}_scale"])
-        # The sum adds zero: the gradient (or tangent) of the weight is that of the value, without the scale.
+        # The sum adds zero. Its gradient (or tangent) is that of the value.
         return value + (weight - fixed) if torch.is_grad_enabled() else value
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:

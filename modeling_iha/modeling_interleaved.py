@@ -31,9 +31,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from .interleaved_attention import (
-    core_of,
     decoder_config,
     has_virtual_heads,
+    implementation_of_user,
     keep_windows,
     prepare_call,
     register_core,
@@ -56,9 +56,12 @@ HOOK = "interleaving"
 class ConfigMixin:
     """Save the configuration of an interleaved model under a model type that is not its base's.
 
-    These fields are in the configuration of the text decoder, which is a part of that of a model with images:
-        num_pseudo_heads (`int`), pseudo_collapse (`str`), recompute_virtual_tokens (`bool`): as in `IHAConfig`.
-        virtual_heads (`str`, *optional*): "paired" where the heads are paired (`pair_heads`), and not mixed.
+    `interleave_heads` or `pair_heads` of the package `modeling_iha`, which a checkpoint does not need, wrote these
+    fields. They are in the configuration of the text decoder, which is a part of that of a model with images:
+        num_pseudo_heads (`int`): P.
+        pseudo_collapse (`str`): "per_head" or "all_heads" (`HeadCollapse`).
+        recompute_virtual_tokens (`bool`, *optional*): whether the backward pass makes virtual tokens again.
+        virtual_heads (`str`, *optional*): "paired" where the heads are paired (pairing.py), and not mixed.
         interleaved_layers (`dict`): numbers of query, key and value heads of each interleaved attention module, by its
             name in the model without a head.
         interleaved_window (`int`, *optional*): a window for these modules in tokens, besides the base's.
@@ -71,11 +74,12 @@ class ConfigMixin:
     _auto_class = "AutoConfig"  # with this Transformers saves the code with the configuration
 
     def to_dict(self) -> dict:
-        base = base_class(type(self))
+        config_class = base_class(type(self))
+        models = tasks(config_class)
         file = __name__.split(".")[-1]
-        auto_map = {"AutoConfig": f"{file}.{interleaved_name(base)}"}
-        auto_map |= {auto: f"{file}.{interleaved_name(model, base)}" for auto, model in tasks(base).items()}
-        fields = {"model_type": MODEL_TYPE, "base_model_type": base.model_type, "auto_map": auto_map}
+        auto_map = {"AutoConfig": f"{file}.{interleaved_name(config_class)}"}
+        auto_map |= {auto: f"{file}.{interleaved_name(model, config_class)}" for auto, model in models.items()}
+        fields = {"model_type": MODEL_TYPE, "base_model_type": config_class.model_type, "auto_map": auto_map}
         return super().to_dict() | fields
 
     @classmethod
@@ -151,7 +155,7 @@ class ModelMixin:
         use_virtual_core(self)
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args, **kwargs) -> str:
-        core = None if attn_implementation is None else core_of(attn_implementation)
+        core = None if attn_implementation is None else implementation_of_user(attn_implementation)
         return super()._check_and_adjust_attn_implementation(core, *args, **kwargs)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
@@ -280,11 +284,13 @@ def remove_heads(model: PreTrainedModel) -> None:
 def use_virtual_core(model: PreTrainedModel) -> None:
     """Let the decoder attend over virtual tokens, on the attention function that its configuration names.
 
-    "sdpa" is computed by `sdpa_in_blocks` where the decoder supports FlashAttention: only such decoders pass their
-    window on. Configurations have no public setter for a part of a model: this sets the field of Transformers."""
+    `sdpa_in_blocks` computes "sdpa" if it will hear of windows: the decoder supports FlashAttention, and
+    `interleave_heads` has not seen it keep a window to itself. Configurations have no public setter for a part of a
+    model: this sets the field of Transformers."""
     config = decoder_config(model)
-    core = core_of(config._attn_implementation)
-    if core == "sdpa" and decoder_of(model)._supports_flash_attn and getattr(config, "passes_windows", True):
+    core = implementation_of_user(config._attn_implementation)
+    hears_of_windows = decoder_of(model)._supports_flash_attn and getattr(config, "passes_windows", True)
+    if core == "sdpa" and hears_of_windows:
         core = SDPA_IN_BLOCKS
     config._attn_implementation_internal = register_core(core)
 
@@ -293,7 +299,7 @@ def use_base_core(model: PreTrainedModel) -> None:
     """Let the decoder attend over tokens, on the same attention function."""
     config = decoder_config(model)
     # The public `set_attn_implementation` also changes the configurations of vision towers.
-    config._attn_implementation_internal = core_of(config._attn_implementation)
+    config._attn_implementation_internal = implementation_of_user(config._attn_implementation)
 
 
 def add_hook(model: PreTrainedModel) -> None:

@@ -30,6 +30,14 @@ from transformers.utils.import_utils import is_tracing
 VARLEN_ARGUMENTS = frozenset(signature(varlen_attn).parameters)
 NAME = "sdpa_in_blocks"
 LEAST_BLOCK = 128  # queries of a block
+JOINED_DOCUMENTS = (
+    "Packed documents would attend to one another: pass use_cache=False, no attention_mask, and to a flash function a "
+    "single row."
+)
+UNKNOWN_DOCUMENTS = (
+    "Compiled code cannot find in position_ids whether documents are packed, and next to a cache they would attend to "
+    "one another: pass use_cache=False, or for rows of one document attention_mask."
+)
 HIDDEN = -30_000.0  # feature of keys of padding, which lowers their scores by it times the scaling; float16 holds it
 
 
@@ -39,8 +47,7 @@ HIDDEN = -30_000.0  # feature of keys of padding, which lowers their scores by i
 class Call(NamedTuple):
     """Hold what a call declares about which tokens see which, in tokens. Windows are those of the layers.
 
-    A call has one of three forms: a user's mask makes it dense; one new token sees all before it; and several tokens
-    have a flat mask, with padding or documents."""
+    A user's dense mask says it all. Any other call has padding, documents, both (`with_runs`) or neither."""
 
     rows: int
     tokens: int  # N
@@ -73,7 +80,14 @@ class Backend(NamedTuple):
 
 
 def read_call(
-    backend: Backend, tokens, attention_mask, position_ids, cache, bounds=None, window: float = math.inf
+    backend: Backend,
+    tokens: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cache: Cache | None,
+    bounds: torch.Tensor | None = None,
+    window: float = math.inf,
+    joins_documents: bool = False,
 ) -> Call:
     """Read what a call declares. Documents are found for `sdpa_in_blocks` alone: other cores find them in positions.
 
@@ -85,22 +99,25 @@ def read_call(
         cache: that of the call.
         bounds: the `cu_seq_lens_q` that the call has already.
         window: the shortest window of the layers in tokens.
+        joins_documents: whether the model would join packed documents in this call for a reason of its own.
 
     Raise a ValueError for packed documents next to a mask or a cache, and in several rows of a flash function, where
     Transformers silently joins them."""
     rows, length = tokens.shape[:2]
     if attention_mask is not None and attention_mask.ndim != 2:
-        check_dense_mask(attention_mask, length, cache, window)
-        return Call(rows, length, dense=attention_mask)
-    may_be_packed = attention_mask is None and cache is None
-    is_kept_apart = may_be_packed and (rows == 1 or "flash" not in backend.core)
+        check_dense_mask(backend.core, attention_mask, length, cache, window)
+        is_mask = attention_mask.dtype == torch.bool or attention_mask.is_floating_point()
+        return Call(rows, length, dense=attention_mask if is_mask else attention_mask.bool())
+    may_be_packed = attention_mask is None and cache is None and not joins_documents
     call = Call(rows, length, attention_mask, positions=position_ids if may_be_packed else None)
+    can_have_documents = may_be_packed and (rows == 1 or "flash" not in backend.core)
     if bounds is not None:
-        refuse_joined_documents(not is_kept_apart)
+        if not can_have_documents:
+            raise ValueError(JOINED_DOCUMENTS)
         return call._replace(documents=bounds, sizes=sizes_for(backend, bounds))
     if length == 1:
         return call
-    if not is_kept_apart:
+    if not can_have_documents:
         return read_rows(call, backend, position_ids, cache)
     return find_documents(call, backend) if backend.core == NAME else call
 
@@ -122,19 +139,20 @@ def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, c
     if position_ids is None and (call.padding is None or backend.core != NAME):
         return call
     if has_unknown_values(call.padding if position_ids is None else position_ids):
+        if call.padding is None and not position_ids.is_meta:
+            raise ValueError(UNKNOWN_DOCUMENTS)
         return call
     past = 0 if cache is None else int(cache.get_seq_length())
     positions = torch.arange(call.tokens, device=backend.device) if position_ids is None else position_ids
-    num_more = 0  # columns of the mask for tokens to come
     if call.padding is not None:
         check_mask(call.padding, call.rows, past + call.tokens, is_longest=cache is None)
-        num_more = call.padding.shape[1] - past - call.tokens
         positions = torch.where(call.padding[:, past : past + call.tokens].bool(), positions, -1)
     positions = positions.expand(call.rows, -1).cpu()  # the only copy
     is_real = positions >= 0
     earlier = positions.cummax(dim=-1).values[:, :-1]
     begins_another = is_real[:, 1:] & (positions[:, 1:] <= earlier)
-    refuse_joined_documents(bool(begins_another.any()), num_more)
+    if begins_another.any():
+        raise ValueError(JOINED_DOCUMENTS + hint_of_prefix(call, past))
     if backend.core != NAME or past > 0:
         return call
     return with_a_document_for_each_row(call, backend) if is_real.all() else with_runs(call, backend, is_real)
@@ -179,17 +197,12 @@ def row_bounds(batch: int, length: int, device: torch.device) -> torch.Tensor:
     return torch.arange(batch + 1, device=device, dtype=torch.int32) * length
 
 
-def refuse_joined_documents(would_be_joined: bool, num_more: int = 0) -> None:
-    """Raise a ValueError for documents that would be joined, in a call whose mask has `num_more` columns to come."""
-    if not would_be_joined:
-        return
-    message = (
-        "Packed documents would attend to one another: pass use_cache=False, no attention_mask, and to a flash "
-        "function a single row."
-    )
-    if num_more:
-        message += f" If the {num_more} columns of attention_mask without a token are a prefix, the cache lacks it."
-    raise ValueError(message)
+def hint_of_prefix(call: Call, past: int) -> str:
+    """Return a sentence for a mask with more columns than tokens, as prefix tuning makes it."""
+    num_more = 0 if call.padding is None else call.padding.shape[1] - past - call.tokens
+    if num_more == 0:
+        return ""
+    return f" If the {num_more} columns of attention_mask without a token are a prefix, the cache lacks it."
 
 
 def check_mask(mask: torch.Tensor, batch: int, num_keys: int, is_longest: bool = True) -> None:
@@ -197,20 +210,22 @@ def check_mask(mask: torch.Tensor, batch: int, num_keys: int, is_longest: bool =
         raise ValueError(f"attention_mask {list(mask.shape)} does not fit {batch} rows of {num_keys} tokens.")
 
 
-def check_dense_mask(mask: torch.Tensor, num_tokens: int, cache: Cache | None, window: float) -> None:
+def check_dense_mask(core: str, mask: torch.Tensor, num_tokens: int, cache: Cache | None, window: float) -> None:
     """Raise a ValueError for a user's mask that is not [batch, heads, N, K], or does not tell the edge of a window."""
+    if "flash" in core:
+        raise ValueError(f"attn_implementation={core!r} takes attention_mask [batch, tokens] alone: use 'sdpa'.")
     length = num_tokens if cache is None else num_tokens + cache.get_seq_length()
     is_4d = mask.ndim == 4 and mask.shape[2:] == (num_tokens, length)
     if not is_4d or length > window or getattr(cache, "is_compileable", False):
         raise ValueError(
-            "attention_mask must be [batch, tokens], or [batch, heads, tokens, keys] without windows and without a "
-            f"static cache. This one has {mask.shape[-1]} keys for {length} tokens: it needs one for each, at most "
-            f"{window} (the window). Packed documents are declared by position_ids that restart."
+            "attention_mask must be [batch, tokens], or [batch, heads, tokens, keys] up to the length of the window "
+            f"and without a static cache. This one is {list(mask.shape)}, for {num_tokens} tokens, {length} keys and "
+            f"a window of {window} tokens. Packed documents are declared by position_ids that restart."
         )
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a dense mask to add to scores. The "eager" function of Transformers would add the 0 and 1 of others."""
+    """Return a dense mask to add to scores. Some functions of Transformers would add the 0 and 1 of others."""
     if mask.is_floating_point():
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask == 0, torch.finfo(dtype).min)
@@ -267,7 +282,7 @@ def mask_in_blocks(batch_size: int, q_length: int, attention_mask=None, **kwargs
 class Visibility(NamedTuple):
     """Say by FlashAttention's contract which earlier keys each query sees, in a call with a flat mask.
 
-    A field is `None` where it hides nothing. A call has padding or documents, and not both."""
+    A field is `None` where it hides nothing. There is padding or there are documents, and not both."""
 
     padding: torch.Tensor | None  # the flat mask, bool [batch, keys], false for padding
     documents: torch.Tensor | None  # where the documents of all rows begin, and the end, int32 [documents + 1]
@@ -303,8 +318,9 @@ def visibility_of_arguments(
     batch, length = query.shape[0], query.shape[2]
     documents = kwargs.get("cu_seq_lens_q")
     if documents is not None:
-        padding = None  # the door tells documents where there is no padding, or where it is in documents of its own
-        documents = documents if documents.shape[0] > batch + 1 else None  # as many as rows: each row is one
+        padding = None  # it is among the documents (`with_runs`), or there is none
+        has_one_for_each_row = documents.shape[0] == batch + 1
+        documents = None if has_one_for_each_row else documents
     window = None if window is None or window >= length else window
     longest = kwargs.get("max_length_q") or length
     return Visibility(padding, documents, longest, kwargs.get("document_lengths"), window)
@@ -339,7 +355,7 @@ def hide_padding(query, key, value, mask: torch.Tensor) -> tuple[torch.Tensor, t
     """Return states by which padding is hidden (`mask`, [batch, keys]), with more features.
 
     Each query gets the feature 1, and each key of padding HIDDEN there: next to a real key its share is zero."""
-    zeros = 0 if is_plain_forward(query) else 7  # kernels of GPUs take multiples of 8, and gradients are no slower
+    zeros = 0 if is_cpu_inference(query) else 7  # kernels of GPUs take multiples of 8, and gradients are no slower
     hidden = torch.zeros(mask.shape, dtype=key.dtype, device=key.device).masked_fill(~mask, HIDDEN)
     hidden = hidden[:, None, :, None].expand(*key.shape[:3], 1)
     query = pad(pad(query, (0, 1), value=1.0), (0, zeros))
@@ -416,14 +432,14 @@ def attend_in_blocks(query, key, value, mask, window: int, dropout: float, scali
     return output.flatten(2, 3).flatten(0, 1)[:length]
 
 
-def is_plain_forward(states: torch.Tensor) -> bool:
-    """Return whether a CPU runs uncompiled code without gradients."""
+def is_cpu_inference(states: torch.Tensor) -> bool:
+    """Return whether a CPU runs uncompiled code without gradients, where fewer features and smaller blocks pay."""
     return states.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def block_size(states: torch.Tensor, window: int) -> int:
     """Return the number of queries in a block. Smaller blocks compute fewer masked pairs, but gradients copy keys."""
-    return LEAST_BLOCK if is_plain_forward(states) else max(LEAST_BLOCK, window // 4)
+    return LEAST_BLOCK if is_cpu_inference(states) else max(LEAST_BLOCK, window // 4)
 
 
 def join_rows(states: torch.Tensor) -> torch.Tensor:

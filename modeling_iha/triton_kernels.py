@@ -46,8 +46,9 @@ WANTED = os.environ.get("IHA_TRITON_KERNELS")
 # 8,192 tokens with P = 4 took 0.092 ms in place of 1.240, and with gradients 0.308 in place of 2.578. In a decoder of
 # 1B with 4,096 tokens a forward took 39.6 ms in place of 34.7, and a training step 0.98 of the time without kernels.
 LEAST_TOKENS, LEAST_TOKENS_WITH_GRADIENTS = (0, 0) if WANTED == "all" else (8192, 4096)
-# No GPU has run these. With one new token after 65,536 an earlier form for mixed heads, of four launches in place of
-# two, took 0.75 (P = 2) and 0.73 (P = 20) of the time of all "mha" on an H200, and PyTorch's code 1.82 and 1.40.
+# Off, because no GPU has run the present form. An earlier one for mixed heads, of four launches in place of two, was
+# faster on an H200: a new token after 65,536 took 0.75 (P = 2) and 0.73 (P = 20) of the time of a model of ordinary
+# attention, and without the kernels 1.82 and 1.40.
 DECODES_MIXED_HEADS = DECODES_PAIRED_HEADS = DECODES_COMPILED = WANTED == "all"
 
 # A tile of `expand` has at most this many columns, and a tile of `collapse` this many tokens. The sizes depend on the
@@ -65,7 +66,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor] | None  # (cos, sin), each [P, D] w
 def kernels_are_faster(num_tokens: int) -> bool:
     """Return whether to mix the heads of so many tokens by kernels: where a GPU found them faster.
 
-    In compiled code it found them faster, and a comparison of lengths would make a graph for each answer."""
+    In compiled code they are taken at every length: a comparison would make a graph for each answer."""
     if torch.compiler.is_compiling():
         return True
     return num_tokens >= (LEAST_TOKENS_WITH_GRADIENTS if torch.is_grad_enabled() else LEAST_TOKENS)
@@ -587,7 +588,7 @@ def kernels_decode(query: torch.Tensor, is_on: bool) -> bool:
         return False
     if torch.is_grad_enabled() or query.dtype == torch.float32 or query.shape[-1] > MOST_FEATURES:
         return False
-    return kernels_take(query, query[0])
+    return kernels_take(query, query[0])  # in place of weights, of which the number of heads counts
 
 
 def decode(query, key, value, mask, scaling, q_mix=None, k_mix=None, v_mix=None, collapse=None, rotation=None):

@@ -30,11 +30,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
-from .sdpa_in_blocks import is_for_any_length, is_plain_forward, needs_no_dense_mask, padding_mask
+from .sdpa_in_blocks import is_cpu_inference, is_for_any_length, needs_no_dense_mask, padding_mask
 
 
 PREFIX = "iha_"  # "iha_sdpa" attends by "sdpa" in a model in place (interleaved_attention.py)
@@ -66,6 +67,11 @@ def refuse_pages(*args, **kwargs) -> None:
         "Pages of continuous batching, vLLM and SGLang hold one key for each token, and interleaved heads need P: "
         "call generate, which takes batches too, or install the plugin vllm_iha and leave out --model-impl."
     )
+
+
+def core_of(config: PreTrainedConfig) -> str:
+    """Return the name of the attention function that computes over virtual tokens, or that an `IHAModel` was given."""
+    return config._attn_implementation.removeprefix(PREFIX)
 
 
 def in_virtual_tokens(kwargs: dict, num_pseudo_heads: int) -> dict:
@@ -120,18 +126,19 @@ def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head,
     is_grid = query.ndim == 4 and key.ndim == 4
     queries, keys = (query[..., ::num_pseudo_heads, :], key[..., ::num_pseudo_heads]) if is_grid else (query, key)
     query_token, key_token = queries // num_pseudo_heads, keys // num_pseudo_heads
-    # Query n * P + p sees pseudo-heads up to p of what n sees, and later ones of what n - 1 sees.
-    seen = sees_token(batch, head, query_token, key_token)
+    # Query n * P + p sees pseudo-heads up to p of the tokens that n sees, and later ones of those that n - 1 sees.
+    up_to_p = sees_token(batch, head, query_token, key_token)
     continues = sees_token(batch, head, query_token, query_token - 1)  # false where a document begins at n
-    seen_before = continues & sees_token(batch, head, query_token - 1, key_token)
-    seen_before = seen_before & (key_token < query_token)  # for n = 0 a lookup at -1 would read the last token
-    seen_before = seen_before | (seen & (key_token > query_token))  # in masks that are not causal, as within an image
+    of_token_before = continues & sees_token(batch, head, query_token - 1, key_token)
+    is_earlier = key_token < query_token  # for n = 0 the lookup at -1 has read the last token
+    is_within_image = up_to_p & (key_token > query_token)  # in masks that are not causal
+    above_p = (of_token_before & is_earlier) | is_within_image
 
-    is_after = key % num_pseudo_heads > query % num_pseudo_heads  # j > p
+    is_above_p = key % num_pseudo_heads > query % num_pseudo_heads
     if is_grid:
-        both = torch.broadcast_tensors(seen, seen_before)
-        seen, seen_before = (repeat_pairs(each, num_pseudo_heads) for each in both)
-    return (seen & ~is_after) | (seen_before & is_after)
+        both = torch.broadcast_tensors(up_to_p, above_p)
+        up_to_p, above_p = (repeat_pairs(each, num_pseudo_heads) for each in both)
+    return (up_to_p & ~is_above_p) | (above_p & is_above_p)
 
 
 def repeat_pairs(mask: torch.Tensor, num_pseudo_heads: int) -> torch.Tensor:
@@ -204,7 +211,7 @@ def attend_to_virtual_tokens(
 
 def num_parts(states: tuple[torch.Tensor, ...], num_pseudo_heads: int, is_recomputed: bool) -> int:
     """Return in how many parts the heads go one after the other, so that few virtual tokens exist at a time."""
-    if not is_recomputed and not is_plain_forward(states[0]):
+    if not is_recomputed and not is_cpu_inference(states[0]):
         return 1
     most_bytes = PART_BYTES if is_recomputed else CPU_PART_BYTES
     return sum(each.nbytes for each in states) * num_pseudo_heads // most_bytes + 1
@@ -255,7 +262,7 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
     """Return whether to compute one new token from the cached keys, without virtual ones (`attend_new_token`).
 
     On a CPU that is slower where few tokens are cached."""
-    if module.config._attn_implementation.removeprefix(PREFIX) not in ("sdpa", SDPA_IN_BLOCKS):
+    if core_of(module.config) not in ("sdpa", SDPA_IN_BLOCKS):
         return False
     if query.shape[2] > 1 or dropout or mask is None or len(mask.shape) != 4 or not heads.collapses_per_head:
         return False
@@ -280,7 +287,9 @@ def keep_window_edge(cache: Cache | None, window: int | None) -> None:
         field = "sliding_window" if hasattr(layer, "sliding_window") else "max_cache_len"  # dynamic or static
         if getattr(layer, field) != window:
             continue
-        if layer.get_seq_length() >= (window if field == "sliding_window" else 1):  # a dynamic one has dropped keys
+        # A dynamic layer drops keys from then on, and a static one is allocated anew below.
+        longest = window - 1 if field == "sliding_window" else 0
+        if layer.get_seq_length() > longest:
             raise ValueError("The filled cache keeps one token too few for this model: pass an empty cache, or none.")
         setattr(layer, field, window + 1)
         if hasattr(layer, "_sliding_window_tensor"):

@@ -33,7 +33,7 @@ from iha.without_data import without_data
 from modeling_iha import IHAConfig, interleave_heads, set_mixing_scale
 from modeling_iha.mixing_weights import trained_mixing, weight_names
 from modeling_iha.modeling_iha import IHARotaryEmbedding
-from modeling_iha.modeling_interleaved import core_of
+from modeling_iha.modeling_interleaved import implementation_of_user
 from sft.arguments import RunArguments
 from sft.data import rendering
 from sft.make_model import config_of, random_model, start_tokenizer
@@ -266,7 +266,7 @@ def check_packing(model: PreTrainedModel, args: SFTConfig) -> None:
     """Reject an attention core or a model that is not known to keep packed documents apart. Raise `UserError`."""
     if not (args.packing or args.padding_free):
         return
-    core = core_of(model.config._attn_implementation)
+    core = implementation_of_user(model.config._attn_implementation)
     if core not in ISOLATING_CORES and not is_flash_attention_requested(requested_attention_implementation=core):
         raise UserError(
             f"packing with attn_implementation={core!r} is not known to keep documents apart: use one of "

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from iha.errors import UserError
 from modeling_iha.attention_mha import MultiHeadAttention
 from modeling_iha.attention_paired_heads import PairedHeadsAttention
-from modeling_iha.interleaved_attention import PREFIX, core_of, has_virtual_heads
+from modeling_iha.interleaved_attention import PREFIX, has_virtual_heads, implementation_of_user
 from modeling_iha.sdpa_in_blocks import NAME as SDPA_IN_BLOCKS
 from sft.sequence_parallel import AttendInPieces, piece, shared_rows
 from sft.trainer import SFTRecipeTrainer
@@ -38,7 +38,7 @@ def check_core(model: PreTrainedModel) -> str:
     elif core == PREFIX + SDPA_IN_BLOCKS:
         core = SDPA_IN_BLOCKS
     else:
-        core = core_of(core)
+        core = implementation_of_user(core)
     if core != SDPA_IN_BLOCKS and "flash" not in core:
         raise UserError(
             f"attn_implementation={core!r} of this model cannot attend to shared rows: give "

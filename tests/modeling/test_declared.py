@@ -53,6 +53,21 @@ def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
         assert bool(calls) == ("padding" in call or call == "hole")
 
 
+@pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+def test_documents_that_compiled_code_cannot_find(name, core):
+    """Raise an error next to the cache that a call makes by default, and keep them apart without one."""
+    model = WAYS[name](None).eval()
+    model.set_attn_implementation(core)
+    packed = {"input_ids": random_ids(1, 9), "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])}
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="Compiled code cannot find in position_ids"):
+            compiled(**packed)
+        apart = compiled(**packed, use_cache=False).logits
+        assert_close(apart, model(**packed, use_cache=False).logits)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 @pytest.mark.parametrize("core", ["eager", "flex_attention", "sdpa"])
 def test_packed_rows_with_the_library_s_own_defaults(core, name, cpu_cores):

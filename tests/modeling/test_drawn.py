@@ -185,7 +185,9 @@ def test_beams_and_samples_are_those_without_a_cache(case):
 # What cannot be computed
 
 JOINED = "Packed documents would attend to one another"
-NO_DENSE_MASK = r"attention_mask must be \[batch, tokens\], or .* without windows and without a static cache"
+NO_DENSE_MASK = (
+    r"attention_mask must be \[batch, tokens\], or .* up to the length of the window and without a static cache"
+)
 
 
 def faults(drawn, call, model):

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from modeling_iha import interleave_heads, modeling_interleaved, remove_interleaving
-from modeling_iha.interleaved_attention import core_of
+from modeling_iha.interleaved_attention import implementation_of_user
 from modeling_iha.transformers_versions import CACHE
 from research.experiments.model_types import CAUSAL, MULTIMODAL, tiny_model
 
@@ -85,7 +85,7 @@ def test_a_vision_tower_keeps_the_core_of_transformers(window):
     model.set_attn_implementation("eager")
     assert model.model.vision_tower.config._attn_implementation == "eager"
     name = model.model.language_model.config._attn_implementation
-    assert core_of(name) == "eager" != name
+    assert implementation_of_user(name) == "eager" != name
     pixels = torch.rand(1, 3, *[model.config.vision_config.image_size] * 2)
     assert model.get_image_features(pixels, return_dict=True).last_hidden_state.isfinite().all()
     if window is None:  # else the plain model is another one

@@ -4,6 +4,7 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 from helpers import (
+    WAYS,
     assert_close,
     causal_4d,
     decoder,
@@ -57,7 +58,7 @@ def test_a_custom_mask_of_older_code_hides_as_well(kind, dtype):
 
 def test_a_custom_mask_next_to_windows_raises_an_error_in_a_compiled_model():
     model = torch.compile(geometry_model("window"), backend="eager")
-    with pytest.raises(Exception, match="without windows"):
+    with pytest.raises(Exception, match="up to the length of the window"):
         model(random_ids(1, 9), attention_mask=causal_4d(torch.ones(1, 9), "bool"))
 
 
@@ -95,6 +96,21 @@ def test_a_mask_means_the_same_on_a_cache(make_mask, kind, core):
     for tokens in (slice(0, 6), slice(6, 11), slice(11, 12)):
         chunk = {"attention_mask": mask[:, :, tokens, : tokens.stop], CACHE: cache}
         assert_close(model(input_ids[:, tokens], **chunk).logits, expected[:, tokens])
+
+
+@pytest.mark.parametrize("name", ["iha", "interleaved"])
+@torch.no_grad()
+def test_a_mask_of_booleans_or_integers_is_the_same_for_all_cores(name, cpu_cores):
+    model, input_ids = WAYS[name](None), random_ids(1, 12)
+    mask = hiding()[None, None]
+    expected = model(input_ids, attention_mask=mask).logits
+    for core in MASKED_CORES:
+        model.set_attn_implementation(core)
+        for given in (mask, mask.long()):
+            assert_close(model(input_ids, attention_mask=given).logits, expected)
+    model.set_attn_implementation("flash_attention_2")
+    with pytest.raises(ValueError, match=r"'flash_attention_2' takes attention_mask \[batch, tokens\] alone"):
+        model(input_ids, attention_mask=mask)
 
 
 @pytest.mark.parametrize("kind", ["talking_heads", "hyper"])

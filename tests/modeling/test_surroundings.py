@@ -28,7 +28,7 @@ from transformers.utils import logging
 from iha.errors import ROOT
 from iha.processes import run_in_clean_process
 from modeling_iha import interleave_heads, remove_interleaving
-from modeling_iha.interleaved_attention import core_of, register_core
+from modeling_iha.interleaved_attention import implementation_of_user, register_core
 from modeling_iha.mixing_weights import mixing_parameters, state_with_values
 from modeling_iha.virtual_tokens import View
 from research.experiments.model_types import MULTIMODAL, tiny_model
@@ -218,8 +218,8 @@ def test_threads_interleave_at_once():
 def test_names_of_cores_come_back(monkeypatch, tmp_path):
     """Take a core of the Hub, whose name has a "/", and copy, save and undo the model, which all read the name."""
     name = register_core("some/core_")
-    assert "/" not in name and core_of(name) == "some/core_"
-    assert core_of("sdpa") == "sdpa" and core_of("core--_") == "core--_"
+    assert "/" not in name and implementation_of_user(name) == "some/core_"
+    assert implementation_of_user("sdpa") == "sdpa" and implementation_of_user("core--_") == "core--_"
     model, tokens = decoder("llama"), random_ids(1, 9)
     model.config._attn_implementation = "some/core_"
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "some/core_", ALL_ATTENTION_FUNCTIONS["sdpa"])
