@@ -162,15 +162,15 @@ BASES = {
     "mistral": lambda window: {"sliding_window": window},
     "qwen2": lambda window: {"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 1},
     "qwen3": lambda window: {"sliding_window": window, "use_sliding_window": bool(window), "max_window_layers": 1},
-    "gemma2": lambda window: {"sliding_window": window or 200, "query_pre_attn_scalar": 8},
+    "gemma2": lambda window: {"sliding_window": window or 400, "query_pre_attn_scalar": 8},
     "gemma3_text": lambda window: {
-        "sliding_window": window or 200,
+        "sliding_window": window or 400,
         "layer_types": LAYER_TYPES,
         "query_pre_attn_scalar": 8,
     },
     "phi3": lambda window: {"sliding_window": window},
     "olmo2": lambda window: {},
-    "cohere2": lambda window: {"sliding_window": window or 200, "layer_types": LAYER_TYPES},
+    "cohere2": lambda window: {"sliding_window": window or 400, "layer_types": LAYER_TYPES},
     "gpt_neox": lambda window: {},
     "opt": lambda window: {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "layerdrop": 0.0},
     "starcoder2": lambda window: {"sliding_window": window},
@@ -181,10 +181,10 @@ BASES = {
         **{"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     },
     "llama4_text": lambda window: {
-        **{"attention_chunk_size": window or 200, "num_local_experts": 2, "num_experts_per_tok": 2},
+        **{"attention_chunk_size": window or 400, "num_local_experts": 2, "num_experts_per_tok": 2},
         "no_rope_layers": [1, 0],
     },
-    "gpt_oss": lambda window: {"sliding_window": window or 200, "num_local_experts": 2, "num_experts_per_tok": 2},
+    "gpt_oss": lambda window: {"sliding_window": window or 400, "num_local_experts": 2, "num_experts_per_tok": 2},
 }
 WITHOUT_GROUPS = ("gpt_neox", "opt")
 # Bases that compute on eager attention alone: soft caps and attention sinks.
