@@ -190,7 +190,7 @@ def plot(record: dict) -> Figure:
     by_time.set(xlabel=f"training {clock}", ylabel="held-out loss", ylim=(min(shown) - 0.02, max(shown) + 0.02))
     for axes, budget in zip(by_budget, BUDGETS):
         compared = [row["minus_first"][budget]["difference"] for row in others]
-        plots.dots(axes, [row["arm"] for row in others], {"difference": points(compared)}, mark=0)
+        plots.dots(axes, [row["arm"] for row in others], {f"arm minus {first['arm']}": points(compared)}, mark=0)
         axes.set(xlabel=f"difference after equal {budget} (below 0 is better)")
     return figure
 
