@@ -23,11 +23,10 @@ from iha.cards import (
 )
 from iha.checkpoints import positions_of
 from iha.errors import UserError
-from iha.kinds import additions_of, companion_of, described, is_ours, own_modules, virtual_tokens_per_token
+from iha.kinds import additions_of, companion_of, described, is_ours, own_modules
 from iha.model_cost import cost_of_model
 from iha.plain_models import compared_with
 from modeling_iha import IHAConfig
-from modeling_iha.mixing_weights import trained_mixing
 
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
@@ -93,15 +92,10 @@ def _options(config: Any) -> dict[str, str]:
     """Return the options of commands that train a checkpoint: of the recipe for LoRA, and of `trl sft`."""
     with torch.device("meta"):
         model = AutoModel.from_config(config)
-    shown = described(config)
-    length = min(16384, positions_of(shown) or 16384)
-    # The recipe states these keys, and a checkpoint may need others.
-    recipe = f"--max_length {length} --num_pseudo_heads {virtual_tokens_per_token(shown)}"
-    if not trained_mixing(model):
-        recipe += " --mixing_scale 1"
+    length = min(16384, positions_of(config) or 16384)  # the recipe states one, and a model may be shorter
     modules = own_modules(model)
     adapters = ["--lora_target_modules", "all-linear", *(["--lora_modules_to_save", *modules] if modules else [])]
-    return {"recipe": recipe, "trl": " ".join(adapters)}
+    return {"recipe": f"--max_length {length}", "trl": " ".join(adapters)}
 
 
 def drawn_layers(config: Any) -> str:

@@ -42,16 +42,21 @@ class RunData(NamedTuple):
 def data_of(run: RunArguments, args: SFTConfig) -> RunData:
     """Return where a run reads its rows, before anything is loaded.
 
-    With TRL's strategies `bfd` and `bfd_split`, `position_ids` restart at every document. The masks of eager, SDPA and
-    FlexAttention and the lengths of FlashAttention follow from them. With `wrapped`, documents cannot be told apart.
-
     Raise `UserError` for keys that exclude each other, and for missing files.
     """
+    # With `bfd` and `bfd_split` TRL lets `position_ids` restart at every document. The masks of eager, SDPA and
+    # FlexAttention and the lengths of FlashAttention follow from them.
     if args.packing and args.packing_strategy == "wrapped":
         raise UserError("packing_strategy 'wrapped' lets documents attend to one another: use 'bfd' or 'bfd_split'.")
     _check_evaluation(run, args)
     named = parts_of_mixture(run.dataset_name)
     parts = [RowSource(name, run.dataset_train_split, run.dataset_config) for name, _ in named]
+    _check_parts(parts, run, args)
+    return RunData(parts, [share for _, share in named], _held_out(parts, run, args))
+
+
+def _check_parts(parts: list[RowSource], run: RunArguments, args: SFTConfig) -> None:
+    """Reject sources that a run cannot train on, as far as their names tell. Raise `UserError`."""
     if run.dataset_streaming and len(parts) > 1:
         raise UserError("dataset_streaming reads one source: give no mixture.")
     if run.dataset_streaming and args.max_steps < 1:
@@ -64,20 +69,23 @@ def data_of(run: RunArguments, args: SFTConfig) -> RunData:
                 "join the .txt files, or write each as rows of a .jsonl file."
             )
         _check_not_cut(part.name, args, args.packing)
-    held_out = None
+
+
+def _held_out(parts: list[RowSource], run: RunArguments, args: SFTConfig) -> RowSource | None:
+    """Return the source of the rows to evaluate on, or None for a run that reads none. Raise `UserError`."""
     if run.eval_dataset_name:
         held_out = RowSource(run.eval_dataset_name, run.dataset_test_split or "train")
     elif evaluates(args) and not run.eval_size:
         held_out = RowSource(run.dataset_name, run.dataset_test_split or "test", run.dataset_config)
-    if held_out is not None:
-        if held_out in parts:
-            raise UserError(
-                f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set "
-                "eval_size."
-            )
-        check_file(held_out.name, held_out.split)
-        _check_not_cut(held_out.name, args, args.packing if args.eval_packing is None else args.eval_packing)
-    return RunData(parts, [share for _, share in named], held_out)
+    else:
+        return None
+    if held_out in parts:
+        raise UserError(
+            f"the run would train and evaluate on the same rows of {held_out.name}: name other rows, or set eval_size."
+        )
+    check_file(held_out.name, held_out.split)
+    _check_not_cut(held_out.name, args, args.packing if args.eval_packing is None else args.eval_packing)
+    return held_out
 
 
 def _check_evaluation(run: RunArguments, args: SFTConfig) -> None:

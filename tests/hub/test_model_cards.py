@@ -155,9 +155,6 @@ def test_a_card_says_what_serves_the_model():
         assert "vLLM, SGLang and llama.cpp do not run it" in render_card(config, "name")
     assert "in every layer an output gate (`per_head`)" in render_card(gated, "name")
     assert "https://arxiv.org/abs/2603.09078" in render_card(gated, "name")
-    # The recipe's rate of the mixing is rejected for a model without one.
-    assert "--mixing_scale 1" not in render_card(others, "name")
-    assert "--mixing_scale 1" in render_card(small_config(attention_kinds="paired_heads"), "name")
 
 
 def test_a_card_of_a_run_loads_it_and_is_called_as_it_is(tmp_path, monkeypatch):

@@ -128,8 +128,8 @@ NAMED = [
         *((name, text, CARDS["iha"]) for name, text in DOCUMENTS.items()),
     )
     for command in COMMAND.findall(text)
-    # The recipe asks the model for its adapters: the cards of other kinds have the same command.
-    if command.startswith("trl") or name in ("iha", *DOCUMENTS)
+    # The recipe asks the model for its adapters and its mixing: the cards of other kinds have the same command.
+    if command.startswith("trl") or name in ("iha", "mha", *DOCUMENTS)
 ]
 
 
