@@ -265,6 +265,17 @@ def count_step(
 
 def step_of(config: PreTrainedConfig, batch: int, tokens: int, way: Way, dtype: torch.dtype) -> CountedStep:
     """Count a step of AdamW in bfloat16 autocast, on weights of a dtype. Raise `UserError`."""
+    with counting(config):
+        model, kept = model_to_train(config, way, dtype)
+        with FakeTensorMode(allow_non_fake_inputs=True):  # unlike meta tensors its tensors have autocast
+            model.to_empty(device="cpu").tie_weights()
+            row = row_of_tokens(model, batch, tokens // way.share_rows)
+            step = count_step(model, kept, optimizer_of(model), row, way.tiled_loss)
+    return offloaded(step) if way.offload else step
+
+
+def model_to_train(config: PreTrainedConfig, way: Way, dtype: torch.dtype) -> tuple[PreTrainedModel, Kept]:
+    """Build a model on the meta device with one layer that does not count, and one of each kind. Raise `UserError`."""
     core = NAME if way.share_rows == 1 else of_shared_rows(way.share_rows)
     model = without_data(config, core, dtype).train()
     if way.share_rows > 1 and any(isinstance(module, ScoreMatrixAttention) for module in model.modules()):
@@ -276,17 +287,18 @@ def step_of(config: PreTrainedConfig, batch: int, tokens: int, way: Way, dtype: 
         add_adapters(model, kept.layers, way.lora_r, way.bits)
     if way.checkpointing:
         model.activation_checkpointing_enable()
-    with counting(config), FakeTensorMode(allow_non_fake_inputs=True):  # unlike meta tensors these have autocast
-        model.to_empty(device="cpu").tie_weights()
-        trained = [weight for weight in model.parameters() if weight.requires_grad]
-        optimizer = torch.optim.AdamW(trained)
-        for weight in trained:
-            weight.grad = torch.zeros_like(weight)
-        optimizer.step()
-        optimizer.zero_grad()
-        row = row_of_tokens(model, batch, tokens // way.share_rows)
-        step = count_step(model, kept, optimizer, row, way.tiled_loss)
-    return offloaded(step) if way.offload else step
+    return model, kept
+
+
+def optimizer_of(model: PreTrainedModel) -> torch.optim.AdamW:
+    """Return the optimizer of the weights that are trained, with its states, which its first step makes."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    for weight in trained:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
 
 
 def offloaded(step: CountedStep) -> CountedStep:

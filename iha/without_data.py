@@ -31,7 +31,7 @@ def counting(config: PreTrainedConfig) -> Iterator[None]:
     """Raise a `UserError` for code of a model that needs the values of tensors, or that we do not know."""
     try:
         yield
-    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"{config.model_type} cannot be counted without data: {one_line(error)}") from error
 
 
