@@ -117,7 +117,8 @@ def recipe(name: str) -> str:
 
 
 def hasten_runs(patch: pytest.MonkeyPatch) -> None:
-    """Have a run draw no figure and collect no garbage, which take as long as its steps."""
+    """Have a run draw no figure, count no costs for its card and collect no garbage: all take as long as its steps."""
+    patch.setattr("iha.card_template._costs", lambda config: None)  # test_model_cards.py looks at them
     patch.setattr("sft.results.draw", lambda points, path: path.touch())
     patch.setattr("accelerate.utils.memory.gc", SimpleNamespace(collect=lambda: None))
 

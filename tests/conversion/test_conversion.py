@@ -59,6 +59,9 @@ from modeling_iha.mixing_weights import state_with_values
 from research.experiments.model_types import MULTIMODAL, tiny_model
 
 
+pytestmark = pytest.mark.usefixtures("uncounted_cards")
+
+
 # What is converted
 
 

@@ -20,6 +20,7 @@ from iha.conversion.convert_dcformer_to_iha import convert_model, iha_config
 from iha.errors import UserError
 
 
+pytestmark = pytest.mark.usefixtures("uncounted_cards")
 # An older config, as of the first release: no QK-norm, no gate of the FFN, and its fields absent.
 PLAIN = {name: value for name, value in DCFORMER.items() if name not in ("window_type", "mgate", "mgate_dim")}
 PLAIN |= {"use_qk_norm": False, "norm_eps": 1e-5}

@@ -68,7 +68,7 @@ def test_a_card_says_what_the_model_costs_and_what_is_not_known():
     assert "| FLOPs of one more token | 15.15 G | 6.927 G | 2.187 |" in card
     assert "The weights are under mit." in card and "under Apache-2.0" in card
     assert "Not evaluated." in card and "- Duvvuri" in card and "- Vaswani" in card
-    assert "No license of the weights is known." in render_card(config, "name")
+    assert "No license of the weights is known." in render_card(small_config(), "name")
     assert "The costs of this model were not counted." in render_card(small_config(attention_kinds="hyper"), "name")
 
 

@@ -178,6 +178,7 @@ PAIRED = [
 
 
 @needs_triton
+@pytest.mark.one_of(2)
 @in_each_dtype
 @pytest.mark.parametrize("sizes", PAIRED, ids=str)
 @torch.no_grad()
