@@ -91,7 +91,8 @@ def test_the_memory_is_what_cost_predicts(column, columns):
         assert float(rows[name][column]) == pytest.approx(peak, abs=0.5), name
 
 
-@pytest.mark.parametrize("tokens", [slow(TOKENS), 16 * TOKENS])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [TOKENS, 16 * TOKENS])
 def test_the_table_of_long_rows_is_what_cost_predicts(tokens, columns):
     told = [float(cell) for cell in table_rows()[f"P = 2, {tokens:,}"]]
     ways = [SAVING._replace(offload=each, share_rows=share) for share in (1, GPUS) for each in (False, True)]

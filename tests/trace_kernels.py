@@ -1,9 +1,9 @@
 """Compile models with their Triton kernels without a GPU, and print what the graphs launch as JSON.
 
-python tests/trace_kernels.py '[["iha", "decoding", 2]]' takes the kind of a small model ("iha", "paired_heads",
-"interleaved"), a pass ("decoding", "training") and the number of its layers. Dynamo and AOTAutograd trace the kernels,
-because a stand-in for Triton's driver says that there is a GPU. A graph runs without its kernels, so its results mean
-nothing. The interpreter's tests compare results. `traced_kernels` in helpers.py starts it.
+python tests/trace_kernels.py '[["iha", "decoding"]]' takes pairs of the kind of a small model ("iha", "paired_heads",
+"interleaved") and a pass ("decoding", "training"). Dynamo and AOTAutograd trace the kernels, because a stand-in for
+Triton's driver says that there is a GPU. A graph runs without its kernels, so its results mean nothing. The
+interpreter's tests compare results. `traced_kernels` in helpers.py starts it.
 """
 
 import json
@@ -31,6 +31,7 @@ SIZES = {
     "vocab_size": 32,
     "hidden_size": 64,
     "intermediate_size": 64,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -64,12 +65,11 @@ class WithoutKernels(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def model_of(kind: str, layers: int) -> torch.nn.Module:
+def model_of(kind: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    sizes = {**SIZES, "num_hidden_layers": layers}
     if kind == "interleaved":
-        return interleave_heads(LlamaForCausalLM(LlamaConfig(**sizes)), 2)
-    return IHAForCausalLM(IHAConfig(**sizes, attention_kinds=kind, num_pseudo_heads=2))
+        return interleave_heads(LlamaForCausalLM(LlamaConfig(**SIZES)), 2)
+    return IHAForCausalLM(IHAConfig(**SIZES, attention_kinds=kind, num_pseudo_heads=2))
 
 
 def trace(model: torch.nn.Module, what: str) -> dict:
@@ -106,7 +106,7 @@ def launches_of(graphs: list) -> dict[str, int]:
     return found
 
 
-cases = [(model_of(kind, layers), what) for kind, what, layers in json.loads(sys.argv[1])]
+cases = [(model_of(kind), what) for kind, what in json.loads(sys.argv[1])]
 for module in interleaving, triton_kernels:
     module.kernels_take = lambda *_: True  # tensors of a CPU
 driver.set_active(Driver())

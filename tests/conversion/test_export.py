@@ -26,7 +26,8 @@ def padded(rows, tokens):
 
 
 @pytest.mark.skipif(not hasattr(exporters, "ExportedModel"), reason="this version of Transformers has no exporters")
-@pytest.mark.parametrize("make", [iha, pytest.param(interleaved, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_compile.py exports by PyTorch alone
+@pytest.mark.parametrize("make", [iha, interleaved])
 def test_an_export_computes_what_the_model_does(make):
     """Read a prompt and add a token, with other numbers of rows and tokens than those that were traced."""
     model = make()

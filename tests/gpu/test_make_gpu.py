@@ -33,7 +33,11 @@ def table(tmp_path):
     return gpu.Table.open(tmp_path, setting, retry=False)
 
 
-def test_every_form_of_every_case_is_measured_once(tmp_path, cli):
+@pytest.mark.parametrize("cases", [3, pytest.param(None, marks=pytest.mark.slow)])
+def test_every_form_of_every_case_is_measured_once(cases, tmp_path, cli, monkeypatch):
+    """Take the first cases of layers, or slowly all."""
+    layer_cases = gpu.layer_cases
+    monkeypatch.setattr(gpu, "layer_cases", lambda dry: layer_cases(dry)[:cases])
     with torch.compiler.set_stance("force_eager"):  # test_compile.py compiles
         assert cli(gpu, "--dry", "--pieces", "layers", "decoding", "--out", tmp_path)[0] == 0
     found = cases_of(tmp_path)
@@ -43,7 +47,7 @@ def test_every_form_of_every_case_is_measured_once(tmp_path, cli):
     }
     assert all(figures["ms"] > 0 for forms in found.values() for figures in forms.values())
     (page,) = tmp_path.glob("*/gpu.md")
-    assert page.read_text().count("| mha | ") == 5
+    assert page.read_text().count("| mha | ") == (2 if cases else 5)
     # A second call measures no case again.
     assert cli(gpu, "--dry", "--pieces", "layers", "decoding", "--out", tmp_path)[0] == 0
     assert cases_of(tmp_path) == found

@@ -64,7 +64,7 @@ if TRANSFORMERS >= Version("5.24"):
     DRAFTS += [("another", name, 4, "static") for name in ("interleaved", "some interleaved", "paired")]
 
 
-@pytest.mark.one_of(2)
+@pytest.mark.one_of(4)
 @pytest.mark.parametrize(("draft", "name", "window", "cache"), DRAFTS)
 def test_rejected_drafts_leave_the_cache(draft, name, window, cache, monkeypatch):
     """Take drafts from the prompt, from a model that is always right, and from one that mostly is not."""

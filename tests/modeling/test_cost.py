@@ -344,6 +344,8 @@ def test_a_loss_in_tiles_keeps_no_logits_of_a_large_vocabulary():
 
 
 def test_several_gpus_a_time_and_a_file(monkeypatch, capsys, tmp_path):
+    memory = StepMemory(1, 1, 1, 2_000_000_000)  # to count it takes seconds
+    monkeypatch.setattr(cost_command, "of_sharded_training", lambda *_: memory)
     words = ["--preset", "small-1m-iha", "--tokens", "256", "--batch", "2", "--gpus", "4", "--tflops", "0.001"]
     monkeypatch.setattr(sys, "argv", ["cost.py", *words, "--json", str(tmp_path / "cost.json")])
     cost_command.main()

@@ -306,20 +306,17 @@ def test_a_machine_where_triton_fails_mixes_in_pytorch(monkeypatch):
 # Compilation
 
 
-@pytest.mark.parametrize(
-    ("kinds", "layers"),
-    [(["iha"], 1), pytest.param(["iha", "paired_heads", "interleaved"], 2, marks=pytest.mark.slow)],
-)
-def test_compiled_code_takes_the_kernels(kinds, layers):
-    """Find each kernel in each layer, in graphs for one length and any other, or for all tokens on a cache."""
-    cases = [("interleaved", "training"), *((kind, "decoding") for kind in kinds)]
-    training, *decoding = traced_kernels(*((*case, layers) for case in cases))
+@pytest.mark.slow
+def test_compiled_code_takes_the_kernels():
+    """Find each kernel in each of two layers, in graphs for one length and any other, or for all tokens on a cache."""
+    kinds = ("iha", "paired_heads", "interleaved")
+    training, *decoding = traced_kernels(("interleaved", "training"), *((kind, "decoding") for kind in kinds))
     names = ["expand_kernel", "expand_backward_states_kernel", "expand_backward_alpha_kernel"]
     names += ["collapse_kernel", "collapse_backward_kernel"]
-    assert training == {"graphs": 4, "launches": dict.fromkeys(names, 2 * layers)}
+    assert training == {"graphs": 4, "launches": dict.fromkeys(names, 2 * 2)}
     for traced in decoding:  # an empty cache has a separate graph
         assert traced["graphs"] <= 2
-        assert traced["launches"] == dict.fromkeys(("chunks_kernel", "sum_kernel"), layers * traced["graphs"])
+        assert traced["launches"] == dict.fromkeys(("chunks_kernel", "sum_kernel"), 2 * traced["graphs"])
 
 
 # dtype, H, G, P, D
@@ -333,15 +330,13 @@ DECODING += [(9, 3, 3, 80, False), (20, 20, 4, 128, None), (32, 8, 2, 64, None),
 DECODING += [(8, 8, 4, 32, None)]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "shapes"),
-    [(90, 1), *(pytest.param(architecture, None, marks=pytest.mark.slow) for architecture in (80, 90, 120))],
-)
-def test_compiled_kernels_spill_no_registers(architecture, shapes, tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+def test_compiled_kernels_spill_no_registers(architecture, tmp_path):
     """Compile what launches compile on A100, H100 and consumer Blackwell, whose programs share at most 99 KiB."""
-    calls = [("mixing", *case) for case in MIXING[:shapes]] + [("decoding", *case) for case in DECODING[:shapes]]
+    calls = [("mixing", *case) for case in MIXING] + [("decoding", *case) for case in DECODING]
     kernels = compiled_kernels(architecture, calls, cache=tmp_path)
-    assert len(kernels) == 5 * len(MIXING[:shapes]) + 2 * len(DECODING[:shapes])
+    assert len(kernels) == 5 * len(MIXING) + 2 * len(DECODING)
     for kernel in kernels:
         assert kernel["registers"] > 0 and kernel["spilled"] == 0 and kernel["shared"] <= 99 * 1024, kernel
 

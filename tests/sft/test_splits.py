@@ -49,6 +49,8 @@ def write_dataset(directory: Path) -> str:
 def own_cache(tmp_path, monkeypatch):
     """Keep tests from each other's cache."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "STREAMING_READ_RETRY_INTERVAL", 0)  # seconds between two attempts
+    monkeypatch.setattr(datasets.config, "STREAMING_OPEN_RETRY_INTERVAL", 0)
 
 
 @pytest.fixture(params=["directory", "hub"])

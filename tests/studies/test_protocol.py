@@ -278,6 +278,7 @@ def tiny_compare(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
             patch.setattr(byte_models, "TIMED_STEPS", 1)
             patch.setattr(byte_models, "TIMED_ROUNDS", 1)
+            patch.setattr(byte_models, "EVALUATIONS", 4)
             patch.setitem(SIZES, "tiny", TINY)
             compare.main([*given, "--output", str(place / "out"), *words])
         assert not (place / "out" / "so_far.png").exists()
