@@ -177,6 +177,11 @@ class RecipeParser(TrlParser):
         self._check_values(vars(args) | vars(run))
         _check_adapters(run)
         _check_resumable(args)
+        if run.peak_tflops is not None and not args.max_length:
+            raise UserError(
+                "peak_tflops needs max_length, for which the cost model counts FLOPs: set max_length, or remove "
+                "peak_tflops."
+            )
         return run, args
 
     def _check_values(self, values: dict[str, Any]) -> None:

@@ -105,17 +105,12 @@ def run_config(start: Start, run: RunArguments, args: SFTConfig) -> PreTrainedCo
         config.validate()
     except Exception as error:  # huggingface_hub wraps a validator's exception in a class of its own
         raise UserError(f"The recipe does not fit {start.name}: {one_line(error.__cause__ or error)}") from error
-    _check_length(config, run, args)
+    _check_length(config, args)
     return config
 
 
-def _check_length(config: PreTrainedConfig, run: RunArguments, args: SFTConfig) -> None:
+def _check_length(config: PreTrainedConfig, args: SFTConfig) -> None:
     """Raise `UserError` for rows that are longer than the model's context, or that RoPE cannot tell."""
-    if run.peak_tflops is not None and not args.max_length:
-        raise UserError(
-            "peak_tflops needs max_length, for which the cost model counts FLOPs: set max_length, or remove "
-            "peak_tflops."
-        )
     positions = positions_of(config)
     length = args.max_length or positions
     if positions is not None and length > positions:
