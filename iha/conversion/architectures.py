@@ -43,14 +43,11 @@ SHARED_FIELDS = (
     "attention_dropout",
 )
 # Fields that no forward pass reads: those of Transformers' base class, and others that published checkpoints have.
-HARMLESS_FIELDS = {
+FIELDS_WITHOUT_EFFECT = {
     *PreTrainedConfig().to_dict(),
-    "base_name_or_path",
     "head_dim",
     "is_llama_config",
     "model_max_length",
-    "passes_cu_seq_lens",
-    "passes_windows",
     "pretraining_tp",
     "transformers.js_config",
     "unk_token_id",
@@ -110,7 +107,7 @@ def check_fields(config: PreTrainedConfig, fields: Iterable[str]) -> None:
 
     Such a field could change what the model computes. Raise a `UserError` that names it.
     """
-    check_known(config.to_dict(), {*SHARED_FIELDS, *fields, *HARMLESS_FIELDS})
+    check_known(config.to_dict(), {*SHARED_FIELDS, *fields, *FIELDS_WITHOUT_EFFECT})
 
 
 def check_known(entries: dict, known: set[str]) -> None:
