@@ -169,10 +169,6 @@ class RecipeParser(TrlParser):
         if args.chat_template_path is not None:
             args.chat_template_path = os.path.expanduser(args.chat_template_path)  # TRL reads it too
             run.chat_template = _read_template(args.chat_template_path)
-        if self.bf16_is_off:
-            args.distributed_state.print(
-                "Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32."
-            )
         _choose_start(run)
         self._check_values(vars(args) | vars(run))
         _check_adapters(run)
@@ -214,11 +210,10 @@ class RecipeParser(TrlParser):
         for word in unknown:
             if word.startswith("--"):
                 self._check_key(word.removeprefix("--").partition("=")[0].replace("-", "_"))
-        # TRL would reject bf16, its own default, on such a machine.
-        cannot = not namespace.use_cpu and not is_torch_bf16_gpu_available()
-        self.bf16_is_off = cannot and namespace.bf16 is True
-        if cannot:
-            namespace.bf16 = False
+        if not namespace.use_cpu and not is_torch_bf16_gpu_available():
+            if namespace.bf16 is True and os.environ.get("RANK", "0") == "0":
+                print("Note: no GPU here computes in bfloat16, so the run ignores bf16 and computes in float32.")
+            namespace.bf16 = False  # TRL would reject it on such a machine, although it is its own default
         return namespace, unknown
 
 
