@@ -253,9 +253,19 @@ def count_step(
         optimizer.step()
         update = counter.stage()
     recorder.remove()
+    return by_layers(recorder, update, model, kept, optimizer)
+
+
+def by_layers(
+    recorder: Recorder, update: Stage, model: PreTrainedModel, kept: Kept, optimizer: torch.optim.Optimizer
+) -> CountedStep:
+    """Return what was recorded of a step, for every layer of the whole model. The first layer that ran does not count.
+
+    A forward pass has a stage before the layers, one of each layer, and one behind them; a backward pass has them in
+    the other order."""
     begin, *forward, head = recorder.forward
     head_backward, *backward, end = recorder.backward
-    backward.reverse()  # in the order of the layers
+    backward.reverse()
     sizes = [sizes_of(layer, optimizer) for layer in kept.layers]
     counted = [Layer(*each) for each in zip(forward, backward, recorder.copies[1:], sizes)]
     others = (whole - sum(each) for whole, each in zip(sizes_of(model, optimizer), zip(*sizes)))
