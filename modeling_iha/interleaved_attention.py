@@ -5,6 +5,15 @@ Transformers' models look up their attention function and their mask function by
 registers both under a second name, "iha_sdpa". (Most decoders get "iha_sdpa_in_blocks" for "sdpa", by
 `use_virtual_core`.) A module with virtual heads then attends over virtual tokens, and any other module over tokens.
 A pre-hook of the decoder, `prepare_call`, reads what a call declares once for all layers.
+
+An `attention_mask` has one of these forms on its way:
+
+    a user's                [batch, K] in tokens, or [batch, heads, N, K]
+    of `interleaved_mask`   flat, which is `None` or [batch, K] in tokens; or dense over virtual tokens, which is
+                            [batch, 1, N * P, K * P] or two such masks along the heads; or for FlexAttention a
+                            `BlockMask` or `LayerMasks`
+    of a module             one of these masks: `mask_of_interleaved_module` and `mask_of_plain_module` take it out
+    of a core               over the tokens or virtual tokens that it attends to (`virtual_attention`)
 """
 
 import math
@@ -101,24 +110,24 @@ def interleaved_mask(core: str, *, config, mask_function: Callable, local_size: 
     Where the interleaved ones have a window that others lack (`has_two_masks`), a dense mask holds that of the others
     and that of the interleaved ones, one behind the other along the heads. A `BlockMask` of FlexAttention, which
     cannot be cut to tokens, is a `LayerMasks` wherever there are others."""
-    kwargs |= {"config": config, "mask_function": mask_function, "local_size": local_size}
+    of_others = kwargs | {"config": config, "mask_function": mask_function, "local_size": local_size}
     make_mask_of_tokens = ALL_MASK_ATTENTION_FUNCTIONS[core]
     if not hasattr(config, "num_pseudo_heads"):  # that of a vision tower
-        return make_mask_of_tokens(**kwargs)
+        return make_mask_of_tokens(**of_others)
+    of_interleaved = of_others
     window = config.interleaved_window
-    of_interleaved = kwargs
-    if window is not None and not takes_flat_mask(core, **kwargs):
-        # CODEPATH: a window of the interleaved layers alone.
-        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    if window is not None and not takes_flat_mask(core, **of_others):
+        # CODEPATH: a window of the interleaved layers alone. Neither mask may be left out, because both are joined.
+        of_others = of_others | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         sees = and_masks(mask_function, sliding_window_overlay(window))
-        of_interleaved = kwargs | {"mask_function": sees, "local_size": min(window, local_size or window)}
+        of_interleaved = of_others | {"mask_function": sees, "local_size": min(window, local_size or window)}
     mask = virtual_mask(core, **of_interleaved)
     if isinstance(mask, BlockMask):
-        return LayerMasks(mask, make_mask_of_tokens(**kwargs)) if has_other_modules(config) else mask
+        return LayerMasks(mask, make_mask_of_tokens(**of_others)) if has_other_modules(config) else mask
     if mask is None or mask.ndim != 4 or not has_two_masks(config):
         return mask
     # Over virtual tokens too: `mask_of_plain_module` takes it back to tokens.
-    mask_of_others = virtual_mask(core, **kwargs)
+    mask_of_others = virtual_mask(core, **of_others)
     return torch.cat((mask_of_others, mask), dim=1)
 
 
@@ -221,7 +230,8 @@ def prepare_call(names: list[str], decoder: PreTrainedModel, args: tuple, kwargs
     cache = pop_cache(kwargs)
     is_cached = cache is not None or makes_cache(decoder, kwargs.get("use_cache"))
     if cache is None and is_cached and getattr(config, "sliding_window", None):
-        cache = DynamicCache(config=decoder.config)  # the base would make it too late for `keep_windows`
+        # The base would make it too late for `keep_windows`. From here on it counts as one that the caller gave.
+        cache = DynamicCache(config=decoder.config)
     if cache is not None:
         keep_windows(decoder, cache)
         kwargs[CACHE] = cache
@@ -265,16 +275,17 @@ def arguments_for_layers(
             f"attn_implementation={backend.core!r} tells documents by position_ids alone: next to cu_seq_lens_q pass "
             "position_ids that restart where documents begin."
         )
-    # Next to the cache that the base will make, Transformers looks for no documents, and compiled code finds none.
-    finds_documents = bounds is not None or positions is None or not is_tracing(positions)
-    joins_documents = is_cached and not (tells_apart and finds_documents)
-    call = read_call(backend, tokens, mask, positions, cache, bounds, window, joins_documents)
+    makes_cache = is_cached and cache is None
+    # Next to a cache that the base makes, Transformers looks for no documents.
+    can_read_positions = positions is None or not is_tracing(positions)
+    joins_documents = makes_cache and not (tells_apart and (can_read_positions or bounds is not None))
+    call = read_call(backend, tokens, mask, positions, cache, bounds, window, makes_cache, joins_documents)
     if call.dense is not None:
         return {"attention_mask": dense_mask_of_user(call.dense, backend.core, config)}
     if call.documents is None or not takes_bounds:
         return {}
     found = call.keyword_arguments()
-    if mask is None and cache is None:  # else the base looks for no documents
+    if mask is None and cache is None:  # the base would look for documents too, and ask for a dense mask
         found["attention_mask"] = mask_without_padding(tokens)
     return found
 

@@ -3,14 +3,16 @@
 
 As FlashAttention, the function needs no mask with an entry for each pair of tokens:
 
-    attention_mask    `None`, or [batch, keys] for padding
+    attention_mask    `None`, or [batch, keys] for padding (flat)
     sliding_window    a number: query v sees the keys u with v - sliding_window < u <= v
     cu_seq_lens_q     where the documents of all rows begin, and the end, int32 [documents + 1]
     max_length_q      tokens of the longest document
     document_lengths  tokens of each document, where a GPU computes one after the other
 
-Each document is computed by itself, and a window in blocks of queries with the keys that they reach. In half precision
-a GPU takes PyTorch's FlashAttention for both. SDPA gets the dense masks that Transformers makes for everything else.
+Unlike in FlashAttention, several queries under a flat mask are the first keys. (`needs_no_dense_mask` leaves tokens
+after cached ones to dense masks.) Each document is computed by itself, and a window in blocks of queries with the keys
+that they reach. In half precision a GPU takes PyTorch's FlashAttention for both. SDPA gets the dense masks that
+Transformers makes for everything else.
 """
 
 import math
@@ -54,7 +56,8 @@ class Call(NamedTuple):
     padding: torch.Tensor | None = None  # [rows, cached + N], 0 for padding; longer next to a cache
     dense: torch.Tensor | None = None  # a user's mask [rows or 1, heads or 1, N, cached + N], in place of all these
     positions: torch.Tensor | None = None  # [rows or 1, N] of a call that may be packed
-    documents: torch.Tensor | None = None  # where the documents of all rows begin, and the end, int32 [documents + 1]
+    # Where the documents of all rows begin, and the end, int32 [documents + 1]. Runs of padding are documents too.
+    documents: torch.Tensor | None = None
     longest: int | None = None  # tokens of the longest document; `None` where the caller gave the documents
     sizes: tuple[int, ...] | None = None  # tokens of each document, where a GPU computes one after the other
 
@@ -87,6 +90,7 @@ def read_call(
     cache: Cache | None,
     bounds: torch.Tensor | None = None,
     window: float = math.inf,
+    makes_cache: bool = False,
     joins_documents: bool = False,
 ) -> Call:
     """Read what a call declares. Documents are found for `sdpa_in_blocks` alone: other cores find them in positions.
@@ -96,10 +100,11 @@ def read_call(
         tokens: their ids or embeddings, [rows, N, ...].
         attention_mask: [rows, cached + N], or longer next to a cache; or a dense one.
         position_ids: [rows or 1, N].
-        cache: that of the call.
+        cache: what the caller has given.
         bounds: the `cu_seq_lens_q` that the call has already.
         window: the shortest window of the layers in tokens.
-        joins_documents: whether the model would join packed documents in this call for a reason of its own.
+        makes_cache: whether the model will make a cache.
+        joins_documents: whether the model would join packed documents next to that cache.
 
     Raise a ValueError for packed documents next to a mask or a cache, and in several rows of a flash function, where
     Transformers silently joins them."""
@@ -119,17 +124,21 @@ def read_call(
         return call
     if not can_have_documents:
         return read_rows(call, backend, position_ids, cache)
-    return find_documents(call, backend) if backend.core == NAME else call
+    return find_documents(call, backend, makes_cache) if backend.core == NAME else call
 
 
-def find_documents(call: Call, backend: Backend) -> Call:
-    """Add the documents of a packed call. One begins where positions do not increase by one, as in Transformers."""
+def find_documents(call: Call, backend: Backend, makes_cache: bool) -> Call:
+    """Add the documents of a packed call. One begins where positions do not increase by one, as in Transformers.
+
+    Next to a cache, where Transformers looks for none, positions may jump within a document."""
     if call.positions is None:
         return with_a_document_for_each_row(call, backend)
     if has_unknown_values(call.positions):
         return call
     positions = call.positions.expand(call.rows, -1).cpu()  # the only copy, because a GPU is waited for at each
-    return with_documents(call, backend, pad(positions.diff(dim=-1) != 1, (1, 0), value=True))
+    steps = positions.diff(dim=-1)
+    begins_another = steps <= 0 if makes_cache else steps != 1
+    return with_documents(call, backend, pad(begins_another, (1, 0), value=True))
 
 
 def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, cache: Cache | None) -> Call:
@@ -319,7 +328,7 @@ def visibility_of_arguments(
     documents = kwargs.get("cu_seq_lens_q")
     if documents is not None:
         padding = None  # it is among the documents (`with_runs`), or there is none
-        has_one_for_each_row = documents.shape[0] == batch + 1
+        has_one_for_each_row = documents.shape[0] == batch + 1  # each row begins a document
         documents = None if has_one_for_each_row else documents
     window = None if window is None or window >= length else window
     longest = kwargs.get("max_length_q") or length

@@ -121,8 +121,9 @@ def takes_flat_mask(core: str, **kwargs) -> bool:
 def sees_virtual_token(sees_token: Callable, num_pseudo_heads: int, batch, head, query, key) -> torch.Tensor:
     """Return whether queries see keys, by their places among virtual tokens, as Transformers' mask functions do.
 
-    `sees_token` is the mask function over tokens. The places are single numbers, or a grid of all pseudo-heads of
-    tokens, [1, 1, queries, 1] and [1, 1, 1, keys]. A grid is evaluated for its tokens, and the result repeated."""
+    With a window of W > 1 tokens it sees the last W * P virtual tokens, as in the flat form. `sees_token` is the mask
+    function over tokens. The places are single numbers, or a grid of all pseudo-heads of tokens, [1, 1, queries, 1]
+    and [1, 1, 1, keys]. A grid is evaluated for its tokens, and the result repeated."""
     is_grid = query.ndim == 4 and key.ndim == 4
     queries, keys = (query[..., ::num_pseudo_heads, :], key[..., ::num_pseudo_heads]) if is_grid else (query, key)
     query_token, key_token = queries // num_pseudo_heads, keys // num_pseudo_heads
@@ -279,8 +280,10 @@ def takes_new_token(module: nn.Module, heads: Any, query, key, mask: Any, dropou
 def keep_window_edge(cache: Cache | None, window: int | None) -> None:
     """Let the empty sliding layers of a cache keep one token more than a window of `window` tokens.
 
-    W * P virtual tokens reach from pseudo-head p of token n back to pseudo-head p + 1 of token n - W, which a cache
-    for W tokens has dropped. Raise a ValueError for a layer that is filled already."""
+    A sliding layer of W tokens keeps W - 1 and returns them before the N new ones, so that the first of these sees W.
+    But W * P virtual tokens reach from pseudo-head p of token n back to pseudo-head p + 1 of token n - W.
+
+    Raise a ValueError for a layer that is filled already."""
     for layer in getattr(cache, "layers", ()):
         if not getattr(layer, "is_sliding", False):
             continue

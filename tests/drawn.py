@@ -71,6 +71,14 @@ class Drawn:
     def takes_static(self):
         return not self.is_flash and self.core != "flex_attention"
 
+    @property
+    def may_skip_positions(self):
+        """Return whether a document may begin at a position above 0.
+
+        A flash function takes the smallest position for the beginning of every document, and Llama 4 counts its chunks
+        by positions."""
+        return not (self.is_flash or self.needs_positions or getattr(self, "name", None) == "llama4_text")
+
 
 @dataclass(frozen=True)
 class OwnModel(Drawn):
@@ -510,8 +518,7 @@ def calls(draw, model, caches=("dynamic", "whole", "static"), length=None):
             chunks=(length,),
             padding=(("none", 0),) * rows,
             documents=documents if draw(st.booleans()) else documents[:1] * rows,
-            # A flash function takes the smallest position for the beginning of every document.
-            skip=draw(st.sampled_from((0, skip))) if not model.is_flash and not model.needs_positions else 0,
+            skip=draw(st.sampled_from((0, skip))) if model.may_skip_positions else 0,
             has_lengths=rows == 1 and draw(st.booleans()),
             has_embeddings=embeddings,
         )
@@ -564,6 +571,8 @@ def paddings(draw, model, length, may_be_empty):
     most = {"none": 0, "all": length}.get(place, length - 1)
     if place == "inner":  # each query in a hole sees a real key
         most = min(length // 2 - 1, 3, (model.window or length) - 1)
+        if model.is_flash and model.window is not None:
+            most = 0  # it counts a window in real tokens, of which a cache keeps too few, as in Mistral
     if place == "none" or most < 1:
         return ("none", 0)
     return (place, length if place == "all" else draw(st.integers(1, most)))

@@ -53,6 +53,18 @@ def test_a_mask_of_ones_costs_nothing(name, monkeypatch):
         assert bool(calls) == ("padding" in call or call == "hole")
 
 
+@pytest.mark.parametrize("core", ["eager", "sdpa"])
+@torch.no_grad()
+def test_positions_jump_within_a_document_as_in_the_base(core):
+    """Next to a cache a row is one document, whatever its positions skip, and without one a jump begins another."""
+    base = decoder("llama").eval()
+    base.set_attn_implementation(core)
+    model = interleave_heads(copy.deepcopy(base), 2)
+    call = {"input_ids": random_ids(1, 9), "position_ids": torch.tensor([[0, 1, 2, 3, 10, 11, 12, 13, 30]])}
+    for options in ({}, {"use_cache": False}):
+        assert_close(model(**call, **options).logits, base(**call, **options).logits)
+
+
 @pytest.mark.parametrize("name", ["iha", "interleaved", "some interleaved"])
 @pytest.mark.parametrize("core", ["eager", "sdpa"])
 def test_documents_that_compiled_code_cannot_find(name, core):

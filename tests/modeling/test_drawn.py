@@ -218,19 +218,20 @@ def faults(drawn, call, model):
         yield {"is_causal": False}, "is_causal=False: interleaved heads are causal"
     if drawn.is_ours:
         dense = causal_4d(ones, "bool")
+        dense_message = "takes attention_mask .* alone" if drawn.is_flash else NO_DENSE_MASK
         longer = torch.nn.functional.pad(dense, (0, 3))
         if drawn.window is not None and drawn.window < call.length:
-            yield {"attention_mask": dense}, NO_DENSE_MASK
-            yield {"attention_mask": causal_4d(ones, "additive")}, NO_DENSE_MASK
+            yield {"attention_mask": dense}, dense_message
+            yield {"attention_mask": causal_4d(ones, "additive")}, dense_message
         for cache in (None, DynamicCache()):
-            yield {"attention_mask": longer, CACHE: cache}, NO_DENSE_MASK
+            yield {"attention_mask": longer, CACHE: cache}, dense_message
         if drawn.takes_static:
             for mask in (dense, longer):
                 static = StaticCache(config=model.config, max_cache_len=call.length + 3)
-                yield {"attention_mask": mask, CACHE: static}, NO_DENSE_MASK
+                yield {"attention_mask": mask, CACHE: static}, dense_message
     if drawn.is_own:
         for mask in (ones[0], ones[:, None], dense[:, :, :-1]):
-            yield {"attention_mask": mask}, NO_DENSE_MASK
+            yield {"attention_mask": mask}, dense_message
 
 
 @drawn(1.0, case=cases(dtypes=FULL_PRECISION, caches=()))
