@@ -30,7 +30,7 @@ from modeling_iha import IHAConfig, IHAForCausalLM, mixing_parameters
 
 PRESETS = {"small-1m-paired-heads": {}, "small-1m-iha": {"num_pseudo_heads": 4}}
 # Rates in factors of two around the best that we know for AdamW at this size.
-RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+RATES = {"adamw": (5e-4, 1e-3, 2e-3, 4e-3), "muon": (2e-3, 4e-3, 8e-3, 16e-3)}
 SEEDS = (0, 1, 2)
 SEED_OF_RATES = 100  # on which the rates are compared, and nothing else
 TOKENS, ROWS = 256, 8
@@ -123,10 +123,12 @@ def compare(text: Path, out: Path, steps: int) -> str:
     for preset in PRESETS:
         losses = {}
         for optimizer in OPTIMIZERS:
-            tried = {rate: train(preset, optimizer, rate, SEED_OF_RATES, text, out, steps) for rate in RATES}
-            best = min(RATES, key=tried.__getitem__)
+            tried = {
+                rate: train(preset, optimizer, rate, SEED_OF_RATES, text, out, steps) for rate in RATES[optimizer]
+            }
+            best = min(tried, key=tried.__getitem__)
             losses[optimizer] = [train(preset, optimizer, best, seed, text, out, steps) for seed in SEEDS]
-            edge = ", at the edge of the rates" if best in (RATES[0], RATES[-1]) else ""
+            edge = ", at the edge of the rates" if best in (min(tried), max(tried)) else ""
             table.append([preset, optimizer, f"{best:g}{edge}", with_error(losses[optimizer])])
         differences = [one - other for one, other in zip(losses["muon"], losses["adamw"])]
         table.append([preset, "muon - adamw", "", with_error(differences)])

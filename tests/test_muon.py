@@ -68,7 +68,7 @@ def test_two_optimizers_step_as_one_and_resume():
 
 def test_a_comparison_goes_on_after_a_stop(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(muon, "PRESETS", {"tiny": {}})
-    monkeypatch.setattr(muon, "RATES", (1e-3, 1e-2))
+    monkeypatch.setattr(muon, "RATES", dict.fromkeys(muon.OPTIMIZERS, (1e-3, 1e-2)))
     monkeypatch.setattr(muon, "SEEDS", (0, 1))
     made, muon_of = [], muon.OPTIMIZERS["muon"]
 
