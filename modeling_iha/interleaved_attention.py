@@ -265,8 +265,8 @@ def arguments_for_layers(
     mask, positions, bounds = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
     if positions is not None and positions.ndim != 2:  # of a model of images: [4, rows, N] with those of text first
         positions = positions[0] if len(positions) == 4 else None
-    windows = config.interleaved_window, getattr(config, "sliding_window", None)
-    window = min(each or math.inf for each in windows)
+    fields = ("interleaved_window", "sliding_window", "attention_chunk_size")
+    window = min(getattr(config, field, None) or math.inf for field in fields)
     # `interleave_heads` has tried whether the base passes bounds on. Flash functions look at positions by themselves.
     takes_bounds = backend.core == SDPA_IN_BLOCKS and getattr(config, "passes_cu_seq_lens", False)
     tells_apart = takes_bounds or "flash" in backend.core
