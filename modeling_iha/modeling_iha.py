@@ -11,7 +11,11 @@ from torch import nn
 from transformers import AttentionMaskInterface, AutoModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -64,8 +68,11 @@ ATTENTION_CLASSES = {
 }
 
 CREATE_MASK = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-MASK = "virtual_tokens"  # the mask function of `IHAModel`, whose core `masks_of_call` gives as a field of the config
-AttentionMaskInterface.register(MASK, lambda **kwargs: virtual_mask(kwargs["config"].core, **kwargs))
+# The mask function of `IHAModel`, whose core `masks_of_call` gives as a field of the config. A second copy of this
+# code, in a checkpoint, leaves what the first registered.
+MASK = "virtual_tokens"
+if MASK not in ALL_MASK_ATTENTION_FUNCTIONS:
+    AttentionMaskInterface.register(MASK, lambda **kwargs: virtual_mask(kwargs["config"].core, **kwargs))
 
 # Trainer's label smoothing and `pipeline` look up causal models here, and no public function adds one. Two copies of
 # this code write the same entry.
