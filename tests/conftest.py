@@ -12,6 +12,8 @@ gc.disable()
 # The test models are tiny: more threads than one cost more than they give, most of all with several processes at a
 # time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each load of a dataset and each library would be counted on the Hub, and without a network each count waits.
+os.environ |= {"HF_UPDATE_DOWNLOAD_COUNTS": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
 # Triton reads this when it is imported. Without a GPU its interpreter runs the kernels.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
