@@ -17,13 +17,13 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo   convert, verify, fine-tune, save, reload and generate with SmolLM2-135M-Instruct (2 to 3 minutes on 2 quiet cores)"
-	@echo "make test   lint and the tests but the slow ones (6 minutes on 2 quiet cores, and 3 for the installation)"
+	@echo "make test   lint and the tests but the slow ones (5 minutes on 2 quiet cores, and 3 for the installation)"
 	@echo "make test-full  the same with the slow tests"
 	@echo "make test-oldest   the core tests on the oldest supported Transformers, and some on 5.23 (5 minutes)"
 	@echo "make test-newest   the core tests on the newest versions of everything, installed by README's lines (8 minutes, 6 GB)"
 	@echo "make vllm   set up .venv-vllm, where vLLM serves converted models on a CPU (vllm_iha/README.md)"
 	@echo "make test-vllm   the tests of the vLLM plugin, in .venv-vllm"
-	@echo "make bench  measure speed on a CPU (10 minutes; leave the machine alone); writes research/benchmarks/results"
+	@echo "make bench  measure speed on a CPU (6 minutes; leave the machine alone); writes research/benchmarks/results"
 	@echo "make gpu    on a machine with a GPU, in its own Python: tests and measurements (13 minutes)"
 	@echo "make release-check  build the wheel and the sdist, check them, and try the wheel in a new environment (3 minutes)"
 	@echo "make lint   ruff, mypy and Transformers' linter of modeling files"
