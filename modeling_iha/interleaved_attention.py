@@ -261,7 +261,13 @@ def arguments_for_layers(
 ) -> dict[str, Any]:
     """Return the keyword arguments that tell all layers what a call declares, without dense masks if they can.
 
-    `is_cached` is true too if the base will make a cache. Raise a ValueError for documents that would be joined."""
+    `is_cached` is true too if the base will make a cache. Packed documents are told apart, or raise a ValueError:
+
+        core                              no cache      the base makes one     one is given
+        `sdpa_in_blocks`, if it is told   by bounds     by bounds              ValueError
+        flash functions                   by positions  by positions           ValueError
+        any other                         by positions  ValueError             ValueError
+    """
     mask, positions, bounds = (kwargs.get(name) for name in ("attention_mask", "position_ids", "cu_seq_lens_q"))
     if positions is not None and positions.ndim != 2:  # of a model of images: [4, rows, N] with those of text first
         positions = positions[0] if len(positions) == 4 else None

@@ -142,9 +142,7 @@ def find_documents(call: Call, backend: Backend, makes_cache: bool) -> Call:
 
 
 def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, cache: Cache | None) -> Call:
-    """Check that each row is one document, by its positions. Add these documents if there are no cached tokens.
-
-    Padding counts as position -1, and the positions of the other tokens rise, or a second document would begin."""
+    """Check that each row is one document. Add these documents if there are no cached tokens."""
     if position_ids is None and (call.padding is None or backend.core != NAME):
         return call
     if has_unknown_values(call.padding if position_ids is None else position_ids):
@@ -152,19 +150,27 @@ def read_rows(call: Call, backend: Backend, position_ids: torch.Tensor | None, c
             raise ValueError(UNKNOWN_DOCUMENTS)
         return call
     past = 0 if cache is None else int(cache.get_seq_length())
-    positions = torch.arange(call.tokens, device=backend.device) if position_ids is None else position_ids
     if call.padding is not None:
         check_mask(call.padding, call.rows, past + call.tokens, is_longest=cache is None)
-        positions = torch.where(call.padding[:, past : past + call.tokens].bool(), positions, -1)
-    positions = positions.expand(call.rows, -1).cpu()  # the only copy
+    positions = positions_of_real_tokens(call, backend, position_ids, past)
     is_real = positions >= 0
     earlier = positions.cummax(dim=-1).values[:, :-1]
-    begins_another = is_real[:, 1:] & (positions[:, 1:] <= earlier)
+    begins_another = is_real[:, 1:] & (positions[:, 1:] <= earlier)  # within a document positions rise
     if begins_another.any():
         raise ValueError(JOINED_DOCUMENTS + hint_of_prefix(call, past))
     if backend.core != NAME or past > 0:
         return call
     return with_a_document_for_each_row(call, backend) if is_real.all() else with_runs(call, backend, is_real)
+
+
+def positions_of_real_tokens(
+    call: Call, backend: Backend, position_ids: torch.Tensor | None, past: int
+) -> torch.Tensor:
+    """Return the positions of the tokens of a call after `past` cached ones, [rows, N] on the CPU, -1 for padding."""
+    positions = torch.arange(call.tokens, device=backend.device) if position_ids is None else position_ids
+    if call.padding is not None:
+        positions = torch.where(call.padding[:, past : past + call.tokens].bool(), positions, -1)
+    return positions.expand(call.rows, -1).cpu()  # the only copy
 
 
 def with_runs(call: Call, backend: Backend, is_real: torch.Tensor) -> Call:
