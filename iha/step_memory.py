@@ -19,10 +19,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from iha.counted_adapters import add_adapters
 from iha.counted_attention import NAME, of_shared_rows
-from iha.errors import UserError
-from iha.without_data import Kept, choose_layers, counting, keep_one_of_each, row_of_tokens, without_data
+from iha.without_data import (
+    Kept,
+    check_can_share_rows,
+    choose_layers,
+    counting,
+    keep_one_of_each,
+    row_of_tokens,
+    without_data,
+)
 from modeling_iha.modeling_interleaved import backbone_of
-from modeling_iha.score_matrix import ScoreMatrixAttention
 
 
 LOSS_TILE = (4096, 32768)  # tokens and entries of the vocabulary whose logits TRL 1.16 computes at a time
@@ -288,8 +294,8 @@ def model_to_train(config: PreTrainedConfig, way: Way, dtype: torch.dtype) -> tu
     """Build a model on the meta device with one layer that does not count, and one of each kind. Raise `UserError`."""
     core = NAME if way.share_rows == 1 else of_shared_rows(way.share_rows)
     model = without_data(config, core, dtype).train()
-    if way.share_rows > 1 and any(isinstance(module, ScoreMatrixAttention) for module in model.modules()):
-        raise UserError("Layers that change scores attend by no function that processes could share.")
+    if way.share_rows > 1:
+        check_can_share_rows(model)
     kept = keep_one_of_each(model)
     # The lowest layer of a model with adapters keeps its input to the end of a step, so a further one takes its place.
     choose_layers(model, [0, *range(len(kept.layers))])

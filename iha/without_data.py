@@ -74,6 +74,12 @@ def without_data(
     return model.eval()
 
 
+def check_can_share_rows(model: PreTrainedModel) -> None:
+    """Raise `UserError` for a model with layers that attend by no function of Transformers."""
+    if any(isinstance(module, ScoreMatrixAttention) for module in model.modules()):
+        raise UserError("Layers that change scores attend by no function that processes could share.")
+
+
 def has_model(auto_class: Any, config: PreTrainedConfig) -> bool:
     return type(config) in auto_class._model_mapping  # no public name tells
 

@@ -38,7 +38,7 @@ from iha.counted_adapters import add_adapters
 from iha.counted_attention import visible_pairs
 from iha.counted_config import of_checkpoint, of_preset
 from iha.errors import UserError
-from iha.model_cost import cost_of_model, model_cost, passes_of_model
+from iha.model_cost import cost_of_model, exchanged_bytes, model_cost, passes_of_model
 from iha.plain_models import with_mha
 from iha.sources import find_source
 from iha.step_memory import Counter, StepMemory, Way, of_sharded_training, of_training
@@ -504,9 +504,14 @@ def test_what_cannot_be_shared_or_is_not_counted_is_refused():
         "--share-rows 3 --gpus 8": "--share-rows 3: expected a divisor of --gpus",
         "--lora-r 8 --gpus 8": "LoRA is counted on one GPU",
         "--bits 4": "give --lora-r",
+        "--num-pseudo-heads 2 --set num_pseudo_heads=2": "both say the same field: give one",
+        "--window 4 --set sliding_window=4": "both say the same field: give one",
     }.items():
         with pytest.raises(UserError, match=named):
             cost_command.main(["--preset", "tiny", "--tokens", "8", *words.split()])
+    words = "--preset tiny --set attention_kinds=talking_heads --tokens 8 --gpus 2 --share-rows 2 --no-memory"
+    with pytest.raises(UserError, match="Layers that change scores"):
+        cost_command.main(words.split())
     shared = Way(checkpointing=True, share_rows=8)
     with pytest.raises(UserError, match="8 processes cannot share 4 heads"):
         of_sharded_training(small_config(), 1, 64, shared, 8)
@@ -514,7 +519,7 @@ def test_what_cannot_be_shared_or_is_not_counted_is_refused():
         of_sharded_training(small_config(attention_kinds="talking_heads"), 1, 64, shared, 8)
 
 
-def test_the_command_counts_shared_rows_and_adapters(capsys, monkeypatch):
+def test_the_command_counts_shared_rows_and_adapters(capsys, monkeypatch, tmp_path):
     """Look at the ways whose memory is counted; the tests above count it."""
     sharded, alone = [], []
 
@@ -528,7 +533,12 @@ def test_the_command_counts_shared_rows_and_adapters(capsys, monkeypatch):
 
     monkeypatch.setattr(cost_command, "of_sharded_training", of_sharded)
     monkeypatch.setattr(cost_command, "of_training", of_one)
-    cost_command.main("--preset small-1m-iha --tokens 256 --gpus 2 --share-rows 2 --offload --tflops 1".split())
+    words = "--preset small-1m-iha --tokens 256 --gpus 2 --share-rows 2 --offload --tflops 1"
+    cost_command.main([*words.split(), "--json", str(tmp_path / "cost.json")])
+    written = json.loads((tmp_path / "cost.json").read_text())
+    sent = exchanged_bytes(IHAConfig.from_preset("small-1m-iha"), 256, 2)
+    assert written["bytes_sent_in_a_forward_pass"]["this model"] == sent
+    assert (written["share_rows"], written["lora_r"], written["bits"]) == (2, None, 32)
     printed = capsys.readouterr().out
     assert "training step on each of 2 GPUs, sharded by FSDP2 (not compared with a GPU), 2 of which share" in printed
     assert "with activation checkpointing in the host's memory and TRL's loss" in printed
