@@ -62,6 +62,12 @@ def test_a_defect_is_one_line_that_names_its_traceback(fails, monkeypatch, tmp_p
     assert "PanicException: `None`; --traceback" in fails(partial(failing, panic("`None`")))
 
 
+def test_the_traceback_of_a_command_within_a_command_is_shown():
+    command = [sys.executable, "-m", "iha.cli", "train", "--config", "absent.yaml", "--traceback"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60).stderr
+    assert shown.startswith("Traceback") and "UserError: --config absent.yaml: no such file" in shown
+
+
 def test_a_mistake_of_the_user_is_one_line(fails):
     assert fails(partial(failing, UserError("No such\nmodel."))) == "Error: No such model."
     assert fails(lambda: None, "--out", "") == (
