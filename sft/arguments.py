@@ -163,9 +163,12 @@ class RecipeParser(TrlParser):
 
         Raise `UserError` for a key that is unknown, not taken or excluded by another.
         """
+        words: list[str] = []
+        for word in sys.argv[1:] if argv is None else argv:  # TRL looks for the word --config alone
+            words += word.split("=", 1) if word.startswith("--config=") else [word]
         with refusing("the recipe", ValueError, TypeError, ImportError, yaml.YAMLError):
-            run, args = self.parse_args_and_config(argv)
-        run.on_command_line = _keys_of(sys.argv[1:] if argv is None else argv)
+            run, args = self.parse_args_and_config(words)
+        run.on_command_line = _keys_of(words)
         if args.chat_template_path is not None:
             args.chat_template_path = os.path.expanduser(args.chat_template_path)  # TRL reads it too
             run.chat_template = _read_template(args.chat_template_path)

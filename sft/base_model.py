@@ -61,6 +61,11 @@ def find_start(run: RunArguments) -> Start:
         tokenizer = start_tokenizer(run.tokenizer)
         return Start(run.preset, config_of(run.preset, tokenizer, run.preset_fields or []), tokenizer=tokenizer)
     source = find_source(run.model_name_or_path)
+    if run.is_quantized and source.gguf_file is not None:
+        raise UserError(
+            f"load_in_4bit, load_in_8bit: {source} is a GGUF file, which has a rounding of its own: take the "
+            "checkpoint from which it was made."
+        )
     config = load_config(source)
     is_to_interleave = run.num_pseudo_heads is not None and not is_ours(config)
     return Start(str(source), config, source, is_to_interleave=is_to_interleave)

@@ -209,7 +209,7 @@ def identify_data(name: str, config: str | None = None) -> dict[str, str | None]
     """
     path = Path(name)
     if suffix_of(name) in MIXTURES:
-        identities = [(share, identify_data(part)) for part, share in parts_of_mixture(name)]
+        identities = [(share, identify_data(part, config)) for part, share in parts_of_mixture(name)]
         return {"sha256": hashlib.sha256(json.dumps(identities).encode()).hexdigest()}
     if path.is_file():
         return {"sha256": file_sha256(path)}

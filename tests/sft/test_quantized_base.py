@@ -83,6 +83,11 @@ def test_a_run_on_4_bits_resumes_and_needs_adapters(rows_file, tmp_path):
     saved(decoder("llama", **WIDTHS), tmp_path / "plain")
     with pytest.raises(UserError, match="rounded weights cannot be trained, but adapters .* set use_peft to true"):
         train.main(command(tmp_path, rows_file, "run", load_in_4bit="true", use_peft="false"))
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(UserError, match="model.gguf is a GGUF file"):
+        train.main(
+            command(tmp_path, rows_file, "run", model_name_or_path=tmp_path / "model.gguf", load_in_4bit="true")
+        )
     # Evaluations change nothing: in one, bitsandbytes would repack the weights for the CPUs that have it.
     train.main(command(tmp_path, rows_file, "whole", load_in_4bit="true", eval_on_start="true", eval_steps=2))
     later = {"load_in_4bit": "true", "eval_on_start": "false", "eval_steps": 4}

@@ -3,6 +3,7 @@
 import json
 from functools import reduce
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from iha.errors import UserError
 from iha.kinds import is_interleaved
 from iha.sources import find_source
 from modeling_iha import IHAForCausalLM, interleave_heads
-from sft import train
+from sft import row_sources, train
 from sft.data import mix
 from sft.row_sources import parts_of_mixture
 
@@ -126,6 +127,16 @@ def test_a_mixture_has_its_shares_of_the_tokens_whatever_the_lengths_of_rows():
     turns = Dataset.from_list([{"messages": [{"role": "user", "content": "a"}]}])
     with pytest.raises(UserError, match="rows of one schema"):
         mix([parts[0], turns], [0.5, 0.5], tokenizer, None, seed=0)
+
+
+def test_the_parts_of_a_mixture_have_the_configuration_of_the_run(tmp_path, monkeypatch):
+    asked = []
+    builder = SimpleNamespace(hash="0")
+    monkeypatch.setattr(row_sources, "load_dataset_builder", lambda *given: asked.append(given) or builder)
+    mixture = tmp_path / "mixture.yaml"
+    mixture.write_text("[{path: me/a, share: 0.5}, {path: me/b, share: 0.5}]")
+    row_sources.identify_data(str(mixture), "main")
+    assert asked == [("me/a", "main"), ("me/b", "main")]
 
 
 @pytest.mark.parametrize(

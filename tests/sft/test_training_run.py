@@ -168,6 +168,14 @@ def test_the_file_of_a_recipe_is_looked_for_before_trl_is_imported(monkeypatch, 
     assert found[recipe("demo")].endswith("Loading TRL (some seconds)\n")
 
 
+def test_the_file_of_a_recipe_may_stand_behind_an_equals_sign(tiny, rows_file, tmp_path):
+    words = command(tiny, rows_file, tmp_path)
+    (run, args), (again, of_one_word) = (
+        RecipeParser("").parse(given) for given in (words, [f"--config={words[1]}", *words[2:]])
+    )
+    assert (run, args.to_dict()) == (again, of_one_word.to_dict())
+
+
 def test_the_best_weights_need_a_checkpoint_of_each_evaluation(tiny, rows_file, tmp_path):
     keys = {"load_best_model_at_end": "true", "eval_strategy": "steps", "eval_on_start": "false", "eval_steps": 1}
     with pytest.raises(UserError, match="save_steps=2 and eval_steps=1: the best evaluation may have no checkpoint"):
